@@ -1,0 +1,47 @@
+# Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv on first use.
+PYTHON ?= python3
+LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.lock; else echo requirements-cpu.lock; fi)
+STAMP := .venv/.installed-$(LOCK)
+PYTEST := .venv/bin/python -m pytest
+
+.PHONY: setup demo test slow torture gpu bench lint lock
+
+setup: $(STAMP)
+
+# --no-deps: the lock file is the whole list, resolved without the wheels that break beside torch's CPU build (pyproject.toml, [tool.uv])
+$(STAMP): $(LOCK) pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quiver needs Python >= 3.11, found " + sys.version)'
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --no-deps -r $(LOCK)
+	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup
+	.venv/bin/quiver run deployments/recipes/demo.toml
+
+test: setup
+	$(PYTEST) -m "not slow and not torture and not gpu"
+
+slow: setup
+	$(PYTEST) -m slow
+
+torture: setup
+	$(PYTEST) -m torture
+
+gpu: setup
+	$(PYTEST) -m gpu
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+bench: setup
+	.venv/bin/python -m tests.benchmarks
+
+# Needs uv. FIND_LINKS: a folder or index page that holds torch's CPU wheel (https://download.pytorch.org/whl/cpu/torch on an open network).
+COMPILE := uv pip compile pyproject.toml --extra demo --extra trackers --extra dev --python-version 3.11 \
+	--python-platform x86_64-manylinux_2_28 --no-header --no-annotate --quiet --upgrade
+FIND_LINKS ?= https://download.pytorch.org/whl/cpu/torch
+lock:
+	$(COMPILE) --extra cpu --find-links $(FIND_LINKS) --output-file requirements-cpu.lock
+	$(COMPILE) --extra gpu --output-file requirements-gpu.lock

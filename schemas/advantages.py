@@ -1,0 +1,40 @@
+"""advantages/1: what each rollout weighed in the optimizer, and what became of it.
+
+| column | type | meaning |
+|---|---|---|
+| rollout_id | string | joined by id |
+| advantage | float32, null | or list<float32>, one a token, for PPO; null where the rollout was dropped |
+| kept | bool | it took part in the update |
+| drop_reason | string, null | not_scored, small_group, zero_variance, empty, … |
+| mean_ratio | float32, null | mean over the completion's tokens of π_θ / π_old when the rollout was last trained on |
+| mean_logprob | float32, null | the new policy's mean logprob of its tokens at that time |
+
+    {"rollout_id": "4be1c0de-sum-0017-2", "advantage": 0.71, "kept": true, "drop_reason": null,
+     "mean_ratio": 1.0, "mean_logprob": -0.4}
+"""
+
+import pyarrow as pa
+
+from . import fields
+
+SCHEMA = fields.kind_schema(
+    "advantages/1",
+    [
+        fields.ROLLOUT_ID,
+        pa.field("advantage", pa.float32()),
+        pa.field("kept", pa.bool_(), nullable=False),
+        pa.field("drop_reason", pa.string()),
+        pa.field("mean_ratio", pa.float32()),
+        pa.field("mean_logprob", pa.float32()),
+    ],
+)
+PER_TOKEN = fields.kind_schema(
+    "advantages/1", [SCHEMA.field(0), pa.field("advantage", pa.list_(pa.float32())), *list(SCHEMA)[2:]]
+)
+
+
+def check(table: pa.Table) -> None:
+    """Raise SchemaError unless `table` is advantages/1, one value a rollout or one a token."""
+    listed = "advantage" in table.column_names and pa.types.is_list(table.column("advantage").type)
+    fields.compare(table, PER_TOKEN if listed else SCHEMA)
+    fields.require_unique(table, SCHEMA, "rollout_id")

@@ -1,0 +1,119 @@
+"""The exception tree: one class a code, each also a standard type, each with what to do next.
+
+    QuiverError
+    ├── ConfigError          E-CONFIG           2  ValueError        recipe, option, file or column that the user named
+    ├── CorruptError         E-CORRUPT          3  OSError           bytes on disk are not those that were written
+    ├── BusyError            E-BUSY             4  OSError           another process does this very work now
+    ├── ConflictError        E-CONFLICT         4  OSError           somebody else was first
+    ├── LineageError         E-LINEAGE          5  LookupError       a reference leads nowhere, or to the wrong parent
+    ├── SchemaError          E-SCHEMA           5  TypeError         a table is not of its kind
+    ├── RewardError          E-REWARD           6  RuntimeError      a reward function failed
+    ├── RemoteError          E-REMOTE           6  ConnectionError   a server failed
+    ├── ResourceError        E-RESOURCE         7  OSError           disk, memory, read-only store, GPU, a dead child
+    ├── NumericError         E-NUMERIC          8  ArithmeticError   NaN, inf, or an audit beyond its limit
+    ├── OutcomeUnknownError  E-OUTCOME-UNKNOWN  9  RuntimeError      done or not done: can not be told
+    └── SecurityError        E-SECURITY        10  PermissionError   refused on purpose
+
+Every error carries `code`, `object` (what it is about), `message` (expected and found), `state` (what is still whole) and
+`next` (one command or one change). It survives a process boundary: `to_dict` / `from_dict`.
+
+>>> print(CorruptError("arith/rollouts@7", "sha256 differs", state="versions 1-6 are intact", next="quiver verify"))
+E-CORRUPT arith/rollouts@7: sha256 differs
+State: versions 1-6 are intact
+Next: quiver verify
+"""
+
+from __future__ import annotations
+
+_LIMIT = 200
+
+
+def printable(text: object, limit: int = _LIMIT) -> str:
+    """Foreign text made safe for a terminal: control characters escaped, cut at `limit` characters."""
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(text))
+    return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
+
+
+class QuiverError(Exception):
+    """Base of all errors that Quiver raises on purpose."""
+
+    code = "E-INTERNAL"
+    exit_code = 1
+
+    def __init__(self, object: str, message: str, *, state: str = "nothing was changed.", next: str = "") -> None:
+        self.object, self.message, self.state, self.next = object, message, state, next
+        super().__init__(object, message)
+
+    def __str__(self) -> str:
+        lines = [f"{self.code} {self.object}: {self.message}", f"State: {self.state}"]
+        return "\n".join([*lines, f"Next: {self.next}"] if self.next else lines)
+
+    def __reduce__(self):
+        return from_dict, (self.to_dict(),)
+
+    def to_dict(self) -> dict[str, str]:
+        """The error as the command line's JSON has it."""
+        return {
+            "code": self.code,
+            "object": self.object,
+            "message": self.message,
+            "state": self.state,
+            "next": self.next,
+        }
+
+
+class ConfigError(QuiverError, ValueError):
+    code, exit_code = "E-CONFIG", 2
+
+
+class CorruptError(QuiverError, OSError):
+    code, exit_code = "E-CORRUPT", 3
+
+
+class BusyError(QuiverError, OSError):
+    code, exit_code = "E-BUSY", 4
+
+
+class ConflictError(QuiverError, OSError):
+    code, exit_code = "E-CONFLICT", 4
+
+
+class LineageError(QuiverError, LookupError):
+    code, exit_code = "E-LINEAGE", 5
+
+
+class SchemaError(QuiverError, TypeError):
+    code, exit_code = "E-SCHEMA", 5
+
+
+class RewardError(QuiverError, RuntimeError):
+    code, exit_code = "E-REWARD", 6
+
+
+class RemoteError(QuiverError, ConnectionError):
+    code, exit_code = "E-REMOTE", 6
+
+
+class ResourceError(QuiverError, OSError):
+    code, exit_code = "E-RESOURCE", 7
+
+
+class NumericError(QuiverError, ArithmeticError):
+    code, exit_code = "E-NUMERIC", 8
+
+
+class OutcomeUnknownError(QuiverError, RuntimeError):
+    code, exit_code = "E-OUTCOME-UNKNOWN", 9
+
+
+class SecurityError(QuiverError, PermissionError):
+    code, exit_code = "E-SECURITY", 10
+
+
+BY_CODE: dict[str, type[QuiverError]] = {cls.code: cls for cls in (QuiverError, *QuiverError.__subclasses__())}
+
+
+def from_dict(data: dict[str, str]) -> QuiverError:
+    """The error that `to_dict` described, as the same class."""
+    cls = BY_CODE.get(data.get("code", ""), QuiverError)
+    return cls(data["object"], data["message"], state=data.get("state", ""), next=data.get("next", ""))

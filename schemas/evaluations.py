@@ -1,0 +1,35 @@
+"""evaluations/1: held-out scores; the manifest carries score, standard error, n and pass@k.
+
+| column | type | meaning |
+|---|---|---|
+| group_id, sample_index | string, int32 | the held-out prompt, and which of its samples |
+| rollout_id | string | of the evaluation's rollouts |
+| score | float32, null | null = not scored |
+| completion_tokens | int32 | length of the completion |
+| finish_reason | string | stop, length or abort |
+
+    {"group_id": "held-0003", "sample_index": 0, "rollout_id": "77aa01c2-held-0003-0", "score": 1.0,
+     "completion_tokens": 6, "finish_reason": "stop"}
+"""
+
+import pyarrow as pa
+
+from . import fields
+
+SCHEMA = fields.kind_schema(
+    "evaluations/1",
+    [
+        fields.GROUP_ID,
+        fields.SAMPLE_INDEX,
+        fields.ROLLOUT_ID,
+        pa.field("score", pa.float32()),
+        pa.field("completion_tokens", pa.int32(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+    ],
+)
+
+
+def check(table: pa.Table) -> None:
+    """Raise SchemaError unless `table` is evaluations/1 with unique rollout ids."""
+    fields.compare(table, SCHEMA)
+    fields.require_unique(table, SCHEMA, "rollout_id")

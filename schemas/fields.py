@@ -1,0 +1,115 @@
+"""Fields that several kinds share, and the one comparison of a table with its schema.
+
+Ids and logprobs are lists with items that can not be null: an Arrow list column is values + offsets, and so is every tensor
+made of it, without a copy.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .errors import SchemaError
+
+GROUP_ID = pa.field("group_id", pa.string(), nullable=False)
+ROLLOUT_ID = pa.field("rollout_id", pa.string(), nullable=False)
+SAMPLE_INDEX = pa.field("sample_index", pa.int32(), nullable=False)
+ROLE = pa.field("role", pa.string(), nullable=False)
+CONTENT = pa.field("content", pa.string(), nullable=False)
+
+
+def token_ids(name: str) -> pa.Field:
+    """A ragged column of token ids: list<int32>, neither lists nor items null."""
+    return pa.field(name, pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False)
+
+
+def per_token(name: str) -> pa.Field:
+    """A ragged column with one float32 a token: list<float32>, neither lists nor items null."""
+    return pa.field(name, pa.list_(pa.field("item", pa.float32(), nullable=False)), nullable=False)
+
+
+def open_struct(name: str) -> pa.Field:
+    """A struct whose fields the user decides; `compare` looks only at its being a struct."""
+    return pa.field(name, pa.struct([]), nullable=False)
+
+
+def kind_schema(kind: str, fields: list[pa.Field]) -> pa.Schema:
+    """The schema of `kind`, with its name (`rollouts/1`) in the metadata."""
+    return pa.schema(fields, metadata={"quiver": kind})
+
+
+def kind_of(schema: pa.Schema) -> str:
+    """`rollouts/1`: what `kind_schema` wrote."""
+    return schema.metadata[b"quiver"].decode()
+
+
+def with_struct(schema: pa.Schema, **structs: pa.StructType) -> pa.Schema:
+    """`schema` with each open struct replaced by the given type, to build a table with."""
+    for name, kind in structs.items():
+        schema = schema.set(schema.get_field_index(name), pa.field(name, kind, nullable=False))
+    return schema
+
+
+def fail(schema: pa.Schema, message: str, next: str = "quiver show REF, and the table in schemas/") -> SchemaError:
+    """A SchemaError about a table that should be of `schema`'s kind."""
+    return SchemaError(kind_of(schema), message, next=next)
+
+
+def compare(table: pa.Table, schema: pa.Schema) -> None:
+    """Raise SchemaError with the difference unless `table` has `schema`'s columns, types and no forbidden null."""
+    wanted, found = set(schema.names), set(table.column_names)
+    problems = [f"missing {name}" for name in schema.names if name not in found]
+    problems += [f"unexpected {name}" for name in table.column_names if name not in wanted]
+    for field in schema:
+        if field.name not in found:
+            continue
+        column = table.column(field.name)
+        opened = pa.types.is_struct(field.type) and field.type.num_fields == 0 and pa.types.is_struct(column.type)
+        if not opened and column.type != field.type:
+            problems.append(f"{field.name} is {column.type}, expected {field.type}")
+        elif not field.nullable and column.null_count:
+            problems.append(f"{field.name} has {column.null_count} nulls, expected none")
+        elif pa.types.is_list(field.type) and not field.type.value_field.nullable:
+            nulls = sum(chunk.flatten().null_count for chunk in column.chunks)
+            problems += [f"{field.name} has {nulls} null items, expected none"] if nulls else []
+    if problems:
+        raise fail(schema, "; ".join(problems))
+
+
+def require_unique(table: pa.Table, schema: pa.Schema, name: str) -> None:
+    """Raise SchemaError when a value of column `name` stands twice."""
+    column = table.column(name)
+    if pc.count_distinct(column).as_py() != len(column):
+        counts = column.value_counts()
+        twice = pc.filter(counts.field("values"), pc.greater(counts.field("counts"), 1))[0]
+        raise fail(schema, f"{name} {twice.as_py()!r} stands more than once")
+
+
+def require_same_lengths(table: pa.Table, schema: pa.Schema, first: str, second: str) -> None:
+    """Raise SchemaError unless the lists of two columns have equal lengths row by row."""
+    same = pc.equal(pc.list_value_length(table.column(first)), pc.list_value_length(table.column(second)))
+    if not pc.all(same, min_count=0).as_py():
+        row = pc.index(same, False).as_py()
+        lengths = [len(table.column(name)[row]) for name in (first, second)]
+        raise fail(schema, f"row {row}: {first} has {lengths[0]} items, {second} has {lengths[1]}")
+
+
+def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message: str) -> None:
+    """Raise SchemaError when `wrong(values)` (a compute expression on the flat values) is true anywhere."""
+    for chunk in table.column(name).chunks:
+        values = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
+        found = wrong(values)
+        if pc.any(found, min_count=0).as_py():
+            bad = values[pc.index(found, True).as_py()].as_py()
+            raise fail(schema, f"{name} holds {bad}: {message}")
+
+
+def require_logprobs(table: pa.Table, schema: pa.Schema, name: str) -> None:
+    """Raise SchemaError for a logprob that is NaN, infinite or above 0 (by more than rounding)."""
+    require_values(table, schema, name, lambda v: pc.invert(pc.is_finite(v)), "a logprob is finite")
+    require_values(table, schema, name, lambda v: pc.greater(v, 1e-4), "a logprob is at most 0")
+
+
+def require_ids(table: pa.Table, schema: pa.Schema, name: str) -> None:
+    """Raise SchemaError for a negative token id."""
+    require_values(table, schema, name, lambda v: pc.less(v, 0), "a token id is at least 0")

@@ -1,0 +1,66 @@
+"""References: `run/kind@version`, the only thing that travels between tasks.
+
+A version is a number, `latest`, or a tag. Inside a recipe the run may be left out: `policy@3`. Names are checked here, once,
+so that no name can leave the store's folder.
+
+>>> parse("arith/rollouts@3")
+Ref(run='arith', kind='rollouts', version=3)
+>>> str(parse("policy@latest", run="arith"))
+'arith/policy@latest'
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from .errors import ConfigError, printable
+
+KINDS = ("prompts", "rollouts", "rewards", "logprobs", "advantages", "updates", "evaluations", "policy")
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+def check_name(name: str, what: str = "name") -> str:
+    """`name` if it may be a run or a tag; ConfigError otherwise."""
+    if not isinstance(name, str) or not NAME.fullmatch(name) or ".." in name:
+        raise ConfigError(
+            f"{what} {printable(repr(name))}",
+            "a name is 1 to 64 of a-z 0-9 . _ -, starts with a letter or digit, and has no '..'",
+            next=f"choose another {what}",
+        )
+    return name
+
+
+class Ref(NamedTuple):
+    """One version of one kind in one run. `version` is an int once it is resolved."""
+
+    run: str
+    kind: str
+    version: int | str
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.kind}@{self.version}"
+
+    @property
+    def folder(self) -> str:
+        """The version's folder below the store: `arith/rollouts/v000003`."""
+        return f"{self.run}/{self.kind}/v{self.version:06d}"
+
+
+def parse(text: str | Ref, run: str | None = None) -> Ref:
+    """`run/kind@version`, or `kind@version` where `run` is given. ConfigError says what is wrong."""
+    if isinstance(text, Ref):
+        return text
+    head, at, version = str(text).rpartition("@")
+    own_run, slash, kind = head.rpartition("/")
+    name = own_run if slash else run
+    if not at or not version or kind not in KINDS or not name:
+        raise ConfigError(
+            f"reference {printable(repr(text))}",
+            f"expected run/kind@version with kind one of {', '.join(KINDS)}",
+            next="quiver ls",
+        )
+    check_name(name, "run")
+    if version.isdecimal():
+        return Ref(name, kind, int(version))
+    return Ref(name, kind, check_name(version, "tag"))

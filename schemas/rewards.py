@@ -1,0 +1,49 @@
+"""rewards/1: what each rollout is worth. Null is "not scored", never 0.
+
+| column | type | meaning |
+|---|---|---|
+| rollout_id, group_id | string | joined by id, never by position |
+| reward | float32, null | weighted sum of the parts, clipped where asked; null when a part failed or none applied |
+| parts | struct<float32, null> | one field a reward function, before its weight; null = failed or skipped |
+| errors | struct<string, null> | one field a reward function: why it failed; null = it did not |
+
+    {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "reward": 1.2,
+     "parts": {"accuracy": 1.0, "format": 1.0}, "errors": {"accuracy": null, "format": null}}
+"""
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from . import fields
+
+SCHEMA = fields.kind_schema(
+    "rewards/1",
+    [
+        fields.ROLLOUT_ID,
+        fields.GROUP_ID,
+        pa.field("reward", pa.float32()),
+        fields.open_struct("parts"),
+        fields.open_struct("errors"),
+    ],
+)
+
+
+def schema_for(functions: list[str]) -> pa.Schema:
+    """The schema of a rewards table with one part and one error for each function's name."""
+    return fields.with_struct(
+        SCHEMA,
+        parts=pa.struct([pa.field(name, pa.float32()) for name in functions]),
+        errors=pa.struct([pa.field(name, pa.string()) for name in functions]),
+    )
+
+
+def check(table: pa.Table) -> None:
+    """Raise SchemaError unless `table` is rewards/1: unique ids, finite rewards, parts and errors of the same functions."""
+    fields.compare(table, SCHEMA)
+    fields.require_unique(table, SCHEMA, "rollout_id")
+    names = [[field.name for field in table.schema.field(column).type] for column in ("parts", "errors")]
+    if table.schema != schema_for(names[0]) or names[0] != names[1]:
+        raise fields.fail(SCHEMA, "parts must be float32 and errors string, with the same function names")
+    fields.require_values(
+        table, SCHEMA, "reward", lambda v: pc.invert(pc.is_finite(pc.fill_null(v, 0))), "a reward is finite or null"
+    )

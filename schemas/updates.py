@@ -1,0 +1,50 @@
+"""updates/1: one row an optimizer step.
+
+| column | unit | meaning |
+|---|---|---|
+| step, epoch, minibatch | | `step` counts over the policy's whole life |
+| loss, policy_loss, kl_loss | | as minimised; means over what the aggregation says, over the whole step |
+| grad_norm | | before clipping, over all parameters |
+| learning_rate | | of this step |
+| clip_fraction | share of tokens | the surrogate's clipped branch was the one taken |
+| approx_kl | nats a token | k3 estimate of KL(old ‖ current), mean over tokens |
+| ratio_max | | largest π_θ / π_old of a token |
+| entropy | nats a token | of the temperature-scaled distribution, mean over tokens |
+| tokens, prompt_tokens, rollouts, microbatches | count | completion tokens that entered the loss, … |
+| applied | | false: a gradient was not finite, and the step was left out |
+| seconds | s | wall time of the step |
+
+    {"step": 0, "epoch": 0, "minibatch": 0, "loss": 0.01, "grad_norm": 1.3, "tokens": 4096, "applied": true, …}
+"""
+
+import pyarrow as pa
+
+from . import fields
+
+_COUNTS = ("tokens", "prompt_tokens", "rollouts", "microbatches")
+_FLOATS = (
+    "loss",
+    "policy_loss",
+    "kl_loss",
+    "grad_norm",
+    "learning_rate",
+    "clip_fraction",
+    "approx_kl",
+    "ratio_max",
+    "entropy",
+)
+SCHEMA = fields.kind_schema(
+    "updates/1",
+    [
+        *[pa.field(name, pa.int64(), nullable=False) for name in ("step", "epoch", "minibatch")],
+        *[pa.field(name, pa.float64()) for name in _FLOATS],
+        *[pa.field(name, pa.int64(), nullable=False) for name in _COUNTS],
+        pa.field("applied", pa.bool_(), nullable=False),
+        pa.field("seconds", pa.float64(), nullable=False),
+    ],
+)
+
+
+def check(table: pa.Table) -> None:
+    """Raise SchemaError unless `table` is updates/1."""
+    fields.compare(table, SCHEMA)

@@ -1,0 +1,1 @@
+"""What is done: one package a stage, each runs alone; no stage knows another, nor who runs it."""

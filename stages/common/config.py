@@ -1,0 +1,75 @@
+"""The base of every config: frozen, refuses unknown keys (naming the nearest), a docstring under each field.
+
+A field that changes how fast or where the work runs, but not what comes out, is annotated `Runtime[...]`; it is left out of the
+run_key, so a rerun with another batch size is still "already done".
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from schemas.errors import ConfigError, printable
+
+_RUNTIME = "runtime knob: not part of the run_key"
+_T = TypeVar("_T")
+Runtime = Annotated[_T, _RUNTIME]
+
+
+class Config(BaseModel):
+    """A typed section of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    def key(self) -> dict[str, Any]:
+        """The resolved values that decide the outcome, as plain JSON: what enters the run_key."""
+        knobs = {name for name, field in type(self).model_fields.items() if _RUNTIME in field.metadata}
+        dumped = self.model_dump(mode="json", exclude=knobs)
+        for name, value in self:
+            if name not in knobs and isinstance(value, Config):
+                dumped[name] = value.key()
+        return dumped
+
+
+def parse(cls: type[_T], data: dict[str, Any], name: str) -> _T:
+    """`data` as a `cls`; ConfigError says which field of `name` is wrong, what came, what is allowed and what to do."""
+    try:
+        return cls.model_validate(data)
+    except ValidationError as error:
+        raise _explain(cls, error, name) from None
+
+
+def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigError:
+    problems = []
+    for item in error.errors(include_url=False):
+        path = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(item["loc"][-1]), _fields(cls, item["loc"][:-1]), 1, 0.5)
+            problems.append(f"unknown key {printable(path)}" + (f"; did you mean {near[0]}?" if near else ""))
+        elif item["type"] == "missing":
+            problems.append(f"{path} is missing")
+        else:
+            came = (
+                ""
+                if item["type"] == "value_error" and isinstance(item["input"], dict)
+                else f", got {printable(repr(item['input']))}"
+            )
+            problems.append(f"{path or name}: {printable(item['msg'].removeprefix('Value error, '))}{came}")
+    return ConfigError(name, "; ".join(problems), next="correct the key and run again")
+
+
+def _fields(cls: Any, path: tuple[Any, ...]) -> list[str]:
+    for part in path:
+        if isinstance(part, int) or not hasattr(cls, "model_fields"):
+            continue
+        field = cls.model_fields.get(part)
+        candidates = [field.annotation, *_unfold(field.annotation)] if field else []
+        cls = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return list(getattr(cls, "model_fields", {}))
+
+
+def _unfold(annotation: Any) -> list[Any]:
+    inner = list(get_args(annotation))
+    return inner + [deep for item in inner for deep in _unfold(item)]

