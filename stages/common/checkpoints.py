@@ -1,0 +1,277 @@
+"""Checkpoints: the base imported once as `policy@0`, each later policy saved beside it; what a model is, told by hashes.
+
+A policy version is a Hugging Face model directory that vLLM and transformers load as it is. The optimizer's state lives below
+it in `optimizer/`, because vLLM reads every *.safetensors at the top. Refused: pickled weights, code that a model brings along.
+
+    ref = run(PolicyConfig(model="path/to/model"), store, into="arith")        # arith/policy@0
+    tokenizer = load_tokenizer(store.open(ref))
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from schemas.errors import ConfigError, SecurityError
+from schemas.manifest import Model, digest
+from schemas.refs import Ref
+
+from . import files
+from .config import Config
+from .store import Store, Version
+from .work import begin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+STAGE_VERSION = 1
+OPTIMIZER_FOLDER = "optimizer"
+_TEMPLATE = ("chat_template.jinja", "chat_template.json")
+_TOKENIZER = (
+    "added_tokens.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_CARRIED = (*_TOKENIZER, *_TEMPLATE, "generation_config.json")
+log = logging.getLogger(__name__)
+
+
+class PolicyConfig(Config):
+    """Where the base model comes from. It becomes `policy@0` of the run."""
+
+    model: str = Field(min_length=1)
+    """A model directory, a .gguf file, `package:NAME/FILE.gguf` (a file inside an installed package), or a hub id."""
+    revision: str | None = None
+    """Commit or tag of a hub id. Without it the hub's default branch is taken, and the commit found is written down."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What a GGUF file's quantized weights become. A directory or hub model keeps the dtype that it has."""
+
+
+class _Pinned(PolicyConfig):
+    source_hash: str
+    """sha256 over the names and bytes of the source: a changed directory is not mistaken for the old one."""
+
+
+def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -> Ref:
+    """Import the base model as `into/policy@0`; the same bytes again are a cache hit. ConfigError, SecurityError."""
+    source, weights = _locate(config)
+    if weights is None:
+        check_folder(source, config.model)
+    chosen = [weights] if weights else sorted(p for p in source.iterdir() if _wanted(p))
+    pinned = _Pinned(**config.model_dump(), source_hash=digest([[p.name, files.sha256(p)] for p in chosen]))
+    with begin(
+        store, into, "policy", stage="policy", stage_version=STAGE_VERSION, config=pinned, inputs={}, force=force
+    ) as work:
+        if work.done:
+            return work.done.ref
+        with work.phase("import"), files.storage(f"{into}/policy@0"):
+            if weights:
+                _convert_gguf(weights, work.folder, config.dtype)
+            else:
+                for path in chosen:
+                    shutil.copyfile(path, work.folder / path.name)
+            check_folder(work.folder, config.model)
+        return work.commit(number=None if force else 0, metrics={"parameters": _count_parameters(work.folder)}).ref
+
+
+def _locate(config: PolicyConfig) -> tuple[Path, Path | None]:
+    """The folder that holds the model, and the GGUF file in it where it is one."""
+    name = config.model
+    if name.startswith("package:"):
+        package, _, inner = name.removeprefix("package:").partition("/")
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigError(f"policy.model {name}", f"package {package} is not installed", next="make setup")
+        path = Path(spec.submodule_search_locations[0]) / inner
+    else:
+        path = Path(name).expanduser().absolute()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"policy.model {name}", f"there is no file {path.name}", next="correct policy.model")
+        return path.parent, path
+    if path.is_dir():
+        return path, None
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"policy.model {name}", "there is no such directory", next="correct policy.model")
+    return _download(config), None
+
+
+def _download(config: PolicyConfig) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises many types; each means that the model can not be had
+        raise ConfigError(
+            f"policy.model {config.model}",
+            f"no directory of that name, and the hub gave none ({type(error).__name__})",
+            next="name a model directory, or check the hub id, HF_HUB_OFFLINE and the network",
+        ) from error
+
+
+def _wanted(path: Path) -> bool:
+    weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
+    return path.is_file() and (weights or path.name == "config.json" or path.name in _CARRIED)
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Raise unless `folder` is a whole model directory: ConfigError names what is missing, SecurityError what is refused."""
+    next = "complete the directory, or name another model"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model {name}", "config.json is missing", next=next)
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except ValueError:
+        raise ConfigError(f"model {name}", "config.json is not JSON", next=next) from None
+    if "auto_map" in config:
+        raise SecurityError(f"model {name}", "config.json asks to run code that the model brings (auto_map)", next=next)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        missing = [shard for shard in shards if not (folder / shard).is_file()]
+        if missing:
+            raise ConfigError(
+                f"model {name}", f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}", next=next
+            )
+    elif not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        error = SecurityError if pickled else ConfigError
+        raise error(
+            f"model {name}", "pickled weights only; safetensors are needed" if pickled else "no *.safetensors", next=next
+        )
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")):
+        raise ConfigError(f"model {name}", "the tokenizer's files are missing", next=next)
+    for path in sorted(folder.glob("*.safetensors")):
+        _check_safetensors(path, name, next)
+
+
+def _check_safetensors(path: Path, name: str, next: str) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as opened:
+            opened.keys()
+    except (SafetensorError, OSError):
+        raise ConfigError(f"model {name}", f"{path.name} is cut or not a safetensors file", next=next) from None
+
+
+def _convert_gguf(source: Path, folder: Path, dtype: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log.info("dequantizing %s, once", source.name)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=getattr(torch, dtype))
+    # the weights are plain tensors now; with the quantizer's marks left on, saving refuses
+    del model.config.quantization_config
+    for mark in ("hf_quantizer", "quantization_method"):
+        if getattr(model, mark, None) is not None:
+            delattr(model, mark)
+    model.is_quantized = False
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _count_parameters(folder: Path) -> int:
+    from safetensors import safe_open
+
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "numpy") as opened:
+            for key in opened.keys():  # noqa: SIM118  not a dict
+                size = 1
+                for length in opened.get_slice(key).get_shape():
+                    size *= length
+                total += size
+    return total
+
+
+# -- what a checkpoint is ----------------------------------------------------------------------------------------------------
+
+
+def as_model(role: str, version: Version) -> Model:
+    """The manifest entry of a policy version: hashes of weights + config, of the tokenizer, and of the chat template."""
+    entries = [(entry.name, entry.sha256) for entry in version.manifest.files]
+    weights = [
+        e for e in entries if "/" not in e[0] and (e[0].endswith((".safetensors", ".index.json")) or e[0] == "config.json")
+    ]
+    return Model(
+        role=role,
+        ref=str(version.ref),
+        weights=digest(weights),
+        tokenizer=digest([e for e in entries if e[0] in _TOKENIZER]),
+        template=digest([e for e in entries if e[0] in _TEMPLATE]),
+    )
+
+
+def model_config(version: Version) -> dict[str, Any]:
+    """The model's config.json, checked against its hash."""
+    return _read_json(version, "config.json")
+
+
+def _read_json(version: Version, name: str) -> dict[str, Any]:
+    if not any(entry.name == name for entry in version.manifest.files):
+        return {}
+    version.verify(name)
+    return json.loads((version.path / name).read_bytes())
+
+
+def vocabulary_size(version: Version) -> int:
+    """Rows of the embedding: token ids are below it."""
+    config = model_config(version)
+    return int({**config, **config.get("text_config", {})}["vocab_size"])
+
+
+def context_length(version: Version) -> int | None:
+    """Most tokens of prompt and completion together; None where positions are relative (T5)."""
+    config = model_config(version)
+    length = {**config, **config.get("text_config", {})}.get("max_position_embeddings")
+    return int(length) if length else None
+
+
+def is_encoder_decoder(version: Version) -> bool:
+    """Whether the prompt goes to an encoder and the completion to a decoder."""
+    return bool(model_config(version).get("is_encoder_decoder"))
+
+
+def end_token_ids(version: Version) -> list[int]:
+    """Ids that end a completion, from generation_config.json or else config.json, rising. ConfigError when there is none."""
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(version, name).get("eos_token_id")
+        if found is not None:
+            return sorted(found if isinstance(found, list) else [found])
+    raise ConfigError(str(version.ref), "the model names no end token", next="add eos_token_id to generation_config.json")
+
+
+def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
+    """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked."""
+    from transformers import AutoTokenizer
+
+    for name in _CARRIED:
+        version.verify(name)
+    return AutoTokenizer.from_pretrained(version.path, local_files_only=True, trust_remote_code=False)
+
+
+def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:
+    """Write `model` as a model directory; tokenizer, template and generation config are the parent's, byte for byte."""
+    model.save_pretrained(folder)
+    for name in _CARRIED:
+        if (parent.path / name).is_file():
+            shutil.copyfile(parent.path / name, folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)

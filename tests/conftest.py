@@ -1,0 +1,31 @@
+"""Fixtures for all tests: offline, one thread, a store in the test's own folder, a tiny policy in it."""
+
+import os
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    DO_NOT_TRACK="1",
+    VLLM_NO_USAGE_STATS="1",
+    PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+import pytest
+
+from stages.common.store import Store, Version
+
+
+@pytest.fixture
+def store(tmp_path) -> Store:
+    """An empty store."""
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def policy(store) -> Version:
+    """`tiny/policy@0`: a tiny llama."""
+    from tests.tiny import make_policy
+
+    return make_policy(store)
