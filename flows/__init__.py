@@ -1,0 +1,7 @@
+"""In what order: recipes, Prefect flows and the command line. Nothing is sent to anybody: analytics and telemetry are off."""
+
+import os
+
+os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

@@ -72,6 +72,14 @@ def run_key(stage: str, stage_version: int, config: Config, inputs: Mapping[str,
     )
 
 
+class NotDone(Exception):
+    """A `LookupOnly` store was asked for work that is not finished."""
+
+
+class LookupOnly(Store):
+    """A store in which a stage only finds what is finished: `begin` raises NotDone instead of starting."""
+
+
 class Work:
     """One version in the making. `done` is set when a complete version bears the same run_key."""
 
@@ -216,6 +224,8 @@ def begin(
     if work.done:
         yield work
         return
+    if isinstance(store, LookupOnly):
+        raise NotDone(f"{run}/{kind}")
     with files.storage(f"{run}/{kind}"):
         files.make_folder(work.folder.parent)
     with locked(work.folder.parent / f"{key}.lock", f"{run}/{kind} {printable(stage)}"):

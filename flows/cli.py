@@ -1,0 +1,266 @@
+"""The command line. With --json one JSON object is the last line of stdout and nothing else is there; logs go to stderr.
+
+Every command is thin: it reads the recipe, calls what Python users call, and prints. Heavy imports wait until a command needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from schemas.errors import QuiverError, printable
+from schemas.refs import Ref
+
+app = typer.Typer(
+    help="Post-training of language models as a chain of stages, linked by versioned datasets.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+RecipeFile = Annotated[Path, typer.Argument(help="the recipe, a TOML file", metavar="RECIPE")]
+Reference = Annotated[str, typer.Argument(help="run/kind@version", metavar="REF")]
+StorePath = Annotated[str | None, typer.Option("--store", help="folder of the store")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="KEY=VALUE over the recipe's, e.g. optimize.learning_rate=1e-6")
+]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
+Debug = Annotated[bool, typer.Option("--debug", help="traceback of an error")]
+Force = Annotated[bool, typer.Option("--force", help="do it anew, even where a finished version exists")]
+Given = typer.Option(help="run/kind@version; default: the run's latest")
+
+
+def _recipe(path: Path, settings: list[str] | None, store: str | None):
+    from .recipe import load
+
+    return load(path, [*(settings or []), *([f"store={json.dumps(store)}"] if store else [])])
+
+
+def _store(path: str | None):
+    from stages.common.store import Store
+
+    return Store(path or os.environ.get("QUIVER_STORE", "store"), create=False)
+
+
+def _print(as_json: bool, data: dict[str, Any], lines: list[str]) -> None:
+    print(json.dumps(data, ensure_ascii=False) if as_json else "\n".join(lines))
+
+
+# -- stages ---------------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(
+    recipe: RecipeFile,
+    iterations: Annotated[int | None, typer.Option(help="how many, instead of the recipe's")] = None,
+    first: Annotated[str | None, typer.Option("--from", help="do this stage and those after it anew")] = None,
+    store: StorePath = None,
+    settings: Settings = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after. Resumes by itself."""
+    from schemas.errors import ConfigError
+
+    from .post_train import STAGES, post_train
+    from .summary import summary
+
+    if first and first not in STAGES:
+        raise ConfigError(f"--from {printable(first)}", f"expected one of {', '.join(STAGES)}", next="correct --from")
+    loaded = _recipe(recipe, [*(settings or []), *([f"iterations={iterations}"] if iterations else [])], store)
+    result = post_train(loaded, first)
+    _print(json, result, summary(loaded, recipe, result))
+
+
+def _stage_command(name: str, roles: tuple[str, ...], help: str) -> None:
+    """Add `quiver NAME RECIPE`: this one stage on saved versions; a reference that is not given is the run's latest."""
+
+    def command(
+        recipe: RecipeFile,
+        prompts: Annotated[str | None, Given] = None,
+        rollouts: Annotated[str | None, Given] = None,
+        rewards: Annotated[str | None, Given] = None,
+        policy: Annotated[str | None, Given] = None,
+        iteration: Annotated[int, typer.Option(help="whose prompts and seeds are meant")] = 1,
+        force: Force = False,
+        store: StorePath = None,
+        settings: Settings = None,
+        json: Json = False,
+        debug: Debug = False,
+    ) -> None:
+        from .rerun import rerun
+
+        given = {"prompts": prompts, "rollouts": rollouts, "rewards": rewards, "policy": policy}
+        outcome = rerun(_recipe(recipe, settings, store), name, roles, given, iteration, force)
+        what = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
+        _print(json, asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {what}"])
+
+    app.command(name, help=help)(command)
+
+
+_stage_command("prompt", ("policy",), "Render the source's rows to token ids: a new prompts version.")
+_stage_command("generate", ("prompts", "policy"), "Sample completions: a new rollouts version.")
+_stage_command("reward", ("rollouts",), "Score saved rollouts: a new rewards version.")
+_stage_command("optimize", ("policy", "rollouts", "rewards"), "Update the policy on saved rollouts: the next policy.")
+_stage_command("evaluate", ("policy",), "Measure a policy on the held-out rows: a new evaluations version.")
+
+
+# -- versions -------------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def ls(
+    run: Annotated[str | None, typer.Argument(help="only this run")] = None,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the versions."""
+    versions = [v.manifest for v in _store(store).versions(run)]
+    rows = [{"ref": m.ref, "rows": m.rows, "stage": m.stage, "created": m.created} for m in versions]
+    _print(json, {"versions": rows}, [f"{r['ref']:<40} {r['rows']:>8}  {r['stage']:<10} {r['created'][:19]}" for r in rows])
+
+
+@app.command()
+def show(
+    ref: Reference,
+    n: Annotated[int, typer.Option("-n", help="how many rows")] = 3,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """A version's manifest and first rows."""
+    import json as codec
+
+    from .inspect_store import rows
+
+    version = _store(store).open(ref)
+    manifest, found = version.manifest.model_dump(mode="json", by_alias=True), rows(version, n)
+    lines = [codec.dumps(manifest, indent=2, ensure_ascii=False), *(printable(row, 2000) for row in found)]
+    _print(json, {"ref": str(version.ref), "manifest": manifest, "rows": found}, lines)
+
+
+@app.command()
+def lineage(ref: Reference, store: StorePath = None, json: Json = False, debug: Debug = False) -> None:
+    """What a version was made of, down to the sources."""
+    from .inspect_store import lineage as trace
+
+    def tree(node: dict[str, Any], depth: int = 0) -> list[str]:
+        mark = " (above)" if node.get("seen") else " (expired)" if node.get("expired") else ""
+        own = f"{'  ' * depth}{node.get('role', '')}{': ' if depth else ''}{node['ref']}{mark}"
+        return [own, *(line for child in node["inputs"] for line in tree(child, depth + 1))]
+
+    found = trace(_store(store), ref)
+    _print(json, found, tree(found))
+
+
+@app.command()
+def diff(first: Reference, second: Reference, store: StorePath = None, json: Json = False, debug: Debug = False) -> None:
+    """What differs between two versions of one kind: config, models, metrics, rows."""
+    from .inspect_store import diff as compare
+
+    found = compare(_store(store), first, second)
+    lines = [f"{path}: {printable(a)} → {printable(b)}" for path, (a, b) in found["changed"].items()]
+    _print(json, found, [*lines, f"rows: {found['rows']}"])
+
+
+@app.command()
+def verify(
+    ref: Annotated[str | None, typer.Argument(help="only this version", metavar="[REF]")] = None,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check every byte: sizes, hashes, schemas, and that no input is missing."""
+    checked, bad = _store(store).verify(ref)
+    lines = [*(str(error) for error in bad), f"{checked} checked, {len(bad)} bad"]
+    _print(json, {"checked": checked, "bad": [error.to_dict() for error in bad]}, lines)
+    if bad:
+        raise SystemExit(bad[0].exit_code)
+
+
+@app.command()
+def tag(
+    name: Annotated[str, typer.Argument(help="the tag")],
+    ref: Reference,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Point a tag of the version's run at it; `run/kind@tag` then means this version."""
+    opened = _store(store)
+    target: Ref = opened.resolve(ref)
+    opened.tag(target.run, name, target)
+    _print(json, {"tag": name, "ref": str(target)}, [f"{target.run}/{target.kind}@{name} is {target}"])
+
+
+# -- what there is --------------------------------------------------------------------------------------------------------------
+
+
+def _list(word: str, entries: list[dict[str, Any]], as_json: bool) -> None:
+    _print(as_json, {word: entries}, [f"{entry['name']:<24} {entry['description']}" for entry in entries])
+
+
+@app.command()
+def algorithms(json: Json = False, debug: Debug = False) -> None:
+    """The algorithms, with defaults and references."""
+    from stages.optimize.algorithms import catalogue
+
+    _list("algorithms", catalogue(), json)
+
+
+@app.command()
+def rewards(json: Json = False, debug: Debug = False) -> None:
+    """The reward functions that are shipped."""
+    from stages.reward.functions import catalogue
+
+    _list("rewards", catalogue(), json)
+
+
+@app.command()
+def engines(json: Json = False, debug: Debug = False) -> None:
+    """The generation engines."""
+    from stages.generate.engine import catalogue
+
+    _list("engines", catalogue(), json)
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------------------
+
+
+def _report(error: QuiverError) -> int:
+    if "--debug" in sys.argv:
+        import traceback
+
+        traceback.print_exception(error)
+    if "--json" in sys.argv:
+        print(json.dumps({"error": error.to_dict()}, ensure_ascii=False))
+    print(error, file=sys.stderr)
+    return error.exit_code
+
+
+def main() -> None:
+    """Entry point: an error becomes its exit code, with what to do next on stderr."""
+    if "--debug" in sys.argv:
+        os.environ["QUIVER_DEBUG"] = "1"
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("quiver").setLevel(logging.INFO)
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        app()
+    except QuiverError as error:
+        sys.exit(_report(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The main flow: prompts → rollouts → rewards → the next policy, again and again, measured before and after.
+
+Only references travel between tasks. A run that is started again walks the same way: what is finished is found in the store, and
+the first unfinished stage goes on at its first unfinished shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from stages.common.process import Outcome
+from stages.common.store import Store
+from stages.reward.stage import check_functions
+
+from .evaluation import measure
+from .recipe import Recipe
+from .tasks import perform
+
+STAGES = ("prompt", "generate", "reward", "optimize", "evaluate")
+
+
+@flow(name="post-train", flow_run_name="post-train {recipe.run}", persist_result=False)
+def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any]:
+    """Improve the recipe's policy `iterations` times.
+
+    `first_forced` names a stage: it and those after it are done anew, even where a finished version exists. Returns what
+    `quiver run --json` prints: the run, and for each iteration its references, mean reward, evaluation and seconds by stage.
+    """
+    forced = set(STAGES[STAGES.index(first_forced) :]) if first_forced else set()
+    policy = perform(recipe, "import policy", "policy", recipe.policy, {}, recipe.run, False).ref
+    baseline = measure(recipe, policy, 0, forced)
+    iterations = []
+    for iteration in range(1, recipe.iterations + 1):
+        done = improve(recipe, policy, iteration, forced)
+        policy = done["policy"]
+        every = recipe.evaluate.every
+        if iteration == recipe.iterations or (every and iteration % every == 0):
+            done |= _with_evaluation(done, measure(recipe, policy, iteration, forced), baseline)
+        iterations.append(done)
+    return {"run": recipe.run, "baseline": _numbers(baseline), "iterations": iterations}
+
+
+def improve(recipe: Recipe, policy: str, iteration: int, forced: set[str]) -> dict[str, Any]:
+    """One iteration, from `policy` to the next."""
+
+    def stage(name: str, config: Any, **refs: str) -> Outcome:
+        return perform(recipe, f"{name} {iteration}/{recipe.iterations}", name, config, refs, recipe.run, name in forced)
+
+    prompts = stage("prompt", recipe.prompt_config(iteration), policy=policy)
+    columns = Store(recipe.store).open(prompts.ref).table().schema.field("columns").type
+    check_functions(recipe.reward, [field.name for field in columns])  # found before the engine starts
+    rollouts = stage("generate", recipe.generate_config(iteration), prompts=prompts.ref, policy=policy)
+    rewards = stage("reward", recipe.reward, rollouts=rollouts.ref)
+    updated = stage("optimize", recipe.optimize_config(), policy=policy, rollouts=rollouts.ref, rewards=rewards.ref)
+    outcomes = {"prompt": prompts, "generate": rollouts, "reward": rewards, "optimize": updated}
+    return {
+        "iteration": iteration,
+        "prompts": prompts.ref,
+        "rollouts": rollouts.ref,
+        "rewards": rewards.ref,
+        "policy": updated.ref,
+        "reward_mean": rewards.metrics.get("reward_mean"),
+        "evaluation": None,
+        "seconds": {name: outcome.seconds for name, outcome in outcomes.items()},
+    }
+
+
+def _with_evaluation(done: dict[str, Any], evaluation: Outcome | None, baseline: Outcome | None) -> dict[str, Any]:
+    if evaluation is None:
+        return {}
+    seconds = {**done["seconds"], "evaluate": evaluation.seconds}
+    return {"evaluation": {**_numbers(evaluation), "baseline": _numbers(baseline)}, "seconds": seconds}
+
+
+def _numbers(evaluation: Outcome | None) -> dict[str, Any] | None:
+    if evaluation is None:
+        return None
+    return {**{key: evaluation.metrics[key] for key in ("score", "stderr", "n")}, "ref": evaluation.ref}

@@ -1,0 +1,171 @@
+"""The recipe: one TOML file, one typed object, the same for the shell, for Prefect's form and for a deployment.
+
+Each section is the config of the stage that it feeds, so a key's meaning stands beside the code that reads it. Relative paths are
+taken from the folder in which the command runs.
+
+    recipe = load("deployments/recipes/demo.toml", ["optimize.learning_rate=1e-6", "iterations=2"])
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from schemas.errors import ConfigError, printable
+from schemas.refs import NAME
+from stages.common.checkpoints import PolicyConfig
+from stages.common.config import Config, Runtime, parse
+from stages.evaluate.stage import Config as ScoreConfig
+from stages.generate.stage import Config as GenerateConfig
+from stages.optimize.stage import Config as OptimizeConfig
+from stages.prompt.sources import SourceConfig
+from stages.prompt.stage import Config as PromptConfig
+from stages.prompt.templates import TemplateConfig
+from stages.reward.stage import Config as RewardConfig
+
+
+class Data(SourceConfig):
+    """The training rows, and what is different for the held-out ones."""
+
+    held_out: dict[str, Any] | None = None
+    """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`. Without it: no evaluation."""
+
+    def for_evaluation(self) -> SourceConfig:
+        """The held-out source: [data] with the keys of [data.held_out] in place of its own, and no limit unless given."""
+        train = self.model_dump(exclude={"held_out"})
+        return parse(SourceConfig, {**train, "limit": None, **(self.held_out or {})}, "data.held_out")
+
+
+class Evaluate(ScoreConfig):
+    """When and how the policy is measured on the held-out rows."""
+
+    every: Runtime[int] = Field(0, ge=0)
+    """Also after every n-th iteration; 0: before the first and after the last only."""
+    generate: dict[str, Any] = Field(default_factory=dict)
+    """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling = { temperature = 0.0 } }`."""
+
+
+class Placement(Config):
+    """Where each stage runs. A stage that is not named runs as a child process of the flow, with the flow's interpreter."""
+
+    python: dict[str, str] = Field(default_factory=dict)
+    """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an environment of its own."""
+    timeout_seconds: dict[str, float] = Field(default_factory=dict)
+    """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards are kept."""
+
+
+class Recipe(Config):
+    """Prompts → rollouts → rewards → the next policy, `iterations` times."""
+
+    run: str = Field(pattern=NAME.pattern, max_length=58)
+    """Name of the run: the folder of its versions in the store."""
+    store: str = "store"
+    """Folder of the store."""
+    seed: int = Field(0, ge=0)
+    """Every random choice derives from it; a section's own `seed` replaces it there."""
+    iterations: int = Field(1, ge=1)
+    """How many times the policy is improved."""
+    policy: PolicyConfig
+    """The base model: `policy@0`."""
+    data: Data
+    """Source of the prompts."""
+    prompt: TemplateConfig = TemplateConfig()
+    """How rows become token ids."""
+    generate: GenerateConfig = GenerateConfig()
+    """Engine and sampling."""
+    reward: RewardConfig
+    """What is scored, and how."""
+    optimize: OptimizeConfig = OptimizeConfig()
+    """Algorithm and optimizer."""
+    evaluate: Evaluate = Evaluate()
+    """Held-out measurement."""
+    placement: Placement = Placement()
+    """Interpreters and time limits."""
+
+    @model_validator(mode="after")
+    def _known(self) -> Recipe:
+        self.data.for_evaluation()
+        self.generate_config(0, evaluation=True)
+        return self
+
+    @property
+    def online(self) -> bool:
+        """Whether a hub may be reached: only when the recipe names a hub model or dataset."""
+        hub_model = not Path(self.policy.model).expanduser().exists() and not self.policy.model.startswith("package:")
+        return hub_model or self.data.source.startswith("datasets:")
+
+    def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
+        """The prompt stage's config in this iteration, or for evaluation (the same rows each time)."""
+        source = self.data.for_evaluation() if evaluation else self.data
+        common = {"seed": self.seed, "iteration": 0 if evaluation else iteration, "reserve_tokens": self._reserve(evaluation)}
+        return PromptConfig(
+            **source.model_dump(exclude={"held_out"}), **{**common, **self.prompt.model_dump(exclude_unset=True)}
+        )
+
+    def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
+        """The generate stage's config; for evaluation the seeds are the same each time, so that scores are paired."""
+        own = self.generate.model_dump(exclude_unset=True)
+        if evaluation:
+            own = _merge(own, self.evaluate.generate)
+        return parse(GenerateConfig, {"seed": self.seed, "iteration": 0 if evaluation else iteration, **own}, "generate")
+
+    def optimize_config(self) -> OptimizeConfig:
+        """The optimize stage's config."""
+        return OptimizeConfig(**{"seed": self.seed, **self.optimize.model_dump(exclude_unset=True)})
+
+    def score_config(self) -> ScoreConfig:
+        """The evaluate stage's config."""
+        return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
+
+    def _reserve(self, evaluation: bool) -> int:
+        return self.generate_config(0, evaluation=evaluation).sampling.max_tokens
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {**base, **over}
+    nested = [key for key in over if isinstance(base.get(key), dict) and isinstance(over[key], dict)]
+    return {**both, **{key: _merge(base[key], over[key]) for key in nested}}
+
+
+def load(path: str | Path, settings: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file, line or key."""
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"recipe {path}", "there is no such file", next="name a recipe, e.g. deployments/recipes/demo.toml"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path}", printable(error), next="correct the file") from None
+    except OSError as error:
+        raise ConfigError(f"recipe {path}", error.strerror or "can not be read", next="name a recipe file") from None
+    for setting in settings:
+        _set(data, setting)
+    return parse(Recipe, data, f"recipe {path}")
+
+
+def _set(data: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {printable(setting)}", "expected KEY=VALUE", next="e.g. --set optimize.learning_rate=1e-6")
+    *path, last = key.strip().split(".")
+    for part in path:
+        data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {printable(key)}", f"{part} is a value, not a section", next="correct the key")
+    data[last] = _value(text)
+
+
+def _value(text: str) -> Any:
+    """TOML's reading of the value, JSON's where TOML has none (null), else the text itself."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text

@@ -1,0 +1,50 @@
+"""One stage, one process: python -m stages NAME --spec spec.json --result out.json
+
+The spec holds stage, config, store, refs, into and force. The result is one JSON object in a file, because libraries print on
+stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code", "object", "message", "next"}}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+from schemas.errors import QuiverError
+from stages import MODULES
+from stages.common.process import Call, perform, watch_lifeline
+
+
+def main() -> int:
+    """Run the stage; the exit code is the error's."""
+    parser = argparse.ArgumentParser(prog="python -m stages", description=__doc__.splitlines()[0])
+    parser.add_argument("stage", choices=sorted(MODULES))
+    parser.add_argument("--spec", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--lifeline", type=int, help="file descriptor; this process dies when its other end is closed")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if arguments.lifeline is not None:
+        watch_lifeline(arguments.lifeline)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    call = Call(**json.loads(arguments.spec.read_text()))
+    try:
+        answer, code = asdict(perform(call)), 0
+    except QuiverError as error:
+        if os.environ.get("QUIVER_DEBUG"):
+            traceback.print_exc()
+        answer, code = {"error": error.to_dict()}, error.exit_code
+    temporary = arguments.result.with_suffix(".tmp")
+    temporary.write_text(json.dumps(answer))
+    temporary.replace(arguments.result)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Functions that a recipe names: `module:function` or `file.py:function`, with the hash of the file that holds them.
+
+Only a recipe may name code; a path is never taken from data. The hash covers that one file, not what it imports.
+
+    function, sha256 = load("rewards/mine.py:politeness", "reward.functions[0].use")
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from schemas.errors import ConfigError, printable
+
+from . import files
+
+
+def load(name: str, field: str) -> tuple[Callable, str]:
+    """The function that `name` points at and the sha256 of its source file. ConfigError names `field` of the recipe."""
+    holder, colon, attribute = name.rpartition(":")
+    if not colon or not holder or not attribute:
+        raise ConfigError(
+            f"{field} {printable(repr(name))}", "expected module:function or file.py:function", next=f"correct {field}"
+        )
+    module = _module(holder, field)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        near = difflib.get_close_matches(attribute, names, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(names)) or 'no function'}"
+        raise ConfigError(f"{field} {printable(name)}", f"{holder} has no function {attribute}{hint}", next=f"correct {field}")
+    path = getattr(module, "__file__", None)
+    return found, files.sha256(Path(path)) if path else ""
+
+
+def _module(holder: str, field: str) -> ModuleType:
+    path = Path(holder).expanduser().absolute()
+    if holder.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{field} {printable(holder)}", f"there is no file {path}", next=f"correct {field}")
+    try:
+        if holder.endswith(".py"):
+            return _from_file(path)
+        if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
+            sys.path.append(os.getcwd())
+        return importlib.import_module(holder)
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        raise ConfigError(
+            f"{field} {printable(holder)}",
+            f"can not be imported: {type(error).__name__}: {printable(error)}",
+            next="python -c 'import …' shows the whole traceback",
+        ) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    """A module of its own for each content of the file, so that an edited file is not mistaken for the old one."""
+    name = f"{path.stem}_{files.sha256(path)[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -1,0 +1,210 @@
+"""A stage as a child process: in a session of its own, its log streamed, and nobody left behind.
+
+A stage that is done already is found in this process, in milliseconds. Otherwise `python -m stages NAME` runs it: memory and
+the GPU are free when it ends. When the caller is cancelled or fails, the whole group is ended (SIGTERM, then SIGKILL). When the
+caller dies, even by kill -9, the child sees its lifeline (a pipe that nobody writes to) close and kills its own group, with
+whatever it started; PDEATHSIG says the same to the child itself.
+
+    outcome = run_stage(Call("generate", config, store.path, refs={"prompts": "a/prompts@1", "policy": "a/policy@0"}))
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import ResourceError, from_dict, printable
+from schemas.refs import Ref
+
+from .config import parse
+from .store import Store
+from .work import LookupOnly, NotDone
+
+GRACE_SECONDS = 10
+_PR_SET_PDEATHSIG = 1
+_QUIET = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What to run: the stage, its config as plain JSON, the store, and the references by the names that `run` gives them."""
+
+    stage: str
+    config: dict[str, Any]
+    store: Path | str
+    refs: dict[str, str] = field(default_factory=dict)
+    into: str | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it. `cached`: the version was there already. `rows`, `seconds` and `metrics` are the manifest's."""
+
+    ref: str
+    cached: bool
+    rows: int
+    seconds: float
+    metrics: dict[str, Any]
+
+
+def perform(call: Call, *, lookup: bool = False) -> Outcome:
+    """Run the stage in this process. With `lookup`, only find a finished version: NotDone when there is none."""
+    from stages import load
+
+    config_class, run = load(call.stage)
+    store = LookupOnly(call.store) if lookup else Store(call.store)
+    started = time.monotonic()
+    config = parse(config_class, call.config, f"stage {call.stage}")
+    ref: Ref = run(config, store, **call.refs, into=call.into, force=call.force)
+    manifest = store.open(ref).manifest
+    cached = str(ref) not in store.written
+    seconds = round(time.monotonic() - started, 3)
+    return Outcome(str(ref), cached, manifest.rows, seconds, manifest.metrics)
+
+
+def run_stage(
+    call: Call,
+    *,
+    python: str | None = None,
+    timeout: float | None = None,
+    online: bool = False,
+    on_line: Callable[[str], None] = log.info,
+) -> Outcome:
+    """Find the finished version, or run the stage in a child (interpreter `python`, at most `timeout` seconds) and wait for it.
+
+    Raises what the stage raised; ResourceError when the child died or took too long. `online` lets it reach a model hub.
+    """
+    started = time.monotonic()
+    if not call.force:
+        try:
+            return perform(call, lookup=True)
+        except NotDone:
+            pass
+    with tempfile.TemporaryDirectory(prefix="quiver-") as folder:
+        spec, result = Path(folder, "spec.json"), Path(folder, "result.json")
+        spec.write_text(json.dumps({**call.__dict__, "store": str(call.store)}))
+        command = [python or sys.executable, "-u", "-m", "stages", call.stage, "--spec", str(spec), "--result", str(result)]
+        env = {**os.environ, **_QUIET, **({} if online else {"HF_HUB_OFFLINE": "1"})}
+        code, last = _wait(command, env, call.stage, timeout, on_line)
+        answer = json.loads(result.read_text()) if result.exists() else None
+    if answer is None:
+        raise ResourceError(
+            f"stage {call.stage}",
+            f"its process ended {_how(code)} without an answer; last words: {printable(' / '.join(last))}",
+            state="finished shards and all versions are kept.",
+            next="run the same command again; it goes on where this one stopped",
+        )
+    if "error" in answer:
+        raise from_dict(answer["error"])
+    return Outcome(**{**answer, "seconds": round(time.monotonic() - started, 3)})
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"by {signal.Signals(-code).name}{hint}"
+
+
+def _wait(command: list[str], env: dict[str, str], stage: str, timeout: float | None, on_line) -> tuple[int, list[str]]:
+    """Exit code and last lines of the child; its group is dead when this returns or raises."""
+    life_read, life_write = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [*command, "--lifeline", str(life_read)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(life_read,),
+            start_new_session=True,
+            env=env,
+        )
+    finally:
+        os.close(life_read)
+    last: deque[str] = deque(maxlen=5)
+    try:
+        for line in _lines(child, stage, timeout):
+            last.append(line)
+            on_line(line)
+        return child.wait(), list(last)
+    finally:
+        end_group(child)
+        child.stdout.close()
+        os.close(life_write)
+
+
+def _lines(child: subprocess.Popen, stage: str, timeout: float | None) -> Iterator[str]:
+    """Lines as they come; of a progress bar that rewrites its line only the last state. ResourceError after `timeout` s."""
+    deadline = time.monotonic() + timeout if timeout else None
+    rest, handle = b"", child.stdout.fileno()
+    while True:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not select.select([handle], [], [], left)[0]:
+            raise ResourceError(
+                f"stage {stage}",
+                f"still running after its limit of {timeout:g} s; it was ended",
+                state="finished shards and all versions are kept.",
+                next="raise placement.timeout_seconds, then run the same command again",
+            )
+        data = os.read(handle, 65536)
+        *whole, rest = (rest + data).split(b"\n")
+        for raw in whole:
+            line = raw.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+            if line.strip():
+                yield line
+        if not data:
+            return
+
+
+def end_group(child: subprocess.Popen) -> None:
+    """End the child's whole session: SIGTERM, after `GRACE_SECONDS` SIGKILL; what it left behind is killed too."""
+    with _nobody_there():
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+            try:
+                child.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("process %d ignores SIGTERM; killing its group", child.pid)
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+@contextmanager
+def _nobody_there() -> Iterator[None]:
+    try:
+        yield
+    except ProcessLookupError:
+        return
+
+
+def watch_lifeline(handle: int) -> None:
+    """In the child: die with the whole group as soon as the parent's end of the pipe is closed, by whatever end it came to."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def watch() -> None:
+        os.read(handle, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="lifeline").start()

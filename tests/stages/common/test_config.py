@@ -1,0 +1,53 @@
+"""Configs: unknown keys name the nearest, wrong values say what is allowed, runtime knobs stay out of the key."""
+
+from typing import Literal
+
+import pytest
+from pydantic import Field, ValidationError
+
+from schemas.errors import ConfigError
+from stages.common.config import Config, Runtime, parse
+
+
+class Inner(Config):
+    temperature: float = Field(1.0, ge=0)
+    """Unit: none."""
+    threads: Runtime[int] = 2
+    """A knob."""
+
+
+class Outer(Config):
+    engine: Literal["vllm", "scripted"] = "vllm"
+    """Which."""
+    sampling: Inner = Inner()
+    """How."""
+    shards: Runtime[int] = 8
+    """A knob."""
+
+
+def test_runtime_knobs_are_not_in_the_key():
+    assert Outer().key() == {"engine": "vllm", "sampling": {"temperature": 1.0}}
+    assert Outer(shards=1, sampling=Inner(threads=9)).key() == Outer().key()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"engin": "vllm"}, "unknown key engin; did you mean engine?"),
+        ({"sampling": {"temprature": 1}}, "unknown key sampling.temprature; did you mean temperature?"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature: Input should be greater than or equal to 0, got -1"),
+        ({"engine": "x"}, "engine: Input should be 'vllm' or 'scripted', got 'x'"),
+        ({"shards": "many"}, "shards: Input should be a valid integer"),
+        ({"sampling": {"temperature": float("nan")}}, "sampling.temperature: Input should be a finite number, got nan"),
+    ],
+)
+def test_what_is_wrong_is_said(data, said):
+    with pytest.raises(ConfigError) as caught:
+        parse(Outer, data, "recipe x.toml")
+    assert said in caught.value.message
+    assert (caught.value.object, caught.value.exit_code) == ("recipe x.toml", 2)
+
+
+def test_a_config_can_not_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        Outer().engine = "scripted"

@@ -1,0 +1,277 @@
+"""The store: versions appear whole or not at all, damage is found before it is parsed, nobody gets a number twice."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import textwrap
+
+import datasets
+import pyarrow as pa
+import pyarrow.dataset
+import pytest
+
+from schemas import logprobs
+from schemas.errors import BusyError, ConfigError, ConflictError, CorruptError, LineageError, ResourceError, SchemaError
+from stages.common.config import Config, Runtime
+from stages.common.store import Store
+from stages.common.work import begin
+
+
+class Settings(Config):
+    seed: int = 0
+    """Decides the outcome."""
+    batch: Runtime[int] = 1
+    """Does not."""
+
+
+def table(start: int, rows: int = 2) -> pa.Table:
+    ids = [f"r{index}" for index in range(start, start + rows)]
+    return pa.table({"rollout_id": ids, "logprobs": [[-1.0 * index] for index in range(rows)]}, schema=logprobs.SCHEMA)
+
+
+def work_on(store, config=None, run="a", **options):
+    about = {"stage": "logprobs", "stage_version": 1, "config": config or Settings(), "inputs": {}}
+    return begin(store, run, "logprobs", **{**about, **options})
+
+
+def commit(store, config=None, shards=2, **options):
+    with work_on(store, config, **options) as work:
+        if work.done:
+            return work.done
+        for index in range(shards):
+            work.write(index, table(2 * index))
+        return work.commit(metrics={"x": 1.5}, status={"scored": 4})
+
+
+def test_a_version_reads_back_mapped_with_its_manifest(store):
+    made = commit(store)
+    opened = store.open("a/logprobs@latest")
+    assert str(opened.ref) == str(made.ref) == "a/logprobs@1"
+    assert opened.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
+    assert opened.table(["rollout_id"]).column_names == ["rollout_id"]
+    before = pa.total_allocated_bytes()
+    kept = opened.table()
+    assert pa.total_allocated_bytes() == before and kept.num_rows == 4
+    manifest = opened.manifest
+    assert (manifest.rows, manifest.metrics, manifest.status) == (4, {"x": 1.5}, {"scored": 4})
+    assert [entry.rows for entry in manifest.files] == [2, 2]
+    assert store.written == {"a/logprobs@1"}
+
+
+def test_the_same_work_is_found_and_other_work_is_not(store):
+    first = commit(store)
+    assert commit(store, Settings(batch=64)).ref == first.ref
+    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@2"
+    assert str(commit(store, force=True).ref) == "a/logprobs@3"
+    assert str(commit(store, stage_version=2).ref) == "a/logprobs@4"
+    assert str(commit(store, inputs={"other": first}).ref) == "a/logprobs@5"
+    contents = {v.manifest.content_hash for v in store.versions("a")}
+    assert len(contents) == 1, "the same rows are the same content, whoever made them"
+
+
+def test_other_readers_read_the_files(store):
+    version = commit(store)
+    pattern = str(version.path / "*.arrow")
+    assert pyarrow.dataset.dataset(sorted(map(str, version.path.glob("*.arrow"))), format="ipc").count_rows() == 4
+    loaded = datasets.load_dataset("arrow", data_files=pattern, cache_dir=str(store.path.parent / "cache"))["train"]
+    assert loaded["rollout_id"] == version.to_datasets()["rollout_id"] == ["r0", "r1", "r2", "r3"]
+
+
+def test_finished_shards_are_taken_up_and_a_changed_one_is_done_again(store):
+    with work_on(store) as work:
+        work.write(0, table(0))
+        work.write(1, table(2))
+    with work_on(store) as work:
+        assert [work.has(0), work.has(1), work.has(2)] == [True, True, False]
+        path = work.folder / "part-00001.arrow"
+        damaged = bytearray(path.read_bytes())
+        damaged[100] ^= 1
+        path.write_bytes(damaged)
+        assert not work.has(1)
+        work.write(1, table(2))
+        assert work.commit().manifest.rows == 4
+    assert list((store.path / "a/logprobs/.staging").iterdir()) == []
+
+
+def test_a_gap_between_shards_is_not_committed(store):
+    with work_on(store) as work:
+        work.write(0, table(0))
+        work.write(2, table(4))
+        with pytest.raises(SchemaError, match="not one row of numbers"):
+            work.commit()
+    assert store.numbers("a", "logprobs") == []
+
+
+def test_an_id_in_two_shards_is_not_committed(store):
+    with work_on(store) as work:
+        work.write(0, table(0))
+        work.write(1, table(1))
+        with pytest.raises(SchemaError, match="'r1' stands more than once"):
+            work.commit()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "extend", "remove", "swap"])
+def test_damage_is_found_before_parsing_and_named(store, damage):
+    version = commit(store)
+    first, second = version.path / "part-00000.arrow", version.path / "part-00001.arrow"
+    data = bytearray(first.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 4
+        first.write_bytes(data)
+    elif damage == "cut":
+        first.write_bytes(data[:-9])
+    elif damage == "extend":
+        first.write_bytes(data + b"\0")
+    elif damage == "remove":
+        first.unlink()
+    else:
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"a/logprobs@1 part-00000\.arrow") as caught:
+        store.open("a/logprobs@1").table()
+    assert caught.value.next == "quiver verify a/logprobs@1"
+    checked, bad = store.verify()
+    assert (checked, len(bad)) == (1, 1)
+
+
+def test_latest_never_falls_back_in_silence(store):
+    commit(store)
+    newest = commit(store, Settings(seed=1))
+    (newest.path / "manifest.json").write_bytes(b"")
+    with pytest.raises(CorruptError, match="a/logprobs@2"):
+        store.open("a/logprobs@latest")
+    assert store.open("a/logprobs@1").table().num_rows == 4
+    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@3", "the next run succeeds without cleaning up"
+
+
+def test_a_version_moved_elsewhere_is_not_believed(store):
+    version = commit(store)
+    version.path.rename(version.path.with_name("v000009"))
+    with pytest.raises(CorruptError, match="expected a/logprobs@9, found a/logprobs@1"):
+        store.open("a/logprobs@9")
+
+
+def test_a_linked_version_is_refused(store):
+    version = commit(store)
+    (store.path / "b/logprobs").mkdir(parents=True)
+    (store.path / "b/logprobs/v000001").symlink_to(version.path)
+    with pytest.raises(CorruptError, match="is a link"):
+        store.open("b/logprobs@1")
+
+
+def test_references_that_lead_nowhere_say_what_there_is(store):
+    commit(store)
+    for ref in ("a/logprobs@2", "a/rollouts@latest", "b/logprobs@latest", "a/logprobs@prod"):
+        with pytest.raises(LineageError) as caught:
+            store.open(ref)
+        assert caught.value.exit_code == 5
+    with pytest.raises(LineageError, match=r"there are a/logprobs@1"):
+        store.open("a/logprobs@2")
+
+
+def test_tags_move_by_compare_and_swap(store):
+    first, second = commit(store), commit(store, Settings(seed=1))
+    store.tag("a", "prod", first.ref, expected=None)
+    assert store.open("a/logprobs@prod").ref == first.ref
+    with pytest.raises(ConflictError, match="expected a/logprobs@2, found a/logprobs@1"):
+        store.tag("a", "prod", second.ref, expected=str(second.ref))
+    store.tag("a", "prod", second.ref, expected=str(first.ref))
+    assert store.open("a/logprobs@prod").ref == second.ref
+    with pytest.raises(LineageError, match="points at a/logprobs@2"):
+        store.open("a/rollouts@prod")
+    with pytest.raises(ConfigError):
+        store.tag("a", "latest", first.ref)
+
+
+def test_two_at_the_same_work_one_is_busy(store):
+    with work_on(store) as work:
+        with pytest.raises(BusyError, match=f"process {os.getpid()}"), work_on(store):
+            pass
+        work.write(0, table(0))
+        work.commit()
+    assert commit(store).ref.version == 1
+
+
+def test_the_lock_of_a_dead_process_holds_nobody(store):
+    code = """
+        import os, sys, signal
+        sys.path.insert(0, {tests!r})
+        from test_store import Store, table, work_on
+        with work_on(Store({path!r})) as work:
+            work.write(0, table(0))
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    script = textwrap.dedent(code).format(tests=os.path.dirname(__file__), path=str(store.path))
+    died = subprocess.run([sys.executable, "-c", script], cwd=os.getcwd(), check=False)
+    assert died.returncode == -9
+    with work_on(store) as work:
+        assert work.has(0)
+        assert work.commit().manifest.rows == 2
+
+
+def _commit_many(path: str, writer: int, count: int) -> None:
+    store = Store(path)
+    for index in range(count):
+        commit(store, Settings(seed=1000 * writer + index), shards=1)
+
+
+def test_writers_at_once_get_each_number_once(store):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_commit_many, args=(str(store.path), writer, 8)) for writer in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert store.numbers("a", "logprobs") == list(range(1, 33))
+    assert store.verify() == (32, [])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 300 kB."""
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", mounted], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    yield mounted
+    subprocess.run(["umount", mounted], check=True)
+
+
+def test_a_full_disk_loses_nothing(small_disk):
+    store = Store(small_disk / "store")
+    commit(store, shards=1)
+    big = pa.table({"rollout_id": ["big"], "logprobs": [[-1.0] * 200_000]}, schema=logprobs.SCHEMA)
+    with work_on(store, Settings(seed=1)) as work:
+        work.write(0, table(0))
+        with pytest.raises(ResourceError, match="the disk is full") as caught:
+            work.write(1, big)
+    assert caught.value.exit_code == 7
+    assert store.verify() == (1, [])
+    with work_on(store, Settings(seed=1)) as work:
+        assert work.has(0) and not work.has(1)
+        work.write(1, table(2))
+        assert str(work.commit().ref) == "a/logprobs@2"
+
+
+def test_a_folder_with_other_things_is_no_store(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds other things"):
+        Store(tmp_path)
+    with pytest.raises(ConfigError, match="no store here"):
+        Store(tmp_path / "nowhere", create=False)
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/store.json").write_text(json.dumps({"format": 2, "id": "x"}))
+    with pytest.raises(CorruptError, match="newer"):
+        Store(tmp_path / "store")
+
+
+def test_verify_finds_a_missing_input(store):
+    first = commit(store)
+    commit(store, Settings(seed=1), inputs={"other": first})
+    first.path.rename(first.path.with_name("v000077"))
+    _, bad = store.verify("a/logprobs@2")
+    assert [error.code for error in bad] == ["E-LINEAGE"]
