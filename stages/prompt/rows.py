@@ -126,8 +126,8 @@ def _fits(config: Config, name: str, ids: list[int], vocabulary: int) -> bool:
 def _chat(config: Config, name: str, value: Any, renderer: Renderer) -> _Row:
     if not isinstance(value, list) or not value:
         raise _wrong(name, f"column {config.messages} holds {_kind(value)}, expected a list of {{role, content}}")
-    messages = [_message(name, number, message) for number, message in enumerate(value)]
-    return (messages := _with_system(config, messages), *renderer.chat(name, messages))
+    messages = _with_system(config, [_message(name, number, message) for number, message in enumerate(value)])
+    return (messages, *renderer.chat(name, messages))
 
 
 def _message(name: str, number: int, message: Any) -> dict[str, str]:

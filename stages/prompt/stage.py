@@ -45,7 +45,7 @@ class Config(Base):
     """Which split of `datasets:NAME`."""
     name: str | None = None
     """Which configuration of `datasets:NAME`."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a generator."""
     messages: str | None = None
     """Column with a chat: a list of {role, content}. Where neither this, `prompt` nor `prompt_ids` is set, the first of the
@@ -64,7 +64,7 @@ class Config(Base):
     """System message put before chats that do not begin with one of their own."""
     template: str | None = None
     """File with a jinja chat template. None: the policy's own."""
-    template_arguments: dict[str, Any] = {}
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
     """More variables for the template, such as enable_thinking."""
     limit: int | None = Field(default=None, ge=1)
     """Rows an iteration. Each iteration takes the next ones of a shuffle that is drawn anew every epoch. None: all, in order."""

@@ -1,0 +1,124 @@
+"""The direction of imports: schemas ← stages.common ← stages.<x> ← flows ← deployments, and who may import the heavy libraries."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("schemas", "stages", "flows", "deployments")
+FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+NAMES = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+
+
+def imported(path: Path, *, top_only: bool = False) -> set[str]:
+    """Dotted names that a file imports, relative ones resolved; `top_only`: not inside functions or TYPE_CHECKING."""
+    tree = ast.parse(path.read_text())
+    package = path.relative_to(ROOT).parts[:-1]
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            module = base if node.level else node.module
+            found.add(module)
+            found.update(f"{module}.{alias.name}" for alias in node.names)
+        skipped = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        )
+        if not (top_only and skipped):
+            for child in ast.iter_child_nodes(node):
+                visit(child)
+
+    visit(tree)
+    return found
+
+
+def uses(path: Path, library: str, *, top_only: bool = False) -> bool:
+    return any(name == library or name.startswith(f"{library}.") for name in imported(path, top_only=top_only))
+
+
+def floor(module: str) -> int:
+    if module.startswith("stages"):
+        return 1 if module == "stages" or module.startswith("stages.common") or module == "stages.__main__" else 2
+    return {"schemas": 0, "flows": 3, "deployments": 4}[module.partition(".")[0]]
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES.get)
+def test_imports_go_one_way(path):
+    own = NAMES[path]
+    for name in imported(path):
+        room = name.partition(".")[0]
+        assert room != "tests", f"{own} imports the tests"
+        if room not in ROOMS:
+            continue
+        assert floor(name) <= floor(own), f"{own} imports {name} from above"
+        if floor(own) == floor(name) == 2:
+            assert own.split(".")[1] == name.split(".")[1], f"{own} imports another stage: {name}"
+
+
+@pytest.mark.parametrize(
+    ("library", "allowed"),
+    [
+        ("prefect", ("flows.", "deployments.")),
+        ("vllm", ("stages.generate.vllm_engine",)),
+        ("accelerate", ("stages.optimize.", "stages.logprobs.")),
+        ("typer", ("flows.cli",)),
+    ],
+)
+def test_who_may_import_what(library, allowed):
+    users = [NAMES[path] for path in FILES if uses(path, library)]
+    assert users, f"nobody imports {library}: the rule is empty"
+    assert [name for name in users if not name.startswith(allowed)] == []
+
+
+def test_torch_stays_out_of_the_light_rooms():
+    light = ("schemas", "stages.common.store", "stages.common.work", "stages.common.files", "stages.common.config", "stages.prompt")
+    heavy = [NAMES[p] for p in FILES if uses(p, "torch") and NAMES[p].startswith((*light, "stages.reward.stage"))]
+    assert heavy == []
+
+
+@pytest.mark.parametrize("name", ["losses", "advantages"])
+def test_the_maths_stands_alone(name):
+    path = ROOT / "stages/optimize" / f"{name}.py"
+    ours_or_foreign = {module.partition(".")[0] for module in imported(path)} - set(sys.stdlib_module_names)
+    assert ours_or_foreign <= {"torch", "stages"}
+    assert {m for m in imported(path) if m.startswith("stages")} <= {"stages.common.ragged", "stages.common.ragged.Ragged"}
+
+
+def test_no_flow_file_bears_the_name_of_a_library():
+    libraries = {"datasets", "evaluate", "torch", "transformers", "prefect", "accelerate", "vllm", "pyarrow", "typer", "rich"}
+    assert {path.stem for path in (ROOT / "flows").glob("*.py")} & (libraries | set(sys.stdlib_module_names)) == set()
+
+
+@pytest.mark.parametrize("module", ["stages.prompt.stage", "stages.generate.stage", "stages.reward.stage", "stages.optimize.stage", "flows.cli"])
+def test_a_stage_is_cheap_to_import(module):
+    code = f"import sys, {module}; print(sorted({{'torch', 'vllm', 'prefect', 'transformers', 'accelerate'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_config_field_has_a_docstring():
+    sys.path.insert(0, str(ROOT))
+    from pydantic import BaseModel
+
+    from flows.recipe import Recipe
+
+    seen: set[type] = set()
+
+    def check(model: type[BaseModel]) -> None:
+        if model in seen:
+            return
+        seen.add(model)
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__module__}.{model.__name__}.{name} has no docstring"
+            for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
+                if isinstance(part, type) and issubclass(part, BaseModel):
+                    check(part)
+
+    check(Recipe)
+    assert len(seen) > 8
