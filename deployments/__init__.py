@@ -1,0 +1,1 @@
+"""Where and when: recipes to start from."""

@@ -211,25 +211,29 @@ def _list(word: str, entries: list[dict[str, Any]], as_json: bool) -> None:
 @app.command()
 def algorithms(json: Json = False, debug: Debug = False) -> None:
     """The algorithms, with defaults and references."""
-    from stages.optimize.algorithms import catalogue
+    from stages.optimize.algorithms import ALGORITHMS
 
-    _list("algorithms", catalogue(), json)
+    shown = ("name", "description", "advantage", "surrogate", "aggregation", "defaults", "reference")
+    _list("algorithms", [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()], json)
 
 
 @app.command()
 def rewards(json: Json = False, debug: Debug = False) -> None:
-    """The reward functions that are shipped."""
-    from stages.reward.functions import catalogue
+    """The reward functions that come with Quiver."""
+    from stages.reward.functions import FUNCTIONS
 
-    _list("rewards", catalogue(), json)
+    shipped = FUNCTIONS.items()
+    _list("rewards", [{"name": n, "description": f.description, "arguments": f.arguments} for n, f in shipped], json)
 
 
 @app.command()
 def engines(json: Json = False, debug: Debug = False) -> None:
-    """The generation engines."""
-    from stages.generate.engine import catalogue
+    """The generation engines, with the defaults of their options."""
+    from stages.generate.engine import ENGINES
 
-    _list("engines", catalogue(), json)
+    shipped = ENGINES.items()
+    defaults = {name: entry.options().model_dump(mode="json") for name, entry in shipped}
+    _list("engines", [{"name": n, "description": e.description, "options": defaults[n]} for n, e in shipped], json)
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------------------

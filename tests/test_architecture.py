@@ -77,7 +77,14 @@ def test_who_may_import_what(library, allowed):
 
 
 def test_torch_stays_out_of_the_light_rooms():
-    light = ("schemas", "stages.common.store", "stages.common.work", "stages.common.files", "stages.common.config", "stages.prompt")
+    light = (
+        "schemas",
+        "stages.common.store",
+        "stages.common.work",
+        "stages.common.files",
+        "stages.common.config",
+        "stages.prompt",
+    )
     heavy = [NAMES[p] for p in FILES if uses(p, "torch") and NAMES[p].startswith((*light, "stages.reward.stage"))]
     assert heavy == []
 
@@ -95,9 +102,13 @@ def test_no_flow_file_bears_the_name_of_a_library():
     assert {path.stem for path in (ROOT / "flows").glob("*.py")} & (libraries | set(sys.stdlib_module_names)) == set()
 
 
-@pytest.mark.parametrize("module", ["stages.prompt.stage", "stages.generate.stage", "stages.reward.stage", "stages.optimize.stage", "flows.cli"])
+@pytest.mark.parametrize(
+    "module", ["stages.prompt.stage", "stages.generate.stage", "stages.reward.stage", "stages.optimize.stage", "flows.cli"]
+)
 def test_a_stage_is_cheap_to_import(module):
-    code = f"import sys, {module}; print(sorted({{'torch', 'vllm', 'prefect', 'transformers', 'accelerate'}} & set(sys.modules)))"
+    code = (
+        f"import sys, {module}; print(sorted({{'torch', 'vllm', 'prefect', 'transformers', 'accelerate'}} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

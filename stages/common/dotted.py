@@ -21,6 +21,8 @@ from schemas.errors import ConfigError, printable
 
 from . import files
 
+_imported_as: dict[str, str] = {}
+
 
 def load(name: str, field: str) -> tuple[Callable, str]:
     """The function that `name` points at and the sha256 of its source file. ConfigError names `field` of the recipe."""
@@ -36,8 +38,13 @@ def load(name: str, field: str) -> tuple[Callable, str]:
         near = difflib.get_close_matches(attribute, names, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(names)) or 'no function'}"
         raise ConfigError(f"{field} {printable(name)}", f"{holder} has no function {attribute}{hint}", next=f"correct {field}")
+    return found, hash_of(module)
+
+
+def hash_of(module: ModuleType) -> str:
+    """sha256 of the module's file; empty where it has none."""
     path = getattr(module, "__file__", None)
-    return found, files.sha256(Path(path)) if path else ""
+    return files.sha256(Path(path)) if path else ""
 
 
 def _module(holder: str, field: str) -> ModuleType:
@@ -49,13 +56,23 @@ def _module(holder: str, field: str) -> ModuleType:
             return _from_file(path)
         if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
             sys.path.append(os.getcwd())
-        return importlib.import_module(holder)
+        return _imported(holder)
     except Exception as error:  # importing runs the user's code, which may raise anything
         raise ConfigError(
             f"{field} {printable(holder)}",
             f"can not be imported: {type(error).__name__}: {printable(error)}",
             next="python -c 'import …' shows the whole traceback",
         ) from error
+
+
+def _imported(name: str) -> ModuleType:
+    """The module as its file is now: a process that lives long must not score with the code of yesterday."""
+    module = importlib.import_module(name)
+    sha256 = hash_of(module)
+    if _imported_as.setdefault(name, sha256) != sha256:
+        _imported_as[name] = sha256
+        module = importlib.reload(module)
+    return module
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -40,6 +40,7 @@ _PR_SET_PDEATHSIG = 1
 _QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait by spinning take the cores from those that work
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
 }

@@ -10,6 +10,7 @@ in place kills the process (SIGSEGV), or changes somebody else's data in silence
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,7 +49,9 @@ class Ragged:
         if len(parts) == 1:
             return cls(*parts[0])
         if not parts:
-            return cls(torch.from_numpy(np.empty(0, column.type.value_type.to_pandas_dtype())), torch.zeros(1, dtype=torch.int64))
+            return cls(
+                torch.from_numpy(np.empty(0, column.type.value_type.to_pandas_dtype())), torch.zeros(1, dtype=torch.int64)
+            )
         lengths = torch.cat([offsets.diff() for _, offsets in parts])
         return cls(torch.cat([values for values, _ in parts]), _offsets(lengths))
 
@@ -70,7 +73,7 @@ class Ragged:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         bounds = self.offsets.tolist()
-        return (self.values[start:end] for start, end in zip(bounds, bounds[1:], strict=False))
+        return (self.values[start:end] for start, end in itertools.pairwise(bounds))
 
     @property
     def lengths(self) -> torch.Tensor:

@@ -35,6 +35,8 @@ class Algorithm:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     reference: str = ""
     description: str = ""
+    zero_is_idle: bool = True
+    """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still count in the denominators)."""
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}

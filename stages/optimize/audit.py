@@ -14,7 +14,9 @@ from stages.common.ragged import Ragged
 from .losses import log_ratio
 
 
-def measure(trainer: torch.Tensor, old: torch.Tensor, offsets: torch.Tensor, clip_low: float, clip_high: float) -> dict[str, float]:
+def measure(
+    trainer: torch.Tensor, old: torch.Tensor, offsets: torch.Tensor, clip_low: float, clip_high: float
+) -> dict[str, float]:
     """How far the trainer's logprobs [N] are from `old` [N], before any weight has changed.
 
     Returns:

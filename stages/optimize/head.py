@@ -80,8 +80,7 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, targets, temperature = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
-        grad_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if needs_bias else None
+        grad_weight = grad_bias = None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
@@ -94,15 +93,20 @@ class _Head(torch.autograd.Function):
                 if needs_hidden:
                     torch.mm(small, weight, out=grad_hidden[part])
                 if needs_weight:
-                    grad_weight += small.T @ hidden[part]
+                    grad_weight = _plus(grad_weight, small.T @ hidden[part])
                 if needs_bias:
-                    grad_bias += delta.sum(0) / ctx.shaping.scale
+                    grad_bias = _plus(grad_bias, delta.sum(0))
         kinds = ctx.dtypes
         results = [
             None if value is None else value.to(kind)
             for value, kind in zip((grad_hidden, grad_weight, grad_bias), kinds, strict=True)
         ]
         return (*results, None, None, None)
+
+
+def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+    """Sum over chunks in float32."""
+    return more.float() if total is None else total.add_(more)
 
 
 def _logits(hidden, weight, bias, temperature, shaping: Shaping) -> tuple[torch.Tensor, torch.Tensor | None]:

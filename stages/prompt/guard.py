@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Render = Callable[[list[str]], str]
-_MARKS = range(0xE000, 0xF8FF)  # private use: nothing is spelled with them
-_UNSPELLABLE = "\U0010fffd"
+_MARKS = (*range(0xE000, 0xF8FF), *range(0x10300, 0x10320))  # private use; Old Italic for tokenizers that strip those
+_RARE = "\U0010fffd 𐎠 𪛖 ᚠ 🜁"  # where none of these is spelled, "unknown" stands for them
 
 
 class Rendering(NamedTuple):
@@ -45,7 +46,7 @@ class Guard:
         self._encoder = self._clone()
         added = {id: token.content for id, token in self._encoder.get_added_tokens_decoder().items()}
         named = {id: text for id, text in added.items() if text.replace("▁", "").strip()}
-        unknown = set(self._encode(self._encoder, _UNSPELLABLE)) if tokenizer.unk_token_id is not None else set()
+        unknown = set(self._encode(self._encoder, _RARE)) if tokenizer.unk_token_id is not None else set()
         self._unknown = unknown & {tokenizer.unk_token_id}
         self.control = frozenset(named) - self._unknown
         texts = sorted(map(re.escape, named.values()), key=len, reverse=True)
@@ -62,7 +63,8 @@ class Guard:
         typed = any(self._typed.search(content) for content in contents)
         if self.controls(ids) != expected or (typed and self._unknown):
             marks = self._choose_marks([text, *contents])
-            attempts = (self._attempt(contents, render, marks, put) for put in (self._mark_tokens, self._mark_all))
+            ways = (self._mark_tokens, self._mark_all) if len(marks) == 2 else ()
+            attempts = (self._attempt(contents, render, marks, put) for put in ways)
             found = next((each for each in attempts if each and self.controls(each.ids) == expected), None)
             if found is None:
                 raise SecurityError(
@@ -118,8 +120,15 @@ class Guard:
         return content.replace(core, mark + mark.join(core) + mark, 1) if core else content
 
     def _choose_marks(self, texts: list[str]) -> list[str]:
-        used = set().union(*texts)
-        return [chr(code) for code in _MARKS if chr(code) not in used][:2]
+        """Two characters that are in none of `texts` and that the tokenizer's normalizer leaves alone."""
+        used, normalizer = set().union(*texts), self._encoder.normalizer
+        free = (chr(code) for code in _MARKS if chr(code) not in used)
+
+        def kept(mark: str) -> bool:
+            normal = normalizer.normalize_str(f"a{mark}b") if normalizer else mark
+            return mark in normal or self._seen(mark) in normal
+
+        return list(islice(filter(kept, free), 2))
 
     # -- tokenizers -----------------------------------------------------------------------------------------------------------
 
@@ -129,14 +138,17 @@ class Guard:
         made.no_padding()
         return made
 
+    def _seen(self, mark: str) -> str:
+        """`mark` as a byte-level tokenizer's splitter sees it: each byte as a character; elsewhere as it is."""
+        if '"ByteLevel"' not in self._json:
+            return mark
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(mark)[0][0]
+
     @lru_cache(maxsize=4)  # noqa: B019  a guard lives as long as its stage
     def _splitting(self, mark: str) -> Tokenizer:
         """The tokenizer, splitting at `mark` and dropping it. After its own pre-tokenizer: that may add a space to each text."""
         made = self._clone()
-        seen = mark
-        if '"ByteLevel"' in self._json:
-            seen = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(mark)[0][0]
-        split = pre_tokenizers.Split(Regex(re.escape(seen)), behavior="removed")
+        split = pre_tokenizers.Split(Regex(re.escape(self._seen(mark))), behavior="removed")
         own = made.pre_tokenizer
         made.pre_tokenizer = pre_tokenizers.Sequence([own, split]) if own else split
         return made
@@ -153,4 +165,5 @@ class Guard:
 
 
 def _bare(text: str) -> str:
-    return "".join(text.split())
+    """Without what tokenizers may change in any text: white space and case."""
+    return "".join(text.split()).casefold()

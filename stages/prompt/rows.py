@@ -14,7 +14,8 @@ from stages.common import checkpoints
 from stages.common.store import Version
 
 from .guard import Guard, Rendering
-from .sources import Source, bad_text
+from .python_rows import bad_text
+from .sources import Source
 from .templates import Messages, Template
 
 if TYPE_CHECKING:

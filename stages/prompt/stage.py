@@ -12,85 +12,36 @@ from __future__ import annotations
 import difflib
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from schemas.errors import ConfigError, printable
 from schemas.manifest import Model, digest
 from schemas.refs import Ref
 from stages.common import checkpoints
-from stages.common.config import Config as Base
-from stages.common.config import Runtime
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, begin
 
 from . import sources
+from .python_rows import bad_text
+from .sources import INPUTS, SourceConfig
+from .templates import TemplateConfig
 
 STAGE_VERSION = 1
-INPUTS = ("messages", "prompt", "prompt_ids")
 log = logging.getLogger(__name__)
 
 
-class Config(Base):
-    """Where prompts come from and how they are rendered."""
+class Config(SourceConfig, TemplateConfig):
+    """Where prompts come from, how they are rendered, and which of them an iteration takes."""
 
-    source: str = Field(min_length=1)
-    """A .jsonl, .json, .csv, .parquet, .arrow or .feather file; `datasets:NAME`; or a generator of rows, `module:function` or
-    `file.py:function`."""
-    split: str = "train"
-    """Which split of `datasets:NAME`."""
-    name: str | None = None
-    """Which configuration of `datasets:NAME`."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a generator."""
-    messages: str | None = None
-    """Column with a chat: a list of {role, content}. Where neither this, `prompt` nor `prompt_ids` is set, the first of the
-    columns messages, prompt, prompt_ids that the source has is taken."""
-    prompt: str | None = None
-    """Column with plain text; it becomes one user message, unless `raw_text`."""
-    prompt_ids: str | None = None
-    """Column with token ids, given to the engine as they are."""
-    raw_text: bool = False
-    """Take the text of `prompt` as the whole prompt, without a chat template. Control tokens typed in it stay text."""
-    group_id: str | None = None
-    """Column with unique names. None: the row's number in the source, from 0, with at least six digits."""
-    group_prefix: str = ""
-    """Put before every group id."""
-    system: str | None = None
-    """System message put before chats that do not begin with one of their own."""
-    template: str | None = None
-    """File with a jinja chat template. None: the policy's own."""
-    template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """More variables for the template, such as enable_thinking."""
-    limit: int | None = Field(default=None, ge=1)
-    """Rows an iteration. Each iteration takes the next ones of a shuffle that is drawn anew every epoch. None: all, in order."""
     seed: int = Field(default=0, ge=0)
     """Decides the shuffles. Without `limit` it decides nothing."""
     iteration: int = Field(default=0, ge=0)
     """Which `limit` rows to take. Without `limit` it decides nothing."""
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt. The model's context less `reserve_tokens` holds besides."""
-    reserve_tokens: int = Field(default=0, ge=0)
-    """Room for the completion: prompt and this many tokens must fit the model's context."""
-    overlong: Literal["error", "drop"] = "error"
-    """What to do with a prompt that is too long: stop, or leave it out, counted and listed in the manifest."""
-    template_seconds: Runtime[float] = Field(default=10.0, gt=0)
-    """Longest time that the template may take for one prompt."""
-    source_sha256: str = ""
-    """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the source must have it."""
-
-    @model_validator(mode="after")
-    def _one_input(self) -> Config:
-        given = [name for name in INPUTS if getattr(self, name)]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: name one column")
-        if self.raw_text and (self.messages or self.prompt_ids):
-            raise ValueError(f"raw_text goes with prompt, not with {given[0]}")
-        return self
 
 
 def run(config: Config, store: Store, *, policy: str | Ref, into: str | None = None, force: bool = False) -> Ref:
@@ -98,7 +49,7 @@ def run(config: Config, store: Store, *, policy: str | Ref, into: str | None = N
     from .rows import Renderer, render_rows
 
     version = store.open(policy)
-    source = sources.read(config.source, name=config.name, split=config.split, arguments=config.arguments)
+    source = sources.read(config)
     resolved = _resolve(config, source, version)
     groups = _group_ids(resolved, source)
     chosen = choose(len(groups), resolved.limit, resolved.seed, resolved.iteration)
@@ -177,7 +128,8 @@ def _resolve(config: Config, source: sources.Source, policy: Version) -> Config:
                 next=f"set prompt.{field} to one of them",
             )
     context = checkpoints.context_length(policy)
-    bounds = [bound for bound in (config.max_prompt_tokens, context and context - config.reserve_tokens) if bound is not None]
+    reserved = 0 if checkpoints.is_encoder_decoder(policy) else config.reserve_tokens  # a decoder has a context of its own
+    bounds = [bound for bound in (config.max_prompt_tokens, context and context - reserved) if bound is not None]
     if bounds and min(bounds) < 1:
         raise ConfigError(
             "prompt.reserve_tokens",
@@ -206,7 +158,7 @@ def _group_ids(config: Config, source: sources.Source) -> pa.Array:
     for row, (value, group) in enumerate(zip(values, names, strict=True)):
         first = seen.setdefault(group, row)
         wrong = "is empty" if value in (None, "") else f"stands in row {first + 1} too" if first != row else ""
-        wrong = wrong or sources.bad_text(group)
+        wrong = wrong or bad_text(group)
         if wrong:
             raise ConfigError(
                 f"source {printable(source.name)} row {row + 1}",

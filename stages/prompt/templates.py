@@ -13,13 +13,38 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from schemas.errors import ConfigError, printable
+from stages.common.config import Config as Base
+from stages.common.config import Runtime
+
+from .python_rows import bad_text
 
 MEMORY = 2 * 1024**3
 _WORKER = Path(__file__).with_name("jinja_worker.py")
 Messages = list[dict[str, str]]
+
+
+class TemplateConfig(Base):
+    """How rows become token ids, and how long a prompt may be."""
+
+    system: str | None = None
+    """System message put before chats that do not begin with one of their own."""
+    template: str | None = None
+    """File with a jinja chat template. None: the policy's own."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """More variables for the template, such as enable_thinking."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt. The model's context less `reserve_tokens` holds besides."""
+    reserve_tokens: int = Field(default=0, ge=0)
+    """Room for the completion: prompt and this many tokens must fit the model's context (an encoder's: the prompt alone)."""
+    overlong: Literal["error", "drop"] = "error"
+    """What to do with a prompt that is too long: stop, or leave it out, counted and listed in the manifest."""
+    template_seconds: Runtime[float] = Field(default=10.0, gt=0)
+    """Longest time that the template may take for one prompt."""
 
 
 class Template:
@@ -60,9 +85,12 @@ class Template:
         except BrokenPipeError:
             line = ""
         answer = json.loads(line) if line else {"error": self._death()}
-        if "error" in answer:
+        wrong = bad_text(answer.get("text", ""))
+        if wrong or "error" in answer:
             raise ConfigError(
-                name, f"the chat template failed: {printable(answer['error'])}", next="correct the template or the row"
+                name,
+                f"the chat template failed: {printable(answer.get('error', f'its text {wrong}'))}",
+                next="correct the template or the row",
             )
         return answer["text"]
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_LONGEST = 1000  # characters; what is longer is no answer, and exact arithmetic on it would be slow
 _NUMBER = re.compile(
-    rf"(?<![\w.])(?P<sign>[-+−])?(?:[$€£]\s?)?(?P<whole>{_DIGITS})(?P<decimals>\.\d+)?(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))?"
-    r"(?:/(?P<below>\d+)(?![\d/]))?"
+    r"(?<![\w.])(?P<sign>[-+−])?(?:[$€£]\s?)?"
+    rf"(?P<whole>{_DIGITS})(?P<decimals>\.[0-9]+)?(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w))?"
+    r"(?:/(?P<below>[0-9]+)(?![0-9/]))?"
 )
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
@@ -21,7 +23,7 @@ def numbers(text: str) -> list[Fraction]:
     """All numbers of `text` in order, exactly: 7, -3, +2, 3.50, 1,000, $5, 1e-3, 1/2.
 
     A comma groups digits only where three follow each; a sign counts where no letter or digit stands before it (so 5-3 holds
-    5 and 3, not -3); a fraction with 0 below is left out; digits inside a word or a dotted version (x2, 1.2.3) are no number.
+    5 and 3, not -3); a fraction with 0 below is left out; digits inside a word (x2) are no number.
 
     >>> [str(n) for n in numbers("5-3 = 2, not -3.50 or 1,000 or 1/2")]
     ['5', '3', '2', '-7/2', '1000', '1/2']
@@ -30,6 +32,8 @@ def numbers(text: str) -> list[Fraction]:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
+    if len(match[0]) > _LONGEST:
+        return None
     whole, decimals, below = match["whole"].replace(",", ""), match["decimals"] or "", match["below"]
     if below is not None and int(below) == 0:
         return None

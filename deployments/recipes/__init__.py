@@ -1,0 +1,1 @@
+"""Recipes, and the small tasks that they train on."""

@@ -1,0 +1,78 @@
+"""Estimators of an evaluation: the mean with a standard error that knows about groups, and unbiased pass@k.
+
+Samples of one prompt are alike, so the groups are the independent units: n counts groups, never samples. Legend: n groups, group
+g with m_g scored samples s_gi, of which c_g are correct.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Estimate(NamedTuple):
+    """A mean over `n` groups with its standard error, which is None for fewer than two groups."""
+
+    score: float
+    stderr: float | None
+    n: int
+
+
+def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
+    """Mean of the groups' means, and its standard error with groups as the independent units.
+
+        s̄_g = Σ_i s_gi / m_g        score = Σ_g s̄_g / n        stderr = √( Σ_g (s̄_g − score)² / (n (n − 1)) )
+
+    With one sample a group this is the plain s/√n. With equal m_g it is the clustered standard error of Miller 2024, with n (n − 1)
+    in place of n²; with unequal m_g each prompt counts the same here, however many of its samples were scored.
+
+    Args: groups: scores by group id; groups without a score are left out by the caller.
+    Raises: ValueError where there is no group, or an empty one.
+    Reference: E. Miller, Adding Error Bars to Evals, 2024, https://arxiv.org/abs/2411.00640
+
+    >>> clustered_mean({"a": [1.0, 0.0], "b": [1.0, 1.0]})
+    Estimate(score=0.75, stderr=0.25, n=2)
+    """
+    if not groups or not all(groups.values()):
+        raise ValueError("an estimate needs at least one group, and a score in each")
+    means = [math.fsum(scores) / len(scores) for scores in groups.values()]
+    n = len(means)
+    score = math.fsum(means) / n
+    if n < 2:
+        return Estimate(score, None, n)
+    return Estimate(score, math.sqrt(math.fsum((mean - score) ** 2 for mean in means) / (n * (n - 1))), n)
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased estimate that at least one of k samples of a prompt is correct.
+
+        pass@k = 1 − C(m − c, k) / C(m, k)        m = samples, c = correct
+
+    k = 1 gives c/m. The obvious 1 − (1 − c/m)^k is biased low; this averages over all subsets of k samples.
+
+    Raises: ValueError unless 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples.
+    Reference: M. Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1, https://arxiv.org/abs/2107.03374
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+    (0.25, 0.5, 1.0)
+    """
+    if not (1 <= k <= samples and 0 <= correct <= samples):
+        raise ValueError(f"pass@k needs 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples, got k={k}, {correct} of {samples}")
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def mean_pass_at_k(groups: Mapping[str, Sequence[float]], k: int, threshold: float) -> Estimate:
+    """pass@k of each group, averaged with `clustered_mean`; a sample is correct where its score is at least `threshold`.
+
+    Groups with fewer than k scores are left out, so n says how many took part.
+
+    Raises: ValueError where no group has k scores.
+
+    >>> mean_pass_at_k({"a": [1.0, 0.0, 0.0, 0.0], "b": [0.0, 0.0], "c": [1.0]}, 2, 1.0)
+    Estimate(score=0.25, stderr=0.25, n=2)
+    """
+    able = {group: scores for group, scores in groups.items() if len(scores) >= k}
+    return clustered_mean(
+        {group: [pass_at_k(len(scores), sum(s >= threshold for s in scores), k)] for group, scores in able.items()}
+    )

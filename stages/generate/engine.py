@@ -1,0 +1,183 @@
+"""What an engine is: ids in, ids and their logprobs out. The registry, how one is made, and the check of what it answers.
+
+An engine is a class whose constructor takes a `Setup`, with `info`, `generate` and `close`. It may answer in any order. It is
+not trusted: `checked` lets an answer through only when it is one row's, whole, and a probability; else the stage stops and
+nothing of the shard is written.
+
+    engine = make_engine("vllm", setup)
+    for completion in checked(engine.generate(requests), asked, limits):
+        ...
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from schemas.errors import ConfigError, NumericError, SchemaError, printable
+from schemas.rollouts import FINISH_REASONS
+from stages.common import dotted
+from stages.common.config import Config, parse
+from stages.common.store import Version
+
+from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions
+
+
+class Request(NamedTuple):
+    """One row to make: `index` is its place among all rows; `prompt_ids` [P] int32; `seed` decides its draws, alone."""
+
+    index: int
+    prompt_ids: np.ndarray
+    seed: int
+
+
+class Completion(NamedTuple):
+    """One row's answer: `completion_ids` [T] int32, a sampled end token last; `logprobs` [T] float32 of those ids.
+
+    `logprobs` are of the distribution that was sampled from (after temperature and all else of `Sampling`). `finish_reason` is
+    stop, length or abort; `stop_reason` the id that stopped it, where one did.
+    """
+
+    index: int
+    completion_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: str
+    stop_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that an engine is made from."""
+
+    policy: Version
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    """Every id that ends a completion; engines look at nothing else for that."""
+    max_model_len: int
+    """Most ids of prompt and completion together."""
+    dtype: str = "auto"
+    device: str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What the stage asks of an engine."""
+
+    info: dict[str, Any]
+    """Name, version, dtype, device and logprobs mode, for the manifest."""
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """One completion a request, as they finish; takes requests as it has room for them."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        ...
+
+
+class Entry(NamedTuple):
+    """A shipped engine: where its class is, what it is, which options it knows."""
+
+    path: str
+    description: str
+    options: type[Config]
+
+
+ENGINES = {
+    "vllm": Entry(
+        "stages.generate.vllm_engine:VllmEngine", "fast; decoder-only models, on a GPU or a CPU; the default", VllmOptions
+    ),
+    "transformers": Entry(
+        "stages.generate.hf_engine:TransformersEngine",
+        "encoder-decoder models (T5, BART), and whatever vLLM lacks",
+        TransformersOptions,
+    ),
+    "scripted": Entry(
+        "stages.generate.scripted_engine:ScriptedEngine",
+        "no model: a small function of prompt and seed; for trying a recipe in a second",
+        ScriptedOptions,
+    ),
+}
+
+
+def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
+    """The options of a shipped engine, checked; None for a user's own engine, which checks its own. ConfigError."""
+    return parse(ENGINES[engine].options, options, "generate.options") if engine in ENGINES else None
+
+
+def make_engine(name: str, setup: Setup) -> Engine:
+    """The engine of that name, or of that dotted path, ready to generate. ConfigError, ResourceError."""
+    return dotted.load(ENGINES[name].path if name in ENGINES else name, "generate.engine")[0](setup)
+
+
+def code_hash(engine: str, options: Config | None) -> str:
+    """sha256 of the user's own code that answers, be it an engine or a script; empty where there is none. ConfigError."""
+    if engine not in ENGINES:
+        if ":" not in engine:
+            near = difflib.get_close_matches(engine, ENGINES, 1, 0.5)
+            raise ConfigError(
+                f"generate.engine {printable(repr(engine))}",
+                f"no such engine; there are {', '.join(ENGINES)}, or module:Class",
+                next=f"engine = {near[0]!r}" if near else "quiver engines",
+            )
+        return dotted.load(engine, "generate.engine")[1]
+    if isinstance(options, ScriptedOptions) and ":" in options.script:
+        return dotted.load(options.script, "generate.options.script")[1]
+    return ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an answer may hold."""
+
+    engine: str
+    vocabulary_size: int
+    max_tokens: int
+
+
+def checked(completions: Iterable[Completion], asked: set[int], limits: Limits) -> Iterator[Completion]:
+    """Pass on each completion that is whole; SchemaError or NumericError for one that is not, or that is missing at the end."""
+    waiting = set(asked)
+    for completion in completions:
+        if completion.index not in waiting:
+            what = "answered twice" if completion.index in asked else "never asked for"
+            raise _wrong(limits, f"row {printable(completion.index)} was {what}")
+        waiting.discard(completion.index)
+        _check_one(completion, limits)
+        yield completion
+    if waiting:
+        raise _wrong(limits, f"{len(waiting)} of {len(asked)} rows were never answered, the first is row {min(waiting)}")
+
+
+def _check_one(completion: Completion, limits: Limits) -> None:
+    row, ids, logprobs = f"row {completion.index}", completion.completion_ids, completion.logprobs
+    for name, array, dtype in (("completion_ids", ids, np.int32), ("logprobs", logprobs, np.float32)):
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+            found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise _wrong(limits, f"{row}: {name} is {found}, expected a flat array of {np.dtype(dtype)}")
+    if len(ids) != len(logprobs):
+        raise _wrong(limits, f"{row}: {len(ids)} ids but {len(logprobs)} logprobs")
+    if len(ids) > limits.max_tokens:
+        raise _wrong(limits, f"{row}: {len(ids)} ids, max_tokens is {limits.max_tokens}")
+    outside = ids[(ids < 0) | (ids >= limits.vocabulary_size)]
+    if len(outside):
+        raise _wrong(limits, f"{row}: id {outside[0]} is outside the vocabulary of {limits.vocabulary_size}")
+    if completion.finish_reason not in FINISH_REASONS:
+        expected = ", ".join(FINISH_REASONS)
+        raise _wrong(limits, f"{row}: finish_reason {printable(repr(completion.finish_reason))}, expected one of {expected}")
+    bad = logprobs[~np.isfinite(logprobs) | (logprobs > 1e-4)]
+    if len(bad):
+        raise _wrong(limits, f"{row}: logprob {bad[0]}, expected a finite number of at most 0", NumericError)
+
+
+def _wrong(limits: Limits, message: str, error: type = SchemaError) -> Exception:
+    return error(
+        f"engine {limits.engine}",
+        message,
+        state="nothing of this shard was written; finished shards are kept.",
+        next="run the same command again; if it stays, report it with the engine's version",
+    )

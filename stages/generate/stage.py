@@ -1,0 +1,178 @@
+"""generate: a policy answers prompts; each sampled id is saved with the logprob that it had.
+
+Finished shards are kept: a restart makes the others only, with the same rollout ids, seeds and rows. Refused: prompts of other ids
+than the policy has, prompts that leave no room for max_tokens (unless `overlong = "drop"`, which counts and lists them; nothing
+is ever cut), an engine's answer that is not whole.
+
+    ref = run(Config(samples_per_prompt=8), store, prompts="arith/prompts@1", policy="arith/policy@0")
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field, model_validator
+
+from schemas.errors import ConfigError, SchemaError, printable
+from schemas.refs import Ref
+from stages.common import checkpoints
+from stages.common.config import Config as Base
+from stages.common.config import Runtime
+from stages.common.store import Store, Version
+from stages.common.work import ROWS_PER_SHARD, Work, begin
+
+from . import engine as engines
+from .options import Device, Dtype, Overlong, Sampling
+from .rows import Rows
+from .shards import Shards
+
+STAGE_VERSION = 1
+_LISTED = 1000
+log = logging.getLogger(__name__)
+
+
+class Config(Base):
+    """Who answers, how often, and how it is sampled."""
+
+    engine: str = "vllm"
+    """`vllm`, `transformers`, `scripted`, or your own: module:Class or file.py:Class."""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Rollouts of each prompt: the size of a group."""
+    sampling: Sampling = Sampling()
+    """The distribution that is sampled from."""
+    seed: int = Field(default=0, ge=0)
+    """With `iteration`, group and sample it gives each row its own seed."""
+    iteration: int = Field(default=0, ge=0)
+    """Makes other seeds for the same prompts in the next iteration."""
+    dtype: Dtype = "auto"
+    """What the model computes in; auto: bfloat16 where the hardware has it, else float32."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of prompt and completion together. None: the model's context."""
+    overlong: Overlong = "error"
+    """What to do with a prompt that leaves no room for max_tokens: stop, or leave it out, counted and listed."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The engine's own options: see `stages/generate/options.py`."""
+    device: Runtime[Device] = "auto"
+    """auto: the GPU where there is one."""
+    rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
+    """Rows written at once: what a crash can cost at most."""
+    code_sha256: str = ""
+    """Filled in by the stage: hash of the file of your own engine or script."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Config:
+        if self.sampling.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"temperature 0 gives {self.samples_per_prompt} equal samples: set samples_per_prompt = 1, or a temperature"
+            )
+        try:
+            engines.engine_options(self.engine, self.options)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+        return self
+
+    def key(self) -> dict[str, Any]:
+        """As the base has it, without the engine's options that decide only speed or memory."""
+        known = engines.engine_options(self.engine, self.options)
+        return {**super().key(), "options": known.key() if known else self.options}
+
+
+def run(
+    config: Config,
+    store: Store,
+    *,
+    prompts: str | Ref,
+    policy: str | Ref,
+    into: str | None = None,
+    force: bool = False,
+) -> Ref:
+    """Write the rollouts of `policy` on `prompts`; its Ref. ConfigError, SchemaError, NumericError, ResourceError."""
+    asked, model = store.open(prompts), store.open(policy)
+    code = engines.code_hash(config.engine, engines.engine_options(config.engine, config.options))
+    with begin(
+        store,
+        into or asked.ref.run,
+        "rollouts",
+        stage="generate",
+        stage_version=STAGE_VERSION,
+        config=config.model_copy(update={"code_sha256": code}),
+        inputs={"prompts": asked, "policy": model},
+        models=(checkpoints.as_model("policy", model),),
+        force=force,
+    ) as work:
+        if work.done:
+            return work.done.ref
+        table, dropped, longest = _fitting(config, asked, model)
+        rows = Rows(table, config.samples_per_prompt, config.seed, config.iteration, work.run_key[:8])
+        shards = Shards(work, rows, config.rows_per_shard, config.sampling.temperature)
+        info = _generate(config, work, model, shards, longest)
+        metrics, status = shards.summary()
+        metrics |= {"engine": info, "dropped": dropped[:_LISTED]}
+        status |= {"dropped": len(dropped)} if dropped else {}
+        return work.commit(metrics=metrics, status=status, device=info.get("device", "cpu")).ref
+
+
+def _fitting(config: Config, prompts: Version, policy: Version) -> tuple[pa.Table, list[str], int]:
+    """The prompts that fit, the group ids of those that do not, and the most ids that a row can have."""
+    table = prompts.table(["group_id", "prompt_ids"])
+    vocabulary = checkpoints.vocabulary_size(policy)
+    for chunk in table.column("prompt_ids").chunks:
+        highest = pc.max(chunk.flatten()).as_py()
+        if highest is not None and highest >= vocabulary:
+            message = f"id {highest} is outside the vocabulary of {policy.ref}, {vocabulary}"
+            raise SchemaError(str(prompts.ref), message, next="render the prompts again with this policy")
+    lengths = pc.list_value_length(table.column("prompt_ids")).to_numpy()
+    if (lengths == 0).any():
+        raise SchemaError(str(prompts.ref), f"{_names(table, lengths == 0)}: prompt_ids is empty", next="correct the source")
+    context = min(_limit(policy, config), np.iinfo(np.int32).max)
+    wanted = lengths + config.sampling.max_tokens
+    if checkpoints.is_encoder_decoder(policy):
+        wanted = np.maximum(lengths, config.sampling.max_tokens)  # encoder and decoder have a context each
+    fits = wanted <= context
+    if not fits.all() and config.overlong == "error":
+        raise ConfigError(
+            f"{prompts.ref} {_names(table, ~fits)}",
+            f"{int((~fits).sum())} of {len(fits)} prompts leave no room: up to {int(lengths.max())} tokens and "
+            f"generate.sampling.max_tokens {config.sampling.max_tokens} exceed the context of {context}",
+            next='lower max_tokens, shorten the prompts, or set generate.overlong = "drop"',
+        )
+    dropped = table.column("group_id").filter(pa.array(~fits)).to_pylist()
+    if dropped:
+        log.warning("%d of %d prompts leave no room for the completion and are dropped", len(dropped), len(fits))
+    return table.filter(pa.array(fits)), dropped, int(wanted[fits].max(initial=1))
+
+
+def _limit(policy: Version, config: Config) -> float:
+    own = checkpoints.context_length(policy) or float("inf")
+    return min(own, config.max_model_len or float("inf"))
+
+
+def _names(table: pa.Table, chosen: np.ndarray) -> str:
+    return printable(table.column("group_id")[int(chosen.argmax())].as_py())
+
+
+def _generate(config: Config, work: Work, policy: Version, shards: Shards, longest: int) -> dict[str, Any]:
+    """Make the shards that are missing; what the engine says of itself. Without a missing shard no engine is started."""
+    missing = shards.missing()
+    if not missing:
+        shards.finish_empty()
+        return {"name": config.engine}
+    policy.verify()
+    checkpoints.check_folder(policy.path, str(policy.ref))
+    stops = {*config.sampling.stop_token_ids, *([] if config.sampling.ignore_eos else checkpoints.end_token_ids(policy))}
+    setup = engines.Setup(policy, config.sampling, tuple(sorted(stops)), longest, config.dtype, config.device, config.options)
+    with work.phase("load"):
+        engine = engines.make_engine(config.engine, setup)
+        shards.tokenizer = checkpoints.load_tokenizer(policy)
+    try:
+        limits = engines.Limits(config.engine, checkpoints.vocabulary_size(policy), config.sampling.max_tokens)
+        answers = engine.generate(shards.rows.requests(missing))
+        shards.take(engines.checked(answers, set(missing), limits))
+    finally:
+        with work.phase("close"):
+            engine.close()
+    return engine.info

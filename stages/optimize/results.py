@@ -1,0 +1,139 @@
+"""What optimize leaves behind: the policy folder with its optimizer state, advantages/1 and updates/1, and the numbers of the manifest.
+
+Optimizer state is safetensors and JSON in a folder below the policy's, never a pickle. The policy is committed last: while it is not
+visible, the work is not done, whatever else is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import torch
+
+from schemas import advantages as advantages_kind
+from schemas import updates as updates_kind
+from schemas.errors import ConfigError
+from schemas.refs import Ref
+from stages.common import checkpoints, files
+from stages.common.ragged import Ragged
+from stages.common.store import Store, Version
+from stages.common.work import ROWS_PER_SHARD, Work, begin
+
+from .losses import log_ratio
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
+    from .rollouts import Loaded
+    from .stage import Config
+    from .trainer import Outcome, Trainer
+
+_FORMAT = 1
+_FOLDER = checkpoints.OPTIMIZER_FOLDER
+
+
+def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, work: Work) -> None:
+    """Write the model directory and, if asked, the optimizer's state below it, into the folder of `work`."""
+    from safetensors.torch import save_file
+
+    with files.storage(f"{work.run}/policy"):
+        trainer.policy.set_mode("single")  # the block attention is no business of the saved config
+        checkpoints.save_policy(model, parent, work.folder)
+        state = trainer.optimizer_state() if config.save_optimizer else {}
+        if state:
+            folder = work.folder / _FOLDER
+            folder.mkdir()
+            save_file(state, folder / "state.safetensors")
+            about = {"format": _FORMAT, "optimizer": "adamw", "step": trainer.step}
+            files.write_bytes(folder / "state.json", json.dumps(about).encode())
+
+
+def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
+    """The state that `save` wrote into this policy, checked against its hashes; None when it holds none. ConfigError."""
+    from safetensors.torch import load_file
+
+    if not any(entry.name.startswith(f"{_FOLDER}/") for entry in policy.manifest.files):
+        return None
+    policy.verify(f"{_FOLDER}/")
+    about = json.loads((policy.path / _FOLDER / "state.json").read_bytes())
+    if (about.get("format"), about.get("optimizer")) != (_FORMAT, "adamw"):
+        raise ConfigError(
+            str(policy.ref), f"its optimizer state is {about}, expected adamw", next="set optimize.load_optimizer = false"
+        )
+    return load_file(policy.path / _FOLDER / "state.safetensors")
+
+
+def commit(
+    store: Store, run: str, about: dict[str, Any], loaded: Loaded, outcome: Outcome, work: Work, accelerator: Accelerator
+) -> Ref:
+    """Commit advantages, updates and, last, the policy; its reference."""
+    status = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
+    refs = {}
+    for kind, table, counts in (
+        ("advantages", advantages_table(loaded, outcome), status),
+        ("updates", updates_table(outcome), {}),
+    ):
+        with begin(store, run, kind, force=True, **about) as other:
+            for index in range(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+                other.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
+            refs[kind] = str(other.commit(status=counts, device=accelerator.device.type).ref)
+    parent = about["inputs"]["policy"].ref
+    number = None if store.numbers(run, "policy") else parent.version + 1
+    metrics = _finite(
+        {**metrics_of(loaded, outcome, work.seconds.get("steps", 0.0)), **refs, "processes": accelerator.num_processes}
+    )
+    return work.commit(metrics=metrics, device=accelerator.device.type, number=number).ref
+
+
+def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """The policy's metrics: what was learned from, how fast, and the last step's numbers."""
+    tokens = sum(row["tokens"] for row in outcome.updates)
+    last = (
+        {key: outcome.updates[-1][key] for key in ("loss", "grad_norm", "entropy", "approx_kl", "clip_fraction")}
+        if outcome.updates
+        else {}
+    )
+    return {
+        **loaded.summary,
+        **last,
+        "step": outcome.step,
+        "steps": len(outcome.updates),
+        "skipped_steps": outcome.skipped,
+        "tokens": tokens,
+        "prompt_tokens": sum(row["prompt_tokens"] for row in outcome.updates),
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "packing": outcome.mode,
+        "audit": outcome.audit,
+    }
+
+
+def advantages_table(loaded: Loaded, outcome: Outcome) -> pa.Table:
+    """advantages/1, one row for each rollout of the dataset, in its order. The ratio is to `old_logprobs`."""
+    completions, kept = loaded.batch.data.completions, loaded.kept
+    means = torch.full((2, len(loaded.reasons)), torch.nan)
+    means[0, kept] = Ragged(log_ratio(outcome.logprobs, loaded.batch.old).exp(), completions.offsets).segment_mean()
+    means[1, kept] = completions.with_values(outcome.logprobs).segment_mean()
+    weights = torch.full((len(loaded.reasons),), torch.nan)
+    weights[kept] = loaded.advantages[kept]
+    columns = [pa.array(values.numpy(), from_pandas=True) for values in (weights, *means)]  # from_pandas: NaN becomes null
+    dropped = pa.array(loaded.reasons, pa.string())
+    return pa.Table.from_arrays(
+        [loaded.ids.combine_chunks(), columns[0], dropped.is_null(), dropped, *columns[1:]], schema=advantages_kind.SCHEMA
+    )
+
+
+def updates_table(outcome: Outcome) -> pa.Table:
+    """updates/1, one row a step."""
+    rows = [{**row, **{key: _finite(value) for key, value in row.items()}} for row in outcome.updates]
+    return pa.Table.from_pylist(rows, schema=updates_kind.SCHEMA)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for every number that is not finite, as JSON wants it."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,255 @@
+"""optimize: saved rollouts and their rewards turn a checkpoint into the next one.
+
+It reads datasets and weights, nothing else: no engine, no tokenizer. Refused: rollouts of another policy (unless `max_staleness` allows),
+rewards or logprobs that do not name exactly these rollouts, greedy rows, truncated sampling (unless `allow_biased_sampling`), a KL term
+without reference logprobs, and logprobs that the trainer can not reproduce (the audit). Written, together or not at all: the policy with
+its optimizer state, advantages and updates. When every advantage is 0 there is nothing to learn: the same weights become the next
+policy, and its metrics say so.
+
+    ref = run(Config(algorithm="dapo"), store, policy="a/policy@0", rollouts="a/rollouts@1", rewards="a/rewards@1")
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from schemas.errors import ConfigError, ResourceError
+from schemas.refs import Ref
+from stages.common import checkpoints
+from stages.common.config import Config as Base
+from stages.common.config import Runtime
+from stages.common.store import Store, Version
+from stages.common.work import Work, begin
+
+from . import algorithms
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from .rollouts import Loaded
+
+STAGE_VERSION = 1
+log = logging.getLogger(__name__)
+
+
+class Audit(Base):
+    """The comparison of the trainer's logprobs with the engine's, before the first update."""
+
+    enabled: bool = True
+    """Compare, and stop the stage when the gap is too large."""
+    max_mean_gap: float = Field(default=0.1, gt=0)
+    """Largest mean of |trainer − old| in nats a token. Engines in bfloat16 differ by about 0.01 to 0.03."""
+
+
+class Correction(Base):
+    """The weight exp(prox − old) of a token's loss, where proximal logprobs are given."""
+
+    mode: Literal["truncate", "mask"] = "truncate"
+    """`truncate`: at most `high`; `mask`: 0 outside [low, high]."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Of the token, the product over the completion, or its geometric mean."""
+    low: float = Field(default=0.0, ge=0)
+    """Lower bound, for `mask`."""
+    high: float = Field(default=2.0, gt=0)
+    """Upper bound."""
+
+
+class Config(Base):
+    """How a policy learns from scored rollouts."""
+
+    algorithm: str = "grpo"
+    """grpo, bnpo, dapo, dr_grpo, rloo, or `module:NAME` of an `Algorithm` of your own."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Of AdamW, after warm-up."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps an epoch; groups are dealt out whole. 1 keeps the update on-policy."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the rollouts."""
+    clip_low: float | None = Field(default=None, ge=0)
+    """Distance of the lower clip bound from ratio 1. None: the algorithm's."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """Distance of the upper clip bound from ratio 1. None: the algorithm's."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Where the advantage is negative, the loss is at most this times −advantage. None: off."""
+    delta: float | None = Field(default=None, gt=1)
+    """The ratio is capped here in the unclipped branch. None: off."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More options for the surrogate of your own algorithm, by name."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """What a token weighs. None: the algorithm's."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Divisor of aggregation `constant`. None: what generation allowed, as the rollouts' manifest says."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference in the loss. Above 0 reference logprobs must be given."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL's value."""
+    kl_unbiased: bool = True
+    """Take the gradient of the true KL (that of k2) whatever estimator gives the value."""
+    correction: Correction = Correction()
+    """Off-policy weights; they apply only where proximal logprobs are given."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes after warm-up; linear and cosine reach 0 at `total_steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up, counted over the policy's life."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps over the policy's life at which linear and cosine end."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest global norm of the gradient."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay of matrices."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's denominator constant."""
+    save_optimizer: bool = True
+    """Save AdamW's moments with the policy, so that the next iteration goes on with them (twice the weights' bytes in float32)."""
+    load_optimizer: bool = True
+    """Take up the moments that the starting checkpoint holds, if any."""
+    drop_zero_variance: bool | None = None
+    """Leave groups with equal rewards out of the denominators too. None: the algorithm's."""
+    on_length: Literal["keep", "mask"] = "keep"
+    """Completions cut by length: train on them, or leave them out of the loss (their reward counts in the group's mean)."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many policies older than the starting checkpoint the one that sampled the rollouts may be."""
+    allow_biased_sampling: bool = False
+    """Accept rollouts sampled with top_p, top_k, min_p or penalties, whose distribution is not the policy's."""
+    audit: Audit = Audit()
+    """The numeric audit before the first update."""
+    seed: int = Field(default=0, ge=0)
+    """Decides which groups go into which mini-batch."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the passes; weights stay in float32. auto: bf16 autocast on a GPU, fp32 on a CPU."""
+    packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
+    """Most that is packed together: prompts shared by a group, whole rollouts, or nothing. A simpler one is taken when it must be."""
+    token_budget: Runtime[int | None] = Field(default=None, ge=1)
+    """Tokens of one micro-batch. None: 8192 on a GPU, 2048 on a CPU. Lower it when memory is short."""
+    activation_checkpointing: Runtime[bool] = False
+    """Make activations again in the backward pass: less memory, a third more time."""
+    device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
+    """Where to train."""
+    processes: Runtime[int | None] = Field(default=None, ge=1)
+    """How many ranks must take part; another number is refused. None: as many as were launched."""
+    trackers: Runtime[list[str]] = Field(default_factory=list)
+    """accelerate's trackers by name, such as tensorboard."""
+    tracker_folder: Runtime[str | None] = None
+    """Where trackers write."""
+
+    @field_validator("algorithm")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return algorithms.check_name(name)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Config:
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule {self.schedule!r} needs total_steps")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(f"total_steps must be > warmup_steps = {self.warmup_steps}, got {self.total_steps}")
+        if self.trackers and not self.tracker_folder:
+            raise ValueError("trackers need tracker_folder, the folder that they write to")
+        return self
+
+    def key(self) -> dict[str, Any]:
+        """The values that decide the outcome; the source of a user's own algorithm is one of them."""
+        return {**super().key(), "algorithm_source": algorithms.source_hash(self.algorithm)}
+
+    def surrogate_options(self) -> dict[str, Any]:
+        """The surrogate's options that are set here; they go before the algorithm's defaults."""
+        named = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip", "delta")}
+        return {**{name: value for name, value in named.items() if value is not None}, **self.options}
+
+
+def run(
+    config: Config,
+    store: Store,
+    *,
+    policy: str | Ref,
+    rollouts: str | Ref,
+    rewards: str | Ref,
+    ref_logprobs: str | Ref | None = None,
+    prox_logprobs: str | Ref | None = None,
+    into: str | None = None,
+    force: bool = False,
+) -> Ref:
+    """Train `policy` on `rollouts` with `rewards`; the next policy's reference. Into the policy's run by default.
+
+    Raises ConfigError, LineageError, NumericError (nothing is committed then), ResourceError when memory is short.
+    """
+    named = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref": ref_logprobs, "prox": prox_logprobs}
+    inputs = {role: store.open(ref) for role, ref in named.items() if ref is not None}
+    _check(config, inputs)
+    about = {"stage": "optimize", "stage_version": STAGE_VERSION, "config": config, "inputs": inputs}
+    about["models"] = (checkpoints.as_model("policy", inputs["policy"]),)
+    target = into or inputs["policy"].ref.run
+    writer = os.environ.get("RANK", "0") == "0"
+    with begin(store, target, "policy", force=force, **about) if writer else nullcontext() as work:
+        if writer and work.done and os.environ.get("WORLD_SIZE", "1") == "1":
+            return work.done.ref
+        return _train(config, store, inputs, work, about, target)
+
+
+def _check(config: Config, inputs: dict[str, Version]) -> None:
+    """What can be told from names and manifests alone."""
+    if checkpoints.is_encoder_decoder(inputs["policy"]):
+        raise ConfigError(str(inputs["policy"].ref), "encoder-decoder policies can not be trained", next="use a causal policy")
+    if config.kl_coef > 0 and "ref" not in inputs:
+        raise ConfigError(
+            "optimize.kl_coef",
+            f"{config.kl_coef} needs the reference's logprobs, and none are given",
+            next="score the rollouts under the reference first (stage logprobs), or set kl_coef = 0",
+        )
+
+
+def _train(config: Config, store: Store, inputs: dict[str, Version], work: Work | None, about: dict[str, Any], run: str) -> Ref:
+    import torch
+    from accelerate.utils import broadcast_object_list
+
+    from . import rollouts, trainer
+
+    accelerator = trainer.make_accelerator(config)
+    answer = [work.done.ref if work and work.done else None]
+    broadcast_object_list(answer)
+    if answer[0] is not None:
+        return answer[0]
+    phase = work.phase if work else (lambda _: nullcontext())
+    row = algorithms.resolve(config.algorithm)
+    with phase("load"):
+        loaded = rollouts.load(config, row, inputs)
+        made, model = _trainer(config, row, inputs, loaded, accelerator)
+    try:
+        with phase("steps"):
+            outcome = made.train()
+    except torch.OutOfMemoryError as error:
+        next = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
+        raise ResourceError("optimize", f"GPU memory is short: {str(error).splitlines()[0]}", next=next) from None
+    if work:
+        from . import results
+
+        with phase("save"):
+            results.save(config, inputs["policy"], model, made, work)
+        answer = [results.commit(store, run, about, loaded, outcome, work, accelerator)]
+    broadcast_object_list(answer)
+    return answer[0]
+
+
+def _trainer(config: Config, row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Loaded, accelerator: Accelerator):
+    import torch
+
+    from stages.common.models import load_model
+
+    from . import results
+    from .trainer import Trainer
+
+    policy = inputs["policy"]
+    model = load_model(policy, dtype=torch.float32, device=accelerator.device)
+    step = int(policy.manifest.metrics.get("step", 0))
+    made = Trainer(loaded.config, model, loaded.batch, row, accelerator, step=step)
+    state = results.load_optimizer(policy) if config.load_optimizer else None
+    if state:
+        made.load_optimizer_state(state)
+    return made, model

@@ -1,0 +1,135 @@
+r"""Reward functions that come with Quiver, by name in FUNCTIONS; each a plain function that a user's own may copy.
+
+A function gets lists with one item a rollout, by keyword: `prompts` (messages, or text), `completions` (text), `completion_ids`,
+`finish_reason`, every column of the user's by its name, and the recipe's `arguments`. It returns one float a rollout; None means
+that it does not apply there, which is not 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from . import answers
+
+_THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
+
+
+def exact_match(
+    completions: Sequence[str], answer: Sequence[Any], extract: str = "text", ignore_case: bool = False
+) -> list[float | None]:
+    r"""1 where the completion says the row's `answer`, else 0.
+
+        reward_i = 1 if extract(completion_i) = answer_i else 0
+
+    Both sides are compared as text without white space around them. `extract`: `text` (the whole completion), `tag` (the last
+    <answer>…</answer>) or `boxed` (the last \boxed{…}); nothing found is 0. A null answer gives None.
+
+    >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7]), exact_match(["so <answer>Yes</answer>"], ["yes"], "tag", True)
+    ([1.0, 0.0], [1.0])
+    """
+    found = [_EXTRACT[extract](text) for text in completions]
+    fold = str.casefold if ignore_case else str
+    return [
+        None if want is None else float(got is not None and fold(got.strip()) == fold(str(want).strip()))
+        for got, want in zip(found, answer, strict=True)
+    ]
+
+
+_EXTRACT: dict[str, Callable[[str], str | None]] = {"text": str, "tag": answers.tagged, "boxed": answers.boxed}
+
+
+def numeric(completions: Sequence[str], answer: Sequence[Any], tolerance: float = 0.0) -> list[float | None]:
+    """1 where the completion's last number is the row's `answer`, else 0.
+
+        reward_i = 1 if |last_number(completion_i) − answer_i| ≤ tolerance · max(1, |answer_i|) else 0
+
+    Numbers are read exactly, as `answers.numbers` describes: 1,000 is 1000, 3.50 is 7/2, 1/2 is a half. The answer may be a number
+    or text whose last number counts (so GSM8K's "… #### 72" may be given as it is). A null answer gives None; an answer without a
+    number is an error of the row, not a 0.
+
+    >>> numeric(["7 + 5 = 12.", "about 0.5", "twelve", "1,000"], [12, "1/2", 12, None])
+    [1.0, 1.0, 0.0, None]
+    """
+    return [None if want is None else _numeric(text, want, tolerance) for text, want in zip(completions, answer, strict=True)]
+
+
+def _numeric(text: str, want: Any, tolerance: float) -> float:
+    wanted = answers.last_number(str(want))
+    if wanted is None:
+        raise ValueError(f"the answer {want!r} holds no number")
+    found = answers.last_number(text)
+    return float(found is not None and abs(found - wanted) <= Fraction(tolerance) * max(1, abs(wanted)))
+
+
+def format(
+    completions: Sequence[str], pattern: str = "think_answer", match: str = "full", flags: str = "s"
+) -> list[float | None]:
+    r"""1 where the completion has the form that `pattern` describes, else 0.
+
+        reward_i = 1 if completion_i matches pattern else 0
+
+    `pattern` is a regular expression of Python's, or `think_answer`: <think>…</think><answer>…</answer> and nothing else, each tag
+    once. `match`: `full` (the whole completion) or `search` (anywhere in it). `flags`: letters of i, m, s, x.
+
+    >>> format(["<think>3 + 4</think> <answer>7</answer>", "7"]), format(["so 7", "none"], pattern=r"\d", match="search")
+    ([1.0, 0.0], [1.0, 0.0])
+    """
+    bits = re.RegexFlag(0)
+    for letter in flags:
+        bits |= {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}[letter]
+    wanted = re.compile(_THINK_ANSWER if pattern == "think_answer" else pattern, bits)
+    test = {"full": wanted.fullmatch, "search": wanted.search}[match]
+    return [float(test(text) is not None) for text in completions]
+
+
+def length(completion_ids: Sequence[Sequence[int]], target: int, tolerance: int = 0) -> list[float | None]:
+    """1 for completions of at most `target` tokens, falling linearly to 0 over the next `tolerance` tokens.
+
+        reward_i = clip(1 − (T_i − target) / tolerance, 0, 1)        T_i = number of completion tokens, end token included
+
+    With tolerance 0 it is a step: 1 up to the target, 0 beyond. Give it a negative weight to want longer completions.
+
+    >>> length([[5] * 10, [5] * 15, [5] * 40], target=10, tolerance=10)
+    [1.0, 0.5, 0.0]
+    """
+    if target < 0 or tolerance < 0:
+        raise ValueError(f"target and tolerance must be at least 0, got {target} and {tolerance}")
+    over = [max(0, len(ids) - target) for ids in completion_ids]
+    return [max(0.0, 1 - beyond / tolerance) if tolerance else float(not beyond) for beyond in over]
+
+
+class Shipped(NamedTuple):
+    """A function with the version of its meaning: a higher one makes rewards anew."""
+
+    function: Callable[..., list[float | None]]
+    version: int
+    description: str
+    arguments: dict[str, str]
+
+
+FUNCTIONS: dict[str, Shipped] = {
+    "exact_match": Shipped(
+        exact_match,
+        1,
+        "1 where the completion says the column `answer`",
+        {"extract": "text, tag or boxed", "ignore_case": "false"},
+    ),
+    "numeric": Shipped(
+        numeric, 1, "1 where the completion's last number is the column `answer`", {"tolerance": "relative, 0 is exact"}
+    ),
+    "format": Shipped(
+        format,
+        1,
+        "1 where the completion has the form that a pattern describes",
+        {"pattern": "a regular expression, or think_answer", "match": "full or search", "flags": "letters of i, m, s, x"},
+    ),
+    "length": Shipped(
+        length,
+        1,
+        "1 up to a number of tokens, falling linearly to 0 beyond it",
+        {"target": "tokens", "tolerance": "tokens from 1 to 0"},
+    ),
+}

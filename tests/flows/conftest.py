@@ -1,0 +1,84 @@
+"""A tiny recipe for the flows: a tiny llama, eight questions in a JSONL file, the transformers engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_folder
+
+RECIPE = """
+run = "tiny"
+store = "store"
+iterations = 2
+seed = 7
+
+[policy]
+model = "model"
+
+[data]
+source = "questions.jsonl"
+prompt = "question"
+limit = 4
+[data.held_out]
+limit = 3
+
+[generate]
+engine = "transformers"
+samples_per_prompt = 4
+[generate.sampling]
+max_tokens = 6
+
+[reward]
+[[reward.functions]]
+use = "rewards.py:evenness"
+
+[optimize]
+learning_rate = 1e-3
+"""
+REWARDS = '''
+def evenness(completion_ids, answer, **_):
+    """Share of even token ids; `answer` shows that columns arrive."""
+    assert all(isinstance(value, int) for value in answer)
+    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+'''
+
+
+def write_recipe(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    make_folder(folder / "model")
+    rows = [{"question": f"What is {a} plus 5?", "answer": a + 5} for a in range(8)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
+def command_environment(folder: Path) -> dict[str, str]:
+    home = folder / "prefect"
+    return {
+        **os.environ,
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_MEMO_STORE_PATH": str(home / "memo_store.toml"),
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(home / "storage"),
+    }
+
+
+def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> dict:
+    """Run the command line in `folder` with --json; its exit code must be `code`. Returns the JSON object of stdout."""
+    command = [sys.executable, "-m", "flows.cli", *arguments, "--json"]
+    env = {**command_environment(folder), **environment}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, f"stdout holds more than one line: {done.stdout}"
+    return json.loads(lines[0])
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder with recipe, data, model and rewards; shared by the tests of a file, in their order."""
+    return write_recipe(tmp_path_factory.mktemp("work"))

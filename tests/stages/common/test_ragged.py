@@ -1,0 +1,81 @@
+"""Ragged against Arrow's own lists and plain Python loops."""
+
+import random
+
+import pyarrow as pa
+import pytest
+import torch
+
+from stages.common.ragged import Ragged
+
+KIND = pa.list_(pa.field("item", pa.float32(), nullable=False))
+
+
+def _random_rows(seed: int) -> list[list[float]]:
+    rng = random.Random(seed)
+    return [[float(rng.randrange(1000)) for _ in range(rng.choice([0, 0, 1, 2, 7]))] for _ in range(rng.randrange(0, 30))]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_round_trip_of_random_rows_in_random_slices_and_chunks(seed):
+    rows, rng = _random_rows(seed), random.Random(seed)
+    column = pa.chunked_array([pa.array(rows, KIND)])
+    low = rng.randrange(len(rows) + 1)
+    high = rng.randrange(low, len(rows) + 1)
+    cut = rng.randrange(high - low + 1)
+    sliced = pa.chunked_array([*column.slice(low, cut).chunks, *column.slice(low + cut, high - low - cut).chunks], KIND)
+    ragged = Ragged.from_arrow(sliced)
+    assert [row.tolist() for row in ragged] == rows[low:high]
+    assert ragged.lengths.tolist() == [len(row) for row in rows[low:high]]
+    assert ragged.to_arrow().to_pylist() == rows[low:high]
+    assert ragged.to_arrow().type == KIND
+
+
+def test_one_chunk_is_not_copied(tmp_path):
+    path = tmp_path / "x.arrow"
+    table = pa.table({"ids": pa.array([[1, 2], [], [3]], pa.list_(pa.int32()))})
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    column = pa.ipc.open_file(pa.memory_map(str(path))).read_all()["ids"]
+    ragged = Ragged.from_arrow(column)
+    assert ragged.values.data_ptr() == column.chunk(0).values.buffers()[1].address
+    assert ragged.values.dtype == torch.int32
+
+
+def test_large_lists_and_empty_columns():
+    ragged = Ragged.from_arrow(pa.array([[1], [2, 3]], pa.large_list(pa.int64())))
+    assert [row.tolist() for row in ragged] == [[1], [2, 3]]
+    empty = Ragged.from_arrow(pa.chunked_array([], pa.list_(pa.int32())))
+    assert len(empty) == 0 and empty.values.dtype == torch.int32
+
+
+@pytest.mark.parametrize("rows", [[[1], None], [[1, None]]])
+def test_nulls_are_refused(rows):
+    with pytest.raises(ValueError, match="null"):
+        Ragged.from_arrow(pa.array(rows, pa.list_(pa.int32())))
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 4]])
+def test_offsets_must_cover_the_values(offsets):
+    with pytest.raises(ValueError, match="offsets"):
+        Ragged(torch.zeros(3), torch.tensor(offsets))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_take_sums_and_means_are_those_of_python_lists(seed):
+    rows, rng = _random_rows(seed), random.Random(seed)
+    ragged = Ragged.from_arrow(pa.array(rows, KIND))
+    chosen = [rng.randrange(len(rows)) for _ in range(rng.randrange(9))] if rows else []
+    taken = ragged.take(torch.tensor(chosen, dtype=torch.int64))
+    assert [row.tolist() for row in taken] == [rows[i] for i in chosen]
+    assert ragged.segment_sum().tolist() == [sum(row) for row in rows]
+    assert ragged.segment_mean().tolist() == pytest.approx([sum(row) / len(row) if row else 0.0 for row in rows])
+    assert ragged.segment_ids.tolist() == [i for i, row in enumerate(rows) for _ in row]
+    for i in range(-len(rows), len(rows)):
+        assert ragged[i].tolist() == rows[i]
+
+
+def test_segment_mean_spreads_its_gradient_evenly():
+    values = torch.arange(5.0, requires_grad=True)
+    Ragged(values, torch.tensor([0, 2, 2, 5])).segment_mean().sum().backward()
+    assert values.grad.tolist() == pytest.approx([0.5, 0.5, 1 / 3, 1 / 3, 1 / 3])

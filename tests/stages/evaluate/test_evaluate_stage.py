@@ -1,0 +1,140 @@
+"""The evaluate stage on stored rollouts and rewards: joined by id, null left out and counted, lineage checked."""
+
+import json
+
+import pyarrow as pa
+import pytest
+
+from schemas import rewards, rollouts
+from schemas.errors import ConfigError, LineageError, NumericError
+from stages.common import config as common
+from stages.common.work import ROWS_PER_SHARD, begin
+from stages.evaluate.stage import Config, run
+
+
+def write(store, kind, table, inputs=None):
+    with begin(
+        store, "held", kind, stage="test", stage_version=1, config=common.Config(), inputs=inputs or {}, force=True
+    ) as work:
+        for index, start in enumerate(range(0, max(1, table.num_rows), ROWS_PER_SHARD)):
+            work.write(index, table.slice(start, ROWS_PER_SHARD))
+        return work.commit()
+
+
+@pytest.fixture
+def scored(store):
+    """Make rollouts and their rewards (in another order) from scores by group; part `right` is the score times ten."""
+
+    def make(groups: dict[str, list[float | None]]):
+        rows = [(group, at, score) for group, scores in groups.items() for at, score in enumerate(scores)]
+        lists = {name: rollouts.SCHEMA.field(name).type for name in ("prompt_ids", "completion_ids", "old_logprobs")}
+        sampled = pa.table(
+            {
+                "rollout_id": [f"9-{group}-{at}" for group, at, _ in rows],
+                "group_id": [group for group, *_ in rows],
+                "sample_index": pa.array([at for _, at, _ in rows], pa.int32()),
+                "prompt_ids": pa.array([[1]] * len(rows), lists["prompt_ids"]),
+                "completion_ids": pa.array([[7] * (at + 1) for _, at, _ in rows], lists["completion_ids"]),
+                "old_logprobs": pa.array([[-0.5] * (at + 1) for _, at, _ in rows], lists["old_logprobs"]),
+                "finish_reason": ["stop"] * len(rows),
+                "stop_reason": pa.nulls(len(rows), pa.string()),
+                "completion_text": ["x"] * len(rows),
+                "temperature": pa.array([1.0] * len(rows), pa.float32()),
+                "seed": pa.array([0] * len(rows), pa.int64()),
+            },
+            schema=rollouts.SCHEMA,
+        )
+        version = write(store, "rollouts", sampled)
+        table = pa.Table.from_pylist(
+            [
+                {
+                    "rollout_id": f"9-{group}-{at}",
+                    "group_id": group,
+                    "reward": score,
+                    "parts": {"right": None if score is None else score * 10},
+                    "errors": {"right": None},
+                }
+                for group, at, score in reversed(rows)
+            ],
+            schema=rewards.schema_for(["right"]),
+        )
+        return version, write(store, "rewards", table, {"rollouts": version})
+
+    return make
+
+
+def test_scores_are_joined_by_id_and_estimated_by_group(store, scored):
+    sampled, paid = scored({"a": [1.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0], "c": [0.0, None, 0.0], "d": [None, None, None]})
+    ref = run(Config(k=(1, 2)), store, rollouts=sampled.ref, rewards=paid.ref)
+    assert str(ref) == "held/evaluations@1"
+    rows = store.open(ref).table().to_pylist()
+    assert [(row["group_id"], row["sample_index"], row["score"], row["completion_tokens"]) for row in rows[:3]] == [
+        ("a", 0, 1.0, 1), ("a", 1, 0.0, 2), ("a", 2, 0.0, 3),
+    ]  # fmt: skip
+    assert rows[7]["score"] is None
+    manifest = store.open(ref).manifest
+    assert manifest.status == {"scored": 8, "not_scored": 4}
+    means = [1 / 3, 1, 0]
+    mean = sum(means) / 3
+    stderr = (sum((m - mean) ** 2 for m in means) / 2 / 3) ** 0.5
+    expected = {"score": mean, "stderr": stderr, "n": 3, "num_groups": 4, "null": 4}
+    assert {name: manifest.metrics[name] for name in expected} == pytest.approx(expected)
+    assert manifest.metrics["pass@k"]["1"]["score"] == pytest.approx(mean)
+    assert manifest.metrics["pass@k"]["2"]["score"] == pytest.approx((2 / 3 + 1 + 0) / 3)
+    assert run(Config(k=(1, 2)), store, rollouts=sampled.ref, rewards=paid.ref) == ref
+    assert run(Config(), store, rollouts=sampled.ref, rewards=paid.ref).version == 2
+
+
+def test_a_part_instead_of_the_reward_and_another_threshold(store, scored):
+    sampled, paid = scored({"a": [0.1, 0.2], "b": [0.3, 0.0]})
+    metrics = store.open(
+        run(Config(score="right", threshold=2.0), store, rollouts=sampled.ref, rewards=paid.ref)
+    ).manifest.metrics
+    assert metrics["score"] == pytest.approx(1.5)
+    assert metrics["pass@k"]["1"]["score"] == pytest.approx(0.5)
+    with pytest.raises(ConfigError, match="there are reward, right; did you mean right"):
+        run(Config(score="rigth"), store, rollouts=sampled.ref, rewards=paid.ref)
+
+
+def test_one_group_has_a_score_and_no_error(store, scored):
+    sampled, paid = scored({"a": [1.0]})
+    manifest = store.open(run(Config(), store, rollouts=sampled.ref, rewards=paid.ref)).manifest
+    assert manifest.metrics["stderr"] is None
+    assert json.loads(manifest.to_json())["metrics"]["n"] == 1
+
+
+def test_more_rows_than_a_shard(store, scored):
+    sampled, paid = scored({f"g{n:04d}": [float(n % 2)] for n in range(ROWS_PER_SHARD + 4)})
+    version = store.open(run(Config(), store, rollouts=sampled.ref, rewards=paid.ref))
+    assert version.manifest.rows == ROWS_PER_SHARD + 4
+    assert version.table().column("score").to_pylist() == [float(n % 2) for n in range(ROWS_PER_SHARD + 4)]
+
+
+def test_nothing_scored_is_an_error(store, scored):
+    for groups in ({"a": [None, None]}, {}):
+        sampled, paid = scored(groups)
+        with pytest.raises(NumericError, match=r"none of \d rollouts has a score"):
+            run(Config(), store, rollouts=sampled.ref, rewards=paid.ref)
+
+
+def test_too_large_a_k(store, scored):
+    sampled, paid = scored({"a": [1.0, None], "b": [0.0, 1.0]})
+    with pytest.raises(ConfigError, match=r"evaluate.k 3.*no prompt has 3 scored samples, the most is 2"):
+        run(Config(k=(3,)), store, rollouts=sampled.ref, rewards=paid.ref)
+    for k in ((0,), (2, 2)):
+        with pytest.raises(ValueError, match="at least 1 and stands once"):
+            Config(k=k)
+
+
+def test_rewards_of_other_rollouts(store, scored):
+    first, _ = scored({"a": [1.0]})
+    _, other = scored({"a": [1.0, 0.0]})
+    with pytest.raises(LineageError, match="was made of held/rollouts@2, not of held/rollouts@1"):
+        run(Config(), store, rollouts=first.ref, rewards=other.ref)
+
+
+def test_a_missing_reward(store, scored):
+    sampled, paid = scored({"a": [1.0, 0.0]})
+    short = write(store, "rewards", paid.table().slice(1), {"rollouts": sampled})
+    with pytest.raises(LineageError, match="1 rows for 2 rollouts; 1 rollouts are missing"):
+        run(Config(), store, rollouts=sampled.ref, rewards=short.ref)

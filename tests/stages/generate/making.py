@@ -1,0 +1,143 @@
+"""Prompts for the tests of generate, and engines that misbehave, each in one way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+from schemas import fields, prompts
+from stages.common.config import Config
+from stages.common.store import Store, Version
+from stages.common.work import begin
+from stages.generate.engine import Completion
+
+
+class Made(Config):
+    """Stands in for the prompt stage's config."""
+
+    ids: list[list[int]]
+    """Prompt ids, one list a group."""
+
+
+def make_prompts(store: Store, ids: list[list[int]], run: str = "tiny") -> Version:
+    """A prompts version with these ids; groups g0, g1, …"""
+    schema = fields.with_struct(prompts.SCHEMA, columns=pa.struct([pa.field("answer", pa.int64())]))
+    table = pa.table(
+        {
+            "group_id": [f"g{row}" for row in range(len(ids))],
+            "messages": pa.nulls(len(ids), prompts.MESSAGES),
+            "prompt_text": ["text"] * len(ids),
+            "prompt_ids": ids,
+            "columns": pa.array([{"answer": row} for row in range(len(ids))], schema.field("columns").type),
+        },
+        schema=schema,
+    )
+    with begin(store, run, "prompts", stage="prompt", stage_version=1, config=Made(ids=ids), inputs={}) as work:
+        if work.done:
+            return work.done
+        work.write(0, table)
+        return work.commit()
+
+
+def random_prompts(store: Store, count: int, low: int = 3, high: int = 9, seed: int = 0, run: str = "tiny") -> Version:
+    """`count` prompts of `low` to `high - 1` ordinary ids."""
+    draw = np.random.default_rng(seed)
+    return make_prompts(store, [draw.integers(3, 320, draw.integers(low, high)).tolist() for _ in range(count)], run)
+
+
+def good(index: int, **changed) -> Completion:
+    """A whole answer, with some of it changed."""
+    whole = {"completion_ids": np.array([5, 2], np.int32), "logprobs": np.array([-0.5, -0.1], np.float32)}
+    return Completion(index, **{**whole, "finish_reason": "stop", **changed})
+
+
+class Honest:
+    """Answers all rows in order; the others below change one thing."""
+
+    info = {"name": "honest"}  # noqa: RUF012
+
+    def __init__(self, setup) -> None:
+        self.setup = setup
+
+    def generate(self, requests):
+        for request in requests:
+            yield from self.answers(request)
+
+    def answers(self, request):
+        yield good(request.index)
+
+    def close(self) -> None:
+        pass
+
+
+class Backwards(Honest):
+    def generate(self, requests):
+        return iter([good(request.index) for request in requests][::-1])
+
+
+class Less(Honest):
+    def answers(self, request):
+        if request.index != 2:
+            yield good(request.index)
+
+
+class More(Honest):
+    def answers(self, request):
+        yield good(request.index)
+        if request.index == 3:
+            yield good(999)
+
+
+class Twice(Honest):
+    def answers(self, request):
+        yield good(request.index)
+        if request.index == 1:
+            yield good(1)
+
+
+class ShortLogprobs(Honest):
+    def answers(self, request):
+        yield good(request.index, logprobs=np.array([-0.5], np.float32))
+
+
+class NanLogprob(Honest):
+    def answers(self, request):
+        yield good(request.index, logprobs=np.array([-0.5, np.nan], np.float32))
+
+
+class PositiveLogprob(Honest):
+    def answers(self, request):
+        yield good(request.index, logprobs=np.array([-0.5, 0.5], np.float32))
+
+
+class OutsideVocabulary(Honest):
+    def answers(self, request):
+        yield good(request.index, completion_ids=np.array([5, 320], np.int32))
+
+
+class Lists(Honest):
+    def answers(self, request):
+        yield good(request.index, completion_ids=[5, 2])
+
+
+class TooLong(Honest):
+    def answers(self, request):
+        many = self.setup.sampling.max_tokens + 1
+        yield good(request.index, completion_ids=np.full(many, 5, np.int32), logprobs=np.full(many, -1, np.float32))
+
+
+class UnknownReason(Honest):
+    def answers(self, request):
+        yield good(request.index, finish_reason="error")
+
+
+class Dies(Honest):
+    def answers(self, request):
+        if request.index == 2:
+            raise RuntimeError("the engine is gone")
+        yield good(request.index)
+
+
+def answer(prompt_ids: list[int], seed: int) -> list[int]:
+    """A script of a user's own."""
+    return [prompt_ids[0], 7]

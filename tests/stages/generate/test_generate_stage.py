@@ -1,0 +1,285 @@
+"""The generate stage under the scripted engine: rows, ids, seeds, shards, restarts, refusals."""
+
+import hashlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
+from stages.common.config import parse
+from stages.common.store import Store
+from stages.generate.rows import row_seed
+from stages.generate.stage import Config, run
+from tests.stages.generate.making import make_prompts, random_prompts
+from tests.tiny import EOS, make_policy
+
+MAKING = "tests.stages.generate.making"
+SCRIPTED = {"engine": "scripted", "samples_per_prompt": 3, "sampling": {"max_tokens": 8}}
+
+
+def config(**changed) -> Config:
+    return parse(Config, {**SCRIPTED, **changed}, "generate")
+
+
+def rows_of(store, ref) -> list[dict]:
+    return store.open(ref).table().to_pylist()
+
+
+def test_each_prompt_gets_its_group_in_order(store, policy):
+    prompts = make_prompts(store, [[5, 6, 7], [9] * 8])
+    ref = run(config(options={"script": "echo"}), store, prompts=prompts.ref, policy=policy.ref)
+    version = store.open(ref)
+    rows = version.table().to_pylist()
+    prefix = version.manifest.run_key[:8]
+    assert [row["rollout_id"] for row in rows] == [f"{prefix}-g{g}-{s}" for g in (0, 1) for s in (0, 1, 2)]
+    assert [row["prompt_ids"] for row in rows] == [[5, 6, 7]] * 3 + [[9] * 8] * 3
+    assert rows[0]["completion_ids"] == [5, 6, 7, EOS]
+    assert (rows[0]["finish_reason"], rows[0]["stop_reason"]) == ("stop", str(EOS))
+    assert rows[3]["completion_ids"] == [9] * 8
+    assert (rows[3]["finish_reason"], rows[3]["stop_reason"]) == ("length", None)
+    assert rows[0]["old_logprobs"] == pytest.approx([math.log(0.5)] * 4)
+    assert {row["temperature"] for row in rows} == {1.0}
+    assert len({row["seed"] for row in rows}) == 6
+    assert rows[4]["seed"] == row_seed(0, 0, "g1", 1)
+
+
+def test_text_is_decoded_without_control_tokens(store, policy):
+    from tests.tiny import tokenizer
+
+    ids = tokenizer().encode("seven plus 5", add_special_tokens=False)
+    options = {"script": "fixed", "completion_ids": ids}
+    ref = run(
+        config(options=options, sampling={"max_tokens": 30}), store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref
+    )
+    row = rows_of(store, ref)[0]
+    assert row["completion_ids"] == [*ids, EOS]
+    assert row["completion_text"] == "seven plus 5"
+
+
+def test_manifest_tells_how_they_were_made(store, policy):
+    ref = run(config(options={"script": "echo"}), store, prompts=make_prompts(store, [[5], [6] * 9]).ref, policy=policy.ref)
+    manifest = store.open(ref).manifest
+    assert manifest.input("prompts").ref == "tiny/prompts@1"
+    assert manifest.model("policy").weights and manifest.model("policy").ref == "tiny/policy@0"
+    assert manifest.config["sampling"]["top_p"] == 1.0
+    assert manifest.metrics["tokens"] == 3 * 2 + 3 * 8
+    assert manifest.metrics["mean_completion_tokens"] == 5.0
+    assert manifest.metrics["engine"]["name"] == "scripted"
+    assert manifest.metrics["dropped"] == []
+    assert manifest.status == {"length": 3, "stop": 3}
+    assert {"load", "generate", "write", "total"} <= set(manifest.seconds)
+
+
+def test_seeds_are_a_hash_of_what_names_the_row():
+    """63 bits of sha256 over the four names, so that rollouts made by another release are still found."""
+    named = hashlib.sha256(b'[0,3,"sum-0017",2]').hexdigest()
+    assert row_seed(0, 3, "sum-0017", 2) == int(named[:16], 16) // 2
+    values = {row_seed(s, i, g, k) for s in (0, 1) for i in (0, 1) for g in ("a", "b") for k in (0, 1)}
+    assert len(values) == 16 and all(0 <= value < 2**63 for value in values)
+
+
+def test_same_work_is_already_done_and_other_work_is_not(store, policy):
+    prompts = random_prompts(store, 4)
+    first = run(config(), store, prompts=prompts.ref, policy=policy.ref)
+    assert run(config(rows_per_shard=2), store, prompts=prompts.ref, policy=policy.ref) == first
+    other = run(config(iteration=1), store, prompts=prompts.ref, policy=policy.ref)
+    assert other != first
+    assert [r["completion_ids"] for r in rows_of(store, other)] != [r["completion_ids"] for r in rows_of(store, first)]
+    forced = run(config(), store, prompts=prompts.ref, policy=policy.ref, force=True)
+    assert forced != first and rows_of(store, forced) == rows_of(store, first)
+
+
+def test_other_weights_are_other_work(store, policy):
+    prompts = random_prompts(store, 2)
+    other = make_policy(store, "other", seed=1)
+    first = run(config(), store, prompts=prompts.ref, policy=policy.ref)
+    assert run(config(), store, prompts=prompts.ref, policy=other.ref) != first
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 1000])
+def test_shards_change_nothing(store, policy, size):
+    prompts = random_prompts(store, 7)
+    whole = run(config(), store, prompts=prompts.ref, policy=policy.ref)
+    other = run(config(rows_per_shard=size), store, prompts=prompts.ref, policy=policy.ref, force=True)
+    assert rows_of(store, other) == rows_of(store, whole)
+    assert len(store.open(other).manifest.files) == -(-21 // size)
+
+
+def test_rows_keep_their_places_whatever_order_the_engine_answers_in(store, policy):
+    prompts = random_prompts(store, 5)
+    given = {"prompts": prompts.ref, "policy": policy.ref}
+    forward = rows_of(store, run(config(engine=f"{MAKING}:Honest", rows_per_shard=4), store, **given))
+    back = rows_of(store, run(config(engine=f"{MAKING}:Backwards", rows_per_shard=4), store, **given))
+    for row in forward + back:
+        del row["rollout_id"]
+    assert back == forward
+
+
+def test_a_script_of_ones_own(store, policy):
+    ref = run(
+        config(options={"script": f"{MAKING}:answer"}), store, prompts=make_prompts(store, [[44, 45]]).ref, policy=policy.ref
+    )
+    assert rows_of(store, ref)[0]["completion_ids"] == [44, 7, EOS]
+
+
+def test_a_changed_file_of_ones_own_engine_is_other_work(store, policy, tmp_path):
+    path, prompts = tmp_path / "mine.py", make_prompts(store, [[5, 6]])
+    refs = []
+    for last in (11, 12):
+        path.write_text(f"def answer(prompt_ids, seed):\n    return [{last}]\n")
+        refs.append(run(config(options={"script": f"{path}:answer"}), store, prompts=prompts.ref, policy=policy.ref))
+    assert [rows_of(store, ref)[0]["completion_ids"][0] for ref in refs] == [11, 12]
+
+
+# -- an engine that answers wrongly ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        ("Less", SchemaError, "1 of 6 rows were never answered, the first is row 2"),
+        ("More", SchemaError, "row 999 was never asked for"),
+        ("Twice", SchemaError, "row 1 was answered twice"),
+        ("ShortLogprobs", SchemaError, "2 ids but 1 logprobs"),
+        ("NanLogprob", NumericError, "logprob nan"),
+        ("PositiveLogprob", NumericError, "logprob 0.5"),
+        ("OutsideVocabulary", SchemaError, "id 320 is outside the vocabulary of 320"),
+        ("Lists", SchemaError, "completion_ids is list"),
+        ("TooLong", SchemaError, "9 ids, max_tokens is 8"),
+        ("UnknownReason", SchemaError, "finish_reason 'error'"),
+    ],
+)
+def test_a_wrong_answer_stops_the_stage(store, policy, name, error, words):
+    prompts = make_prompts(store, [[5], [6]])
+    with pytest.raises(error, match=words):
+        run(config(engine=f"{MAKING}:{name}"), store, prompts=prompts.ref, policy=policy.ref)
+    assert store.numbers("tiny", "rollouts") == []
+
+
+def test_finished_shards_outlive_an_engine_that_dies(store, policy, monkeypatch):
+    from tests.stages.generate import making
+
+    prompts, given = make_prompts(store, [[5], [6]]), config(engine=f"{MAKING}:Dies", rows_per_shard=2)
+    with pytest.raises(RuntimeError, match="gone"):
+        run(given, store, prompts=prompts.ref, policy=policy.ref)
+    asked = []
+    monkeypatch.setattr(
+        making.Dies, "answers", lambda self, request: asked.append(request.index) or iter([making.good(request.index)])
+    )
+    ref = run(given, store, prompts=prompts.ref, policy=policy.ref)
+    assert asked == [2, 3, 4, 5]
+    assert store.open(ref).manifest.rows == 6
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_without_room_is_an_error_or_dropped(store, policy):
+    prompts = make_prompts(store, [[5] * 10, [6] * 249, [7] * 248])  # the context is 256
+    with pytest.raises(ConfigError, match=r"1 of 3 prompts leave no room.*context of 256") as caught:
+        run(config(), store, prompts=prompts.ref, policy=policy.ref)
+    assert "g1" in caught.value.object
+    version = store.open(run(config(overlong="drop"), store, prompts=prompts.ref, policy=policy.ref))
+    assert version.table().column("group_id").unique().to_pylist() == ["g0", "g2"]
+    assert version.manifest.status["dropped"] == 1
+    assert version.manifest.metrics["dropped"] == ["g1"]
+    shorter = config(overlong="drop", max_model_len=100)
+    version = store.open(run(shorter, store, prompts=prompts.ref, policy=policy.ref))
+    assert version.manifest.metrics["dropped"] == ["g1", "g2"]
+
+
+def test_no_prompt_left_is_a_version_of_no_rows(store, policy):
+    version = store.open(
+        run(config(overlong="drop", max_model_len=10), store, prompts=make_prompts(store, [[5] * 30]).ref, policy=policy.ref)
+    )
+    assert version.table().num_rows == 0
+
+
+def test_foreign_or_empty_prompt_ids(store, policy):
+    with pytest.raises(SchemaError, match="id 320 is outside the vocabulary"):
+        run(config(), store, prompts=make_prompts(store, [[5], [320]]).ref, policy=policy.ref)
+    with pytest.raises(SchemaError, match="g1: prompt_ids is empty"):
+        run(config(), store, prompts=make_prompts(store, [[5], []]).ref, policy=policy.ref)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"samples_per_promt": 2}, "did you mean samples_per_prompt"),
+        ({"sampling": {"temperatur": 2}}, "did you mean temperature"),
+        ({"options": {"scrypt": "echo"}}, "did you mean script"),
+        ({"sampling": {"temperature": 0}}, "temperature 0 gives 3 equal samples"),
+        ({"sampling": {"min_tokens": 9, "max_tokens": 8}}, "min_tokens 9 is above max_tokens 8"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+    ],
+)
+def test_wrong_config_is_named(changed, words):
+    with pytest.raises(ConfigError, match=words):
+        config(**changed)
+
+
+def test_an_unknown_engine_is_named_with_the_nearest(store, policy):
+    with pytest.raises(ConfigError) as caught:
+        run(config(engine="scriptd"), store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref)
+    assert "scriptd" in caught.value.object and caught.value.next == "engine = 'scripted'"
+
+
+@pytest.mark.parametrize("engine", ["scripted", "transformers", "vllm"])
+def test_half_a_checkpoint_is_named_before_the_engine_starts(store, policy, engine):
+    prompts = make_prompts(store, [[5]])
+    (policy.path / "model.safetensors").unlink()
+    with pytest.raises(CorruptError, match=r"model.safetensors: is missing"):
+        run(config(engine=engine), store, prompts=prompts.ref, policy=policy.ref)
+    assert "vllm" not in sys.modules
+
+
+# -- killed in the middle ----------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+from stages.common.config import parse
+from stages.common.store import Store
+from stages.generate.stage import Config, run
+config = parse(Config, {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": int(sys.argv[2]),
+    "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": float(sys.argv[3])}}, "generate")
+print(run(config, Store(sys.argv[1]), prompts="tiny/prompts@1", policy="tiny/policy@0"))
+"""
+
+
+def start(store: Store, size: int, seconds: float) -> subprocess.Popen:
+    command = [sys.executable, "-c", SCRIPT, str(store.path), str(size), str(seconds)]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("size_after", [5, 3])
+def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
+    """An uninterrupted store and one whose stage was killed end with the same rows; finished shards are not touched again."""
+    stores = [Store(tmp_path / name) for name in ("calm", "killed")]
+    for store in stores:
+        make_policy(store)
+        random_prompts(store, 20)
+    calm, killed = stores
+    run(config(samples_per_prompt=2, rows_per_shard=5), calm, prompts="tiny/prompts@1", policy="tiny/policy@0")
+    child = start(killed, 5, 0.05)
+    staging = killed.path / "tiny" / "rollouts" / ".staging"
+    while len(list(staging.glob("*.notes/part-*.json"))) < 3:
+        assert child.poll() is None
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    before = {path.name: path.stat().st_ino for path in staging.glob("*/part-*.arrow")}
+    assert killed.numbers("tiny", "rollouts") == [] and 3 <= len(before) <= 7
+    again = start(killed, size_after, 0)
+    assert again.communicate()[0].strip() == "tiny/rollouts@1"
+    version = killed.open("tiny/rollouts@1")
+    assert {name: (version.path / name).stat().st_ino for name in before} == before
+    assert version.table().equals(calm.open("tiny/rollouts@1").table())
+    assert version.manifest.run_key == calm.open("tiny/rollouts@1").manifest.run_key
+    assert version.manifest.metrics["tokens"] == calm.open("tiny/rollouts@1").manifest.metrics["tokens"]
+    assert killed.verify()[1] == []

@@ -1,0 +1,74 @@
+"""Advantages against float64 loops written from the papers' formulas, and the relations between them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from stages.optimize import advantages
+
+NAN = float("nan")
+REWARDS = [1.0, 0.0, 0.25, NAN, 2.0, 2.0, -1.0, 0.5, 3.0, NAN, 0.1, 0.1, 0.1]
+GROUPS = [0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4]
+ALL = [advantages.group_normalized, advantages.group_centered, advantages.leave_one_out]
+
+
+def _expected(name: str) -> list[float]:
+    """Plain loops in float64; the rewards as float32 holds them."""
+    rewards = np.array(REWARDS, np.float32).astype(np.float64)
+    result = []
+    for i, group in enumerate(GROUPS):
+        peers = [rewards[j] for j in range(len(GROUPS)) if GROUPS[j] == group and not math.isnan(rewards[j])]
+        others = [rewards[j] for j in range(len(GROUPS)) if GROUPS[j] == group and not math.isnan(rewards[j]) and j != i]
+        if math.isnan(rewards[i]) or len(peers) < 2:
+            result.append(NAN)
+            continue
+        mean = sum(peers) / len(peers)
+        std = math.sqrt(sum((x - mean) ** 2 for x in peers) / (len(peers) - 1))
+        result.append(
+            {
+                "group_normalized": (rewards[i] - mean) / (std + 1e-4),
+                "group_centered": rewards[i] - mean,
+                "leave_one_out": rewards[i] - sum(others) / len(others),
+            }[name]
+        )
+    return result
+
+
+@pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
+def test_golden(function):
+    found = function(torch.tensor(REWARDS), torch.tensor(GROUPS))
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), _expected(function.__name__), rtol=1e-6, atol=1e-7)
+
+
+def test_golden_by_hand():
+    found = advantages.group_normalized(torch.tensor([0.0, 2.0]), torch.tensor([0, 0]))
+    assert found.tolist() == pytest.approx([-1 / (math.sqrt(2) + 1e-4), 1 / (math.sqrt(2) + 1e-4)])
+    assert advantages.leave_one_out(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([0, 0, 0])).tolist() == [-3.0, 0.0, 3.0]
+
+
+@pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e6, -7.7])
+def test_equal_rewards_give_exactly_zero(function, reward):
+    found = function(torch.full((7,), reward), torch.zeros(7, dtype=torch.int64))
+    assert found.tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
+def test_permuting_rollouts_permutes_advantages(function):
+    rewards, groups = torch.tensor(REWARDS), torch.tensor(GROUPS)
+    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(function(rewards[order], groups[order]), function(rewards, groups)[order], equal_nan=True)
+
+
+def test_leave_one_out_is_centered_times_n_over_n_minus_1():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.2]), torch.zeros(4, dtype=torch.int64)
+    centered, left = (f(rewards, groups) for f in (advantages.group_centered, advantages.leave_one_out))
+    torch.testing.assert_close(left, centered * 4 / 3)
+
+
+def test_zero_variance_looks_at_scored_rewards_only():
+    found = advantages.zero_variance(torch.tensor([1.0, 1.0, NAN, 0.0, 1.0, NAN]), torch.tensor([0, 0, 0, 1, 1, 2]))
+    assert found.tolist() == [True, True, True, False, False, False]

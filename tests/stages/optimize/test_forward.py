@@ -1,0 +1,142 @@
+"""Packed forward passes against transformers, one rollout at a time, on several architectures."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+
+from stages.common.ragged import Ragged
+from stages.optimize.attention import Sequences, make_layout
+from stages.optimize.forward import Policy, choose_mode, pieces_of
+from stages.optimize.packing import pack
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
+}  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=6),
+    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.2),
+    "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=5.0, attn_logit_softcapping=4.0, sliding_window=64),
+}
+
+
+def _model(kind: str):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]), attn_implementation="sdpa").eval()
+
+
+def _data(longest: int = 9, seed: int = 0) -> tuple[Sequences, list[int]]:
+    """Four prompts, each with several completions; one id long at the shortest."""
+    torch.manual_seed(seed)
+    prompts, groups = [], []
+    for group, copies in enumerate([3, 1, 4, 2]):
+        prompts += [torch.randint(97, (int(torch.randint(1, longest, ())),))] * copies
+        groups += [group] * copies
+    completions = [torch.randint(97, (length,)) for length in [1, 5, 2, 7, 1, 1, longest, 3, 4, 2]]
+    ragged = [Ragged.from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows])) for rows in (prompts, completions)]
+    return Sequences(*ragged, torch.linspace(0.6, 1.4, len(groups))), groups
+
+
+def _reference(model, data: Sequences) -> list[torch.Tensor]:
+    found = []
+    for prompt, completion, temperature in zip(data.prompts, data.completions, data.temperature, strict=True):
+        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
+        table = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        found.append(table.gather(1, completion[:, None])[:, 0])
+    return found
+
+
+def _packed(policy: Policy, mode: str, data: Sequences, groups: list[int], budget: int) -> list[torch.Tensor]:
+    policy.set_mode(mode)
+    pieces = pieces_of(mode, range(len(groups)), groups, data, budget)
+    found = {}
+    for micro in [[piece] for piece in pieces] if mode == "single" else pack(pieces, budget):
+        layout = make_layout(micro, data)
+        parts = policy(layout)[0].split([len(data.completions[row]) for row in layout.rows.tolist()])
+        found.update(zip(layout.rows.tolist(), parts, strict=True))
+    return [found[row] for row in range(len(groups))]
+
+
+@pytest.mark.parametrize("short", [0, 256], ids=["kernel", "products"])
+@pytest.mark.parametrize("mode", ["shared", "packed", "single"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
+def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, kind, mode, short):
+    monkeypatch.setattr("stages.optimize.attention._SHORT", short)
+    model, (data, groups) = _model(kind), _data()
+    expected = _reference(model, data)
+    weights = [torch.randn_like(row) for row in expected]
+    sum((w * row).sum() for w, row in zip(weights, expected, strict=True)).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for budget in (12, 40, 10_000):
+        model.zero_grad()
+        found = _packed(Policy(model, autocast=False), mode, data, groups, budget)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        sum((w * row).sum() for w, row in zip(weights, found, strict=True)).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4)
+
+
+def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
+    monkeypatch.setattr("stages.optimize.attention._MASK_ITEMS", 20_000)
+    model, (data, groups) = _model("llama"), _data(longest=200)
+    with torch.no_grad():
+        expected = _reference(model, data)
+        found = _packed(Policy(model, autocast=False), "shared", data, groups, 10_000)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind, wanted, expected",
+    [("llama", "shared", "shared"), ("llama", "packed", "packed"), ("mistral", "shared", "shared"), ("gemma2", "shared", "single")],
+)
+def test_choose_mode_takes_the_first_that_agrees(kind, wanted, expected):
+    data, groups = _data()
+    assert choose_mode(Policy(_model(kind), autocast=False), data, groups, wanted) == expected
+
+
+def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, caplog):
+    """A layout that forgets where completions go on is noticed, said, and not used."""
+    import stages.optimize.forward as forward
+
+    def broken(pieces, data, device="cpu"):
+        layout = make_layout(pieces, data, device)
+        if any(len(piece.rows) > 1 for piece in pieces):
+            layout.positions.copy_(torch.arange(layout.positions.numel()) * 3)
+        return layout
+
+    monkeypatch.setattr(forward, "make_layout", broken)
+    data, groups = _data()
+    assert choose_mode(Policy(_model("llama"), autocast=False), data, groups, "shared") == "packed"
+    assert "'shared' is not right" in caplog.text
+
+
+def test_an_unknown_head_is_refused():
+    from schemas.errors import ConfigError
+
+    model, (data, groups) = _model("llama"), _data()
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ConfigError, match="last hidden state"):
+        choose_mode(Policy(model, autocast=False), data, groups, "shared")
+
+
+def test_no_mask_spans_the_whole_row():
+    data, groups = _data(longest=30)
+    layout = make_layout(pieces_of("shared", range(len(groups)), groups, data, 10_000), data)
+    area = sum(block.queries.shape[0] * block.queries.shape[1] * block.keys.shape[1] for block in layout.blocks)
+    assert area < layout.ids.numel() ** 2 / 3
+    assert len(layout.ids[0]) == sum(len(data.prompts[row]) for row in (0, 3, 4, 8)) + sum(
+        len(row) - 1 for row in data.completions
+    )

@@ -1,0 +1,70 @@
+"""The chunked head against torch's own log_softmax: values, entropy and every gradient."""
+
+import pytest
+import torch
+from torch import nn
+
+from stages.optimize import head as module
+from stages.optimize.head import Shaping, completion_logprobs
+
+N, D, V = 23, 12, 50
+
+
+def _naive(hidden, layer, targets, temperature, shaping):
+    logits = layer(hidden) * shaping.scale
+    if shaping.softcap:
+        logits = shaping.softcap * torch.tanh(logits / shaping.softcap)
+    table = (logits / temperature[:, None]).log_softmax(-1)
+    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 100])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shaping", [Shaping(), Shaping(scale=0.5), Shaping(softcap=2.0), Shaping(scale=1.5, softcap=3.0)])
+def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, rows, bias, shaping):
+    monkeypatch.setattr(module, "CHUNK_BYTES", rows * V * 4)
+    torch.manual_seed(rows)
+    layer = nn.Linear(D, V, bias=bias)
+    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(V, (N,))
+    temperature, grad = torch.rand(N) + 0.5, torch.randn(N)
+    wanted = [hidden, *layer.parameters()]
+    expected, expected_entropy = _naive(hidden, layer, targets, temperature, shaping)
+    found, entropy = completion_logprobs(hidden, layer, targets, temperature, shaping)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    for mine, torchs in zip(
+        torch.autograd.grad(found, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True
+    ):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+
+
+def test_under_autocast_softmax_stays_in_float32():
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
+    targets = torch.randint(V, (N,))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = completion_logprobs(hidden, layer, targets, torch.ones(N))
+    assert found.dtype == torch.float32
+    rounded = hidden.bfloat16() @ layer.weight.bfloat16().T
+    torch.testing.assert_close(found, rounded.float().log_softmax(-1).gather(1, targets[:, None])[:, 0])
+    found.sum().backward()
+    assert hidden.grad.dtype == layer.weight.grad.dtype == torch.float32
+
+
+def test_no_tensor_is_larger_than_a_chunk(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * V * 4)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.ndim == 2 and tensor.shape[-1] == V:
+                    largest = max(largest, len(tensor))
+            return out
+
+    layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
+    with Watch():
+        completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))[0].sum().backward()
+    assert largest in (4, D)  # D: the weight, transposed

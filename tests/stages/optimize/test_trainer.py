@@ -1,0 +1,178 @@
+"""The step's loss and gradient against a float64 loop over single rollouts, and their independence of how the work is cut."""
+
+import math
+
+import pytest
+import torch
+
+from stages.common.models import load_model
+from stages.common.ragged import Ragged
+from stages.optimize.algorithms import resolve
+from stages.optimize.attention import Sequences
+from stages.optimize.stage import Config
+from stages.optimize.trainer import Batch, Trainer, learning_rate, make_accelerator
+from tests.stages.optimize.world import even_share, prompts, sample
+
+MOST = 11
+
+
+@pytest.fixture
+def rows(policy) -> list[dict]:
+    """Sixteen rollouts at temperature 0.8 with old logprobs that are a little off, rewards and a group number."""
+    model = load_model(policy, dtype=torch.float32)
+    found = sample(model, prompts(4), 4, temperature=0.8)
+    generator = torch.Generator().manual_seed(3)
+    for row in found:
+        noise = torch.randn(len(row["old_logprobs"]), generator=generator) * 0.3
+        row["old"] = [old + shift for old, shift in zip(row["old_logprobs"], noise.tolist(), strict=True)]
+        row["ref"] = [old - 0.4 * shift for old, shift in zip(row["old_logprobs"], noise.tolist(), strict=True)]
+        row["reward"], row["group"] = even_share(row), int(row["group_id"][2:])
+    return found
+
+
+def _ragged(rows: list[dict], name: str, dtype: torch.dtype) -> Ragged:
+    values = [torch.tensor(row[name], dtype=dtype) for row in rows]
+    return Ragged.from_lengths(torch.cat(values), torch.tensor([len(row) for row in values]))
+
+
+def _trainer(policy, rows: list[dict], config: Config, algorithm: str, *, ref: bool = False, prox: bool = False) -> Trainer:
+    row = resolve(algorithm)
+    groups = [each["group"] for each in rows]
+    from stages.optimize.algorithms import part
+
+    weights = part("advantages", row.advantage)(torch.tensor([r["reward"] for r in rows]), torch.tensor(groups))
+    data = Sequences(
+        _ragged(rows, "prompt_ids", torch.int32),
+        _ragged(rows, "completion_ids", torch.int32),
+        torch.tensor([r["temperature"] for r in rows]),
+    )
+    batch = Batch(
+        data, groups, groups, weights, _ragged(rows, "old", torch.float32).values,
+        _ragged(rows, "old_logprobs", torch.float32).values if prox else None,
+        _ragged(rows, "ref", torch.float32).values if ref else None,
+    )  # fmt: skip
+    return Trainer(config, load_model(policy, dtype=torch.float32), batch, row, make_accelerator(config))
+
+
+def _config(**values) -> Config:
+    return Config(**{"device": "cpu", "max_completion_tokens": MOST, "audit": {"enabled": False}, **values})
+
+
+def _expected(policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0, prox: bool = False) -> tuple[float, dict]:
+    """Loss and gradients by the formulas, one rollout after another, in float64."""
+    model = load_model(policy, dtype=torch.float64)
+    tokens, total = sum(len(row["completion_ids"]) for row in rows), 0.0
+    low, high = 0.2, {"dapo": 0.28}.get(algorithm, 0.2)
+    for row in rows:
+        peers = [r["reward"] for r in rows if r["group"] == row["group"]]
+        mean = sum(peers) / len(peers)
+        std = math.sqrt(sum((x - mean) ** 2 for x in peers) / (len(peers) - 1))
+        advantage = {
+            "dr_grpo": row["reward"] - mean,
+            "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
+        }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
+        weight = {
+            "grpo": 1 / len(rows) / len(row["completion_ids"]),
+            "dr_grpo": 1 / len(rows) / MOST,
+        }.get(algorithm, 1 / tokens)
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        table = (model(input_ids=ids, use_cache=False).logits[0] / row["temperature"]).log_softmax(-1)
+        for t, token in enumerate(row["completion_ids"]):
+            now = table[len(row["prompt_ids"]) - 1 + t, token]
+            anchor = row["old_logprobs" if prox else "old"][t]
+            ratio = (now - anchor).exp()
+            cost = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+            if prox:
+                cost = cost * min(math.exp(anchor - row["old"][t]), 2.0)
+            if kl_coef:
+                d = row["ref"][t] - now
+                cost = cost + kl_coef * (d.exp() - d - 1).detach() + kl_coef * (d**2 / 2 - (d**2 / 2).detach())
+            total = total + weight * cost
+    total.backward()
+    return float(total), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def _compare(trainer: Trainer, expected: tuple[float, dict]) -> None:
+    everyone = list(range(len(trainer.batch.groups)))
+    numbers = trainer.accumulate(everyone, everyone)
+    assert numbers["loss"] == pytest.approx(expected[0], abs=1e-6)
+    for name, parameter in trainer.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "bnpo", "dapo", "dr_grpo", "rloo"])
+def test_loss_and_gradient_are_those_of_the_formula(policy, rows, algorithm):
+    _compare(_trainer(policy, rows, _config(), algorithm), _expected(policy, rows, algorithm))
+
+
+def test_kl_to_the_reference(policy, rows):
+    made = _trainer(policy, rows, _config(kl_coef=0.3), "grpo", ref=True)
+    _compare(made, _expected(policy, rows, "grpo", kl_coef=0.3))
+
+
+def test_decoupled_ratio_with_correction(policy, rows):
+    _compare(_trainer(policy, rows, _config(), "grpo", prox=True), _expected(policy, rows, "grpo", prox=True))
+
+
+@pytest.mark.parametrize("packing", ["shared", "packed", "single"])
+@pytest.mark.parametrize("budget", [1, 30, 60, None])
+def test_the_cut_into_micro_batches_changes_nothing(policy, rows, packing, budget):
+    made = _trainer(policy, rows, _config(packing=packing, token_budget=budget), "grpo")
+    assert made.mode == packing
+    _compare(made, _expected(policy, rows, "grpo"))
+
+
+def test_activation_checkpointing_changes_nothing(policy, rows):
+    _compare(_trainer(policy, rows, _config(activation_checkpointing=True), "grpo"), _expected(policy, rows, "grpo"))
+
+
+def test_the_order_of_rollouts_changes_nothing(policy, rows):
+    expected = _expected(policy, rows, "grpo")
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    _compare(_trainer(policy, [rows[i] for i in order], _config(token_budget=50), "grpo"), expected)
+
+
+def test_rollouts_of_advantage_zero_need_no_pass_but_count(policy, rows):
+    for row in rows[:4]:
+        row["reward"] = 1.0
+    made, whole = _trainer(policy, rows, _config(), "grpo"), _trainer(policy, rows, _config(), "grpo")
+    everyone = list(range(len(rows)))
+    whole.accumulate(everyone, everyone)
+    numbers = made.accumulate(everyone, everyone[4:])
+    assert numbers["rollouts"] == 12
+    for one, other in zip(made.parameters, whole.parameters, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_numbers_of_a_step(policy, rows):
+    made = _trainer(policy, rows, _config(), "grpo")
+    everyone = list(range(len(rows)))
+    numbers = made.accumulate(everyone, everyone)
+    logprobs = [value for row in rows for value in row["old_logprobs"]]
+    gaps = [now - old for now, old in zip(logprobs, [value for row in rows for value in row["old"]], strict=True)]
+    assert numbers["tokens"] == len(gaps)
+    assert numbers["prompt_tokens"] == sum(len(row["prompt_ids"]) for row in rows)
+    assert numbers["approx_kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in gaps) / len(gaps), rel=1e-4)
+    assert numbers["ratio_max"] == pytest.approx(math.exp(max(gaps)), rel=1e-4)
+    advantages = made.batch.advantages.repeat_interleave(made.batch.data.completions.lengths).tolist()
+    taken = [(math.exp(x) > 1.2 and a > 0) or (math.exp(x) < 0.8 and a < 0) for x, a in zip(gaps, advantages, strict=True)]
+    assert numbers["clip_fraction"] == pytest.approx(sum(taken) / len(taken), abs=1e-9)
+    assert made.logprobs.tolist() == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_score_is_what_sampling_said(policy, rows):
+    made = _trainer(policy, rows, _config(), "grpo")
+    found = made.score([3, 7])
+    places = made.batch.data.completions.positions(torch.tensor([3, 7]))
+    assert found[places].tolist() == pytest.approx(rows[3]["old_logprobs"] + rows[7]["old_logprobs"], abs=1e-5)
+    assert found.isnan().sum() == len(found) - len(places)
+
+
+@pytest.mark.parametrize(
+    "schedule, step, expected",
+    [("constant", 0, 0.25), ("constant", 3, 1.0), ("linear", 3, 1.0), ("linear", 8, 0.5), ("linear", 13, 0.0), ("cosine", 8, 0.5),
+     ("cosine", 5, 0.5 * (1 + math.cos(math.pi * 0.2))), ("linear", 99, 0.0)],
+)  # fmt: skip
+def test_schedules(schedule, step, expected):
+    config = _config(learning_rate=1.0, schedule=schedule, warmup_steps=3, total_steps=13)
+    assert learning_rate(config, step) == pytest.approx(expected)

@@ -1,0 +1,123 @@
+"""Rollouts and rewards for the optimizer's tests: sampled from the policy itself with plain transformers and torch, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+import torch
+
+from schemas import logprobs as logprobs_kind
+from schemas import rewards as rewards_kind
+from schemas import rollouts as rollouts_kind
+from stages.common.checkpoints import as_model
+from stages.common.config import Config
+from stages.common.models import load_model
+from stages.common.store import Store, Version
+from stages.common.work import begin
+from tests.tiny import EOS
+
+
+class Settings(Config):
+    """What the stand-in for generation writes into its manifest."""
+
+    sampling: dict = {}
+    """top_p, top_k, …"""
+    name: str = ""
+    """Tells one stand-in from another."""
+
+
+def prompts(count: int, seed: int = 0, low: int = 3, high: int = 9) -> list[list[int]]:
+    """Random prompts of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high, (count,), generator=generator).tolist()
+    return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def sample(
+    model, asked: Sequence[Sequence[int]], each: int, longest: int = 8, temperature: float = 1.0, seed: int = 0
+) -> list[dict]:
+    """`each` completions of every prompt, token by token, with their logprobs at `temperature`."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number, prompt in enumerate(asked):
+        ids = torch.tensor([list(prompt)] * each)
+        scores = []
+        for _ in range(longest):
+            table = (model(input_ids=ids, use_cache=False).logits[:, -1].float() / temperature).log_softmax(-1)
+            chosen = torch.multinomial(table.exp(), 1, generator=generator)
+            scores.append(table.gather(1, chosen))
+            ids = torch.cat([ids, chosen], 1)
+        for index in range(each):
+            completion = ids[index, len(prompt) :].tolist()
+            end = completion.index(EOS) + 1 if EOS in completion else longest
+            rows.append(
+                {
+                    "rollout_id": f"r-{number:03d}-{index}",
+                    "group_id": f"g-{number:03d}",
+                    "sample_index": index,
+                    "prompt_ids": list(prompt),
+                    "completion_ids": completion[:end],
+                    "old_logprobs": [min(float(score[index]), 0.0) for score in scores[:end]],
+                    "finish_reason": "stop" if EOS in completion else "length",
+                    "stop_reason": None,
+                    "completion_text": "",
+                    "temperature": temperature,
+                    "seed": 0,
+                }
+            )
+    return rows
+
+
+def write_rollouts(store: Store, policy: Version, rows: list[dict], run: str = "tiny", **settings) -> Version:
+    """rollouts/1 that say they were sampled by `policy`."""
+    config = Settings(**settings)
+    table = pa.Table.from_pylist(rows, schema=rollouts_kind.SCHEMA)
+    models = (as_model("policy", policy),)
+    about = {"stage": "generate", "stage_version": 1, "config": config, "inputs": {}, "models": models, "force": True}
+    with begin(store, run, "rollouts", **about) as work:
+        half = max(1, len(table) // 2)
+        for index, start in enumerate(range(0, len(table), half)):  # several shards: columns come in chunks
+            work.write(index, table.slice(start, half))
+        return work.commit()
+
+
+def write_rewards(
+    store: Store, rollouts: Version, score: Callable[[dict], float | None] | list[dict], run: str = "tiny"
+) -> Version:
+    """rewards/1 by a function of the rollout's row, or as given."""
+    rows = score
+    if callable(score):
+        rows = [
+            {"rollout_id": row["rollout_id"], "group_id": row["group_id"], "reward": score(row), "parts": {"f": score(row)}}
+            for row in rollouts.table().to_pylist()
+        ]
+    rows = [{"parts": {"f": None}, **row, "errors": {"f": None}} for row in rows]
+    table = pa.Table.from_pylist(rows, schema=rewards_kind.schema_for(["f"]))
+    about = {"stage": "reward", "stage_version": 1, "config": Settings(), "inputs": {"rollouts": rollouts}, "force": True}
+    with begin(store, run, "rewards", **about) as work:
+        work.write(0, table)
+        return work.commit()
+
+
+def write_logprobs(store: Store, rollouts: Version, values: list[list[float]], run: str = "tiny") -> Version:
+    """logprobs/1 for the rows of `rollouts`, in reverse order."""
+    ids = rollouts.table()["rollout_id"].to_pylist()
+    rows = [{"rollout_id": name, "logprobs": row} for name, row in zip(ids, values, strict=True)][::-1]
+    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {"rollouts": rollouts}, "force": True}
+    with begin(store, run, "logprobs", **about) as work:
+        work.write(0, pa.Table.from_pylist(rows, schema=logprobs_kind.SCHEMA))
+        return work.commit()
+
+
+def make(store: Store, policy: Version, score: Callable[[dict], float | None], groups: int = 4, each: int = 4, **how):
+    """(rollouts, rewards) of `groups` random prompts, `each` completions."""
+    model = load_model(policy, dtype=torch.float32)
+    rollouts = write_rollouts(store, policy, sample(model, prompts(groups), each, **how))
+    return rollouts, write_rewards(store, rollouts, score)
+
+
+def even_share(row: dict) -> float:
+    """A reward that differs within groups: the share of even ids."""
+    return sum(token % 2 == 0 for token in row["completion_ids"]) / len(row["completion_ids"])

@@ -1,0 +1,224 @@
+"""Rows of every kind of source arrive untouched and typed; bad ones are ConfigErrors with file and line."""
+
+import hashlib
+import json
+
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from schemas.errors import ConfigError
+from stages.prompt import sources
+
+
+def read(source, **options):
+    return sources.read(sources.SourceConfig(source=source, **options))
+
+
+ROWS = [{"question": "3 + 4?", "answer": 7, "notes": {"from": ["a", "b"]}}, {"question": "é漢?", "answer": -1, "notes": None}]
+
+
+def write(path, kind):
+    table = pa.Table.from_pylist(ROWS)
+    if kind == "jsonl":
+        path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n", encoding="utf-8")
+    elif kind == "json":
+        path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode())
+    elif kind == "parquet":
+        pa.parquet.write_table(table, path)
+    elif kind == "feather":
+        pa.feather.write_feather(table, path)
+    else:
+        opened = {"arrow": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
+        with opened(path, table.schema) as out:
+            out.write_table(table)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "feather", "arrow", "stream"])
+def test_files_keep_rows_and_types(tmp_path, kind):
+    path = tmp_path / f"rows.{kind if kind != 'stream' else 'arrow'}"
+    write(path, kind)
+    found = read(str(path))
+    assert found.table.to_pylist() == ROWS
+    assert found.table.schema.field("answer").type == pa.int64()
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_csv_with_a_line_break_in_quotes(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n"3 +\n4?",7\nwhat?,8\n')
+    assert read(str(path)).table.to_pylist() == [
+        {"question": "3 +\n4?", "answer": 7},
+        {"question": "what?", "answer": 8},
+    ]
+
+
+def test_a_folder_of_datasets(tmp_path):
+    import datasets
+
+    table = datasets.Dataset.from_list(ROWS).select([1, 0])
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "split")
+    assert read(f"datasets:{tmp_path / 'one'}").table.to_pylist() == ROWS[::-1]
+    found = read(f"datasets:{tmp_path / 'split'}", split="test")
+    assert found.table.to_pylist() == ROWS[::-1]
+    assert len(found.sha256) == 64
+    with pytest.raises(ConfigError, match="KeyError"):
+        read(f"datasets:{tmp_path / 'split'}", split="train")
+
+
+def test_a_hub_id_without_a_network_is_a_config_error():
+    with pytest.raises(ConfigError, match="datasets:nobody/nothing"):
+        read("datasets:nobody/nothing")
+
+
+GENERATOR = """
+def sums(count, start=0):
+    for number in range(start, start + count):
+        yield {"question": f"{number} + 1?", "answer": number + 1}
+
+def breaks():
+    yield {"a": 1}
+    raise KeyError("gone")
+
+def lists():
+    yield [1]
+"""
+
+
+def test_a_generator_is_hashed_by_its_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made.py").write_text(GENERATOR)
+    found = read("made.py:sums", arguments={"count": 2000})
+    assert found.table.num_rows == 2000
+    assert found.table.slice(1999).to_pylist() == [{"question": "1999 + 1?", "answer": 2000}]
+    assert read("made.py:sums", arguments={"count": 2000, "start": 0}).sha256 == found.sha256
+    assert read("made.py:sums", arguments={"count": 2000, "start": 1}).sha256 != found.sha256
+
+
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        ("made.py:sum", "did you mean sums"),
+        ("made.py:breaks", "KeyError: 'gone'"),
+        ("made.py:lists", "row 1: expected an object, found list"),
+        ("made.py:sums", "missing 1 required positional argument"),
+        ("none.py:sums", "there is no file"),
+        ("no_such_module:sums", "ModuleNotFoundError"),
+        ("broken.py:sums", "SyntaxError"),
+        ("rows.txt", "expected a file"),
+        ("none.jsonl", "there is no file"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path, monkeypatch, source, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made.py").write_text(GENERATOR)
+    (tmp_path / "broken.py").write_text("def (")
+    with pytest.raises(ConfigError, match=why):
+        read(source)
+
+
+GOOD = b'{"q": "fine"}\n'
+BAD_LINES = [
+    (b'{"q": "\xff"}', "line 2.*not UTF-8: byte 0xff"),
+    (b'{"q": "a\\u0000b"}', "line 2.*NUL"),
+    (b'{"q": "a\x00b"}', "line 2.*not JSON"),
+    (b'{"q": "\\ud800"}', "line 2.*lone surrogate"),
+    (b'{"q": {"deep": ["\\udfff"]}}', "line 2.*lone surrogate"),
+    (b'{"\\ud801": 1}', "line 2.*lone surrogate"),
+    (b'{"q": "cut', "line 2.*not JSON"),
+    (b'{"q": 1, "q": 2}', "line 2.*stands twice"),
+    (b'{"q": NaN}', "line 2.*NaN"),
+    (b"[1, 2]", "line 2.*expected an object, found list"),
+    (b'{"q": 7}', "line 2.*column q"),
+    (b"[" * 200_000, "line 2.*not JSON"),
+    (b'{"q": ' + b"[" * 900 + b'"\\u0041"' + b"]" * 900 + b"}", "line 2"),
+    (b'{"n": ' + b"9" * 5000 + b"}", "line 2"),
+    (b'{"n": 99999999999999999999999}', "line 2.*column n"),
+]
+
+
+@pytest.mark.parametrize("line, why", BAD_LINES)
+def test_a_bad_line_is_named(tmp_path, line, why):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD + line + b"\n" + GOOD)
+    with pytest.raises(ConfigError, match=why):
+        read(str(path))
+
+
+def test_escaped_pairs_of_surrogates_are_one_character(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"q": "\\ud83d\\ude00"}\n')
+    assert read(str(path)).table.to_pylist() == [{"q": "😀"}]
+
+
+def test_ten_megabytes_on_one_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"q": "x" * 10_000_000}) + "\n")
+    assert len(read(str(path)).table.column("q")[0].as_py()) == 10_000_000
+
+
+@pytest.mark.parametrize("name, data", [("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.csv", b"q,a\n")])
+def test_no_rows(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match="has no rows"):
+        read(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "name, data, why",
+    [
+        ("a.parquet", b"PAR1 not really", "can not be read"),
+        ("a.arrow", b"ARROW1 not really", "can not be read"),
+        ("a.csv", b"q,a\n1,2\n1,2,3\n", "Row #3"),
+        ("a.csv", b"q,q\n1,2\n", "more than once"),
+        ("a.csv", b"q\nfine\n\xff\xfe\n", "row 2: column q is not UTF-8"),
+        ("a.json", b'[{"q": 1}', "not JSON"),
+    ],
+)
+def test_a_torn_file(tmp_path, name, data, why):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=why):
+        read(str(tmp_path / name))
+
+
+def test_types_that_agree_are_joined_over_chunks_and_those_that_do_not_are_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    many = [{"n": 1, "only": None}] * 1500
+    path.write_text("\n".join(map(json.dumps, [*many, {"n": 0.5, "s": {"x": 1}, "only": "late"}])))
+    table = read(str(path)).table
+    assert table.schema.field("n").type == pa.float64()
+    assert table.slice(1500).to_pylist() == [{"n": 0.5, "only": "late", "s": {"x": 1}}]
+    assert table.slice(0, 1).to_pylist() == [{"n": 1.0, "only": None, "s": None}]
+    path.write_text("\n".join(map(json.dumps, [*many[:1024], {"n": "text"}])))
+    with pytest.raises(ConfigError, match=r"line 1025 to 1025.*another type"):
+        read(str(path))
+
+
+def test_nesting_that_arrow_files_do_not_carry(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for levels, deep in ((50, False), (65, True), (900, True)):
+        path.write_text('{"q": ' + "[" * levels + "1" + "]" * levels + "}")
+        if deep:
+            with pytest.raises(ConfigError, match="column q is nested"):
+                read(str(path))
+        else:
+            assert read(str(path)).table.num_rows == 1
+
+
+def test_arrow_text_that_is_not_utf8(tmp_path):
+    path = tmp_path / "rows.arrow"
+    bad = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+    with pa.ipc.new_file(path, pa.schema([("q", pa.string())])) as out:
+        out.write_table(pa.table({"q": bad}))
+    with pytest.raises(ConfigError, match="UTF"):
+        read(str(path))
+
+
+def test_the_hash_of_rows_does_not_depend_on_their_chunks():
+    whole = pa.Table.from_pylist(ROWS * 50)
+    cut = pa.concat_tables([whole.slice(0, 7), whole.slice(7)])
+    assert sources.hash_rows(whole) == sources.hash_rows(cut)
+    assert sources.hash_rows(whole) != sources.hash_rows(whole.slice(1))
+    assert sources.hash_rows(whole) != sources.hash_rows(whole.rename_columns(["q", "answer", "notes"]))

@@ -1,0 +1,259 @@
+"""The reward stage on stored rollouts: sums, nulls, joins, failures, restarts, and what makes rewards anew."""
+
+import json
+import statistics
+
+import pytest
+
+from schemas.errors import ConfigError, LineageError, NumericError, RewardError
+from stages.common.config import parse
+from stages.common.work import ROWS_PER_SHARD
+from stages.reward.scoring import Part
+from stages.reward.stage import Config, FunctionConfig, check_functions, run
+from stages.reward.tables import weigh
+
+MINE = """
+def polite(completions, **columns):
+    return [float("please" in text) for text in completions]
+
+def picky(completions, answer):
+    for text in completions:
+        if "boom" in text:
+            raise ValueError(f"can not score {text!r}")
+    return [0.25] * len(completions)
+
+def sometimes(completions):
+    return [None if "skip" in text else 2.0 for text in completions]
+
+def never(completions):
+    return [None] * len(completions)
+
+def asks(prompts):
+    return [float(len(prompt)) for prompt in prompts]
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path / "mine.py"
+
+
+def config(*uses, **options) -> Config:
+    return Config(functions=[{"use": use} if isinstance(use, str) else use for use in uses], **options)
+
+
+def by_id(store, ref) -> dict[str, dict]:
+    return {row["rollout_id"]: row for row in store.open(ref).table().to_pylist()}
+
+
+def test_the_reward_is_the_weighted_sum_of_the_parts(store, sample):
+    rollouts = sample([["it is 7", "6 please"], ["please 9", "10"]], {"answer": [7, 9]})
+    chosen = config("numeric", {"use": "mine.py:polite", "name": "manners", "weight": -0.5})
+    ref = run(chosen, store, rollouts=rollouts.ref)
+    found = by_id(store, ref)
+    assert {key: row["reward"] for key, row in found.items()} == {
+        "0-sum-0-0": 1.0,
+        "0-sum-0-1": -0.5,
+        "0-sum-1-0": 0.5,
+        "0-sum-1-1": 0.0,
+    }
+    assert found["0-sum-1-0"]["parts"] == {"numeric": 1.0, "manners": 1.0}
+    assert found["0-sum-1-0"]["group_id"] == "sum-1"
+    manifest = store.open(ref).manifest
+    assert manifest.status == {"scored": 4, "not_scored": 0, "failed": 0}
+    assert manifest.metrics["reward_mean"] == 0.25
+    assert manifest.metrics["reward_std"] == pytest.approx(statistics.stdev([1, -0.5, 0.5, 0]))
+    assert manifest.metrics["functions"]["numeric"]["mean"] == 0.5
+    assert [entry.role for entry in manifest.inputs] == ["rollouts", "prompts"]
+    clipped = run(config(*chosen.functions, reward_clip=(0.0, 0.75)), store, rollouts=rollouts.ref)
+    assert sorted(row["reward"] for row in by_id(store, clipped).values()) == [0.0, 0.0, 0.5, 0.75]
+
+
+def test_weigh_by_hand():
+    weights = {"a": 2.0, "b": -1.0}
+    assert weigh({"a": Part(0.5), "b": Part(0.25)}, weights, None) == 0.75
+    assert weigh({"a": Part(0.5), "b": Part()}, weights, None) == 1.0
+    assert weigh({"a": Part(), "b": Part()}, weights, None) is None
+    assert weigh({"a": Part(0.5), "b": Part(error="x")}, weights, None) is None
+    assert weigh({"a": Part(5.0), "b": Part()}, weights, (-1.0, 1.0)) == 1.0
+    with pytest.raises(NumericError, match="not finite"):
+        weigh({"a": Part(3e38), "b": Part()}, weights, None)
+
+
+def test_null_is_not_zero(store, sample):
+    rollouts = sample([["a", "skip"], ["skip", "skip"], ["c"]], {"answer": [1, 2, 3]})
+    ref = run(config("mine.py:sometimes", "mine.py:never"), store, rollouts=rollouts.ref)
+    found = by_id(store, ref)
+    assert [found[f"0-sum-{g}-{i}"]["reward"] for g, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))] == [
+        2.0,
+        None,
+        None,
+        None,
+        2.0,
+    ]
+    manifest = store.open(ref).manifest
+    assert manifest.status == {"scored": 2, "not_scored": 3, "failed": 0}
+    assert manifest.metrics["reward_mean"] == 2.0
+    assert manifest.metrics["functions"]["never"] | {"seconds": 0} == {
+        "mean": None, "std": None, "min": None, "max": None, "null": 5, "errors": 0, "seconds": 0,
+    }  # fmt: skip
+    assert manifest.metrics["groups"] == {"count": 3, "too_small": 3, "incomplete": 2, "zero_variance": None}
+
+
+def test_equal_rewards_are_counted(store, sample):
+    rollouts = sample([["7", "7"], ["7", "8"], ["9", "skip 9 9"], ["1"]], {"answer": [7, 7, 7, 7]})
+    ref = run(config("numeric"), store, rollouts=rollouts.ref)
+    assert store.open(ref).manifest.metrics["groups"] == {
+        "count": 4, "too_small": 1, "incomplete": 0, "zero_variance": pytest.approx(2 / 3),
+    }  # fmt: skip
+
+
+def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
+    rollouts = sample([["fine", "boom"], ["fine", "fine"]], {"answer": [7, 9]})
+    with pytest.raises(RewardError, match=r"1 of 4 rows.*picky.*0-sum-0-1.*ValueError: can not score 'boom'") as caught:
+        run(config("mine.py:picky"), store, rollouts=rollouts.ref)
+    assert caught.value.exit_code == 6
+    assert store.numbers("arith", "rewards") == []
+    ref = run(config("mine.py:picky", "mine.py:polite", max_invalid=0.25), store, rollouts=rollouts.ref)
+    row = by_id(store, ref)["0-sum-0-1"]
+    assert row["reward"] is None
+    assert row["parts"] == {"picky": None, "polite": 0.0}
+    assert row["errors"] == {"picky": "ValueError: can not score 'boom'", "polite": None}
+    assert by_id(store, ref)["0-sum-0-0"]["reward"] == 0.25
+    manifest = store.open(ref).manifest
+    assert manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
+    assert manifest.metrics["functions"]["picky"]["errors"] == 1
+    assert manifest.metrics["functions"]["picky"]["null"] == 0
+
+
+COUNTING = """
+import json, pathlib
+def score(completions, completion_ids):
+    log = pathlib.Path("calls.json")
+    log.write_text(json.dumps(json.loads(log.read_text()) + completions) if log.exists() else json.dumps(completions))
+    if "last" in completions and not pathlib.Path("repaired").exists():
+        raise ConnectionError("server is gone")
+    return [float(len(ids)) for ids in completion_ids]
+"""
+
+
+def test_finished_shards_are_not_scored_again(store, sample, tmp_path):
+    (tmp_path / "counting.py").write_text(COUNTING)
+    texts = [["last"]] + [[f"t{n}"] for n in range(ROWS_PER_SHARD)]  # the rollouts stand in reverse order
+    rollouts = sample(texts, {"n": list(range(len(texts)))})
+    with pytest.raises(RewardError, match="1 finished shards are kept"):
+        run(config("counting.py:score"), store, rollouts=rollouts.ref)
+    (tmp_path / "calls.json").unlink()
+    (tmp_path / "repaired").touch()
+    ref = run(config("counting.py:score", batch_rows=100), store, rollouts=rollouts.ref)
+    assert json.loads((tmp_path / "calls.json").read_text()) == ["last"]
+    assert store.open(ref).manifest.rows == ROWS_PER_SHARD + 1
+    assert run(config("counting.py:score"), store, rollouts=rollouts.ref) == ref
+
+
+def test_the_same_work_is_done_once_and_edited_code_scores_anew(store, sample, mine):
+    rollouts = sample([["please", "no"]], {"answer": [1]})
+    chosen = config("mine.py:polite")
+    first = run(chosen, store, rollouts=rollouts.ref)
+    assert run(config("mine.py:polite", batch_rows=1), store, rollouts=rollouts.ref) == first
+    pinned = store.open(first).manifest.config["functions"][0]["fingerprint"]
+    mine.write_text(MINE.replace('float("please" in text)', "3.0"))
+    second = run(chosen, store, rollouts=rollouts.ref)
+    assert second.version == first.version + 1
+    assert {row["reward"] for row in by_id(store, second).values()} == {3.0}
+    with pytest.raises(ConfigError, match="fingerprint expected"):
+        run(config({"use": "mine.py:polite", "fingerprint": pinned}), store, rollouts=rollouts.ref)
+    assert run(chosen, store, rollouts=rollouts.ref, into="other").run == "other"
+
+
+def test_an_edited_module_scores_anew_in_the_same_process(store, sample, tmp_path):
+    module = tmp_path / "judging_module.py"
+    rollouts = sample([["a"]], {"answer": [1]})
+    for value in (1.0, 22.0):
+        module.write_text(f"def judge(completions):\n    return [{value}] * len(completions)\n")
+        ref = run(config("judging_module:judge"), store, rollouts=rollouts.ref)
+        assert {row["reward"] for row in by_id(store, ref).values()} == {value}
+
+
+def test_prompts_are_messages_or_text(store, sample):
+    for messages, expected in ((True, 1.0), (False, len("text of sum-0"))):
+        rollouts = sample([["a"]], {"answer": [1]}, messages=messages)
+        ref = run(config("mine.py:asks"), store, rollouts=rollouts.ref)
+        assert [row["reward"] for row in by_id(store, ref).values()] == [expected]
+
+
+def test_empty_completions_are_scored_like_others(store, sample):
+    rollouts = sample([["", "7"]], {"answer": [7]}, finish="length")
+    ref = run(config("numeric", {"use": "length", "arguments": {"target": 0}}), store, rollouts=rollouts.ref)
+    found = by_id(store, ref)
+    assert found["0-sum-0-0"]["parts"] == {"numeric": 0.0, "length": 1.0}
+    assert found["0-sum-0-1"]["parts"] == {"numeric": 1.0, "length": 0.0}
+
+
+def test_a_users_column_never_stands_in_for_the_completions(store, sample):
+    rollouts = sample([["7"]], {"solution": [7], "completions": ["a user's column can not stand in for a completion"]})
+    with pytest.raises(ConfigError, match="needs answer"):
+        run(config("numeric"), store, rollouts=rollouts.ref)
+    ref = run(config("mine.py:polite"), store, rollouts=rollouts.ref)
+    assert [row["reward"] for row in by_id(store, ref).values()] == [0.0]
+
+
+def test_rollouts_without_their_prompts(store, sample, write):
+    rollouts = sample([["7"]], {"answer": [7]})
+    orphan = write("rollouts", rollouts.table())
+    with pytest.raises(LineageError, match="names no prompts"):
+        run(config("numeric"), store, rollouts=orphan.ref)
+    others = sample([["7"]], {"answer": [7]})
+    asked = store.open(others.manifest.input("prompts").ref)
+    table = rollouts.table()
+    strange = table.set_column(1, table.schema.field("group_id"), [["who-is-this"]])
+    with pytest.raises(LineageError, match="group who-is-this"):
+        run(config("numeric"), store, rollouts=write("rollouts", strange, {"prompts": asked}).ref)
+
+
+# -- before any generation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use, columns, why",
+    [
+        ("numeric", ["anwser", "question"], r"numeric: needs answer.*\(anwser, question\).*did you mean anwser"),
+        ("mine.py:picky", [], r"picky: needs answer.*\(none\)"),
+        ("exact_mach", ["answer"], "did you mean exact_match"),
+        ("mine.py:plite", ["answer"], "did you mean polite"),
+        ("gone.py:polite", ["answer"], "there is no file"),
+        ("mine.py:", ["answer"], "expected module:function"),
+    ],
+)
+def test_functions_are_checked_against_the_columns(use, columns, why):
+    with pytest.raises(ConfigError, match=why):
+        check_functions(config(use), columns)
+
+
+def test_what_fits_passes():
+    check_functions(config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"])
+
+
+@pytest.mark.parametrize(
+    "data, why",
+    [
+        ({"functions": []}, "functions"),
+        ({"functions": [{"use": "numeric"}, {"use": "numeric"}]}, "name numeric stands twice"),
+        ({"functions": [{"use": "mine.py:a"}, {"use": "other.py:a"}]}, "name a stands twice"),
+        ({"functions": [{"use": "numeric", "wieght": 2}]}, "did you mean weight"),
+        ({"functions": [{"use": "numeric", "weight": float("nan")}]}, "weight"),
+        ({"functions": [{"use": "numeric"}], "reward_clip": [1, 0]}, "low end must be below"),
+        ({"functions": [{"use": "numeric"}], "max_invalid": 1.5}, "max_invalid"),
+    ],
+)
+def test_a_config_that_can_not_be(data, why):
+    with pytest.raises(ConfigError, match=why):
+        parse(Config, data, "reward")
+
+
+def test_names_are_the_functions_own_unless_given():
+    assert FunctionConfig(use="numeric").name == "numeric"
+    assert FunctionConfig(use="a/b.py:polite").name == "polite"
+    assert FunctionConfig(use="a.b:polite", name="manners").name == "manners"

@@ -1,0 +1,99 @@
+"""The documents against the code: every file, command, option, target and name that they mention exists, and the reverse."""
+
+import doctest
+import importlib
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from flows.cli import app
+from flows.recipe import Recipe, load
+from schemas.refs import KINDS
+from stages import MODULES
+from stages.generate.engine import ENGINES
+from stages.optimize.algorithms import ALGORITHMS
+from stages.reward.functions import FUNCTIONS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted(
+    path for path in ROOT.rglob("*.md") if not {".venv", ".git", ".pytest_cache"} & set(path.relative_to(ROOT).parts)
+)
+COMMANDS = set(get_command(app).commands)
+
+
+def tracked() -> set[str]:
+    done = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines())
+
+
+def captioned() -> set[str]:
+    """The paths in the README's table of files."""
+    return set(re.findall(r"^\| `([^`]+)` \| .+ \|$", README, re.MULTILINE))
+
+
+def test_every_file_is_captioned_and_every_caption_has_its_file():
+    quiet = {path for path in tracked() if path.endswith("__init__.py") and not (ROOT / path).read_text().strip()}
+    files = {path for path in tracked() - quiet if not path.startswith(".") and (ROOT / path).exists()}
+    assert captioned() - files == set(), "captions without a file"
+    assert files - captioned() - {"README.md"} == set(), "files without a caption"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_document_names_exists(path):
+    text = path.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (path.parent / link).exists() or (ROOT / link).exists(), f"{path.name} links to {link}"
+    for command in re.findall(r"\bquiver ([a-z]+)", text):
+        assert command in COMMANDS, f"{path.name} names quiver {command}"
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"\bmake ([a-z]+)[`\s]", re.sub(r"(?s)```python.*?```", "", text)):
+        assert target in {*targets, "it", "a", "the", "room"}, f"{path.name} names make {target}"
+    for name in re.findall(r"`((?:schemas|stages|flows|deployments|tests)/[\w./-]+\.\w+)`", text):
+        assert (ROOT / name).exists(), f"{path.name} names {name}"
+    for option in re.findall(r"(?<![\w-])--([a-z]+)", text):
+        known = {o.lstrip("-") for c in get_command(app).commands.values() for p in c.params for o in p.opts}
+        assert option in known | {"spec", "result", "nproc"}, f"{path.name} names --{option}"
+
+
+def test_every_kind_stage_engine_algorithm_and_reward_is_documented():
+    everything = "\n".join(path.read_text() for path in DOCUMENTS)
+    for name in (*KINDS, *MODULES, *ENGINES, *ALGORITHMS, *FUNCTIONS):
+        assert re.search(rf"\b{name}\b", everything), f"no document names {name}"
+    for folder in (ROOT / "stages").iterdir():
+        if (folder / "stage.py").exists():
+            assert (folder / "README.md").exists(), f"{folder.name} has no README"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deployments/recipes").glob("*.toml")), ids=lambda path: path.name)
+def test_every_recipe_is_a_recipe(path):
+    assert isinstance(load(path), Recipe)
+
+
+def test_the_recipe_in_the_readme_is_a_recipe():
+    (block,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    recipe = Recipe.model_validate(tomllib.loads(block))
+    assert recipe.data.limit == 64 and recipe.data.for_evaluation().source == "test.jsonl"
+
+
+def test_the_reward_in_the_readme_scores():
+    (code,) = re.findall(r"```python\n(def score.*?)```", README, re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    assert names["score"](["it is 12", "no"], [12, 12], prompts=None) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["schemas.errors", "schemas.refs", "stages.reward.functions", "stages.reward.answers", "stages.optimize.algorithms",
+     "stages.evaluate.estimators", "deployments.recipes.larger"],
+)  # fmt: skip
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0 and result.failed == 0
