@@ -36,8 +36,8 @@ class Data(SourceConfig):
 
     def for_evaluation(self) -> SourceConfig:
         """The held-out source: [data] with the keys of [data.held_out] in place of its own, and no limit unless given."""
-        train = self.model_dump(exclude={"held_out"})
-        return parse(SourceConfig, {**train, "limit": None, **(self.held_out or {})}, "data.held_out")
+        train = self.model_dump(exclude={"held_out", "limit", "source_sha256"})
+        return parse(SourceConfig, {**train, **(self.held_out or {})}, "data.held_out")
 
 
 class Evaluate(ScoreConfig):
@@ -99,9 +99,9 @@ class Recipe(Config):
         return hub_model or self.data.source.startswith("datasets:")
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
-        """The prompt stage's config in this iteration, or for evaluation (the same rows each time)."""
+        """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same rows each time)."""
         source = self.data.for_evaluation() if evaluation else self.data
-        common = {"seed": self.seed, "iteration": 0 if evaluation else iteration, "reserve_tokens": self._reserve(evaluation)}
+        common = {"seed": self.seed, "iteration": 0 if evaluation else iteration - 1, "reserve_tokens": self._reserve(evaluation)}
         return PromptConfig(
             **source.model_dump(exclude={"held_out"}), **{**common, **self.prompt.model_dump(exclude_unset=True)}
         )

@@ -32,7 +32,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if arguments.lifeline is not None:
         watch_lifeline(arguments.lifeline)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("stages").setLevel(logging.INFO)
     call = Call(**json.loads(arguments.spec.read_text()))
     try:
         answer, code = asdict(perform(call)), 0

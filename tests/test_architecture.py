@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("schemas", "stages", "flows", "deployments")
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+STAGES = {path.name for path in (ROOT / "stages").iterdir() if path.is_dir()} - {"common", "__pycache__"}
 NAMES = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
 
 
@@ -44,7 +45,7 @@ def uses(path: Path, library: str, *, top_only: bool = False) -> bool:
 
 def floor(module: str) -> int:
     if module.startswith("stages"):
-        return 1 if module == "stages" or module.startswith("stages.common") or module == "stages.__main__" else 2
+        return 2 if module.split(".")[1:2] and module.split(".")[1] in STAGES else 1
     return {"schemas": 0, "flows": 3, "deployments": 4}[module.partition(".")[0]]
 
 

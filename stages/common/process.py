@@ -41,7 +41,9 @@ _QUIET = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait by spinning take the cores from those that work
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries about one another
     "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Advantages: what each rollout is worth against its own group. Pure functions of flat tensors.
 
-Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means "not scored": it is left out of every mean, and its rollout has
-no advantage. A rollout without an advantage is NaN in the result, never 0; the caller drops and counts it.
+Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means "not scored": it is left out of every mean, and its rollout
+has no advantage. A rollout without an advantage is NaN in the result, never 0; the caller drops and counts it.
 
 Sums run in float64 over float32 rewards, so they are exact for equal rewards: these give exactly 0, not 1e-9 / 1e-4.
 """
@@ -14,8 +14,8 @@ import torch
 def group_normalized(rewards: torch.Tensor, groups: torch.Tensor, epsilon: float = 1e-4) -> torch.Tensor:
     """A_i = (R_i − mean_g) / (std_g + epsilon), with the unbiased (n−1) standard deviation of the group's scored rewards.
 
-    Comparable over prompts of different reward scale. Without the division it is `group_centered`; for two rollouts with different
-    rewards it is ±1/√2, up to epsilon.
+    Comparable over prompts of different reward scale. Without the division it is `group_centered`; for two rollouts with
+    different rewards it is ±1/√2, up to epsilon.
 
     Args:
         rewards: [B] float; NaN = not scored.
@@ -62,7 +62,7 @@ def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     Returns:
         [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored rollouts.
 
-    Reference: RLOO, https://arxiv.org/abs/2402.14740, section 3.3.
+    Reference: RLOO, https://arxiv.org/abs/2402.14740.
     """
     values, count, total = _sums(rewards, groups)
     others = (total[groups] - values) / (count[groups] - 1)
@@ -70,7 +70,8 @@ def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """[B] bool: the rollout's group has at least one scored reward, and all its scored rewards are equal: nothing to learn there."""
+    """[B] bool: the rollout's group has at least one scored reward, and all its scored rewards are equal: nothing to learn
+    there."""
     n = int(groups.max()) + 1 if len(groups) else 0
     scored = ~rewards.isnan()
     low = rewards.new_full((n,), torch.inf).scatter_reduce(0, groups[scored], rewards[scored], "amin")

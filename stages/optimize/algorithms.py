@@ -1,8 +1,8 @@
 """Algorithms as rows of a table: which advantage, which surrogate, which aggregation, with which defaults.
 
-A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`; this module itself loads no torch,
-so a config is checked, and the table is listed, at once. A user's own row needs no edit here: put an `Algorithm` into a module and
-name it in the recipe, `algorithm = "my_algo:ALGORITHM"`; its parts may be functions instead of names.
+A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`; this module itself loads no
+torch, so a config is checked, and the table is listed, at once. A user's own row needs no edit here: put an `Algorithm` into a
+module and name it in the recipe, `algorithm = "my_algo:ALGORITHM"`; its parts may be functions instead of names.
 
 >>> resolve("dapo").defaults["clip_high"]
 0.28
@@ -36,7 +36,8 @@ class Algorithm:
     reference: str = ""
     description: str = ""
     zero_is_idle: bool = True
-    """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still count in the denominators)."""
+    """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still count in the
+    denominators)."""
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -59,7 +60,7 @@ ALGORITHMS = {
             "token_mean",
             _CLIP,
             "https://arxiv.org/abs/2506.02864",
-            "as grpo, but each token of the mini-batch counts alike",
+            "as grpo, but each token of the mini-batch counts alike (the paper's Beta normalisation is not part of it)",
         ),
         Algorithm(
             "dapo",
@@ -112,8 +113,8 @@ def resolve(name: str) -> Algorithm:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        message = f"{printable(name)} can not be loaded: {printable(error)}"
+    except Exception as error:  # importing runs the user's code, which may raise anything
+        message = f"{printable(name)} can not be loaded: {type(error).__name__}: {printable(error)}"
         raise ConfigError("optimize.algorithm", message, next="put the module's folder on PYTHONPATH") from None
     if not isinstance(found, Algorithm):
         message = f"{printable(name)} is a {type(found).__name__}, expected a stages.optimize.algorithms.Algorithm"
@@ -122,7 +123,8 @@ def resolve(name: str) -> Algorithm:
 
 
 def source_hash(name: str) -> str:
-    """Hash of the module behind a dotted path, so that an edited algorithm is not taken for the old one; empty for table rows."""
+    """Hash of the module behind a dotted path, so that an edited algorithm is not taken for the old one; empty for table
+    rows."""
     if name in ALGORITHMS:
         return ""
     resolve(name)

@@ -1,12 +1,12 @@
 """Many rollouts in one row of tokens: the layout of a micro-batch, and attention that keeps them apart.
 
-`shared`: a group's prompt stands once in the row; each completion follows, with positions that go on where the prompt ends, and attends
-to the prompt and to itself. `packed`: each rollout is a piece of its own, prompt included. Either way attention runs in blocks of
-sequences with similar lengths; a mask over the whole row is never made. `single` is the yardstick and the last resort: one rollout after
-another through the model's own attention.
+`shared`: a group's prompt stands once in the row; each completion follows, with positions that go on where the prompt ends, and
+attends to the prompt and to itself. `packed`: each rollout is a piece of its own, prompt included. Either way attention runs in
+blocks of sequences with similar lengths; a mask over the whole row is never made. `single` is the yardstick and the last
+resort: one rollout after another through the model's own attention.
 
-The block attention is plugged into transformers' attention interface, so every decoder that uses the interface works. What it can not do
-(logit caps, sinks, position biases) it refuses, and `choose_mode` then takes the next simpler mode.
+The block attention is plugged into transformers' attention interface, so every decoder that uses the interface works. What it
+can not do (logit caps, sinks, position biases) it refuses, and `choose_mode` then takes the next simpler mode.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Block:
-    """Sequences that attend together. Row i of `queries` [n, q] and `keys` [n, k] points into the packed row; short rows are filled
-    up with index 0. Query t sees keys 0 … start[i] + t, so fill at the end is never seen by a query that counts."""
+    """Sequences that attend together. Row i of `queries` [n, q] and `keys` [n, k] points into the packed row; short rows are
+    filled up with index 0. Query t sees keys 0 … start[i] + t, so fill at the end is never seen by a query that counts."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -189,7 +189,8 @@ def block_attention(
     position_bias: torch.Tensor | None = None,
     **_,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of transformers' interface over one packed row: query [1, H, N, e], key and value [1, h, N, e] -> [1, N, H, e]."""
+    """Attention of transformers' interface over one packed row: query [1, H, N, e], key and value [1, h, N, e] -> [1, N, H,
+    e]."""
     if attention_mask is not None or softcap is not None or s_aux is not None or position_bias is not None:
         raise NotImplementedError("block attention knows no masks, logit caps, sinks or position biases of the model's own")
     flat = [states[0].transpose(0, 1) for states in (query, key, value)]
@@ -215,7 +216,9 @@ def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.
     """
     times = q.shape[1] // k.shape[1]
     folded = q.unflatten(1, (-1, times)).flatten(2, 3)
-    with torch.autocast(q.device.type, enabled=False):  # scores rounded to bfloat16 would cost a third more error in the logprobs
+    with torch.autocast(
+        q.device.type, enabled=False
+    ):  # scores rounded to bfloat16 would cost a third more error in the logprobs
         scores = (folded.float() * (scaling or q.shape[-1] ** -0.5)) @ k.float().transpose(-1, -2)
     scores = scores.unflatten(2, (times, -1)) + mask[:, :, None]
     weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype).flatten(2, 3)

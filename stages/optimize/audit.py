@@ -1,7 +1,8 @@
 """The numeric audit before the first update: does the trainer give the saved tokens the probability that the engine reported?
 
-Wrong weights, a wrong template, another temperature, raw instead of processed logprobs: each gives finite losses and a policy that gets
-worse. Each also moves the mean gap between the trainer's and the engine's logprobs far beyond what their numerics can differ.
+Wrong weights, a wrong template, another temperature, raw instead of processed logprobs: each gives finite losses and a policy
+that gets worse. Each also moves the mean gap between the trainer's and the engine's logprobs far beyond what their numerics can
+differ.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def require(report: dict[str, float], max_mean_gap: float, name: str) -> None:
     if not report["mean_gap"] <= max_mean_gap:
         raise NumericError(
             name,
-            f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.4f} nats a token in the mean "
-            f"(at most {report['max_gap']:.3f}), allowed is optimize.audit.max_mean_gap = {max_mean_gap}; the engine sampled with other "
+            f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.4f} nats a token in the mean (at most "
+            f"{report['max_gap']:.3f}), allowed is optimize.audit.max_mean_gap = {max_mean_gap}; the engine sampled with other "
             "weights, another temperature, or reported raw logprobs",
             state="no weight was changed, no version was written.",
             next="compare the policy of the rollouts with the starting checkpoint: quiver lineage REF",

@@ -1,7 +1,8 @@
 """The policy as the trainer sees it: a micro-batch's layout in, one logprob and one entropy for each completion token out.
 
-`choose_mode` compares each way of packing with the model's own forward pass, one rollout at a time, on a few of the real rollouts,
-and takes the fastest that agrees; so an architecture that the block attention does not suit costs speed, never correctness.
+`choose_mode` compares each way of packing with the model's own forward pass, one rollout at a time, on a few of the real
+rollouts, and takes the fastest that agrees; so an architecture that the block attention does not suit costs speed, never
+correctness.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Log-probabilities of given ids from hidden states, without a [tokens, vocabulary] tensor beyond one chunk.
 
-The forward pass makes the logits of one chunk, takes what it needs, and drops them; the backward pass makes them again. So memory
-does not grow with tokens × vocabulary, which is the largest tensor of a naive trainer. Matrix products run in the dtype that autocast
-says; temperature, softmax and sums in float32. Legend: n completion positions, d hidden size, V vocabulary.
+The forward pass makes the logits of one chunk, takes what it needs, and drops them; the backward pass makes them again. So
+memory does not grow with tokens × vocabulary, which is the largest tensor of a naive trainer. Matrix products run in the dtype
+that autocast says; temperature, softmax and sums in float32. Legend: n completion positions, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations

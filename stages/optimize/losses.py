@@ -1,9 +1,9 @@
 """Per-token losses, their weights, KL estimators, off-policy weights. Pure functions of flat tensors.
 
 Legend: B rollouts, N completion tokens, one after another as an Arrow list column stores them; rollout i owns tokens
-`offsets[i]:offsets[i+1]`. `logprobs` [N] carries the gradient; everything else is data. The surrogate (what a token costs) and the
-aggregation (what a token weighs in the step) are apart: loss = Σ_t weight_t · surrogate_t. The weights are made once for the whole
-optimizer step, so micro-batches, their order and ranks change nothing.
+`offsets[i]:offsets[i+1]`. `logprobs` [N] carries the gradient; everything else is data. The surrogate (what a token costs) and
+the aggregation (what a token weighs in the step) are apart: loss = Σ_t weight_t · surrogate_t. The weights are made once for
+the whole optimizer step, so micro-batches, their order and ranks change nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def clipped(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """loss_t = −min(r A, clip(r, 1−clip_low, 1+clip_high) A) with r = exp(logprobs − anchor).
 
-    Clipping stops the step where it would move a token further in the direction that its advantage already pushed it. At r = 1 its
-    gradient is REINFORCE's, −A ∇logprobs; with both bounds infinite it is plain importance sampling. `dual_clip` c bounds the loss
-    where A < 0: min(loss, −c A). `delta` caps r in the unclipped branch only.
+    Clipping stops the step where it would move a token further in the direction that its advantage already pushed it. At r = 1
+    its gradient is REINFORCE's, −A ∇logprobs; with both bounds infinite it is plain importance sampling. `dual_clip` c bounds
+    the loss where A < 0: min(loss, −c A). `delta` caps r in the unclipped branch only.
 
     Args:
         tokens: of whole rollouts.
@@ -60,8 +60,8 @@ def clipped(
     Returns:
         loss [N]; and bool [N], true where a clipped branch was the one taken (that token has no gradient).
 
-    Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476, equation 10;
-    dual clip: https://arxiv.org/abs/1912.09729, equation 5; delta: https://arxiv.org/abs/2505.07291, section 3.4.
+    Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476; dual
+    clip: https://arxiv.org/abs/1912.09729; delta: https://arxiv.org/abs/2505.07291 (two-sided clipping).
     """
     ratio, advantages = log_ratio(tokens.logprobs, tokens.anchor).exp(), tokens.advantages
     free = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
@@ -80,7 +80,7 @@ def clipped(
 def token_mean(lengths: torch.Tensor, max_completion_tokens: int | None = None) -> torch.Tensor:
     """1 / N for each of the step's N tokens: every token counts alike, so long completions count more. [N]
 
-    Reference: DAPO, https://arxiv.org/abs/2503.14476, equation 8.
+    Reference: DAPO, https://arxiv.org/abs/2503.14476 (token-level loss).
     """
     tokens = int(lengths.sum())
     return torch.full((tokens,), 1.0 / max(tokens, 1), dtype=torch.float64)
@@ -97,7 +97,7 @@ def sequence_mean(lengths: torch.Tensor, max_completion_tokens: int | None = Non
 def constant(lengths: torch.Tensor, max_completion_tokens: int | None = None) -> torch.Tensor:
     """1 / (B max_completion_tokens): a token weighs the same in every step, however long the completions came out. [N]
 
-    Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2 and appendix (its `MAX_TOKENS`).
+    Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
     """
     if not max_completion_tokens:
         raise ValueError("aggregation 'constant' needs max_completion_tokens >= 1")
@@ -112,8 +112,9 @@ def kl(
 ) -> torch.Tensor:
     """Estimate of KL(π_θ ‖ π_ref) a token, with d = ref − logprobs: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
 
-    All three estimate the value; as a loss they differ: under samples of π_θ, the gradient of k1 is 0 in the mean and that of k3 is not
-    the KL's, while that of k2 is. `unbiased_gradient` therefore keeps the estimator's value and takes k2's gradient, −d ∇logprobs.
+    All three estimate the value; as a loss they differ: under samples of π_θ, the gradient of k1 is 0 in the mean and that of
+    k3 is not the KL's, while that of k2 is. `unbiased_gradient` therefore keeps the estimator's value and takes k2's gradient,
+    −d ∇logprobs.
 
     Args:
         logprobs: [N] with gradient.
@@ -146,8 +147,9 @@ def correction(
 ) -> torch.Tensor:
     """w = exp(prox − old), bounded: what multiplies a token's loss when the ratio is taken against `prox_logprobs`.
 
-    `level`: `token` as it stands; `sequence` the product over the rollout's tokens; `geometric` their geometric mean. `mode`: `truncate`
-    sets w to min(w, high); `mask` sets it to 0 outside [low, high] and leaves it inside. Equal policies give 1 everywhere.
+    `level`: `token` as it stands; `sequence` the product over the rollout's tokens; `geometric` their geometric mean. `mode`:
+    `truncate` sets w to min(w, high); `mask` sets it to 0 outside [low, high] and leaves it inside. Equal policies give 1
+    everywhere.
 
     Args:
         prox_logprobs, old_logprobs: [N] of the same weights under the trainer's and the engine's numerics.
@@ -156,7 +158,8 @@ def correction(
     Returns:
         [N], no gradient.
 
-    Reference: decoupled PPO, https://arxiv.org/abs/2110.00641, equation 2; truncation: https://arxiv.org/abs/1802.01561, section 4.1.
+    Reference: decoupled PPO, https://arxiv.org/abs/2110.00641; truncation: https://arxiv.org/abs/1802.01561,
+    section 4.1.
     """
     rows = Ragged(log_ratio(prox_logprobs, old_logprobs).detach(), offsets)
     if level != "token":

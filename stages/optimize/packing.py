@@ -1,9 +1,9 @@
 """Which rollouts share a micro-batch: pieces of one prompt, packed by tokens, nothing padded.
 
-A piece is one prompt with some completions that follow it; with the shared prefix a group is one piece (or several, when it is longer
-than the budget), without it each rollout is a piece of its own. Pieces go by best fit into rows of at most `budget` tokens; a piece that
-is longer gets a row for itself. The last id of a completion is only ever a target, so it does not stand in the row.
-The order is decided by lengths and positions alone: the same rollouts give the same micro-batches.
+A piece is one prompt with some completions that follow it; with the shared prefix a group is one piece (or several, when it is
+longer than the budget), without it each rollout is a piece of its own. Pieces go by best fit into rows of at most `budget`
+tokens; a piece that is longer gets a row for itself. The last id of a completion is only ever a target, so it does not stand in
+the row. The order is decided by lengths and positions alone: the same rollouts give the same micro-batches.
 """
 
 from __future__ import annotations

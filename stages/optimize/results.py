@@ -1,7 +1,7 @@
-"""What optimize leaves behind: the policy folder with its optimizer state, advantages/1 and updates/1, and the numbers of the manifest.
+"""What optimize leaves behind: the policy folder with its optimizer state, advantages/1, updates/1, and the manifest's numbers.
 
-Optimizer state is safetensors and JSON in a folder below the policy's, never a pickle. The policy is committed last: while it is not
-visible, the work is not done, whatever else is.
+Optimizer state is safetensors and JSON in a folder below the policy's, never a pickle. The policy is committed last: while it
+is not visible, the work is not done, whatever else is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, Work, begin
 
+from . import optimizer
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
     with files.storage(f"{work.run}/policy"):
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         checkpoints.save_policy(model, parent, work.folder)
-        state = trainer.optimizer_state() if config.save_optimizer else {}
+        state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
         if state:
             folder = work.folder / _FOLDER
             folder.mkdir()

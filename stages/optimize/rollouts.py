@@ -1,7 +1,8 @@
 """Saved rollouts, rewards and logprobs joined into one batch; each rollout that is left out has its reason.
 
-Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is an error. The reasons, in this order: `abort` (the engine
-gave up), `not_scored` (null reward), `small_group` (fewer than two scored), `zero_variance`, `length` (masked), `empty` (no token).
+Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is an error. The reasons, in this order: `abort`
+(the engine gave up), `not_scored` (null reward), `small_group` (fewer than two scored), `zero_variance`, `length` (masked),
+`empty` (no token).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
 from stages.common import checkpoints
 from stages.common.ragged import Ragged
-from stages.common.store import Version
+from stages.common.store import Store, Version
 
 from . import advantages
 from .algorithms import Algorithm, part
@@ -51,10 +52,11 @@ class Loaded:
     """for the manifest: counts and means"""
 
 
-def load(config: Config, algorithm: Algorithm, inputs: dict[str, Version]) -> Loaded:
-    """Check, join, weigh and filter. LineageError, ConfigError, SchemaError; NumericError when no rollout can have an advantage."""
+def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, Version]) -> Loaded:
+    """Check, join, weigh and filter. LineageError, ConfigError, SchemaError; NumericError when no rollout can have an
+    advantage."""
     rollouts = inputs["rollouts"]
-    biased = check_lineage(config, inputs)
+    biased = check_lineage(config, store, inputs)
     table = rollouts.table()
     rewards = join(rollouts, table["rollout_id"], inputs["rewards"])
     _check_rows(table, inputs)
@@ -84,11 +86,14 @@ def load(config: Config, algorithm: Algorithm, inputs: dict[str, Version]) -> Lo
     return Loaded(filled, batch, table["rollout_id"], kept, reasons, weights, summary)
 
 
-def check_lineage(config: Config, inputs: dict[str, Version]) -> list[str]:
-    """Refuse rollouts of a policy that is too old or foreign, rewards of other rollouts, biased sampling. The biases that were allowed."""
+def check_lineage(config: Config, store: Store, inputs: dict[str, Version]) -> list[str]:
+    """Refuse rollouts of a policy that is too old or foreign, rewards of other rollouts, biased sampling.
+
+    Returns the biases of sampling that were allowed.
+    """
     policy, rollouts = inputs["policy"], inputs["rollouts"]
     sampled = rollouts.manifest.model("policy")
-    allowed = [checkpoints.as_model("policy", version) for version in ancestors(policy, config.max_staleness, inputs)]
+    allowed = [checkpoints.as_model("policy", version) for version in ancestors(store, policy, config.max_staleness)]
     if sampled is None or sampled.weights not in [model.weights for model in allowed]:
         found = f"{sampled.weights[:12]}… ({sampled.ref})" if sampled else "no policy at all"
         raise LineageError(
@@ -113,11 +118,9 @@ def check_lineage(config: Config, inputs: dict[str, Version]) -> list[str]:
     return biased
 
 
-def ancestors(policy: Version, count: int, inputs: dict[str, Version]) -> list[Version]:
+def ancestors(store: Store, policy: Version, count: int) -> list[Version]:
     """The policy and up to `count` policies that it was made of, newest first."""
-    from stages.common.store import Store
-
-    found, store = [policy], Store(policy.path.parents[2], create=False)
+    found = [policy]
     while len(found) <= count and (entry := found[-1].manifest.input("policy")) is not None:
         found.append(store.open(entry.ref))
     return found
@@ -130,6 +133,7 @@ def biases(config: dict[str, Any]) -> list[str]:
         "top_p": lambda v: v < 1,
         "top_k": lambda v: v > 0,
         "min_p": lambda v: v > 0,
+        "min_tokens": lambda v: v > 0,
         "presence_penalty": lambda v: v != 0,
         "frequency_penalty": lambda v: v != 0,
         "repetition_penalty": lambda v: v != 1,
@@ -251,6 +255,7 @@ def _batch(
         old=ragged["old_logprobs"].values,
         prox=extra["prox"],
         ref=extra["ref"],
+        stale=inputs["rollouts"].manifest.model("policy").weights != checkpoints.as_model("policy", inputs["policy"]).weights,
     )
 
 

@@ -1,10 +1,10 @@
 """optimize: saved rollouts and their rewards turn a checkpoint into the next one.
 
-It reads datasets and weights, nothing else: no engine, no tokenizer. Refused: rollouts of another policy (unless `max_staleness` allows),
-rewards or logprobs that do not name exactly these rollouts, greedy rows, truncated sampling (unless `allow_biased_sampling`), a KL term
-without reference logprobs, and logprobs that the trainer can not reproduce (the audit). Written, together or not at all: the policy with
-its optimizer state, advantages and updates. When every advantage is 0 there is nothing to learn: the same weights become the next
-policy, and its metrics say so.
+It reads datasets and weights, nothing else: no engine, no tokenizer. Refused: rollouts of another policy (unless
+`max_staleness` allows), rewards or logprobs that do not name exactly these rollouts, greedy rows, truncated sampling (unless
+`allow_biased_sampling`), a KL term without reference logprobs, and logprobs that the trainer can not reproduce (the audit).
+Written, together or not at all: the policy with its optimizer state, advantages and updates. When every advantage is 0 there is
+nothing to learn: the same weights become the next policy, and its metrics say so.
 
     ref = run(Config(algorithm="dapo"), store, policy="a/policy@0", rollouts="a/rollouts@1", rewards="a/rewards@1")
 """
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -43,7 +44,8 @@ class Audit(Base):
     enabled: bool = True
     """Compare, and stop the stage when the gap is too large."""
     max_mean_gap: float = Field(default=0.1, gt=0)
-    """Largest mean of |trainer − old| in nats a token. Engines in bfloat16 differ by about 0.01 to 0.03."""
+    """Largest mean of |trainer − old| in nats a token; engines in bfloat16 differ by 0.01 to 0.05. Rollouts of an older policy
+    (see `max_staleness`) differ by right: for them the gap is reported only."""
 
 
 class Correction(Base):
@@ -107,7 +109,8 @@ class Config(Base):
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's denominator constant."""
     save_optimizer: bool = True
-    """Save AdamW's moments with the policy, so that the next iteration goes on with them (twice the weights' bytes in float32)."""
+    """Save AdamW's moments with the policy, so that the next iteration goes on with them (twice the weights' bytes in
+    float32)."""
     load_optimizer: bool = True
     """Take up the moments that the starting checkpoint holds, if any."""
     drop_zero_variance: bool | None = None
@@ -117,7 +120,7 @@ class Config(Base):
     max_staleness: int = Field(default=0, ge=0)
     """How many policies older than the starting checkpoint the one that sampled the rollouts may be."""
     allow_biased_sampling: bool = False
-    """Accept rollouts sampled with top_p, top_k, min_p or penalties, whose distribution is not the policy's."""
+    """Accept rollouts sampled with top_p, top_k, min_p, min_tokens or penalties, whose distribution is not the policy's."""
     audit: Audit = Audit()
     """The numeric audit before the first update."""
     seed: int = Field(default=0, ge=0)
@@ -125,7 +128,8 @@ class Config(Base):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the passes; weights stay in float32. auto: bf16 autocast on a GPU, fp32 on a CPU."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
-    """Most that is packed together: prompts shared by a group, whole rollouts, or nothing. A simpler one is taken when it must be."""
+    """Most that is packed together: prompts shared by a group, whole rollouts, or nothing. A simpler one is taken when it must
+    be."""
     token_budget: Runtime[int | None] = Field(default=None, ge=1)
     """Tokens of one micro-batch. None: 8192 on a GPU, 2048 on a CPU. Lower it when memory is short."""
     activation_checkpointing: Runtime[bool] = False
@@ -206,50 +210,59 @@ def _check(config: Config, inputs: dict[str, Version]) -> None:
 
 
 def _train(config: Config, store: Store, inputs: dict[str, Version], work: Work | None, about: dict[str, Any], run: str) -> Ref:
-    import torch
     from accelerate.utils import broadcast_object_list
 
-    from . import rollouts, trainer
+    from . import results, rollouts, trainer
 
     accelerator = trainer.make_accelerator(config)
     answer = [work.done.ref if work and work.done else None]
     broadcast_object_list(answer)
-    if answer[0] is not None:
-        return answer[0]
-    phase = work.phase if work else (lambda _: nullcontext())
-    row = algorithms.resolve(config.algorithm)
-    with phase("load"):
-        loaded = rollouts.load(config, row, inputs)
-        made, model = _trainer(config, row, inputs, loaded, accelerator)
-    try:
-        with phase("steps"):
-            outcome = made.train()
-    except torch.OutOfMemoryError as error:
-        next = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
-        raise ResourceError("optimize", f"GPU memory is short: {str(error).splitlines()[0]}", next=next) from None
-    if work:
-        from . import results
-
-        with phase("save"):
-            results.save(config, inputs["policy"], model, made, work)
-        answer = [results.commit(store, run, about, loaded, outcome, work, accelerator)]
-    broadcast_object_list(answer)
+    if answer[0] is None:
+        phase = work.phase if work else (lambda _: nullcontext())
+        row = algorithms.resolve(config.algorithm)
+        with _memory():
+            with phase("load"):
+                loaded = rollouts.load(config, row, store, inputs)
+                made, model = _trainer(row, inputs, loaded, accelerator)
+            with phase("audit"):
+                made.audit_ahead()
+            with phase("steps"):
+                outcome = made.train()
+        if work:
+            with phase("save"):
+                results.save(config, inputs["policy"], model, made, work)
+            answer = [results.commit(store, run, about, loaded, outcome, work, accelerator)]
+        broadcast_object_list(answer)
+    accelerator.end_training()
     return answer[0]
 
 
-def _trainer(config: Config, row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Loaded, accelerator: Accelerator):
+@contextmanager
+def _memory() -> Iterator[None]:
+    """Turn the GPU's out of memory into ResourceError with what helps."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        help = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
+        raise ResourceError("optimize", f"GPU memory is short: {str(error).splitlines()[0]}", next=help) from None
+
+
+def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Loaded, accelerator: Accelerator):
     import torch
 
     from stages.common.models import load_model
 
     from . import results
+    from .optimizer import load_state
     from .trainer import Trainer
 
     policy = inputs["policy"]
     model = load_model(policy, dtype=torch.float32, device=accelerator.device)
     step = int(policy.manifest.metrics.get("step", 0))
     made = Trainer(loaded.config, model, loaded.batch, row, accelerator, step=step)
-    state = results.load_optimizer(policy) if config.load_optimizer else None
+    state = results.load_optimizer(policy) if loaded.config.load_optimizer else None
     if state:
-        made.load_optimizer_state(state)
+        load_state(made.optimizer, model, state)
     return made, model

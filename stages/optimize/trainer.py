@@ -1,12 +1,13 @@
 """The optimizer's loop: epochs of mini-batches (one optimizer step each) of micro-batches (one pass each).
 
-Every token's weight is made for the whole step at once, so neither micro-batches nor ranks change loss or gradient. Weights stay in
-float32; autocast makes the passes cheap. A step whose loss or gradient is not finite is left out on every rank; three in a row stop the
-stage. Before the first update the logprobs are audited against the engine's. Nothing here knows of the store.
+Every token's weight is made for the whole step at once, so neither micro-batches nor ranks change loss or gradient. Weights
+stay in float32; autocast makes the passes cheap. A step whose loss or gradient is not finite is left out on every rank; three
+in a row stop the stage. Before the first update the logprobs are audited against the engine's. Nothing here knows of the store.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ from . import audit, losses
 from .algorithms import Algorithm, part
 from .attention import Sequences, make_layout
 from .forward import Policy, choose_mode, pieces_of
+from .optimizer import learning_rate, make_optimizer
 from .packing import Piece, minibatches, pack
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ class Batch:
     """[N] float32"""
     prox: torch.Tensor | None
     ref: torch.Tensor | None
+    stale: bool = False
+    """The rollouts are of an older policy than the starting checkpoint: their logprobs differ by right, so the audit only
+    reports."""
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -88,7 +93,7 @@ def make_accelerator(config: Config) -> Accelerator:
         raise ConfigError(
             "optimize.processes",
             f"expected {asked} processes, found {accelerator.num_processes}",
-            next="python -m torch.distributed.run --nproc-per-node N -m stages optimize … (on a CPU `accelerate launch` starts one)",
+            next="launch with python -m torch.distributed.run --nproc-per-node N (accelerate launch starts one on a CPU)",
         )
     if config.trackers:
         accelerator.init_trackers("quiver")
@@ -96,7 +101,7 @@ def make_accelerator(config: Config) -> Accelerator:
 
 
 class Trainer:
-    """Loop, optimizer and counters over one batch. `train()` once; then `optimizer_state()`."""
+    """Loop, optimizer and counters over one batch: `audit_ahead()`, then `train()`, once each."""
 
     def __init__(
         self, config: Config, model: nn.Module, batch: Batch, algorithm: Algorithm, accelerator: Accelerator, *, step: int = 0
@@ -106,15 +111,17 @@ class Trainer:
         self.options = {**algorithm.defaults, **config.surrogate_options()}
         self.options.pop("drop_zero_variance", None)
         self.surrogate: Callable[..., Any] = part("losses", algorithm.surrogate)
+        _check_options(self.surrogate, self.options, algorithm.name)
         self.aggregate: Callable[..., Any] = part("losses", config.aggregation or algorithm.aggregation)
-        self.skip_idle = algorithm.zero_is_idle and config.kl_coef == 0
+        skip = algorithm.zero_is_idle and config.kl_coef == 0
+        self.active = [row for row, weight in enumerate(batch.advantages.tolist()) if weight != 0 or not skip]
         self.budget = config.token_budget or (8192 if device.type == "cuda" else 2048)
         if config.activation_checkpointing:
             model.train()  # transformers checkpoints in train mode only; every dropout is 0
             model.gradient_checkpointing_enable({"use_reentrant": False})
         bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
         self.policy = Policy(model, autocast=bf16)
-        self.mode = choose_mode(self.policy, batch.data, batch.prompts, config.packing)
+        self.mode = choose_mode(self.policy, batch.data, batch.prompts, config.packing) if batch.groups else config.packing
         self.wrapped = accelerator.prepare_model(self.policy)
         self.optimizer = make_optimizer(config, model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -124,21 +131,23 @@ class Trainer:
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
+    def audit_ahead(self) -> None:
+        """Audit by a pass of its own, unless the first step passes over all rollouts anyway. NumericError."""
+        if self.config.audit.enabled and self.config.minibatches > 1 and self.active:
+            self._audit(self.score(self.active), self.active)
+
     def train(self) -> Outcome:
         """Run all epochs. NumericError when the audit fails, or when steps are not finite: then nothing may be committed."""
         config, skipped, in_a_row = self.config, 0, 0
-        rows = [row for row in range(len(self.batch.groups)) if not self.skip_idle or self.batch.advantages[row] != 0]
-        whole = config.minibatches == 1 or not rows
-        if config.audit.enabled and not whole:
-            self._audit(self.score(rows), rows)
+        wanted = set(self.active)
         for epoch in range(config.epochs):
             for number, members in enumerate(self._deal()):
                 started = time.monotonic()
-                active = [row for row in members if row in set(rows)]
+                active = [row for row in members if row in wanted]
                 if not active:
                     continue
                 row = {"step": self.step, "epoch": epoch, "minibatch": number, **self.accumulate(members, active)}
-                if config.audit.enabled and whole and not self.updates:
+                if config.audit.enabled and config.minibatches == 1 and not self.updates:
                     self._audit(self.logprobs, active)
                 row |= self._apply(row)
                 row["seconds"] = time.monotonic() - started
@@ -153,13 +162,12 @@ class Trainer:
             raise _not_finite(f"none of {skipped} optimizer steps had a finite loss and gradient")
         if not bool(torch.nn.utils.get_total_norm(self.parameters).isfinite()):
             raise _not_finite("a weight is not finite after the last step")
-        self.accelerator.end_training()
         return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, self.mode)
 
     def _deal(self) -> list[list[int]]:
         """This epoch's mini-batches: groups shuffled by seed and step, each group whole."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
-        order = torch.randperm(max(self.batch.groups) + 1, generator=generator).tolist()
+        order = torch.randperm(max(self.batch.groups, default=-1) + 1, generator=generator).tolist()
         return minibatches([order[group] for group in self.batch.groups], self.config.minibatches)
 
     def _micros(self, rows: Sequence[int]) -> list[list[Piece]]:
@@ -200,12 +208,16 @@ class Trainer:
             "audit: mean gap %(mean_gap).5f, largest %(max_gap).4f, effective sample size %(effective_sample_size).3f",
             self.audit,
         )
-        audit.require(self.audit, self.config.audit.max_mean_gap, "optimize audit")
+        if not self.batch.stale:
+            audit.require(self.audit, self.config.audit.max_mean_gap, "optimize audit")
 
     # -- one step -----------------------------------------------------------------------------------------------------------
 
     def accumulate(self, members: list[int], active: list[int]) -> dict[str, Any]:
-        """Sum the step's gradient over all micro-batches; the step's numbers. `members` count in the denominators, `active` are passed."""
+        """Sum the step's gradient over all micro-batches; the step's numbers.
+
+        `members` count in the denominators; only `active` are passed through the model.
+        """
         completions = self.batch.data.completions
         chosen = torch.tensor(members)
         weights = torch.zeros(len(self.batch.old), dtype=torch.float64)
@@ -283,51 +295,14 @@ class Trainer:
             log.warning("step %d left out: loss %s, gradient norm %s", row["step"], row["loss"], float(norm))
         return {"grad_norm": float(norm), "learning_rate": rate, "applied": applied}
 
-    # -- optimizer state ----------------------------------------------------------------------------------------------------
 
-    def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """The moments by parameter name, and `updates`, the number of steps that made them."""
-        state = {}
-        for name, parameter in self.model.named_parameters():
-            held = self.optimizer.state.get(parameter)
-            if held:
-                state |= {f"{key}.{name}": held[key].detach().cpu().contiguous() for key in ("exp_avg", "exp_avg_sq")}
-                state["updates"] = held["step"].detach().cpu().reshape(1)
-        return state
-
-    def load_optimizer_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up what `optimizer_state` gave. ConfigError when it belongs to a model of other names or shapes."""
-        for name, parameter in self.model.named_parameters():
-            moments = {key: state.get(f"{key}.{name}") for key in ("exp_avg", "exp_avg_sq")}
-            if any(value is None or value.shape != parameter.shape for value in moments.values()):
-                raise ConfigError(
-                    "optimizer state", f"{name} is missing or of another shape", next="set optimize.load_optimizer = false"
-                )
-            step = state["updates"].reshape(()).clone().to(parameter.device)
-            self.optimizer.state[parameter] = {"step": step, **{k: v.to(parameter.device) for k, v in moments.items()}}
-
-
-def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over all trainable weights; decay on matrices only."""
-    weights = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
-    )
-
-
-def learning_rate(config: Config, step: int) -> float:
-    """Rate of optimizer step `step`, counted over the policy's life: linear warm-up, then constant, linear or cosine down to 0."""
-    warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
-    if config.schedule == "constant":
-        return config.learning_rate * warm
-    span = max(config.total_steps - config.warmup_steps, 1)
-    done = min(max(step - config.warmup_steps, 0) / span, 1.0)
-    decay = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.learning_rate * warm * decay
+def _check_options(surrogate: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
+    try:
+        inspect.signature(surrogate).bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"optimize.algorithm {name}", f"its surrogate does not take these options: {error}", next="correct optimize.options"
+        ) from None
 
 
 def _not_finite(message: str) -> NumericError:

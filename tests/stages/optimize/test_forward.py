@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
+from schemas.errors import ConfigError
 from stages.common.ragged import Ragged
+from stages.optimize import forward
 from stages.optimize.attention import Sequences, make_layout
 from stages.optimize.forward import Policy, choose_mode, pieces_of
 from stages.optimize.packing import pack
@@ -93,7 +95,12 @@ def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
 
 @pytest.mark.parametrize(
     "kind, wanted, expected",
-    [("llama", "shared", "shared"), ("llama", "packed", "packed"), ("mistral", "shared", "shared"), ("gemma2", "shared", "single")],
+    [
+        ("llama", "shared", "shared"),
+        ("llama", "packed", "packed"),
+        ("mistral", "shared", "shared"),
+        ("gemma2", "shared", "single"),
+    ],
 )
 def test_choose_mode_takes_the_first_that_agrees(kind, wanted, expected):
     data, groups = _data()
@@ -102,7 +109,6 @@ def test_choose_mode_takes_the_first_that_agrees(kind, wanted, expected):
 
 def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, caplog):
     """A layout that forgets where completions go on is noticed, said, and not used."""
-    import stages.optimize.forward as forward
 
     def broken(pieces, data, device="cpu"):
         layout = make_layout(pieces, data, device)
@@ -117,8 +123,6 @@ def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, ca
 
 
 def test_an_unknown_head_is_refused():
-    from schemas.errors import ConfigError
-
     model, (data, groups) = _model("llama"), _data()
     plain = model.forward
 

@@ -32,9 +32,7 @@ def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, rows, bias, 
     found, entropy = completion_logprobs(hidden, layer, targets, temperature, shaping)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
-    for mine, torchs in zip(
-        torch.autograd.grad(found, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True
-    ):
+    for mine, torchs in zip(torch.autograd.grad(found, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
 
 

@@ -1,5 +1,6 @@
 """Losses, weights, KL and corrections against float64 loops written from the formulas, and the relations between them."""
 
+import itertools
 import math
 
 import numpy as np
@@ -108,7 +109,7 @@ def test_correction_golden(mode, level):
     found = losses.correction(
         torch.tensor(prox), torch.tensor(OLD), torch.tensor(OFFSETS), mode=mode, level=level, low=low, high=high
     )
-    for start, end in zip(OFFSETS, OFFSETS[1:], strict=False):
+    for start, end in itertools.pairwise(OFFSETS):
         gaps = [prox[t] - OLD[t] for t in range(start, end)]
         for t in range(start, end):
             power = {"token": prox[t] - OLD[t], "sequence": sum(gaps), "geometric": sum(gaps) / len(gaps)}[level]

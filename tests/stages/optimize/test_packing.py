@@ -40,7 +40,12 @@ def test_minibatches_keep_groups_whole_and_even(count):
     groups = [3, 3, 0, 0, 1, 1, 2, 2, 4, 4, 5, 5]
     parts = minibatches(groups, count)
     assert sorted(row for part in parts for row in part) == list(range(12))
-    assert all(len({groups[row] for row in part} & {groups[row] for row in other}) == 0 for part in parts for other in parts if part is not other)
+    assert all(
+        len({groups[row] for row in part} & {groups[row] for row in other}) == 0
+        for part in parts
+        for other in parts
+        if part is not other
+    )
     assert max(map(len, parts)) - min(map(len, parts)) <= 4
     assert len(parts) == count
 

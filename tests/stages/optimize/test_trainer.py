@@ -7,10 +7,11 @@ import torch
 
 from stages.common.models import load_model
 from stages.common.ragged import Ragged
-from stages.optimize.algorithms import resolve
+from stages.optimize.algorithms import part, resolve
 from stages.optimize.attention import Sequences
+from stages.optimize.optimizer import learning_rate
 from stages.optimize.stage import Config
-from stages.optimize.trainer import Batch, Trainer, learning_rate, make_accelerator
+from stages.optimize.trainer import Batch, Trainer, make_accelerator
 from tests.stages.optimize.world import even_share, prompts, sample
 
 MOST = 11
@@ -38,8 +39,6 @@ def _ragged(rows: list[dict], name: str, dtype: torch.dtype) -> Ragged:
 def _trainer(policy, rows: list[dict], config: Config, algorithm: str, *, ref: bool = False, prox: bool = False) -> Trainer:
     row = resolve(algorithm)
     groups = [each["group"] for each in rows]
-    from stages.optimize.algorithms import part
-
     weights = part("advantages", row.advantage)(torch.tensor([r["reward"] for r in rows]), torch.tensor(groups))
     data = Sequences(
         _ragged(rows, "prompt_ids", torch.int32),
@@ -89,7 +88,7 @@ def _expected(policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0,
                 cost = cost + kl_coef * (d.exp() - d - 1).detach() + kl_coef * (d**2 / 2 - (d**2 / 2).detach())
             total = total + weight * cost
     total.backward()
-    return float(total), {name: p.grad.float() for name, p in model.named_parameters()}
+    return total.item(), {name: p.grad.float() for name, p in model.named_parameters()}
 
 
 def _compare(trainer: Trainer, expected: tuple[float, dict]) -> None:

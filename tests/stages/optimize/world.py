@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import torch
+from pydantic import Field
 
 from schemas import logprobs as logprobs_kind
 from schemas import rewards as rewards_kind
@@ -21,7 +23,7 @@ from tests.tiny import EOS
 class Settings(Config):
     """What the stand-in for generation writes into its manifest."""
 
-    sampling: dict = {}
+    sampling: dict[str, Any] = Field(default_factory=dict)
     """top_p, top_k, …"""
     name: str = ""
     """Tells one stand-in from another."""
@@ -111,11 +113,13 @@ def write_logprobs(store: Store, rollouts: Version, values: list[list[float]], r
         return work.commit()
 
 
-def make(store: Store, policy: Version, score: Callable[[dict], float | None], groups: int = 4, each: int = 4, **how):
+def make(
+    store: Store, policy: Version, score: Callable[[dict], float | None], groups: int = 4, each: int = 4, run: str = "tiny"
+):
     """(rollouts, rewards) of `groups` random prompts, `each` completions."""
     model = load_model(policy, dtype=torch.float32)
-    rollouts = write_rollouts(store, policy, sample(model, prompts(groups), each, **how))
-    return rollouts, write_rewards(store, rollouts, score)
+    rollouts = write_rollouts(store, policy, sample(model, prompts(groups), each), run)
+    return rollouts, write_rewards(store, rollouts, score, run)
 
 
 def even_share(row: dict) -> float:

@@ -1,0 +1,78 @@
+"""The table of algorithms, and a user's own row by a dotted path."""
+
+import linecache
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from schemas.errors import ConfigError
+from stages.common.config import parse
+from stages.optimize import advantages, algorithms, losses
+from stages.optimize.stage import Config, run
+from tests.stages.optimize import world
+
+
+@pytest.mark.parametrize("row", algorithms.ALGORITHMS.values(), ids=lambda row: row.name)
+def test_every_row_names_what_exists_and_says_what_it_is(row):
+    assert callable(getattr(advantages, row.advantage))
+    assert callable(getattr(losses, row.aggregation))
+    surrogate = getattr(losses, row.surrogate)
+    tokens = losses.Tokens(*[torch.zeros(3)] * 3, torch.tensor([0, 3]))
+    options = {name: value for name, value in row.defaults.items() if name != "drop_zero_variance"}
+    loss, clipped = surrogate(tokens, **options)
+    assert loss.shape == clipped.shape == (3,)
+    assert row.reference.startswith("https://") and row.description
+
+
+@pytest.mark.parametrize(
+    "name, advantage, aggregation, low, high",
+    [
+        ("grpo", "group_normalized", "sequence_mean", 0.2, 0.2),
+        ("bnpo", "group_normalized", "token_mean", 0.2, 0.2),
+        ("dapo", "group_normalized", "token_mean", 0.2, 0.28),
+        ("dr_grpo", "group_centered", "constant", 0.2, 0.2),
+        ("rloo", "leave_one_out", "token_mean", 0.2, 0.2),
+    ],
+)
+def test_rows(name, advantage, aggregation, low, high):
+    row = algorithms.resolve(name)
+    assert (row.advantage, row.surrogate, row.aggregation) == (advantage, "clipped", aggregation)
+    assert (row.defaults["clip_low"], row.defaults["clip_high"]) == (low, high)
+
+
+def test_a_wrong_name_says_the_nearest():
+    with pytest.raises(ConfigError, match=r"did you mean dapo\?"):
+        parse(Config, {"algorithm": "dappo"}, "optimize")
+
+
+@pytest.mark.parametrize("name", ["no_such_module:ALGORITHM", "math:NOTHING", "math:pi"])
+def test_a_dotted_path_that_leads_nowhere(name):
+    with pytest.raises(ConfigError, match=r"optimize\.algorithm"):
+        algorithms.resolve(name)
+
+
+def test_an_edited_algorithm_is_another_one(tmp_path, monkeypatch):
+    source = (
+        "from stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', 'group_centered', 'clipped', 'constant')\n"
+    )
+    (tmp_path / "my_algo.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    first = Config(algorithm="my_algo:MINE").key()
+    assert first == Config(algorithm="my_algo:MINE").key()
+    del sys.modules["my_algo"]
+    (tmp_path / "my_algo.py").write_text(source + "# edited\n")
+    linecache.clearcache()
+    assert Config(algorithm="my_algo:MINE").key() != first
+
+
+def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):
+    text = (Path(algorithms.__file__).parent / "README.md").read_text()
+    (tmp_path / "readme_algo.py").write_text(text.split("```python")[-1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    made = world.make(store, policy, world.even_share)
+    config = Config(algorithm="readme_algo:ALGORITHM", options={"cap": 3.0}, device="cpu")
+    done = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert row["applied"] and row["clip_fraction"] == 0.0 and row["grad_norm"] > 0

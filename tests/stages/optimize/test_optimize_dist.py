@@ -1,0 +1,71 @@
+"""Two processes with gloo on the CPU give what one gives."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stages.optimize.stage import Config, run
+from tests.stages.optimize import world
+
+ROOT = Path(__file__).parents[3]
+CODE = """
+import sys
+from stages.common.store import Store
+from stages.optimize.stage import Config, run
+store, rollouts, rewards, processes = sys.argv[1:5]
+config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, processes=int(processes), grad_clip=1e9, eps=1.0)
+print(run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two"))
+"""
+
+
+def _launch(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [sys.executable, *launcher, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.dist
+def test_two_ranks_train_as_one(store, policy, tmp_path):
+    """AdamW's eps is 1 here, so that the step follows the gradient and not only its sign."""
+    made = world.make(store, policy, world.even_share, groups=5)
+    config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0)
+    one = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    script = tmp_path / "train.py"
+    script.write_text(CODE)
+    arguments = [str(script), str(store.path), str(made[0].ref), str(made[1].ref)]
+    done = _launch([*arguments, "2"], 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("Ref(") + done.stdout.count("two/policy@1") == 2
+    two = store.open("two/policy@1")
+    assert store.numbers("two", "policy") == [1] and store.numbers("two", "updates") == [1]
+    assert two.manifest.metrics["processes"] == 2
+    base = load_file(policy.path / "model.safetensors")
+    first, second = (load_file(version.path / "model.safetensors") for version in (one, two))
+    for name, value in first.items():
+        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-7)
+    assert max(float((first[name] - base[name]).abs().max()) for name in base) > 1e-5
+    rows = [store.open(f"{name}/updates@1").table().to_pylist() for name in ("tiny", "two")]
+    for mine, theirs in zip(*rows, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "tokens", "rollouts", "microbatches", "clip_fraction"):
+            assert theirs[key] == pytest.approx(mine[key], abs=1e-5)
+    again = _launch([*arguments, "2"], 2)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert store.numbers("two", "policy") == [1]
+
+
+@pytest.mark.dist
+def test_another_number_of_processes_than_asked_for_is_refused(store, policy, tmp_path):
+    made = world.make(store, policy, world.even_share, groups=2)
+    script = tmp_path / "train.py"
+    script.write_text(CODE)
+    done = _launch([str(script), str(store.path), str(made[0].ref), str(made[1].ref), "2"], 1)
+    assert done.returncode != 0
+    assert "expected 2 processes, found 1" in done.stderr
+    assert not store.numbers("two", "policy")

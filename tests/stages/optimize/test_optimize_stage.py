@@ -1,0 +1,405 @@
+"""The stage on a tiny model: what it writes, what it refuses, how it goes on, that it learns."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
+from stages.common import checkpoints
+from stages.common.models import load_model
+from stages.common.store import Store
+from stages.optimize.stage import Config, run
+from tests.stages.optimize import world
+from tests.tiny import make_policy
+
+ROOT = Path(__file__).parents[3]
+
+
+def _config(**values) -> Config:
+    return Config(**{"device": "cpu", "learning_rate": 1e-3, **values})
+
+
+def _weights(version) -> dict[str, torch.Tensor]:
+    return load_file(version.path / "model.safetensors")
+
+
+@pytest.fixture
+def made(store, policy):
+    """(rollouts, rewards) of the tiny policy."""
+    return world.make(store, policy, world.even_share)
+
+
+def _run(store, policy, made, config=None, **refs):
+    named = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref, **refs}
+    return store.open(run(config or _config(), store, **named))
+
+
+# -- what it writes ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_writes_a_policy_advantages_and_updates(store, policy, made):
+    done = _run(store, policy, made, _config(minibatches=2, epochs=2))
+    assert str(done.ref) == "tiny/policy@1"
+    assert {entry.role for entry in done.manifest.inputs} == {"policy", "rollouts", "rewards"}
+    metrics = done.manifest.metrics
+    updates = store.open(metrics["updates"]).table().to_pylist()
+    assert [(row["step"], row["epoch"], row["minibatch"]) for row in updates] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert all(row["applied"] for row in updates)
+    assert metrics["step"] == metrics["steps"] == 4
+    assert metrics["tokens"] == sum(row["tokens"] for row in updates)
+    assert {"load", "steps", "save", "total"} <= done.manifest.seconds.keys()
+    advantages = store.open(metrics["advantages"])
+    assert advantages.manifest.status == {"kept": 16}
+    assert advantages.table()["rollout_id"].to_pylist() == made[0].table()["rollout_id"].to_pylist()
+    assert store.verify()[1] == []
+
+
+def test_the_next_policy_loads_and_keeps_the_tokenizer(store, policy, made):
+    done = _run(store, policy, made)
+    model, info = AutoModelForCausalLM.from_pretrained(done.path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.dtype == torch.float32
+    before, after = (checkpoints.as_model("policy", version) for version in (policy, done))
+    assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
+    assert before.weights != after.weights
+    assert json.loads((done.path / "config.json").read_bytes()) == json.loads((policy.path / "config.json").read_bytes())
+    assert sorted(path.name for path in done.path.glob("*.safetensors")) == ["model.safetensors"]
+    assert {path.suffix for path in (done.path / "optimizer").iterdir()} == {".safetensors", ".json"}
+
+
+def test_the_same_work_again_is_a_cache_hit(store, policy, made):
+    first = _run(store, policy, made)
+    assert _run(store, policy, made, _config(token_budget=33, packing="packed")).ref == first.ref
+    assert _run(store, policy, made, _config(seed=1)).ref != first.ref
+
+
+def test_advantages_and_what_the_new_policy_thinks(store, policy, made):
+    done = _run(store, policy, made, _config(algorithm="dr_grpo", max_completion_tokens=8))
+    rows = {row["rollout_id"]: row for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()}
+    rollouts = made[0].table().to_pylist()
+    for row in rollouts:
+        peers = [world.even_share(other) for other in rollouts if other["group_id"] == row["group_id"]]
+        found = rows[row["rollout_id"]]
+        assert found["advantage"] == pytest.approx(world.even_share(row) - sum(peers) / len(peers), abs=1e-6)
+        if found["mean_ratio"] is not None:
+            assert found["mean_ratio"] == pytest.approx(1.0, abs=1e-4)
+            assert found["mean_logprob"] == pytest.approx(sum(row["old_logprobs"]) / len(row["old_logprobs"]), abs=1e-4)
+
+
+def test_step_zero_is_on_policy(store, policy, made):
+    metrics = _run(store, policy, made).manifest.metrics
+    assert metrics["audit"]["mean_gap"] < 1e-5
+    assert metrics["audit"]["effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
+    (row,) = store.open(metrics["updates"]).table().to_pylist()
+    assert row["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert row["clip_fraction"] == 0.0
+    assert row["entropy"] > 0
+
+
+def test_into_another_run_keeps_the_number(store, policy, made):
+    assert (
+        str(run(_config(), store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, into="fork")) == "fork/policy@1"
+    )
+
+
+# -- joins and filters ---------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_in_another_order_give_the_same_policy(store, policy, made):
+    shuffled = [
+        {"rollout_id": row["rollout_id"], "group_id": row["group_id"], "reward": row["reward"]}
+        for row in made[1].table().to_pylist()[::-1]
+    ]
+    first = _run(store, policy, made)
+    second = _run(store, policy, (made[0], world.write_rewards(store, made[0], shuffled)))
+    assert first.ref != second.ref
+    for one, other in zip(_weights(first).values(), _weights(second).values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("change, word", [("missing", "missing"), ("unknown", "unknown")])
+def test_rewards_must_name_exactly_the_rollouts(store, policy, made, change, word):
+    rows = [
+        {"rollout_id": row["rollout_id"], "group_id": row["group_id"], "reward": 1.0} for row in made[1].table().to_pylist()
+    ]
+    rows = rows[1:] if change == "missing" else [*rows, {**rows[0], "rollout_id": "r-999-0"}]
+    with pytest.raises(LineageError, match=word):
+        _run(store, policy, (made[0], world.write_rewards(store, made[0], rows)))
+
+
+def test_rewards_of_other_rollouts_are_refused(store, policy, made):
+    model = load_model(policy, dtype=torch.float32)
+    others = world.write_rollouts(store, policy, world.sample(model, world.prompts(4), 4, seed=5))
+    with pytest.raises(LineageError, match="not of"):
+        _run(store, policy, (others, made[1]))
+
+
+def test_what_can_not_be_trained_on_is_dropped_with_its_reason(store, policy):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
+    rows[0]["finish_reason"] = "abort"
+    rows[12]["completion_ids"], rows[12]["old_logprobs"] = [], []
+    values = {f"r-001-{i}": None for i in range(3)} | {f"r-002-{i}": 0.5 for i in range(4)}
+    rollouts = world.write_rollouts(store, policy, rows)
+    rewards = world.write_rewards(store, rollouts, lambda row: values.get(row["rollout_id"], float(row["sample_index"])))
+    done = _run(store, policy, (rollouts, rewards), _config(algorithm="dapo"))
+    table = {row["rollout_id"]: row for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()}
+    expected = {"r-000-0": "abort", "r-001-0": "not_scored", "r-001-1": "not_scored", "r-001-2": "not_scored",
+                "r-001-3": "small_group", "r-003-0": "empty", **{f"r-002-{i}": "zero_variance" for i in range(4)}}  # fmt: skip
+    assert {name: row["drop_reason"] for name, row in table.items() if row["drop_reason"]} == expected
+    assert all(row["kept"] == (row["drop_reason"] is None) == (row["advantage"] is not None) for row in table.values())
+    assert done.manifest.metrics["dropped"] == {"abort": 1, "empty": 1, "not_scored": 3, "small_group": 1, "zero_variance": 4}
+    assert table["r-000-1"]["advantage"] == pytest.approx(-1 / 1.0001, abs=1e-5)  # of 1, 2, 3: the aborted 0 is not among them
+
+
+def test_on_length_mask_leaves_cut_completions_out_of_the_loss(store, policy):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
+    for index, row in enumerate(rows):
+        row["finish_reason"] = "length" if index % 3 == 0 else "stop"
+    rollouts = world.write_rollouts(store, policy, rows)
+    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    masked, kept = (_run(store, policy, made, _config(on_length=how)) for how in ("mask", "keep"))
+    assert masked.manifest.metrics["dropped"] == {"length": 6}
+    tables = [store.open(done.manifest.metrics["advantages"]).table().to_pylist() for done in (masked, kept)]
+    for one, other in zip(*tables, strict=True):  # the cut ones count in the group's mean all the same
+        assert one["advantage"] in (None, other["advantage"])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])  # dapo drops them all
+def test_all_rewards_equal_commits_the_same_weights_and_says_so(store, policy, made, caplog, algorithm):
+    rewards = world.write_rewards(store, made[0], lambda row: 1.0)
+    done = _run(store, policy, (made[0], rewards), _config(algorithm=algorithm))
+    assert done.manifest.metrics["all_advantages_zero"] is True
+    assert done.manifest.metrics["steps"] == 0
+    assert "nothing to learn" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(_weights(done).values(), _weights(policy).values(), strict=True))
+
+
+@pytest.mark.parametrize("each, reward", [(4, None), (1, 1.0)])
+def test_without_any_advantage_it_stops(store, policy, each, reward):
+    made = world.make(store, policy, lambda row: reward, each=each)
+    with pytest.raises(NumericError, match="no group has two"):
+        _run(store, policy, made)
+    assert store.numbers("tiny", "policy") == [0]
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------------
+
+
+def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, policy, made):
+    newer = _run(store, policy, made)
+    with pytest.raises(LineageError) as caught:
+        _run(store, newer, made)
+    old, new = (checkpoints.as_model("policy", version).weights[:12] for version in (policy, newer))
+    assert old in caught.value.message and new in caught.value.message
+    stale = _run(store, newer, made, _config(max_staleness=1))
+    assert str(stale.ref) == "tiny/policy@2"
+    assert stale.manifest.metrics["audit"]["mean_gap"] > 0.01  # said, and not held against them
+
+
+def test_greedy_rows_are_refused(store, policy):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    rows[1]["temperature"] = 0.0
+    rollouts = world.write_rollouts(store, policy, rows)
+    with pytest.raises(ConfigError, match="temperature 0"):
+        _run(store, policy, (rollouts, world.write_rewards(store, rollouts, world.even_share)))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_tokens": 3}, {"repetition_penalty": 1.1}]
+)
+def test_biased_sampling_is_refused_unless_allowed(store, policy, sampling):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 3)
+    rollouts = world.write_rollouts(store, policy, rows, sampling={"top_p": 1.0, "top_k": 0, **sampling})
+    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    with pytest.raises(ConfigError, match=next(iter(sampling))):
+        _run(store, policy, made)
+    done = _run(store, policy, made, _config(allow_biased_sampling=True))
+    assert done.manifest.metrics["biased_sampling"] == [f"{name} = {value}" for name, value in sampling.items()]
+
+
+@pytest.mark.parametrize("change, word", [(("completion_ids", 999), "ids below"), (("prompt_ids", None), "no ids")])
+def test_rows_that_the_model_can_not_read(store, policy, change, word):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    name, value = change
+    rows[0][name] = [] if value is None else [*rows[0][name][:-1], value]
+    rollouts = world.write_rollouts(store, policy, rows)
+    with pytest.raises(SchemaError, match=word):
+        _run(store, policy, (rollouts, world.write_rewards(store, rollouts, lambda row: float(row["sample_index"]))))
+
+
+def test_kl_needs_reference_logprobs(store, policy, made):
+    with pytest.raises(ConfigError, match="kl_coef"):
+        _run(store, policy, made, _config(kl_coef=0.1))
+    old = made[0].table()["old_logprobs"].to_pylist()
+    reference = world.write_logprobs(store, made[0], old)
+    done = _run(store, policy, made, _config(kl_coef=0.1), ref_logprobs=reference.ref)
+    (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert row["kl_loss"] == pytest.approx(0.0, abs=1e-8)
+    lifted = world.write_logprobs(store, made[0], [[value - 0.5 for value in values] for values in old])
+    done = _run(store, policy, made, _config(kl_coef=0.1), ref_logprobs=lifted.ref)
+    (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert row["kl_loss"] == pytest.approx(2.718281828**-0.5 - 0.5, abs=1e-3)
+    assert row["loss"] == pytest.approx(row["policy_loss"] + 0.1 * row["kl_loss"])
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_audit_stops_before_anything_changes(store, policy, minibatches):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
+    for row in rows:  # as if the engine had reported logprobs of another temperature
+        row["old_logprobs"] = [value * 0.7 for value in row["old_logprobs"]]
+    rollouts = world.write_rollouts(store, policy, rows)
+    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    with pytest.raises(NumericError, match="max_mean_gap") as caught:
+        _run(store, policy, made, _config(minibatches=minibatches))
+    assert caught.value.exit_code == 8
+    assert store.numbers("tiny", "policy") == [0]
+    assert not store.numbers("tiny", "updates") and not store.numbers("tiny", "advantages")
+    gap = _run(store, policy, made, _config(minibatches=minibatches, audit={"max_mean_gap": 9})).manifest.metrics["audit"]
+    values = [value for row in rows for value in row["old_logprobs"]]
+    assert gap["mean_gap"] == pytest.approx(sum(abs(value / 0.7 - value) for value in values) / len(values), rel=0.2)
+
+
+ALGORITHM = """
+from stages.optimize.algorithms import Algorithm
+from stages.optimize.losses import clipped
+seen = []
+def surrogate(tokens, *, bad=(), **options):
+    seen.append(1)
+    loss, taken = clipped(tokens, **options)
+    return loss * (float("nan") if len(seen) - 1 in bad else 1.0), taken
+MINE = Algorithm("mine", "group_normalized", surrogate, "token_mean", {"clip_low": 0.2, "clip_high": 0.2})
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A user's own algorithm whose loss is NaN at the calls that `options.bad` lists."""
+    (tmp_path / "nan_algo.py").write_text(ALGORITHM)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "nan_algo:MINE"
+    sys.modules.pop("nan_algo", None)
+
+
+def test_a_step_that_is_not_finite_is_left_out(store, policy, made, mine):
+    done = _run(store, policy, made, _config(algorithm=mine, epochs=4, options={"bad": [1, 2]}))
+    rows = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert [row["applied"] for row in rows] == [True, False, False, True]
+    assert rows[1]["loss"] is None and rows[1]["grad_norm"] is None
+    assert [row["step"] for row in rows] == [0, 1, 1, 1]
+    assert (done.manifest.metrics["skipped_steps"], done.manifest.metrics["step"]) == (2, 2)
+    assert all(value.isfinite().all() for value in _weights(done).values())
+
+
+@pytest.mark.parametrize("epochs, bad", [(9, [2, 3, 4]), (1, [0])])
+def test_three_in_a_row_or_none_at_all_stop_the_stage(store, policy, made, mine, epochs, bad):
+    with pytest.raises(NumericError):
+        _run(store, policy, made, _config(algorithm=mine, epochs=epochs, options={"bad": bad}))
+    assert store.numbers("tiny", "policy") == [0]
+    assert not store.numbers("tiny", "updates")
+
+
+# -- going on ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [{}, {"schedule": "cosine", "warmup_steps": 1, "total_steps": 7}])
+def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, made, schedule):
+    common = {"max_staleness": 1, **schedule}
+    together = _run(store, policy, made, _config(epochs=2, **common), into="together")
+    first = _run(store, policy, made, _config(epochs=1, **common))
+    second = _run(store, first, made, _config(epochs=1, audit={"enabled": False}, **common))
+    assert second.manifest.metrics["step"] == 2
+    for folder in ("model.safetensors", "optimizer/state.safetensors"):
+        one, other = load_file(together.path / folder), load_file(second.path / folder)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_without_the_state_the_moments_start_anew(store, policy, made):
+    common = {"max_staleness": 1, "audit": {"enabled": False}}
+    first = _run(store, policy, made, _config(save_optimizer=False))
+    assert not (first.path / "optimizer").exists()
+    fresh = _run(store, first, made, _config(**common))
+    kept = _run(store, _run(store, policy, made, _config()), made, _config(**common))
+    assert any(not torch.equal(a, b) for a, b in zip(_weights(fresh).values(), _weights(kept).values(), strict=True))
+    assert fresh.manifest.metrics["step"] == 2
+
+
+def test_it_learns(store, policy):
+    """Even ids are rewarded; five iterations of one step raise their share in what is sampled anew."""
+    share = []
+    for iteration in range(6):
+        model = load_model(policy, dtype=torch.float32)
+        rows = world.sample(model, world.prompts(6), 16, seed=iteration)
+        share.append(sum(map(world.even_share, rows)) / len(rows))
+        rollouts = world.write_rollouts(store, policy, rows)
+        made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+        policy = _run(store, policy, made, _config(algorithm="dr_grpo", learning_rate=2e-2))
+    assert share[-1] > share[0] + 0.15
+
+
+def test_neither_engine_nor_tokenizer_is_touched(store, policy, made):
+    code = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("vllm", "prefect"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import transformers.tokenization_utils_base as base
+def refuse(*a, **k): raise AssertionError("a tokenizer was called")
+base.PreTrainedTokenizerBase.from_pretrained = base.PreTrainedTokenizerBase.__call__ = refuse
+from stages.common.store import Store
+from stages.optimize.stage import Config, run
+refs = dict(policy="tiny/policy@0", rollouts="{made[0].ref}", rewards="{made[1].ref}")
+print(run(Config(device="cpu"), Store({str(store.path)!r}), **refs))
+assert "vllm" not in sys.modules and "prefect" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("tiny/policy@1")
+
+
+def test_importing_the_stage_is_cheap():
+    code = "import sys, stages.optimize.stage; print([n for n in ('torch', 'transformers', 'accelerate') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_options_that_the_surrogate_does_not_take_are_refused(store, policy, made):
+    with pytest.raises(ConfigError, match="clip_max"):
+        _run(store, policy, made, _config(options={"clip_max": 5.0}))
+
+
+def test_bf16_autocast_trains_and_keeps_weights_in_float32(store, policy, made):
+    done = _run(store, policy, made, _config(precision="bf16"))
+    assert 0 < done.manifest.metrics["audit"]["mean_gap"] < 0.1
+    assert {value.dtype for value in _weights(done).values()} == {torch.float32}
+
+
+def test_a_qwen3_policy(store):
+    policy = make_policy(store, "qwen", "qwen3")
+    made = world.make(store, policy, world.even_share, run="qwen")
+    done = _run(store, policy, made)
+    assert str(done.ref) == "qwen/policy@1" and done.manifest.metrics["packing"] == "shared"
+
+
+def test_an_encoder_decoder_policy_is_refused(store, made):
+    with pytest.raises(ConfigError, match="encoder-decoder"):
+        _run(store, make_policy(store, "t5", "t5"), made)
+
+
+def test_trackers_write_where_they_are_told(store, policy, made, tmp_path):
+    _run(store, policy, made, _config(trackers=["tensorboard"], tracker_folder=str(tmp_path / "logs")))
+    assert any(path.name.startswith("events") for path in (tmp_path / "logs").rglob("*"))
+
+
+def test_store_is_only_read_by_name(store, policy, made):
+    """A store opened anew gives the same answer: nothing is kept in memory between runs."""
+    first = _run(store, policy, made)
+    assert run(_config(), Store(store.path), policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref) == first.ref
