@@ -4,7 +4,7 @@ LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.loc
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow torture gpu bench lint lock
+.PHONY: setup demo test slow gpu lint lock
 
 setup: $(STAMP)
 
@@ -20,13 +20,10 @@ demo: setup
 	.venv/bin/quiver run deployments/recipes/demo.toml
 
 test: setup
-	$(PYTEST) -m "not slow and not torture and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 slow: setup
 	$(PYTEST) -m slow
-
-torture: setup
-	$(PYTEST) -m torture
 
 gpu: setup
 	$(PYTEST) -m gpu
@@ -34,9 +31,6 @@ gpu: setup
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-
-bench: setup
-	.venv/bin/python -m tests.benchmarks
 
 # Needs uv. FIND_LINKS: a folder or index page that holds torch's CPU wheel (https://download.pytorch.org/whl/cpu/torch on an open network).
 COMPILE := uv pip compile pyproject.toml --extra demo --extra trackers --extra dev --python-version 3.11 \

@@ -69,12 +69,14 @@ def run(
     """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after. Resumes by itself."""
     from schemas.errors import ConfigError
 
+    from .embedded import guard_embedded_server
     from .post_train import STAGES, post_train
     from .summary import summary
 
     if first and first not in STAGES:
         raise ConfigError(f"--from {printable(first)}", f"expected one of {', '.join(STAGES)}", next="correct --from")
     loaded = _recipe(recipe, [*(settings or []), *([f"iterations={iterations}"] if iterations else [])], store)
+    guard_embedded_server()
     result = post_train(loaded, first)
     _print(json, result, summary(loaded, recipe, result))
 

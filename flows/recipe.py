@@ -61,7 +61,7 @@ class Placement(Config):
 class Recipe(Config):
     """Prompts → rollouts → rewards → the next policy, `iterations` times."""
 
-    run: str = Field(pattern=NAME.pattern, max_length=58)
+    run: str = Field(pattern=rf"^{NAME.pattern}$", max_length=58)
     """Name of the run: the folder of its versions in the store."""
     store: str = "store"
     """Folder of the store."""
@@ -101,7 +101,11 @@ class Recipe(Config):
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same rows each time)."""
         source = self.data.for_evaluation() if evaluation else self.data
-        common = {"seed": self.seed, "iteration": 0 if evaluation else iteration - 1, "reserve_tokens": self._reserve(evaluation)}
+        common = {
+            "seed": self.seed,
+            "iteration": 0 if evaluation else iteration - 1,
+            "reserve_tokens": self._reserve(evaluation),
+        }
         return PromptConfig(
             **source.model_dump(exclude={"held_out"}), **{**common, **self.prompt.model_dump(exclude_unset=True)}
         )

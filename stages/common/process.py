@@ -43,6 +43,7 @@ _QUIET = {
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait by spinning take the cores from those that work
     "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries about one another
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "TQDM_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }

