@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
+from typer.main import get_command
 
-from schemas.errors import QuiverError, printable
+from schemas.errors import ConfigError, QuiverError, printable, unexpected
 from schemas.refs import Ref
 
+_ANSWER: TextIO | None = None
+_UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 app = typer.Typer(
     help="Post-training of language models as a chain of stages, linked by versioned datasets.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -50,7 +54,20 @@ def _store(path: str | None):
 
 
 def _print(as_json: bool, data: dict[str, Any], lines: list[str]) -> None:
-    print(json.dumps(data, ensure_ascii=False) if as_json else "\n".join(lines))
+    """The command's answer, on the stdout that this process was started with (see `main`)."""
+    text = json.dumps(_plain(data), ensure_ascii=False) if as_json else "\n".join(lines)
+    print(text, file=_ANSWER or sys.stdout, flush=True)
+
+
+def _plain(data: Any) -> Any:
+    """`data` as JSON has it: a number that is not finite is null, a date or anything else of the user's columns its text."""
+    if isinstance(data, dict):
+        return {str(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_plain(value) for value in data]
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    return data if data is None or isinstance(data, str | int) else str(data)
 
 
 # -- stages ---------------------------------------------------------------------------------------------------------------------
@@ -67,18 +84,16 @@ def run(
     debug: Debug = False,
 ) -> None:
     """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after. Resumes by itself."""
-    from schemas.errors import ConfigError
-
     from .embedded import guard_embedded_server
     from .post_train import STAGES, post_train
     from .summary import summary
 
     if first and first not in STAGES:
         raise ConfigError(f"--from {printable(first)}", f"expected one of {', '.join(STAGES)}", next="correct --from")
-    loaded = _recipe(recipe, [*(settings or []), *([f"iterations={iterations}"] if iterations else [])], store)
+    loaded = _recipe(recipe, [*(settings or []), *([f"iterations={iterations}"] if iterations is not None else [])], store)
     guard_embedded_server()
     result = post_train(loaded, first)
-    _print(json, result, summary(loaded, recipe, result))
+    _print(json, result, summary(loaded, recipe, settings or [], result))
 
 
 def _stage_command(name: str, roles: tuple[str, ...], help: str) -> None:
@@ -125,15 +140,17 @@ def ls(
     debug: Debug = False,
 ) -> None:
     """List the versions."""
-    versions = [v.manifest for v in _store(store).versions(run)]
-    rows = [{"ref": m.ref, "rows": m.rows, "stage": m.stage, "created": m.created} for m in versions]
-    _print(json, {"versions": rows}, [f"{r['ref']:<40} {r['rows']:>8}  {r['stage']:<10} {r['created'][:19]}" for r in rows])
+    from .inspect_store import listing
+
+    rows = listing(_store(store), run)
+    lines = [r.get("error") or f"{r['ref']:<40} {r['rows']:>8}  {r['stage']:<10} {r['created'][:19]}" for r in rows]
+    _print(json, {"versions": rows}, lines)
 
 
 @app.command()
 def show(
     ref: Reference,
-    n: Annotated[int, typer.Option("-n", help="how many rows")] = 3,
+    n: Annotated[int, typer.Option("-n", help="how many rows", min=0)] = 3,
     store: StorePath = None,
     json: Json = False,
     debug: Debug = False,
@@ -242,28 +259,51 @@ def engines(json: Json = False, debug: Debug = False) -> None:
 
 
 def _report(error: QuiverError) -> int:
-    if "--debug" in sys.argv:
-        import traceback
-
-        traceback.print_exception(error)
     if "--json" in sys.argv:
-        print(json.dumps({"error": error.to_dict()}, ensure_ascii=False))
+        _print(True, {"error": error.to_dict()}, [])
     print(error, file=sys.stderr)
     return error.exit_code
 
 
+def _run() -> int:
+    try:
+        return get_command(app).main(standalone_mode=False) or 0
+    except typer.Abort:
+        return 130
+    except _UsageError as error:
+        told = ConfigError("command line", error.format_message(), next="quiver --help, or quiver COMMAND --help")
+    except QuiverError as error:
+        told = error
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+    except Exception as error:
+        traceback.print_exc()
+        told = unexpected("quiver", error)
+    return _report(told)
+
+
 def main() -> None:
-    """Entry point: an error becomes its exit code, with what to do next on stderr."""
-    if "--debug" in sys.argv:
-        os.environ["QUIVER_DEBUG"] = "1"
+    """Entry point: an error becomes its exit code, with what to do next on stderr.
+
+    With --json, whatever else prints on stdout (a library, a user's reward as it is imported) is sent to stderr.
+    """
+    global _ANSWER  # noqa: PLW0603
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    if "--json" in sys.argv:
+        _ANSWER = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+    debug = "--debug" in sys.argv
+    os.environ["QUIVER_DEBUG"] = "1" if debug else ""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver").setLevel(logging.INFO)
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    if not debug:  # Prefect logs a stage's error with its traceback; the error itself is printed once, at the end
+        os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL", "CRITICAL")
+        os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "CRITICAL")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        app()
-    except QuiverError as error:
-        sys.exit(_report(error))
+        sys.exit(_run())
     except KeyboardInterrupt:
         sys.exit(130)
 

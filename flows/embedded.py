@@ -18,7 +18,7 @@ def guard_embedded_server() -> None:
         return
     server = SubprocessASGIServer()  # one a process: the flow's client takes this very server
     server.start()
-    waiting, held = os.pipe()  # `held` stays open in this process alone, until its end, however that comes
+    waiting, _ = os.pipe()  # the other end stays open in this process alone, until its end, however that comes
     command = ["sh", "-c", f"read _; kill {server.server_process.pid}"]
     subprocess.Popen(command, stdin=waiting, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     os.close(waiting)

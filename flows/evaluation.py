@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from prefect import flow
-
 from stages.common.process import Outcome
 
 from .recipe import Recipe
-from .tasks import perform
+from .tasks import check_rewards, perform
 
 
 def measure(recipe: Recipe, policy: str, iteration: int, forced: set[str] = frozenset()) -> Outcome | None:
@@ -26,16 +24,10 @@ def measure(recipe: Recipe, policy: str, iteration: int, forced: set[str] = froz
         return perform(recipe, f"evaluate {iteration}: {name}", name, config, refs, into, force)
 
     prompts = stage("prompt", recipe.prompt_config(0, evaluation=True), aside, policy=policy)
+    check_rewards(recipe, prompts.ref)
     config = recipe.generate_config(0, evaluation=True)
     rollouts = stage("generate", config, aside, prompts=prompts.ref, policy=policy)
     rewards = stage("reward", recipe.reward, aside, rollouts=rollouts.ref)
     scored = stage("evaluate", recipe.score_config(), recipe.run, rollouts=rollouts.ref, rewards=rewards.ref)
     total = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, scored))
     return replace(scored, seconds=round(total, 3))
-
-
-@flow(name="evaluation", flow_run_name="evaluate {policy}", persist_result=False)
-def evaluation(recipe: Recipe, policy: str) -> dict:
-    """Measure one saved policy by the recipe's held-out rows. Returns its reference and numbers."""
-    outcome = measure(recipe, policy, 0)
-    return {} if outcome is None else {"ref": outcome.ref, **outcome.metrics}

@@ -7,11 +7,25 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, QuiverError
+from schemas.refs import Ref
 from stages.common.store import Store, Version
 
 _KEYS = ("rollout_id", "group_id", "step")
 _ALWAYS_DIFFERENT = {"version", "created", "commit_id", "content_hash", "run_key", "seconds", "bytes", "files", "run"}
+
+
+def listing(store: Store, run: str | None) -> list[dict[str, Any]]:
+    """What `ls` prints of each version: ref, rows, stage, created; of one whose manifest is torn, ref and `error`."""
+
+    def line(ref: Ref) -> dict[str, Any]:
+        try:
+            manifest = store.open(ref).manifest
+        except QuiverError as error:
+            return {"ref": str(ref), "error": f"{error.code} {error.object}: {error.message}"}
+        return {"ref": manifest.ref, "rows": manifest.rows, "stage": manifest.stage, "created": manifest.created}
+
+    return [line(ref) for ref in store.refs(run)]
 
 
 def rows(version: Version, count: int) -> list[dict[str, Any]]:

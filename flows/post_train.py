@@ -11,12 +11,10 @@ from typing import Any
 from prefect import flow
 
 from stages.common.process import Outcome
-from stages.common.store import Store
-from stages.reward.stage import check_functions
 
 from .evaluation import measure
 from .recipe import Recipe
-from .tasks import perform
+from .tasks import check_rewards, perform
 
 STAGES = ("prompt", "generate", "reward", "optimize", "evaluate")
 
@@ -49,8 +47,7 @@ def improve(recipe: Recipe, policy: str, iteration: int, forced: set[str]) -> di
         return perform(recipe, f"{name} {iteration}/{recipe.iterations}", name, config, refs, recipe.run, name in forced)
 
     prompts = stage("prompt", recipe.prompt_config(iteration), policy=policy)
-    columns = Store(recipe.store).open(prompts.ref).table().schema.field("columns").type
-    check_functions(recipe.reward, [field.name for field in columns])  # found before the engine starts
+    check_rewards(recipe, prompts.ref)
     rollouts = stage("generate", recipe.generate_config(iteration), prompts=prompts.ref, policy=policy)
     rewards = stage("reward", recipe.reward, rollouts=rollouts.ref)
     updated = stage("optimize", recipe.optimize_config(), policy=policy, rollouts=rollouts.ref, rewards=rewards.ref)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,18 +21,24 @@ from stages.common.checkpoints import PolicyConfig
 from stages.common.config import Config, Runtime, parse
 from stages.evaluate.stage import Config as ScoreConfig
 from stages.generate.stage import Config as GenerateConfig
+from stages.optimize.algorithms import ALGORITHMS
 from stages.optimize.stage import Config as OptimizeConfig
 from stages.prompt.sources import SourceConfig
 from stages.prompt.stage import Config as PromptConfig
 from stages.prompt.templates import TemplateConfig
 from stages.reward.stage import Config as RewardConfig
 
+StageName = Literal["policy", "prompt", "generate", "reward", "optimize", "evaluate"]
+_SHAPE_ONLY = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
+_GROUP_ADVANTAGES = {"group_normalized", "group_centered", "leave_one_out"}
+
 
 class Data(SourceConfig):
     """The training rows, and what is different for the held-out ones."""
 
     held_out: dict[str, Any] | None = None
-    """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`. Without it: no evaluation."""
+    """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`. Without it: no evaluation. It must
+    name other rows: another source, split, name or arguments."""
 
     def for_evaluation(self) -> SourceConfig:
         """The held-out source: [data] with the keys of [data.held_out] in place of its own, and no limit unless given."""
@@ -52,9 +58,10 @@ class Evaluate(ScoreConfig):
 class Placement(Config):
     """Where each stage runs. A stage that is not named runs as a child process of the flow, with the flow's interpreter."""
 
-    python: dict[str, str] = Field(default_factory=dict)
-    """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an environment of its own."""
-    timeout_seconds: dict[str, float] = Field(default_factory=dict)
+    python: dict[StageName, str] = Field(default_factory=dict)
+    """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an environment of its own, in which
+    Quiver is installed too."""
+    timeout_seconds: dict[StageName, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards are kept."""
 
 
@@ -87,16 +94,19 @@ class Recipe(Config):
     """Interpreters and time limits."""
 
     @model_validator(mode="after")
-    def _known(self) -> Recipe:
-        self.data.for_evaluation()
-        self.generate_config(0, evaluation=True)
+    def _fits(self) -> Recipe:
+        """What can be told from the recipe alone is told before anything runs."""
+        _check_training(self.generate, self.optimize)
+        if self.data.held_out is not None:
+            _check_evaluation(self)
         return self
 
     @property
     def online(self) -> bool:
         """Whether a hub may be reached: only when the recipe names a hub model or dataset."""
         hub_model = not Path(self.policy.model).expanduser().exists() and not self.policy.model.startswith("package:")
-        return hub_model or self.data.source.startswith("datasets:")
+        sources = (self.data.source, (self.data.held_out or {}).get("source", ""))
+        return hub_model or any(source.startswith("datasets:") for source in sources)
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same rows each time)."""
@@ -127,6 +137,42 @@ class Recipe(Config):
 
     def _reserve(self, evaluation: bool) -> int:
         return self.generate_config(0, evaluation=evaluation).sampling.max_tokens
+
+
+def _check_training(generate: GenerateConfig, optimize: OptimizeConfig) -> None:
+    sampling, neutral = generate.sampling, type(generate.sampling)()
+    if sampling.temperature == 0:
+        raise ValueError("generate.sampling.temperature must be > 0: greedy rows have no probability to train on")
+    biases = [name for name in type(sampling).model_fields if name not in _SHAPE_ONLY]
+    biased = [name for name in biases if getattr(sampling, name) != getattr(neutral, name)]
+    if biased and not optimize.allow_biased_sampling:
+        raise ValueError(
+            f"generate.sampling.{biased[0]} makes the sampled distribution another than the policy's: leave it out, "
+            "or set optimize.allow_biased_sampling = true"
+        )
+    row = ALGORITHMS.get(optimize.algorithm)
+    if row and row.advantage in _GROUP_ADVANTAGES and generate.samples_per_prompt < 2:
+        raise ValueError(
+            f"generate.samples_per_prompt must be >= 2 for algorithm {row.name!r}, got {generate.samples_per_prompt}: raise it"
+        )
+    if optimize.kl_coef > 0:
+        raise ValueError("optimize.kl_coef > 0 needs the reference's logprobs, and a recipe makes none: set it to 0")
+
+
+def _check_evaluation(recipe: Recipe) -> None:
+    recipe.data.for_evaluation()
+    if not {"source", "split", "name", "arguments"} & set(recipe.data.held_out):
+        raise ValueError("data.held_out has the rows of [data]: give it another source, split, name or arguments")
+    samples, score, wanted = (
+        recipe.generate_config(0, evaluation=True).samples_per_prompt,
+        recipe.evaluate.score,
+        recipe.evaluate.k,
+    )
+    parts = ["reward", *(function.name for function in recipe.reward.functions)]
+    if score not in parts:
+        raise ValueError(f"evaluate.score must be one of {', '.join(parts)}, got {score!r}")
+    if max(wanted, default=0) > samples:
+        raise ValueError(f"evaluate.k asks for {max(wanted)} samples, evaluate.generate.samples_per_prompt is {samples}")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -1,31 +1,36 @@
 """One stage on saved versions: re-score, re-train, fork, without the rest of the chain.
 
-rerun(recipe, "reward", ("rollouts",), {"rollouts": "arith/rollouts@3"}, iteration=1)
+rerun(recipe, "reward", ("rollouts",), {"rollouts": "arith/rollouts@3"})
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from schemas.errors import LineageError
-from stages.common.process import Call, Outcome, run_stage
+from schemas.errors import ConfigError, LineageError
+from stages.common.process import Call, Outcome, perform, run_stage
 from stages.common.store import Store
+from stages.common.work import NotDone
 
 from .recipe import Recipe
+
+_ORDER = ("rollouts", "rewards", "prompts", "policy")
 
 
 def rerun(
     recipe: Recipe, stage: str, roles: tuple[str, ...], given: dict[str, str | None], iteration: int = 1, force: bool = False
 ) -> Outcome:
     """Run `stage` with the given references; one that is not given is found (see `find`). LineageError where there is none."""
+    foreign = sorted(role for role, ref in given.items() if ref and role not in roles)
+    if foreign:
+        takes = " and ".join(f"--{role}" for role in roles)
+        raise ConfigError(f"--{foreign[0]}", f"quiver {stage} takes {takes}", next=f"leave --{foreign[0]} out")
     store = Store(recipe.store)
     refs = {role: str(store.resolve(given[role], recipe.run)) for role in roles if given.get(role)}
-    for role in sorted(set(roles) - set(refs), key=("rewards", "rollouts", "prompts", "policy").index):
+    for role in sorted(set(roles) - set(refs), key=_ORDER.index):
         refs[role] = find(recipe, store, role, refs, stage)
     if stage == "evaluate":
-        from .evaluation import measure
-
-        return measure(recipe, refs["policy"], iteration, {"evaluate"} if force else set())
+        return _evaluate(recipe, refs["policy"], iteration, force)
     call = Call(stage, _config(recipe, stage, iteration).model_dump(mode="json"), recipe.store, refs, recipe.run, force)
     place = recipe.placement
     return run_stage(call, python=place.python.get(stage), timeout=place.timeout_seconds.get(stage), online=recipe.online)
@@ -34,17 +39,12 @@ def rerun(
 def find(recipe: Recipe, store: Store, role: str, known: dict[str, str], stage: str) -> str:
     """The reference that is meant where none was given: what belongs to the known ones, or else the run's latest.
 
-    Rewards are the newest of the known rollouts, rollouts are those of the known rewards, and the policy to optimize is the one
-    that sampled the rollouts. A policy that is not there yet is imported.
+    Rewards are those that this recipe's [reward] gave the rollouts, rollouts are those of the known rewards, and the policy to
+    optimize is the one that sampled the rollouts. A policy that is not there yet is imported.
     """
     run = recipe.run
-    if role == "rewards" and "rollouts" in known:
-        scored = [v for v in store.versions(run, "rewards") if v.manifest.input("rollouts").ref == known["rollouts"]]
-        if not scored:
-            raise LineageError(
-                known["rollouts"], "these rollouts have no rewards yet", next="quiver reward RECIPE --rollouts REF"
-            )
-        return str(scored[-1].ref)
+    if role == "rewards":
+        return _rewards(recipe, known["rollouts"])
     if role == "rollouts" and "rewards" in known:
         return store.open(known["rewards"]).manifest.input("rollouts").ref
     if role == "policy" and stage == "optimize":
@@ -53,6 +53,27 @@ def find(recipe: Recipe, store: Store, role: str, known: dict[str, str], stage: 
         call = Call("policy", recipe.policy.model_dump(mode="json"), recipe.store, {}, run)
         return run_stage(call, online=recipe.online).ref
     return str(store.resolve(f"{run}/{role}@latest"))
+
+
+def _rewards(recipe: Recipe, rollouts: str) -> str:
+    call = Call("reward", recipe.reward.model_dump(mode="json"), recipe.store, {"rollouts": rollouts}, recipe.run)
+    try:
+        return perform(call, lookup=True).ref
+    except NotDone:
+        raise LineageError(
+            rollouts,
+            "this recipe's [reward] has not scored these rollouts",
+            next="quiver reward RECIPE --rollouts REF with the same --set; or name --rewards REF",
+        ) from None
+
+
+def _evaluate(recipe: Recipe, policy: str, iteration: int, force: bool) -> Outcome:
+    from .evaluation import measure
+
+    done = measure(recipe, policy, iteration, {"evaluate"} if force else frozenset())
+    if done is None:
+        raise ConfigError("data.held_out", "the recipe names no held-out rows", next="add [data.held_out] to the recipe")
+    return done
 
 
 def _config(recipe: Recipe, stage: str, iteration: int) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 from .recipe import Recipe
 
 
-def summary(recipe: Recipe, path: Path, result: dict[str, Any]) -> list[str]:
+def summary(recipe: Recipe, path: Path, settings: list[str], result: dict[str, Any]) -> list[str]:
     """Lines for a person."""
     lines = ["", f"store   {Path(recipe.store).absolute()}"]
     lines += ["", "iteration  mean reward                policy", *_curve(result["iterations"])]
@@ -16,21 +18,31 @@ def summary(recipe: Recipe, path: Path, result: dict[str, Any]) -> list[str]:
     if measured:
         lines += ["", "held-out score", f"   before  {_score(result['baseline'])}"]
         lines += [f"after {done['iteration']:>4}  {_score(done['evaluation'])}" for done in measured]
-    last = result["iterations"][-1]
-    files = f"{path} --store {recipe.store}"
-    again = "--set 'reward.functions=[{use=\"length\",arguments={target=4}}]'"
     return [
         *lines,
         "",
-        "next",
-        "  score the same rollouts with another reward, then optimize on them again, with no generation:",
-        f"    quiver reward {files} --rollouts {last['rollouts']} {again}",
-        f"    quiver optimize {files} --rollouts {last['rollouts']}",
-        "  see what the last policy was made of:",
-        f"    quiver lineage {last['policy']} --store {recipe.store}",
-        "  go on for two more iterations; what is done is not done again:",
-        f"    quiver run {files} --iterations {len(result['iterations']) + 2}",
+        *(line for note, command in next_commands(recipe, path, settings, result) for line in (note, f"  {command}")),
     ]
+
+
+def next_commands(recipe: Recipe, path: Path, settings: list[str], result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is worth trying next: (why, a command that a shell takes as it is)."""
+    last, quiver = result["iterations"][-1], _command()
+    same = ["--store", recipe.store, *(part for setting in settings for part in ("--set", setting))]
+    length = ["--set", "reward.functions=[{use='length',arguments={target=4}}]", "--set", "evaluate.score=reward"]
+    rescored = shlex.join([str(path), *same, *length, "--rollouts", last["rollouts"]])
+    more = shlex.join([quiver, "run", str(path), *same, "--iterations", str(len(result["iterations"]) + 2)])
+    return [
+        ("score the same rollouts with another reward, then optimize on them again, with no generation:",
+         f"{shlex.quote(quiver)} reward {rescored} && {shlex.quote(quiver)} optimize {rescored}"),
+        ("see what the last policy was made of:", shlex.join([quiver, "lineage", last["policy"], "--store", recipe.store])),
+        ("go on for two more iterations; what is done is not done again:", more),
+    ]  # fmt: skip
+
+
+def _command() -> str:
+    """The command as it was called, where a person can call it so again."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "quiver" else "quiver"
 
 
 def _curve(iterations: list[dict[str, Any]]) -> list[str]:

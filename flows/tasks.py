@@ -12,6 +12,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from stages.common.process import Call, Outcome, run_stage
+from stages.common.store import Store
+from stages.reward.stage import check_functions
 
 from .recipe import Recipe
 
@@ -32,6 +34,12 @@ def perform(recipe: Recipe, label: str, stage: str, config: Any, refs: dict[str,
     outcome = stage_task(label, call, place.python.get(stage), place.timeout_seconds.get(stage), recipe.online)
     log.info("%s", describe(label, outcome))
     return outcome
+
+
+def check_rewards(recipe: Recipe, prompts: str) -> None:
+    """ConfigError when a reward function asks for a column that `prompts` do not have: told before the engine starts."""
+    columns = Store(recipe.store).open(prompts).table().schema.field("columns").type
+    check_functions(recipe.reward, [field.name for field in columns])
 
 
 def describe(label: str, outcome: Outcome) -> str:

@@ -16,7 +16,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from schemas.errors import QuiverError
+from schemas.errors import QuiverError, unexpected
 from stages import MODULES
 from stages.common.process import Call, perform, watch_lifeline
 
@@ -37,10 +37,12 @@ def main() -> int:
     call = Call(**json.loads(arguments.spec.read_text()))
     try:
         answer, code = asdict(perform(call)), 0
-    except QuiverError as error:
-        if os.environ.get("QUIVER_DEBUG"):
+    except Exception as error:
+        known = isinstance(error, QuiverError)
+        if os.environ.get("QUIVER_DEBUG") or not known:
             traceback.print_exc()
-        answer, code = {"error": error.to_dict()}, error.exit_code
+        told = error if known else unexpected(f"stage {call.stage}", error)
+        answer, code = {"error": told.to_dict()}, told.exit_code
     temporary = arguments.result.with_suffix(".tmp")
     temporary.write_text(json.dumps(answer))
     temporary.replace(arguments.result)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from schemas.errors import ConfigError, SecurityError
+from schemas.errors import ConfigError, ConflictError, SecurityError, printable
 from schemas.manifest import Model, digest
 from schemas.refs import Ref
 
@@ -55,7 +55,7 @@ class PolicyConfig(Config):
     model: str = Field(min_length=1)
     """A model directory, a .gguf file, `package:NAME/FILE.gguf` (a file inside an installed package), or a hub id."""
     revision: str | None = None
-    """Commit or tag of a hub id. Without it the hub's default branch is taken, and the commit found is written down."""
+    """Commit or tag of a hub id. Without it the hub's default branch is taken. The manifest's metrics say which commit it was."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What a GGUF file's quantized weights become. A directory or hub model keeps the dtype that it has."""
 
@@ -64,10 +64,14 @@ class _Pinned(PolicyConfig):
     source_hash: str
     """sha256 over the names and bytes of the source: a changed directory is not mistaken for the old one."""
 
+    def key(self) -> dict[str, Any]:
+        """The bytes decide, wherever they lie; the dtype only where it is chosen here."""
+        return {"source_hash": self.source_hash, "dtype": self.dtype if self.model.endswith(".gguf") else None}
+
 
 def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -> Ref:
     """Import the base model as `into/policy@0`; the same bytes again are a cache hit. ConfigError, SecurityError."""
-    source, weights = _locate(config)
+    source, weights, commit = _locate(config)
     if weights is None:
         check_folder(source, config.model)
     chosen = [weights] if weights else sorted(p for p in source.iterdir() if _wanted(p))
@@ -77,6 +81,9 @@ def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -
     ) as work:
         if work.done:
             return work.done.ref
+        if not force and 0 in store.numbers(into, "policy"):
+            what = f"the run starts from another base model than {printable(config.model)}"
+            raise ConflictError(f"{into}/policy@0", what, next="choose another name for the run")
         with work.phase("import"), files.storage(f"{into}/policy@0"):
             if weights:
                 _convert_gguf(weights, work.folder, config.dtype)
@@ -84,11 +91,12 @@ def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -
                 for path in chosen:
                     shutil.copyfile(path, work.folder / path.name)
             check_folder(work.folder, config.model)
-        return work.commit(number=None if force else 0, metrics={"parameters": _count_parameters(work.folder)}).ref
+        metrics = {"parameters": _count_parameters(work.folder), **({"commit": commit} if commit else {})}
+        return work.commit(number=None if force else 0, metrics=metrics).ref
 
 
-def _locate(config: PolicyConfig) -> tuple[Path, Path | None]:
-    """The folder that holds the model, and the GGUF file in it where it is one."""
+def _locate(config: PolicyConfig) -> tuple[Path, Path | None, str]:
+    """The folder that holds the model, the GGUF file in it where it is one, and the commit of a hub model."""
     name = config.model
     if name.startswith("package:"):
         package, _, inner = name.removeprefix("package:").partition("/")
@@ -101,12 +109,13 @@ def _locate(config: PolicyConfig) -> tuple[Path, Path | None]:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"policy.model {name}", f"there is no file {path.name}", next="correct policy.model")
-        return path.parent, path
+        return path.parent, path, ""
     if path.is_dir():
-        return path, None
+        return path, None, ""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"policy.model {name}", "there is no such directory", next="correct policy.model")
-    return _download(config), None
+    folder = _download(config)
+    return folder, None, folder.name  # the hub's cache names a snapshot by its commit
 
 
 def _download(config: PolicyConfig) -> Path:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from schemas.errors import QuiverError, ResourceError
+from schemas.errors import OutcomeUnknownError, QuiverError, ResourceError
 
 _WHY = {
     errno.ENOSPC: "the disk is full",
@@ -65,7 +65,7 @@ class _Hashing:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[_Hashing]:
     """A file to write; it appears under `path` whole and flushed to disk, or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as raw:
             out = _Hashing(raw)
@@ -103,7 +103,10 @@ def make_folder(path: Path) -> None:
 
 
 def publish(folder: Path, target: Path) -> bool:
-    """Rename `folder` to `target` in one step; False when somebody else's non-empty `target` is there already."""
+    """Rename `folder` to `target` in one step; False when somebody else's non-empty `target` is there already.
+
+    OutcomeUnknownError when the rename was done, but could not be flushed.
+    """
     sync(folder)
     try:
         os.rename(folder, target)
@@ -111,7 +114,15 @@ def publish(folder: Path, target: Path) -> bool:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
         raise
-    sync(target.parent)
+    try:
+        sync(target.parent)
+    except OSError as error:
+        raise OutcomeUnknownError(
+            str(target.name),
+            f"it is visible, but may not survive a power loss: {error.strerror}",
+            state="the version was renamed into place; older versions are intact.",
+            next="mend the disk, then quiver verify",
+        ) from error
     return True
 
 

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from .config import parse
 from .store import Store
 from .work import LookupOnly, NotDone
 
-GRACE_SECONDS = 10
+GRACE_SECONDS = 5
 _PR_SET_PDEATHSIG = 1
 _QUIET = {
     "DO_NOT_TRACK": "1",
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it. `cached`: the version was there already. `rows`, `seconds` and `metrics` are the manifest's."""
+    """What came of it. `cached`: the version was there already. `rows` and `metrics` are the manifest's, `seconds` this call's."""
 
     ref: str
     cached: bool
@@ -78,9 +78,9 @@ def perform(call: Call, *, lookup: bool = False) -> Outcome:
     from stages import load
 
     config_class, run = load(call.stage)
-    store = LookupOnly(call.store) if lookup else Store(call.store)
     started = time.monotonic()
     config = parse(config_class, call.config, f"stage {call.stage}")
+    store = LookupOnly(call.store) if lookup else Store(call.store)
     ref: Ref = run(config, store, **call.refs, into=call.into, force=call.force)
     manifest = store.open(ref).manifest
     cached = str(ref) not in store.written
@@ -109,14 +109,26 @@ def run_stage(
     with tempfile.TemporaryDirectory(prefix="quiver-") as folder:
         spec, result = Path(folder, "spec.json"), Path(folder, "result.json")
         spec.write_text(json.dumps({**call.__dict__, "store": str(call.store)}))
-        command = [python or sys.executable, "-u", "-m", "stages", call.stage, "--spec", str(spec), "--result", str(result)]
+        # -P: no module of the working folder may stand in for one of ours or of a library
+        command = [
+            python or sys.executable,
+            "-u",
+            "-P",
+            "-m",
+            "stages",
+            call.stage,
+            "--spec",
+            str(spec),
+            "--result",
+            str(result),
+        ]
         env = {**os.environ, **_QUIET, **({} if online else {"HF_HUB_OFFLINE": "1"})}
         code, last = _wait(command, env, call.stage, timeout, on_line)
         answer = json.loads(result.read_text()) if result.exists() else None
     if answer is None:
         raise ResourceError(
             f"stage {call.stage}",
-            f"its process ended {_how(code)} without an answer; last words: {printable(' / '.join(last))}",
+            f"its process ended {_how(code)} without an answer; last words: {printable(' / '.join(last[::-1]))}",
             state="finished shards and all versions are kept.",
             next="run the same command again; it goes on where this one stopped",
         )
@@ -154,9 +166,11 @@ def _wait(command: list[str], env: dict[str, str], stage: str, timeout: float | 
             on_line(line)
         return child.wait(), list(last)
     finally:
-        end_group(child)
-        child.stdout.close()
-        os.close(life_write)
+        try:
+            end_group(child)
+        finally:  # a second signal must not keep the lifeline open
+            child.stdout.close()
+            os.close(life_write)
 
 
 def _lines(child: subprocess.Popen, stage: str, timeout: float | None) -> Iterator[str]:
@@ -164,8 +178,11 @@ def _lines(child: subprocess.Popen, stage: str, timeout: float | None) -> Iterat
     deadline = time.monotonic() + timeout if timeout else None
     rest, handle = b"", child.stdout.fileno()
     while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([handle], [], [], left)[0]:
+        if not select.select([handle], [], [], 0.2)[0]:
+            if child.poll() is not None:
+                return  # somebody that it started still holds the pipe
+            if deadline is None or time.monotonic() < deadline:
+                continue
             raise ResourceError(
                 f"stage {stage}",
                 f"still running after its limit of {timeout:g} s; it was ended",
@@ -184,23 +201,20 @@ def _lines(child: subprocess.Popen, stage: str, timeout: float | None) -> Iterat
 
 def end_group(child: subprocess.Popen) -> None:
     """End the child's whole session: SIGTERM, after `GRACE_SECONDS` SIGKILL; what it left behind is killed too."""
-    with _nobody_there():
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
-            try:
-                child.wait(GRACE_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.warning("process %d ignores SIGTERM; killing its group", child.pid)
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-@contextmanager
-def _nobody_there() -> Iterator[None]:
     try:
-        yield
-    except ProcessLookupError:
-        return
+        if child.poll() is None:
+            _signal_group(child, signal.SIGTERM)
+            child.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning("process %d ignores SIGTERM; killing its group", child.pid)
+    finally:
+        _signal_group(child, signal.SIGKILL)
+        child.wait()
+
+
+def _signal_group(child: subprocess.Popen, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
 
 
 def watch_lifeline(handle: int) -> None:

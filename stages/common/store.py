@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import importlib
 import json
+import logging
 import os
 import re
 import uuid
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     import datasets
 
 FORMAT = 1
+log = logging.getLogger(__name__)
 _VERSION = re.compile(r"v(\d{6,})")
 
 
@@ -64,10 +66,10 @@ class Version:
         try:
             raw = (self.path / "manifest.json").read_bytes()
         except FileNotFoundError:
-            raise self._corrupt("manifest.json", "is missing") from None
+            raise self.corrupt("manifest.json", "is missing") from None
         found = from_json(raw, str(self.ref))
         if found.ref != str(self.ref):
-            raise self._corrupt("manifest.json", f"expected {self.ref}, found {found.ref}")
+            raise self.corrupt("manifest.json", f"expected {self.ref}, found {found.ref}")
         return found
 
     def as_input(self, role: str) -> Input:
@@ -84,14 +86,15 @@ class Version:
     def _verify_file(self, name: str, size: int, sha256: str) -> None:
         path = self.path / name
         if not path.is_file() or path.is_symlink():
-            raise self._corrupt(name, "is missing")
+            raise self.corrupt(name, "is missing")
         if path.stat().st_size != size:
-            raise self._corrupt(name, f"expected {size} bytes, found {path.stat().st_size}")
+            raise self.corrupt(name, f"expected {size} bytes, found {path.stat().st_size}")
         found = files.sha256(path)
         if found != sha256:
-            raise self._corrupt(name, f"sha256 expected {sha256[:12]}…, found {found[:12]}…")
+            raise self.corrupt(name, f"sha256 expected {sha256[:12]}…, found {found[:12]}…")
 
-    def _corrupt(self, name: str, what: str) -> CorruptError:
+    def corrupt(self, name: str, what: str) -> CorruptError:
+        """The error that file `name` of this version is not what was written."""
         return CorruptError(
             f"{self.ref} {name}",
             what,
@@ -106,7 +109,7 @@ class Version:
         tables = [pa.ipc.open_file(pa.memory_map(str(self.path / entry.name))).read_all() for entry in parts]
         for entry, table in zip(parts, tables, strict=True):
             if table.num_rows != entry.rows:
-                raise self._corrupt(entry.name, f"expected {entry.rows} rows, found {table.num_rows}")
+                raise self.corrupt(entry.name, f"expected {entry.rows} rows, found {table.num_rows}")
         whole = pa.concat_tables(tables)
         return whole.select(columns) if columns else whole
 
@@ -130,7 +133,7 @@ class Store:
                 raise ConfigError(
                     f"store {self.path}", "there is no store here", next="give --store PATH, or run a recipe first"
                 )
-            if self.path.is_dir() and any(self.path.iterdir()):
+            if self.path.is_dir() and any(not path.name.startswith("store.json") for path in self.path.iterdir()):
                 raise ConfigError(f"store {self.path}", "the folder holds other things", next="name an empty or new folder")
             with files.storage(f"store {self.path}"):
                 files.make_folder(self.path)
@@ -155,12 +158,15 @@ class Store:
         names = os.listdir(folder) if folder.is_dir() else []
         return sorted(int(match[1]) for match in map(_VERSION.fullmatch, names) if match)
 
-    def versions(self, run: str | None = None, kind: str | None = None) -> Iterator[Version]:
-        """Every visible version, by run, kind and number."""
+    def refs(self, run: str | None = None, kind: str | None = None) -> Iterator[Ref]:
+        """References of all visible versions, by run, kind and number."""
         for name in [run] if run else self.runs():
             for each in [kind] if kind else refs.KINDS:
-                for number in self.numbers(name, each):
-                    yield self._version(Ref(name, each, number))
+                yield from (Ref(name, each, number) for number in self.numbers(name, each))
+
+    def versions(self, run: str | None = None, kind: str | None = None) -> Iterator[Version]:
+        """Every visible version, by run, kind and number."""
+        return map(self._version, self.refs(run, kind))
 
     def folder(self, run: str, kind: str) -> Path:
         """The folder of one kind in one run, whether it exists or not."""
@@ -193,7 +199,7 @@ class Store:
         return version
 
     def find(self, run: str, kind: str, run_key: str) -> Version | None:
-        """The newest complete version that bears `run_key`, or None."""
+        """The newest complete version that bears `run_key`, or None. One whose manifest is torn is passed over, with a warning."""
         needle = f'"run_key":"{run_key}"'.encode()
         for number in reversed(self.numbers(run, kind)):
             version = self._version(Ref(run, kind, number))
@@ -201,8 +207,11 @@ class Store:
                 raw = (version.path / "manifest.json").read_bytes()
             except FileNotFoundError:
                 continue  # torn; opening or verifying it says so, a search for other work need not
-            if needle in raw and version.manifest.run_key == run_key:
-                return version
+            try:
+                if needle in raw and version.manifest.run_key == run_key:
+                    return version
+            except CorruptError as error:
+                log.warning("%s is passed over: %s", version.ref, error.message)
         return None
 
     def _version(self, ref: Ref) -> Version:
@@ -212,28 +221,34 @@ class Store:
         return Version(ref, path)
 
     def _nowhere(self, ref: Ref, why: str) -> LineageError:
-        known = [str(version.ref) for version in self.versions(ref.run if ref.run in self.runs() else None, ref.kind)]
+        known = [str(found) for found in self.refs(ref.run if ref.run in self.runs() else None, ref.kind)]
         return LineageError(str(ref), why + (f"; there are {', '.join(known[-5:])}" if known else ""), next="quiver ls")
 
     # -- lineage and checks -------------------------------------------------------------------------------------------------
 
     def verify(self, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
         """Check every byte of one version, or of all: how many were checked, and the errors found."""
-        versions = [self._version(self.resolve(ref))] if ref else list(self.versions())
+        named = [self.resolve(ref)] if ref else list(self.refs())
         bad: list[QuiverError] = []
-        for version in versions:
+        for each in named:
             try:
-                version.verify()
-                if version.manifest.files and version.ref.kind != "policy":
-                    schema_module(version.ref.kind).check(version.table())
-                for parent in version.manifest.inputs:
-                    if self.open(parent.ref).manifest.content_hash != parent.content_hash:
-                        raise LineageError(
-                            str(version.ref), f"input {parent.ref} is not what it was", next=f"quiver lineage {version.ref}"
-                        )
+                self._verify(self._version(each))
             except QuiverError as error:
                 bad.append(error)
-        return len(versions), bad
+        return len(named), bad
+
+    def _verify(self, version: Version) -> None:
+        version.verify()
+        known = {entry.name for entry in version.manifest.files} | {"manifest.json"}
+        extra = {path.relative_to(version.path).as_posix() for path in version.path.rglob("*") if path.is_file()} - known
+        if extra:
+            raise version.corrupt(min(extra), "is no file of this version")
+        if version.ref.kind != "policy":
+            schema_module(version.ref.kind).check(version.table())
+        for parent in version.manifest.inputs:
+            if self.open(parent.ref).manifest.content_hash != parent.content_hash:
+                what = f"input {parent.ref} is not what it was"
+                raise LineageError(str(version.ref), what, next=f"quiver lineage {version.ref}")
 
     # -- tags ---------------------------------------------------------------------------------------------------------------
 

@@ -86,10 +86,19 @@ class Work:
     def __init__(self, store: Store, run: str, kind: str, key: str, about: dict[str, Any]) -> None:
         self.store, self.run, self.kind, self.run_key, self._about = store, run, kind, key, about
         self.done: Version | None = None
+        self._sealed: tuple[FileEntry, ...] | None = None
         self.folder = store.folder(run, kind) / ".staging" / key
         self.notes = self.folder.with_name(f"{key}.notes")
         self.seconds: dict[str, float] = {}
         self._started = time.monotonic()
+
+    def prepare(self, fresh: bool) -> None:
+        """Make the staging folder. `fresh`: without what an earlier attempt left (half a checkpoint is worth nothing)."""
+        if fresh or not self.folder.is_dir():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.notes, ignore_errors=True)
+        files.make_folder(self.folder)
+        files.make_folder(self.notes)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -137,7 +146,7 @@ class Work:
     ) -> Version:
         """Publish what is staged as the next version (or as `number`) and return it. ConflictError when `number` is taken."""
         with files.storage(f"{self.run}/{self.kind}"):
-            entries = self._entries()
+            entries = self.seal()
             schema = "policy/1" if self.kind == "policy" else kind_of(schema_module(self.kind).SCHEMA)
             self.seconds["total"] = time.monotonic() - self._started
             about = {
@@ -167,20 +176,28 @@ class Work:
             files.write_bytes(self.folder / "manifest.json", manifest.to_json())
             ref = Ref(self.run, self.kind, chosen)
             if files.publish(self.folder, self.store.path / ref.folder):
-                shutil.rmtree(self.notes)
+                shutil.rmtree(self.notes, ignore_errors=True)
                 self.store.written.add(str(ref))
                 return Version(ref, kind_folder / f"v{chosen:06d}")
             if number is not None:
+                shutil.rmtree(self.folder)
                 raise ConflictError(str(ref), "this version is there already", next=f"quiver show {ref}")
 
-    def _entries(self) -> tuple[FileEntry, ...]:
-        if self.kind == "policy":
-            return self._folder_entries()
+    def seal(self) -> tuple[FileEntry, ...]:
+        """Flush and hash all that is staged, once; nothing may be written after it. `commit` then takes milliseconds."""
+        if self._sealed is None:
+            self._sealed = self._folder_entries() if self.kind == "policy" else self._shard_entries()
+        return self._sealed
+
+    def _shard_entries(self) -> tuple[FileEntry, ...]:
         notes = sorted(self.notes.glob("part-*.arrow.json"))
         entries = tuple(FileEntry.model_validate_json(note.read_bytes()) for note in notes)
         expected = [f"part-{index:05d}.arrow" for index in range(len(entries))]
         if [entry.name for entry in entries] != expected:
             raise SchemaError(f"{self.run}/{self.kind}", f"shards {[e.name for e in entries]} are not one row of numbers")
+        for path in self.folder.iterdir():  # shards of another size, or half written ones, of an earlier attempt
+            if path.name not in expected:
+                path.unlink()
         whole = pa.concat_tables([self.read(index) for index in range(len(entries))])
         schema_module(self.kind).check(whole)
         return entries
@@ -188,6 +205,7 @@ class Work:
     def _folder_entries(self) -> tuple[FileEntry, ...]:
         entries = []
         for path in sorted(p for p in self.folder.rglob("*") if p.is_file() and p.name != "manifest.json"):
+            path.chmod(0o644)  # some libraries write weights for their owner alone
             files.sync(path)
             name = path.relative_to(self.folder).as_posix()
             entries.append(FileEntry(name=name, bytes=path.stat().st_size, sha256=files.sha256(path)))
@@ -232,8 +250,5 @@ def begin(
         work.done = None if force else store.find(run, kind, key)  # finished while this process came here
         if not work.done:
             with files.storage(f"{run}/{kind}"):
-                if kind == "policy":  # a checkpoint has no shards: half a one is worth nothing
-                    shutil.rmtree(work.folder, ignore_errors=True)
-                files.make_folder(work.folder)
-                files.make_folder(work.notes)
+                work.prepare(fresh=force or kind == "policy")
         yield work

@@ -70,6 +70,7 @@ class Block:
         if (window, dtype) not in self.masks:
             place = torch.arange(longest, device=self.keys.device)
             last = self.start[:, None] + torch.arange(self.queries.shape[1], device=self.keys.device)
+            last = last.clamp(max=longest - 1)  # fill that sees no key would have NaN as its gradient, and 0 · NaN is NaN
             seen = place <= last[..., None]
             if window is not None:
                 seen &= place > last[..., None] - window
@@ -200,9 +201,12 @@ def block_attention(
         if query.device.type == "cpu" and block.keys.shape[1] <= _SHORT:
             out = _by_products(q, k, v, block.mask(sliding_window, query.dtype, always=True), scaling)
         else:
-            mask = block.mask(sliding_window, query.dtype)
+            mask, times = block.mask(sliding_window, query.dtype), q.shape[1] // k.shape[1]
+            if mask is not None and times > 1 and query.device.type != "cpu":
+                # with a mask and fewer key heads only the kernel that keeps all scores is left
+                k, v, times = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), 1
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=times > 1
             )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]

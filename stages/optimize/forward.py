@@ -19,6 +19,8 @@ from .attention import MODES, Layout, Sequences, hidden_states, make_layout, set
 from .head import Shaping, completion_logprobs
 from .packing import Piece, make_pieces
 
+_ENOUGH, _MOST = 16, 256
+"""Completion tokens that a rollout of the comparison should have, and the most that are compared."""
 TOLERANCE = 2e-3
 """Nats: the largest difference in float32 between two ways of computing one logprob."""
 log = logging.getLogger(__name__)
@@ -61,6 +63,9 @@ def pieces_of(mode: str, rows: Sequence[int], prompts: Sequence[int], data: Sequ
 @torch.no_grad()
 def choose_mode(policy: Policy, data: Sequences, prompts: Sequence[int], wanted: str) -> str:
     """Set and return the first mode from `wanted` on whose logprobs agree with the model's own. ConfigError when none does."""
+    if wanted != "single" and _depends_on_length(policy.model.config):
+        log.warning("packing: the model's positions depend on the length of the row, so one rollout runs at a time")
+        wanted = "single"
     rows = _probe(data, prompts)
     autocast, policy.autocast = policy.autocast, False
     try:
@@ -81,10 +86,14 @@ def choose_mode(policy: Policy, data: Sequences, prompts: Sequence[int], wanted:
 
 
 def _probe(data: Sequences, prompts: Sequence[int]) -> list[int]:
-    """Up to three rollouts: two of one prompt where there are two, and one of another."""
+    """Up to three rollouts, as short as can be of those with enough tokens: two of one prompt where there are two, and one of
+    another."""
+    completions = data.completions.lengths.tolist()
+    tokens = (data.prompts.lengths + data.completions.lengths).tolist()
+    order = [(0, tokens[row]) if count >= _ENOUGH else (1, -count) for row, count in enumerate(completions)]
     first: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        first.setdefault(prompt, []).append(row)
+    for row in sorted(range(len(prompts)), key=order.__getitem__):
+        first.setdefault(prompts[row], []).append(row)
     rich = max(first, key=lambda prompt: min(len(first[prompt]), 2))
     return [*first[rich][:2], *[rows[0] for prompt, rows in first.items() if prompt != rich][:1]]
 
@@ -101,12 +110,19 @@ def _gap(policy: Policy, mode: str, data: Sequences, prompts: Sequence[int], row
     except (NotImplementedError, TypeError) as error:
         log.warning("packing %r: %s", mode, error)
         return float("inf")
-    return max(float((found[row] - wanted).abs().max()) for row, wanted in zip(rows, expected, strict=True))
+    return max(float((found[row][: len(wanted)] - wanted).abs().max()) for row, wanted in zip(rows, expected, strict=True))
 
 
 def _reference(model: nn.Module, data: Sequences, row: int) -> torch.Tensor:
-    """[T] logprobs of one rollout from the logits that the whole model gives."""
-    prompt, completion = data.prompts[row], data.completions[row].long().to(model.device)
-    ids = torch.cat([prompt.long().to(model.device), completion])[None]
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    """Logprobs of one rollout's first tokens, [_MOST] at most, from the logits that the whole model gives."""
+    completion = data.completions[row][:_MOST].long().to(model.device)
+    ids = torch.cat([data.prompts[row].long().to(model.device), completion[:-1]])[None]
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion)).logits[0, -len(completion) :].float()
     return (logits / data.temperature[row]).log_softmax(-1).gather(1, completion[:, None])[:, 0]
+
+
+def _depends_on_length(config) -> bool:
+    """Whether rotary frequencies change with the row's length, as in `dynamic` and `longrope`: a packed row is a longer one."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]
+    return any(kind in ("dynamic", "longrope") for kind in kinds)

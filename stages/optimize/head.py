@@ -70,7 +70,7 @@ class _Head(torch.autograd.Function):
             normal = F.log_softmax(logits, -1)
             logprobs[part] = normal.gather(1, targets[part, None])[:, 0]
             torch.exp(normal, out=logits)
-            entropy[part] = -torch.linalg.vecdot(logits, normal)
+            entropy[part] = -logits.mul_(normal).sum(-1)  # not a product of vectors: autocast would round it to bfloat16
         ctx.save_for_backward(small_hidden, small_weight, bias, targets, temperature)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy

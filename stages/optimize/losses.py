@@ -58,7 +58,7 @@ def clipped(
         dual_clip: > 1, or None for off.
         delta: > 1 + clip_high, or None for off.
     Returns:
-        loss [N]; and bool [N], true where a clipped branch was the one taken (that token has no gradient).
+        loss [N]; and bool [N], true where a bound was the value taken (that token has no gradient).
 
     Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476; dual
     clip: https://arxiv.org/abs/1912.09729; delta: https://arxiv.org/abs/2505.07291 (two-sided clipping).
@@ -67,6 +67,8 @@ def clipped(
     free = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss, taken = -torch.minimum(free, bounded), bounded < free
+    if delta is not None:
+        taken = taken | ((ratio > delta) & (advantages != 0))
     if dual_clip is not None:
         ceiling = -dual_clip * advantages
         over = (advantages < 0) & (loss > ceiling)

@@ -56,10 +56,12 @@ def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch
 
 
 def load_state(optimizer: torch.optim.Optimizer, model: nn.Module, found: Mapping[str, torch.Tensor]) -> None:
-    """Take up what `state` gave. ConfigError when it belongs to a model of other names or shapes."""
-    for name, parameter in model.named_parameters():
-        moments = {key: found.get(f"{key}.{name}") for key in _MOMENTS}
-        if any(value is None or value.shape != parameter.shape for value in moments.values()):
+    """Take up what `state` gave; a weight that never had a gradient has no moments. ConfigError when they belong to a model of
+    other names or shapes."""
+    parameters = dict(model.named_parameters())
+    for name in sorted({key.partition(".")[2] for key in found if key != "updates"}):
+        moments, parameter = {key: found.get(f"{key}.{name}") for key in _MOMENTS}, parameters.get(name)
+        if parameter is None or any(value is None or value.shape != parameter.shape for value in moments.values()):
             raise ConfigError(
                 "optimizer state", f"{name} is missing or of another shape", next="set optimize.load_optimizer = false"
             )

@@ -71,7 +71,12 @@ def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
 def commit(
     store: Store, run: str, about: dict[str, Any], loaded: Loaded, outcome: Outcome, work: Work, accelerator: Accelerator
 ) -> Ref:
-    """Commit advantages, updates and, last, the policy; its reference."""
+    """Commit advantages, updates and, last, the policy; its reference.
+
+    The policy is flushed and hashed before, so between the first commit and the last lie milliseconds. A stage that dies just
+    there leaves advantages and updates that no policy names; the restart writes its own.
+    """
+    work.seal()
     status = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
     refs = {}
     for kind, table, counts in (

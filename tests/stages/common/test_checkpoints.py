@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from schemas.errors import ConfigError, CorruptError, SecurityError
+from schemas.errors import ConfigError, ConflictError, CorruptError, SecurityError
 from stages.common import checkpoints
 from stages.common.checkpoints import PolicyConfig, as_model, run, save_policy
 from stages.common.models import load_model
@@ -29,6 +29,17 @@ def test_the_base_is_policy_zero_byte_for_byte(store, folder):
     assert run(PolicyConfig(model=str(folder)), store, into="a") == ref
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
     assert version.manifest.metrics["parameters"] == parameters
+
+
+def test_the_same_bytes_elsewhere_are_a_cache_hit_and_others_are_refused(store, folder, tmp_path):
+    ref = run(PolicyConfig(model=str(folder)), store, into="a")
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert run(PolicyConfig(model=str(moved), dtype="bfloat16"), store, into="a") == ref
+    make_folder(moved, seed=1)
+    with pytest.raises(ConflictError, match="another base model") as caught:
+        run(PolicyConfig(model=str(moved)), store, into="a")
+    assert caught.value.next == "choose another name for the run"
+    assert store.numbers("a", "policy") == [0]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "t5", "bart"])

@@ -1,5 +1,6 @@
 """Child processes: nobody is left behind, whatever happens to the parent, and errors keep their type."""
 
+import json
 import os
 import signal
 import subprocess
@@ -89,6 +90,37 @@ def test_a_killed_parent_leaves_nobody(stubborn, tmp_path, end):
     parent.send_signal(end)
     parent.wait(10)
     assert gone(pids)
+
+
+def test_a_grandchild_that_holds_the_pipe_is_ended(tmp_path):
+    """The stage is done, something that it started is not: the caller goes on, and the other is killed."""
+    code = """
+        import subprocess, sys
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("ids", other.pid, flush=True)
+    """
+    script = tmp_path / "leaving.py"
+    script.write_text(textwrap.dedent(code))
+    pids: list[int] = []
+    code, _ = process._wait(
+        [sys.executable, str(script)], dict(os.environ), "test", None, lambda x: pids.append(int(x.split()[1]))
+    )
+    assert code == 0 and gone(pids)
+
+
+def test_an_unexpected_error_is_told_as_such(store, tmp_path):
+    """Not as a dead process, and not with advice to try again."""
+    spec, result = tmp_path / "spec.json", tmp_path / "result.json"
+    spec.write_text(json.dumps({"stage": "policy", "config": {"model": 3}, "store": "s", "refs": {}, "into": "a"}))
+    command = [sys.executable, "-m", "stages", "policy", "--spec", str(spec), "--result", str(result)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    error = json.loads(result.read_text())["error"]
+    assert (done.returncode, error["code"], error["object"]) == (2, "E-CONFIG", "stage policy")
+    spec.write_text(json.dumps({"stage": "policy", "config": {"model": "x"}, "store": str(store.path), "refs": {"x": "y"}}))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    error = json.loads(result.read_text())["error"]
+    assert (done.returncode, error["code"]) == (1, "E-INTERNAL")
+    assert error["message"].startswith("TypeError: ") and "Traceback" in done.stderr
 
 
 def test_only_the_last_state_of_a_progress_bar_is_a_line():

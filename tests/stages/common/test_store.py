@@ -13,7 +13,17 @@ import pyarrow.dataset
 import pytest
 
 from schemas import logprobs
-from schemas.errors import BusyError, ConfigError, ConflictError, CorruptError, LineageError, ResourceError, SchemaError
+from schemas.errors import (
+    BusyError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    LineageError,
+    OutcomeUnknownError,
+    ResourceError,
+    SchemaError,
+)
+from stages.common import files
 from stages.common.config import Config, Runtime
 from stages.common.store import Store
 from stages.common.work import begin
@@ -95,6 +105,52 @@ def test_finished_shards_are_taken_up_and_a_changed_one_is_done_again(store):
     assert list((store.path / "a/logprobs/.staging").iterdir()) == []
 
 
+def test_shards_of_another_size_are_not_published(store):
+    with work_on(store) as work:
+        for index in range(3):
+            work.write(index, table(index, rows=1))
+        (work.folder / "part-00009.arrow.77.tmp").write_bytes(b"half")
+        for index in (1, 2):
+            (work.notes / f"part-0000{index}.arrow.json").unlink()
+    with work_on(store) as work:
+        work.write(0, table(0, rows=3))
+        version = work.commit()
+    assert sorted(path.name for path in version.path.iterdir()) == ["manifest.json", "part-00000.arrow"]
+    assert store.verify() == (1, [])
+
+
+def test_force_begins_anew(store):
+    with work_on(store, force=True) as work:
+        work.write(0, table(0))
+    with work_on(store, force=True) as work:
+        assert not work.has(0)
+
+
+def test_a_file_too_many_is_found(store):
+    version = commit(store)
+    (version.path / "part-00002.arrow").write_bytes((version.path / "part-00001.arrow").read_bytes())
+    _, bad = store.verify()
+    assert "part-00002.arrow: is no file of this version" in str(bad[0])
+
+
+def test_an_unclear_outcome_is_said(store, monkeypatch):
+    """The rename was done, the flush of its folder failed: the version is there, and nobody may claim that it will stay."""
+    real = files.sync
+
+    def failing(path):
+        if path.name == "logprobs" and list(path.glob("v*")):
+            raise OSError(5, "Input/output error")
+        real(path)
+
+    with work_on(store) as work:
+        work.write(0, table(0))
+        monkeypatch.setattr(files, "sync", failing)
+        with pytest.raises(OutcomeUnknownError, match="v000001: it is visible") as caught:
+            work.commit()
+    assert caught.value.exit_code == 9
+    assert store.open("a/logprobs@1").table().num_rows == 2
+
+
 def test_a_gap_between_shards_is_not_committed(store):
     with work_on(store) as work:
         work.write(0, table(0))
@@ -144,6 +200,11 @@ def test_latest_never_falls_back_in_silence(store):
         store.open("a/logprobs@latest")
     assert store.open("a/logprobs@1").table().num_rows == 4
     assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@3", "the next run succeeds without cleaning up"
+    flipped = bytearray((newest.path.with_name("v000003") / "manifest.json").read_bytes())
+    flipped[-20] ^= 1
+    (newest.path.with_name("v000003") / "manifest.json").write_bytes(flipped)
+    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@4", "nor does a flipped bit stop it"
+    assert [error.object for error in store.verify()[1]] == ["a/logprobs@2", "a/logprobs@3"]
 
 
 def test_a_version_moved_elsewhere_is_not_believed(store):
@@ -263,6 +324,9 @@ def test_a_folder_with_other_things_is_no_store(tmp_path):
         Store(tmp_path)
     with pytest.raises(ConfigError, match="no store here"):
         Store(tmp_path / "nowhere", create=False)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/store.json.123.tmp").write_text("")
+    assert Store(tmp_path / "half").runs() == [], "a creation that was killed does not block the next"
     (tmp_path / "store").mkdir()
     (tmp_path / "store/store.json").write_text(json.dumps({"format": 2, "id": "x"}))
     with pytest.raises(CorruptError, match="newer"):
