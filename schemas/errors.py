@@ -117,7 +117,9 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
     """Any other exception as one of ours: full memory as E-RESOURCE, the rest as E-INTERNAL."""
     cls = ResourceError if isinstance(error, MemoryError) else QuiverError
     what = f"{type(error).__name__}: {printable(error)}"
-    return cls(object, what, state="finished shards and all versions are kept.", next="run again with --debug for the traceback")
+    return cls(
+        object, what, state="finished shards and all versions are kept.", next="run again with --debug for the traceback"
+    )
 
 
 def from_dict(data: dict[str, str]) -> QuiverError:

@@ -45,6 +45,7 @@ _TOKENIZER = (
     "vocab.json",
     "vocab.txt",
 )
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _CARRIED = (*_TOKENIZER, *_TEMPLATE, "generation_config.json")
 log = logging.getLogger(__name__)
 
@@ -269,10 +270,17 @@ def end_token_ids(version: Version) -> list[int]:
 
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
     """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked."""
-    from transformers import AutoTokenizer
-
     for name in _CARRIED:
         version.verify(name)
+    if (
+        _read_json(version, "tokenizer_config.json").get("tokenizer_class") in _PLAIN
+        and (version.path / "tokenizer.json").is_file()
+    ):
+        from transformers import PreTrainedTokenizerFast  # what AutoTokenizer would choose, without its import of every model
+
+        return PreTrainedTokenizerFast.from_pretrained(version.path, local_files_only=True)
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(version.path, local_files_only=True, trust_remote_code=False)
 
 

@@ -1,4 +1,4 @@
-"""Functions that a recipe names: `module:function` or `file.py:function`, with the hash of the file that holds them.
+"""Code that a recipe names: `module:function` or `file.py:function`, with the hash of the file that holds it.
 
 Only a recipe may name code; a path is never taken from data. The hash covers that one file, not what it imports.
 
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from schemas.errors import ConfigError, printable
 
@@ -24,20 +25,22 @@ from . import files
 _imported_as: dict[str, str] = {}
 
 
-def load(name: str, field: str) -> tuple[Callable, str]:
-    """The function that `name` points at and the sha256 of its source file. ConfigError names `field` of the recipe."""
+def load(name: str, field: str, wanted: type = Callable) -> tuple[Any, str]:
+    """The function (or the `wanted`) that `name` points at and the sha256 of its source file. ConfigError names `field`."""
+    kind = "function" if wanted is Callable else wanted.__name__
     holder, colon, attribute = name.rpartition(":")
     if not colon or not holder or not attribute:
         raise ConfigError(
-            f"{field} {printable(repr(name))}", "expected module:function or file.py:function", next=f"correct {field}"
+            f"{field} {printable(repr(name))}", f"expected module:{kind} or file.py:{kind}", next=f"correct {field}"
         )
     module = _module(holder, field)
     found = getattr(module, attribute, None)
-    if not callable(found):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+    if not isinstance(found, wanted):
+        listed = inspect.isfunction if wanted is Callable else lambda value: isinstance(value, wanted)
+        names = [key for key, value in vars(module).items() if listed(value)]
         near = difflib.get_close_matches(attribute, names, 1, 0.5)
-        hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(names)) or 'no function'}"
-        raise ConfigError(f"{field} {printable(name)}", f"{holder} has no function {attribute}{hint}", next=f"correct {field}")
+        hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(names)) or f'no {kind}'}"
+        raise ConfigError(f"{field} {printable(name)}", f"{holder} has no {kind} {attribute}{hint}", next=f"correct {field}")
     return found, hash_of(module)
 
 

@@ -1,15 +1,28 @@
 """A checkpoint as a torch module. Local files, safetensors and transformers' own classes only.
 
 model = load_model(store.open("arith/policy@0"), dtype=torch.float32)
+
+Importing this module loads no torch: an engine sets its environment before.
 """
 
 from __future__ import annotations
 
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from typing import TYPE_CHECKING
 
 from .checkpoints import check_folder, is_encoder_decoder
 from .store import Version
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def verify_model(version: Version) -> None:
+    """Check the files that make the model, those at the top of the folder; the optimizer's state is checked where it is read."""
+    for entry in version.manifest.files:
+        if "/" not in entry.name:
+            version.verify(entry.name)
+    check_folder(version.path, str(version.ref))
 
 
 def load_model(
@@ -19,8 +32,10 @@ def load_model(
 
     Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
     """
-    version.verify()
-    check_folder(version.path, str(version.ref))
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    verify_model(version)
     loader = AutoModelForSeq2SeqLM if is_encoder_decoder(version) else AutoModelForCausalLM
     model = loader.from_pretrained(
         version.path,
@@ -33,7 +48,23 @@ def load_model(
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    for key in ("dropout", "attention_dropout", "dropout_rate", "activation_dropout", "classifier_dropout"):
-        if isinstance(getattr(model.config, key, None), float):
-            setattr(model.config, key, 0.0)
+    for holder in (model.config, *model.modules()):  # layers copy the config's rates, or read them from it
+        for name, value in vars(holder).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(holder, name, 0.0)
     return model.to(device).eval()
+
+
+def restore_dropout(model: PreTrainedModel, version: Version) -> None:
+    """Make the config's dropout rates those of `version` again, for saving: they are not this project's to change."""
+    for name, value in vars(type(model.config).from_pretrained(version.path)).items():
+        if "drop" in name:
+            setattr(model.config, name, value)
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether torch or Python says that memory is short. On a CPU torch raises a plain RuntimeError."""
+    import torch
+
+    said = any(words in str(error) for words in ("not enough memory", "can't allocate memory", "Cannot allocate memory"))
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or said

@@ -78,6 +78,7 @@ def run(
 
 def measure(config: Config, table: pa.Table) -> dict[str, Any]:
     """The manifest's metrics of an evaluations/1 table. NumericError where nothing was scored."""
+    threshold = pa.scalar(config.threshold, pa.float32()).as_py()  # rounded as the scores are, so that 0.7 is at least 0.7
     groups: dict[str, list[float]] = {}
     ids = table.column("group_id").to_pylist()
     for group, score in zip(ids, table.column("score").to_pylist(), strict=True):
@@ -95,7 +96,7 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
                 f"no prompt has {k} scored samples, the most is {max(map(len, groups.values()))}",
                 next="raise samples_per_prompt of the evaluation, or lower k",
             )
-        passes[str(k)] = estimators.mean_pass_at_k(groups, k, config.threshold)._asdict()
+        passes[str(k)] = estimators.mean_pass_at_k(groups, k, threshold)._asdict()
     num_groups = len(set(ids))
     return {
         **estimators.clustered_mean(groups)._asdict(),

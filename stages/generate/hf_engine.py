@@ -19,7 +19,7 @@ import transformers
 
 from schemas.errors import ConfigError, ResourceError, printable
 from stages.common.config import parse
-from stages.common.models import load_model
+from stages.common.models import is_memory_error, load_model
 
 from .engine import Completion, Request, Setup
 from .options import TransformersOptions
@@ -91,12 +91,14 @@ class TransformersEngine:
     def _run(self, requests: list[Request]) -> list[Completion]:
         try:
             return list(self._decode(self._start(requests)))
-        except (RuntimeError, MemoryError) as error:  # torch's own out-of-memory error is a RuntimeError
+        except (RuntimeError, MemoryError) as error:
+            if not is_memory_error(error):
+                raise
             raise ResourceError(
                 "engine transformers",
                 f"{type(error).__name__}: {printable(error)}",
                 state="finished shards are kept; nothing else was written.",
-                next="for lack of memory lower options.batch_size, then run the same command again",
+                next="lower options.batch_size, then run the same command again",
             ) from error
 
     def _start(self, requests: list[Request]) -> _Batch:

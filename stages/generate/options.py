@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from stages.common.config import Config, Runtime
+
+_VLLM_OWN = {
+    "model", "tokenizer", "revision", "tokenizer_revision", "code_revision", "hf_config_path", "hf_overrides", "hf_token",
+    "model_weights", "model_class_overrides", "load_format", "skip_tokenizer_init", "trust_remote_code", "dtype",
+    "max_model_len", "seed", "logprobs_mode", "generation_config", "override_generation_config", "max_num_seqs",
+    "max_num_batched_tokens", "gpu_memory_utilization", "tensor_parallel_size", "enable_prefix_caching", "enforce_eager",
+    "use_tqdm_on_load", "block_size", "enable_chunked_prefill", "kv_cache_memory_bytes",
+}  # fmt: skip
+"""What decides which model answers, how, and how much of the machine it takes."""
 
 
 class Sampling(Config):
@@ -64,7 +73,16 @@ class VllmOptions(Config):
     enable_prefix_caching: Runtime[bool] = True
     """A group's shared prompt is computed once."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of `vllm.LLM`, as vLLM names them (quantization, kv_cache_dtype, …)."""
+    """More arguments of `vllm.LLM`, as vLLM names them (quantization, kv_cache_dtype, …); those that the engine sets
+    itself are refused."""
+
+    @field_validator("engine_args")
+    @classmethod
+    def _free(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(_VLLM_OWN & arguments.keys())
+        if taken:
+            raise ValueError(f"{', '.join(taken)} can not be set here: the engine sets it, or an option of its own does")
+        return arguments
 
 
 class TransformersOptions(Config):

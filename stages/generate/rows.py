@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -42,32 +43,35 @@ class Rows:
 
     def requests(self, indices: Iterable[int]) -> Iterator[Request]:
         """One request for each row index, made as it is taken."""
-        column = self.prompts.column("prompt_ids").combine_chunks()
-        offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
+        offsets, values = self._prompt_ids.offsets.to_numpy(), self._prompt_ids.values.to_numpy()
         for index in indices:
             prompt, sample = divmod(index, self.samples)
             ids = values[offsets[prompt] : offsets[prompt + 1]]
-            yield Request(index, ids, row_seed(self.seed, self.iteration, self._group(prompt), sample))
+            yield Request(index, ids, row_seed(self.seed, self.iteration, self._groups[prompt], sample))
 
-    def _group(self, prompt: int) -> str:
-        return self.prompts.column("group_id")[prompt].as_py()
+    @cached_property
+    def _prompt_ids(self) -> pa.ListArray:
+        return self.prompts.column("prompt_ids").combine_chunks()
+
+    @cached_property
+    def _groups(self) -> list[str]:
+        return self.prompts.column("group_id").to_pylist()
 
     def rollout_ids(self, start: int, stop: int) -> list[str]:
         """Ids of rows start … stop - 1."""
         pairs = (divmod(index, self.samples) for index in range(start, stop))
-        return [f"{self.prefix}-{self._group(prompt)}-{sample}" for prompt, sample in pairs]
+        return [f"{self.prefix}-{self._groups[prompt]}-{sample}" for prompt, sample in pairs]
 
     def table(self, start: int, completions: list[Completion], texts: list[str], temperature: float) -> pa.Table:
         """rollouts/1 of the rows from `start` on: one completion a row, in the order of their indices. [rows]"""
         stop = start + len(completions)
         prompt, sample = np.divmod(np.arange(start, stop), self.samples)
-        groups = self.prompts.column("group_id").take(pa.array(prompt))
         requests = self.requests(range(start, stop))
         columns = [
             pa.array(self.rollout_ids(start, stop), pa.string()),
-            groups,
+            pa.array([self._groups[each] for each in prompt], pa.string()),
             pa.array(sample, pa.int32()),
-            self.prompts.column("prompt_ids").take(pa.array(prompt)),
+            self._prompt_ids.take(pa.array(prompt)),
             _lists([c.completion_ids for c in completions], np.int32, token_ids("completion_ids")),
             _lists([c.logprobs for c in completions], np.float32, per_token("old_logprobs")),
             pa.array([c.finish_reason for c in completions], pa.string()),

@@ -22,6 +22,7 @@ from schemas.refs import Ref
 from stages.common import checkpoints
 from stages.common.config import Config as Base
 from stages.common.config import Runtime
+from stages.common.models import verify_model
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, Work, begin
 
@@ -100,7 +101,7 @@ def run(
         stage="generate",
         stage_version=STAGE_VERSION,
         config=config.model_copy(update={"code_sha256": code}),
-        inputs={"prompts": asked, "policy": model},
+        inputs={"prompts": asked},
         models=(checkpoints.as_model("policy", model),),
         force=force,
     ) as work:
@@ -125,6 +126,10 @@ def _fitting(config: Config, prompts: Version, policy: Version) -> tuple[pa.Tabl
         if highest is not None and highest >= vocabulary:
             message = f"id {highest} is outside the vocabulary of {policy.ref}, {vocabulary}"
             raise SchemaError(str(prompts.ref), message, next="render the prompts again with this policy")
+    foreign = [token for token in config.sampling.stop_token_ids if not 0 <= token < vocabulary]
+    if foreign:
+        message = f"{foreign[0]} is outside the vocabulary of {policy.ref}, {vocabulary}"
+        raise ConfigError("generate.sampling.stop_token_ids", message, next="name ids of this policy's tokenizer")
     lengths = pc.list_value_length(table.column("prompt_ids")).to_numpy()
     if (lengths == 0).any():
         raise SchemaError(str(prompts.ref), f"{_names(table, lengths == 0)}: prompt_ids is empty", next="correct the source")
@@ -161,8 +166,7 @@ def _generate(config: Config, work: Work, policy: Version, shards: Shards, longe
     if not missing:
         shards.finish_empty()
         return {"name": config.engine}
-    policy.verify()
-    checkpoints.check_folder(policy.path, str(policy.ref))
+    verify_model(policy)
     stops = {*config.sampling.stop_token_ids, *([] if config.sampling.ignore_eos else checkpoints.end_token_ids(policy))}
     setup = engines.Setup(policy, config.sampling, tuple(sorted(stops)), longest, config.dtype, config.device, config.options)
     with work.phase("load"):

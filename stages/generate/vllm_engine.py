@@ -60,8 +60,6 @@ class VllmEngine:
             raise ConfigError("engine vllm", f"{build} is installed, device is {setup.device}", next='device = "auto"')
         for name, value in {**_ALWAYS, **(_ON_CPU if self.cpu else {})}.items():
             os.environ.setdefault(name, value)
-        setup.policy.verify()
-        checkpoints.check_folder(setup.policy.path, str(setup.policy.ref))
         with _fatal("could not start"):
             self.llm = self._start()
         dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
@@ -88,9 +86,8 @@ class VllmEngine:
             "enforce_eager": eager,
             "use_tqdm_on_load": False,
             **(self._cpu_arguments() if self.cpu else {}),
-            **options.engine_args,
         }
-        return LLM(str(self.setup.policy.path), **arguments)
+        return LLM(str(self.setup.policy.path), **arguments, **options.engine_args)
 
     def _dtype(self) -> str:
         if self.setup.dtype != "auto":
@@ -99,7 +96,9 @@ class VllmEngine:
             import torch
 
             return "bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16") else "float32"
-        return "auto"
+        from vllm.platforms import current_platform
+
+        return "bfloat16" if current_platform.has_device_capability(80) else "float32"
 
     def _cpu_arguments(self) -> dict[str, Any]:
         arguments = {

@@ -2,7 +2,8 @@
 
 A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`; this module itself loads no
 torch, so a config is checked, and the table is listed, at once. A user's own row needs no edit here: put an `Algorithm` into a
-module and name it in the recipe, `algorithm = "my_algo:ALGORITHM"`; its parts may be functions instead of names.
+module and name it in the recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; its parts may be functions
+instead of names.
 
 >>> resolve("dapo").defaults["clip_high"]
 0.28
@@ -11,14 +12,13 @@ module and name it in the recipe, `algorithm = "my_algo:ALGORITHM"`; its parts m
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.errors import ConfigError, printable
+from stages.common import dotted
 
 
 @dataclass(frozen=True)
@@ -99,36 +99,23 @@ def check_name(name: str) -> str:
         return name
     near = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"expected one of {', '.join(ALGORITHMS)}, or module:NAME of your own{hint}")
+    raise ValueError(f"expected one of {', '.join(ALGORITHMS)}, or module:NAME or file.py:NAME of your own{hint}")
 
 
 def resolve(name: str) -> Algorithm:
-    """The row called `name`, or the `Algorithm` at a dotted path `module:NAME`. ConfigError."""
+    """The row called `name`, or the `Algorithm` at `module:NAME` or `file.py:NAME`. ConfigError."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     try:
         check_name(name)
     except ValueError as error:
         raise ConfigError("optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms") from None
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        message = f"{printable(name)} can not be loaded: {type(error).__name__}: {printable(error)}"
-        raise ConfigError("optimize.algorithm", message, next="put the module's folder on PYTHONPATH") from None
-    if not isinstance(found, Algorithm):
-        message = f"{printable(name)} is a {type(found).__name__}, expected a stages.optimize.algorithms.Algorithm"
-        raise ConfigError("optimize.algorithm", message, next="quiver algorithms")
-    return found
+    return dotted.load(name, "optimize.algorithm", Algorithm)[0]
 
 
 def source_hash(name: str) -> str:
-    """Hash of the module behind a dotted path, so that an edited algorithm is not taken for the old one; empty for table
-    rows."""
-    if name in ALGORITHMS:
-        return ""
-    resolve(name)
-    return hashlib.sha256(inspect.getsource(importlib.import_module(name.partition(":")[0])).encode()).hexdigest()
+    """sha256 of the file behind a dotted path, so that an edited algorithm is not taken for the old one; empty for table rows."""
+    return "" if name in ALGORITHMS else dotted.load(name, "optimize.algorithm", Algorithm)[1]
 
 
 def part(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -202,8 +202,8 @@ def block_attention(
             out = _by_products(q, k, v, block.mask(sliding_window, query.dtype, always=True), scaling)
         else:
             mask, times = block.mask(sliding_window, query.dtype), q.shape[1] // k.shape[1]
-            if mask is not None and times > 1 and query.device.type != "cpu":
-                # with a mask and fewer key heads only the kernel that keeps all scores is left
+            if times > 1 and query.device.type != "cpu" and (mask is not None or q.dtype == torch.float32):
+                # of a GPU's fused kernels only flash attention takes fewer key heads, and that takes no mask and no float32
                 k, v, times = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1), 1
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=times > 1

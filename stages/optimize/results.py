@@ -18,6 +18,7 @@ from schemas import updates as updates_kind
 from schemas.errors import ConfigError
 from schemas.refs import Ref
 from stages.common import checkpoints, files
+from stages.common.models import restore_dropout
 from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, Work, begin
@@ -43,6 +44,7 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
 
     with files.storage(f"{work.run}/policy"):
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
+        restore_dropout(model, parent)
         checkpoints.save_policy(model, parent, work.folder)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
         if state:
@@ -69,12 +71,20 @@ def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
 
 
 def commit(
-    store: Store, run: str, about: dict[str, Any], loaded: Loaded, outcome: Outcome, work: Work, accelerator: Accelerator
+    store: Store,
+    run: str,
+    about: dict[str, Any],
+    loaded: Loaded,
+    outcome: Outcome,
+    work: Work,
+    accelerator: Accelerator,
+    *,
+    force: bool = False,
 ) -> Ref:
     """Commit advantages, updates and, last, the policy; its reference.
 
     The policy is flushed and hashed before, so between the first commit and the last lie milliseconds. A stage that dies just
-    there leaves advantages and updates that no policy names; the restart writes its own.
+    there leaves advantages and updates of its run_key; the restart takes them up.
     """
     work.seal()
     status = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
@@ -83,10 +93,10 @@ def commit(
         ("advantages", advantages_table(loaded, outcome), status),
         ("updates", updates_table(outcome), {}),
     ):
-        with begin(store, run, kind, force=True, **about) as other:
-            for index in range(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+        with begin(store, run, kind, force=force, **about) as other:
+            for index in range(0 if other.done else max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
                 other.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
-            refs[kind] = str(other.commit(status=counts, device=accelerator.device.type).ref)
+            refs[kind] = str((other.done or other.commit(status=counts, device=accelerator.device.type)).ref)
     parent = about["inputs"]["policy"].ref
     number = None if store.numbers(run, "policy") else parent.version + 1
     metrics = _finite(
@@ -113,6 +123,8 @@ def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, An
         "prompt_tokens": sum(row["prompt_tokens"] for row in outcome.updates),
         "tokens_per_second": tokens / seconds if seconds else None,
         "packing": outcome.mode,
+        "precision": outcome.precision,
+        "max_completion_tokens": loaded.config.max_completion_tokens,
         "audit": outcome.audit,
     }
 

@@ -59,6 +59,8 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
     biased = check_lineage(config, store, inputs)
     table = rollouts.table()
     rewards = join(rollouts, table["rollout_id"], inputs["rewards"])
+    if not len(table):
+        raise _nothing(inputs["rewards"], 0, 0)
     _check_rows(table, inputs)
     scores = _reward_tensor(rewards["reward"])
     scores = torch.where(_mask(pc.equal(table["finish_reason"], "abort")), torch.nan, scores)
@@ -66,7 +68,7 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
     weights = part("advantages", algorithm.advantage)(scores, groups)
     if bool(weights.isnan().all()):
         raise _nothing(inputs["rewards"], len(scores), int((~scores.isnan()).sum()))
-    reasons = _reasons(config, algorithm, table, scores, groups, weights)
+    reasons = _reasons(config, table, scores, groups, weights)
     kept = torch.tensor([i for i, reason in enumerate(reasons) if reason is None], dtype=torch.int64)
     scored = scores[~scores.isnan()].double()
     summary = {
@@ -104,10 +106,17 @@ def check_lineage(config: Config, store: Store, inputs: dict[str, Version]) -> l
         )
     for role in ("rewards", "ref", "prox"):
         entry = inputs[role].manifest.input("rollouts") if role in inputs else None
-        if entry is not None and entry.content_hash != rollouts.manifest.content_hash:
-            raise LineageError(
-                str(inputs[role].ref), f"made of {entry.ref}, not of {rollouts.ref}", next=f"quiver lineage {inputs[role].ref}"
-            )
+        if role in inputs and (entry is None or entry.content_hash != rollouts.manifest.content_hash):
+            made = f"made of {entry.ref if entry else 'no rollouts that its manifest names'}, not of {rollouts.ref}"
+            raise LineageError(str(inputs[role].ref), made, next=f"quiver lineage {inputs[role].ref}")
+    scored = {model.weights for model in inputs["prox"].manifest.models} if "prox" in inputs else {sampled.weights}
+    if scored != {sampled.weights}:
+        found = ", ".join(f"{weights[:12]}…" for weights in sorted(scored)) or "no model"
+        raise LineageError(
+            str(inputs["prox"].ref),
+            f"proximal logprobs are those of the policy that sampled, expected weights {sampled.weights[:12]}…, found {found}",
+            next=f"score {rollouts.ref} under {sampled.ref}",
+        )
     biased = biases(rollouts.manifest.config)
     if biased and not config.allow_biased_sampling:
         raise ConfigError(
@@ -200,10 +209,8 @@ def _check_rows(table: pa.Table, inputs: dict[str, Version]) -> None:
         raise SchemaError(name, f"a rollout has {most} tokens, the policy reads {longest}", next=f"quiver show {name}")
 
 
-def _reasons(config, algorithm, table, scores, groups, weights) -> list[str | None]:
-    drop = config.drop_zero_variance
-    drop = algorithm.defaults.get("drop_zero_variance", False) if drop is None else drop
-    equal = advantages.zero_variance(scores, groups) if drop else torch.zeros(len(scores), dtype=torch.bool)
+def _reasons(config, table, scores, groups, weights) -> list[str | None]:
+    equal = advantages.zero_variance(scores, groups) & bool(config.drop_zero_variance)
     tests = (
         ("abort", _mask(pc.equal(table["finish_reason"], "abort"))),
         ("not_scored", scores.isnan()),

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.errors import ConfigError, ResourceError
+from schemas.errors import ConfigError, ResourceError, printable
 from schemas.refs import Ref
 from stages.common import checkpoints
 from stages.common.config import Config as Base
-from stages.common.config import Runtime
+from stages.common.config import Runtime, parse
 from stages.common.store import Store, Version
 from stages.common.work import Work, begin
 
@@ -79,7 +79,7 @@ class Config(Base):
     dual_clip: float | None = Field(default=None, gt=1)
     """Where the advantage is negative, the loss is at most this times −advantage. None: off."""
     delta: float | None = Field(default=None, gt=1)
-    """The ratio is capped here in the unclipped branch. None: off."""
+    """The ratio is capped here in the unclipped branch; above 1 + clip_high. None: off."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More options for the surrogate of your own algorithm, by name."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
@@ -121,6 +121,9 @@ class Config(Base):
     """How many policies older than the starting checkpoint the one that sampled the rollouts may be."""
     allow_biased_sampling: bool = False
     """Accept rollouts sampled with top_p, top_k, min_p, min_tokens or penalties, whose distribution is not the policy's."""
+    score_after: bool = False
+    """Score the rollouts once more after the last step, so that mean_ratio and mean_logprob are the new policy's. False: they are
+    of the policy that the rollout's last step started from."""
     audit: Audit = Audit()
     """The numeric audit before the first update."""
     seed: int = Field(default=0, ge=0)
@@ -156,11 +159,23 @@ class Config(Base):
             raise ValueError(f"total_steps must be > warmup_steps = {self.warmup_steps}, got {self.total_steps}")
         if self.trackers and not self.tracker_folder:
             raise ValueError("trackers need tracker_folder, the folder that they write to")
+        if self.delta is not None and self.clip_high is not None and self.delta <= 1 + self.clip_high:
+            raise ValueError(f"delta must be > 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}")
         return self
 
     def key(self) -> dict[str, Any]:
         """The values that decide the outcome; the source of a user's own algorithm is one of them."""
         return {**super().key(), "algorithm_source": algorithms.source_hash(self.algorithm)}
+
+    def resolved(self) -> Config:
+        """With the algorithm's defaults filled in, so that the manifest says them and a changed default is other work."""
+        row = algorithms.resolve(self.algorithm)
+        defaults = {**row.defaults, "aggregation": row.aggregation}
+        names = [name for name in ("clip_low", "clip_high", "aggregation") if not callable(defaults.get(name))]
+        own = {name: defaults.get(name) for name in names if getattr(self, name) is None}
+        if self.drop_zero_variance is None:
+            own["drop_zero_variance"] = defaults.get("drop_zero_variance", False)
+        return parse(Config, {**self.model_dump(), **own}, "optimize")
 
     def surrogate_options(self) -> dict[str, Any]:
         """The surrogate's options that are set here; they go before the algorithm's defaults."""
@@ -186,6 +201,7 @@ def run(
     """
     named = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref": ref_logprobs, "prox": prox_logprobs}
     inputs = {role: store.open(ref) for role, ref in named.items() if ref is not None}
+    config = config.resolved()
     _check(config, inputs)
     about = {"stage": "optimize", "stage_version": STAGE_VERSION, "config": config, "inputs": inputs}
     about["models"] = (checkpoints.as_model("policy", inputs["policy"]),)
@@ -194,7 +210,7 @@ def run(
     with begin(store, target, "policy", force=force, **about) if writer else nullcontext() as work:
         if writer and work.done and os.environ.get("WORLD_SIZE", "1") == "1":
             return work.done.ref
-        return _train(config, store, inputs, work, about, target)
+        return _train(config, store, inputs, work, about, target, force)
 
 
 def _check(config: Config, inputs: dict[str, Version]) -> None:
@@ -209,7 +225,15 @@ def _check(config: Config, inputs: dict[str, Version]) -> None:
         )
 
 
-def _train(config: Config, store: Store, inputs: dict[str, Version], work: Work | None, about: dict[str, Any], run: str) -> Ref:
+def _train(
+    config: Config,
+    store: Store,
+    inputs: dict[str, Version],
+    work: Work | None,
+    about: dict[str, Any],
+    run: str,
+    force: bool,
+) -> Ref:
     from accelerate.utils import broadcast_object_list
 
     from . import results, rollouts, trainer
@@ -231,7 +255,7 @@ def _train(config: Config, store: Store, inputs: dict[str, Version], work: Work 
         if work:
             with phase("save"):
                 results.save(config, inputs["policy"], model, made, work)
-            answer = [results.commit(store, run, about, loaded, outcome, work, accelerator)]
+            answer = [results.commit(store, run, about, loaded, outcome, work, accelerator, force=force)]
         broadcast_object_list(answer)
     accelerator.end_training()
     return answer[0]
@@ -239,14 +263,16 @@ def _train(config: Config, store: Store, inputs: dict[str, Version], work: Work 
 
 @contextmanager
 def _memory() -> Iterator[None]:
-    """Turn the GPU's out of memory into ResourceError with what helps."""
-    import torch
+    """Turn torch's lack of memory into ResourceError with what helps."""
+    from stages.common.models import is_memory_error
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_memory_error(error):
+            raise
         help = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
-        raise ResourceError("optimize", f"GPU memory is short: {str(error).splitlines()[0]}", next=help) from None
+        raise ResourceError("optimize", f"memory is short: {printable(error)}", next=help) from None
 
 
 def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Loaded, accelerator: Accelerator):

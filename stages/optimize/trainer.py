@@ -72,22 +72,39 @@ class Outcome:
     updates: list[dict[str, Any]]
     """Rows of updates/1."""
     logprobs: torch.Tensor
-    """[N] under the policy when the rollout was last trained on; NaN where it never was."""
+    """[N] under the policy when the rollout was last trained on (`score_after`: under the new one); NaN where it never was."""
     audit: dict[str, float]
     skipped: int
     step: int
     """Optimizer steps over the policy's whole life, this iteration's included."""
     mode: str
+    precision: str
 
 
 def make_accelerator(config: Config) -> Accelerator:
-    """Device, ranks and trackers. ConfigError when another number of processes runs than was asked for."""
+    """Device, ranks and trackers; nothing else is taken from accelerate's environment. ConfigError when it gives another device,
+    another number of processes, or another way to distribute than plain ranks."""
     from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
 
     cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    accelerator = Accelerator(cpu=cpu, log_with=list(config.trackers) or None, project_dir=config.tracker_folder)
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision="no",
+        dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        log_with=list(config.trackers) or None,
+        project_dir=config.tracker_folder,
+    )
+    wanted = "cpu" if cpu else "cuda"
+    if accelerator.device.type != wanted:  # accelerate's state is the process's: a second run stays where the first one was
+        message = f"expected {wanted}, found {accelerator.device.type}: there is none, or this process trained elsewhere before"
+        raise ConfigError("optimize.device", message, next='set optimize.device = "auto", or start a new process')
+    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        message = f"expected plain ranks, found {accelerator.distributed_type.value}"
+        raise ConfigError("optimize", message, next="unset the ACCELERATE_USE_… variables, launch with torch.distributed.run")
     asked = config.processes or int(os.environ.get("WORLD_SIZE") or os.environ.get("ACCELERATE_NUM_PROCESSES") or 1)
     if accelerator.num_processes != asked:
         raise ConfigError(
@@ -119,8 +136,8 @@ class Trainer:
         if config.activation_checkpointing:
             model.train()  # transformers checkpoints in train mode only; every dropout is 0
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        bf16 = config.precision == "bf16" or (config.precision == "auto" and device.type == "cuda")
-        self.policy = Policy(model, autocast=bf16)
+        self.precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+        self.policy = Policy(model, autocast=self.precision == "bf16")
         self.mode = choose_mode(self.policy, batch.data, batch.prompts, config.packing) if batch.groups else config.packing
         self.wrapped = accelerator.prepare_model(self.policy)
         self.optimizer = make_optimizer(config, model)
@@ -162,7 +179,9 @@ class Trainer:
             raise _not_finite(f"none of {skipped} optimizer steps had a finite loss and gradient")
         if not bool(torch.nn.utils.get_total_norm(self.parameters).isfinite()):
             raise _not_finite("a weight is not finite after the last step")
-        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, self.mode)
+        if config.score_after and self.batch.groups:
+            self.logprobs = self.score(range(len(self.batch.groups)))
+        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, self.mode, self.precision)
 
     def _deal(self) -> list[list[int]]:
         """This epoch's mini-batches: groups shuffled by seed and step, each group whole."""

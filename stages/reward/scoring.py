@@ -55,9 +55,21 @@ class Scorer:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
 
     def keywords(self, batch: Batch) -> dict[str, Any]:
-        """What it is called with: of the batch what it asks for, and its own arguments, which come first."""
+        """What it is called with: of the batch what it asks for, and its own arguments, which come first.
+
+        They are copies: what one function changes in place no other sees, nor the same one in its next call.
+        """
         chosen = {name: values for name, values in batch.items() if self.takes is None or name in self.takes}
-        return {**chosen, **self.arguments}
+        return _copied({**chosen, **self.arguments})
+
+
+def _copied(value: Any) -> Any:
+    """`value` with its lists and dicts made anew, all the way down."""
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()}
+    return value
 
 
 def load(use: str, name: str, weight: float, arguments: dict[str, Any]) -> Scorer:

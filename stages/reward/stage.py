@@ -143,6 +143,7 @@ def _prompts_of(store: Store, rollouts: Version) -> Version:
 
 def _score_shards(config: Config, work: Work, scorers: list[scoring.Scorer], rollouts: pa.Table, prompts: pa.Table) -> int:
     """Score the shards that are not there yet; how many there are. RewardError instead of the shard beyond `max_invalid`."""
+    prompts = prompts.combine_chunks()  # taking rows of many chunks would join them anew for each shard
     order = tables.join(rollouts, prompts)
     weights = {function.name: function.weight for function in config.functions}
     starts = range(0, max(1, rollouts.num_rows), ROWS_PER_SHARD)

@@ -1,10 +1,23 @@
-"""The optimize stage on a CUDA device: the CPU's step in float32, and its own logprobs in bfloat16 within the audit's limit."""
+"""The optimize stage on a CUDA device: the CPU's step in float32, its own logprobs in bfloat16 within the audit's limit, vLLM's in
+float32, and attention by fused kernels alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stages.common.ragged import Ragged
+from stages.optimize.attention import Sequences, block_attention, make_layout
+from stages.optimize.packing import make_pieces
 from stages.optimize.stage import Config, run
+from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
 
 pytestmark = [
@@ -13,16 +26,19 @@ pytestmark = [
 ]
 
 
-def optimize(store, policy, made, **values):
-    config = Config(learning_rate=1e-3, grad_clip=1e9, **values)
-    return store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, force=True))
+def optimize(store, policy, made, device, **values):
+    AcceleratorState._reset_state(True)  # else a second run stays on the first one's device
+    config = Config(learning_rate=1e-3, grad_clip=1e9, device=device, **values)
+    done = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, force=True))
+    assert done.manifest.environment["device"] == device
+    return done
 
 
 def test_float32_takes_the_cpus_step(store, policy, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     made = world.make(store, policy, world.even_share)
     rows = [
-        store.open(optimize(store, policy, made, device=device, precision="fp32").manifest.metrics["updates"]).table()
+        store.open(optimize(store, policy, made, device, precision="fp32").manifest.metrics["updates"]).table()
         for device in ("cpu", "cuda")
     ]
     for name in ("loss", "grad_norm", "entropy"):
@@ -31,7 +47,58 @@ def test_float32_takes_the_cpus_step(store, policy, monkeypatch):
 
 def test_bfloat16_passes_the_audit_and_keeps_float32_weights(store, policy):
     made = world.make(store, policy, world.even_share)
-    done = optimize(store, policy, made, device="cuda")
-    assert done.manifest.environment["device"].startswith("cuda")
+    done = optimize(store, policy, made, "cuda")
+    assert done.manifest.metrics["precision"] == "bf16"
     assert 0 < done.manifest.metrics["audit"]["mean_gap"] < 0.1
     assert {tensor.dtype for tensor in load_file(done.path / "model.safetensors").values()} == {torch.float32}
+
+
+@pytest.mark.vllm
+def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy, tmp_path):
+    prompts = random_prompts(store, 8)
+    config = {"dtype": "float32", "device": "cuda", "samples_per_prompt": 4, "sampling": {"temperature": 0.8, "max_tokens": 32}}
+    refs = {"prompts": str(prompts.ref), "policy": str(policy.ref)}
+    call = {"stage": "generate", "config": config, "store": str(store.path), "refs": refs}
+    spec, result = tmp_path / "spec.json", tmp_path / "result.json"
+    spec.write_text(json.dumps(call))
+    command = [sys.executable, "-m", "stages", "generate", "--spec", str(spec), "--result", str(result)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rollouts = store.open(json.loads(result.read_text())["ref"])
+    assert rollouts.manifest.environment["device"] == "cuda"
+    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    metrics = optimize(store, policy, made, "cuda", precision="fp32", audit={"max_mean_gap": 1e-3}).manifest.metrics
+    assert metrics["audit"]["mean_gap"] <= 1e-3
+    assert metrics["audit"]["tokens"] == rollouts.manifest.metrics["tokens"]
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------------
+
+PROMPTS, COMPLETIONS = [40, 40, 40, 9], [50, 61, 1, 33]
+
+
+def _ragged(lengths: list[int]) -> Ragged:
+    return Ragged.from_lengths(torch.zeros(sum(lengths), dtype=torch.int32), torch.tensor(lengths))
+
+
+def _attend(states: list[torch.Tensor], device: str, dtype: torch.dtype, window: int | None) -> list[torch.Tensor]:
+    """Output and gradients for three rollouts that share a prompt and one alone; four query heads to two key heads."""
+    data = Sequences(_ragged(PROMPTS), _ragged(COMPLETIONS), torch.ones(4))
+    layout = make_layout(make_pieces(range(4), [0, 0, 0, 1], PROMPTS, COMPLETIONS, 10_000), data, device)
+    own = [each[:, :, : layout.ids.shape[1]].to(device, dtype).requires_grad_() for each in states]
+    out, _ = block_attention(None, *own, None, layout=layout, sliding_window=window)
+    out.float().square().sum().backward()
+    return [out.detach().cpu().float(), *[each.grad.cpu().float() for each in own]]
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-3), (torch.bfloat16, 1e-1)])
+def test_fused_kernels_are_enough(dtype, tolerance, window):
+    torch.manual_seed(0)
+    states = [torch.randn(1, heads, sum(PROMPTS) + sum(COMPLETIONS), 32) for heads in (4, 2, 2)]
+    expected = _attend(states, "cpu", torch.float32, window)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        found = _attend(states, "cuda", dtype, window)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)

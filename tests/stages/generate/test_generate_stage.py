@@ -3,20 +3,24 @@
 import hashlib
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
+from stages.common.checkpoints import PolicyConfig
 from stages.common.config import parse
 from stages.common.store import Store
-from stages.generate.rows import row_seed
+from stages.common.work import begin
+from stages.generate.rows import Rows, row_seed
 from stages.generate.stage import Config, run
-from tests.stages.generate.making import make_prompts, random_prompts
+from tests.stages.generate.making import good, make_prompts, random_prompts
 from tests.tiny import EOS, make_policy
 
 MAKING = "tests.stages.generate.making"
@@ -67,6 +71,7 @@ def test_manifest_tells_how_they_were_made(store, policy):
     manifest = store.open(ref).manifest
     assert manifest.input("prompts").ref == "tiny/prompts@1"
     assert manifest.model("policy").weights and manifest.model("policy").ref == "tiny/policy@0"
+    assert [entry.role for entry in manifest.inputs] == ["prompts"]
     assert manifest.config["sampling"]["top_p"] == 1.0
     assert manifest.metrics["tokens"] == 3 * 2 + 3 * 8
     assert manifest.metrics["mean_completion_tokens"] == 5.0
@@ -100,6 +105,34 @@ def test_other_weights_are_other_work(store, policy):
     other = make_policy(store, "other", seed=1)
     first = run(config(), store, prompts=prompts.ref, policy=policy.ref)
     assert run(config(), store, prompts=prompts.ref, policy=other.ref) != first
+
+
+def test_the_optimizers_state_of_the_policy_is_no_part_of_the_work(store, policy):
+    """Another version with the same weights, tokenizer and template gives the same rollouts; its optimizer's state is not read."""
+    config_ = PolicyConfig(model=str(policy.path))
+    about = {"stage": "test", "stage_version": 1, "config": config_, "inputs": {}}
+    with begin(store, "tiny", "policy", **about) as work:
+        for entry in policy.manifest.files:
+            shutil.copyfile(policy.path / entry.name, work.folder / entry.name)
+        (work.folder / "optimizer").mkdir()
+        (work.folder / "optimizer" / "state.json").write_text("{}")
+        trained = work.commit()
+    (trained.path / "optimizer" / "state.json").write_text("[]")
+    prompts = random_prompts(store, 2)
+    first = run(config(), store, prompts=prompts.ref, policy=trained.ref)
+    assert run(config(), store, prompts=prompts.ref, policy=policy.ref) == first
+
+
+def test_rows_of_prompts_in_many_chunks(store, policy):
+    """Offsets are those of the joined column, wherever its chunks were cut."""
+    table = random_prompts(store, 9).table(["group_id", "prompt_ids"])
+    cut = pa.concat_tables([table.slice(start, 2) for start in range(0, 9, 2)])
+    whole, parts = (Rows(each, 3, 0, 0, "x") for each in (table, cut))
+    completions = [good(index) for index in range(4, 20)]
+    assert parts.table(4, completions, ["t"] * 16, 1.0) == whole.table(4, completions, ["t"] * 16, 1.0)
+    asked = [[request.prompt_ids.tolist(), request.seed] for request in parts.requests([3, 26])]
+    assert asked == [[request.prompt_ids.tolist(), request.seed] for request in whole.requests([3, 26])]
+    assert asked[0][0] == table["prompt_ids"][1].as_py()
 
 
 @pytest.mark.parametrize("size", [1, 5, 7, 1000])
@@ -206,6 +239,20 @@ def test_foreign_or_empty_prompt_ids(store, policy):
         run(config(), store, prompts=make_prompts(store, [[5], [320]]).ref, policy=policy.ref)
     with pytest.raises(SchemaError, match="g1: prompt_ids is empty"):
         run(config(), store, prompts=make_prompts(store, [[5], []]).ref, policy=policy.ref)
+
+
+@pytest.mark.parametrize("token", [320, -1])
+def test_a_stop_token_outside_the_vocabulary(store, policy, token):
+    given = config(sampling={"max_tokens": 8, "stop_token_ids": [5, token]})
+    with pytest.raises(ConfigError, match=f"{token} is outside the vocabulary"):
+        run(given, store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref)
+
+
+@pytest.mark.parametrize("name", ["trust_remote_code", "logprobs_mode", "skip_tokenizer_init", "enable_chunked_prefill"])
+def test_engine_args_can_not_replace_what_the_engine_sets(name):
+    with pytest.raises(ConfigError, match=f"{name} can not be set here"):
+        config(engine="vllm", options={"engine_args": {name: True, "quantization": "fp8"}})
+    assert config(engine="vllm", options={"engine_args": {"quantization": "fp8"}})
 
 
 @pytest.mark.parametrize(

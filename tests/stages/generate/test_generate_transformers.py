@@ -178,3 +178,14 @@ def test_no_memory_is_a_resource_error(store, policy):
     with pytest.raises(ResourceError, match="allocate") as caught:
         next(engine.generate([Request(0, np.array([5], np.int32), 1)]))
     assert "batch_size" in caught.value.next
+
+
+def test_another_error_of_torch_is_not_called_lack_of_memory(store, policy):
+    from stages.generate.engine import Request, Setup
+    from stages.generate.hf_engine import TransformersEngine
+
+    engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
+    engine.model.register_forward_hook(lambda *_: torch.ones(2, 3) @ torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        next(engine.generate([Request(0, np.array([5], np.int32), 1)]))
+    assert type(caught.value) is RuntimeError

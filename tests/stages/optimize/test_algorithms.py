@@ -1,7 +1,7 @@
 """The table of algorithms, and a user's own row by a dotted path."""
 
-import linecache
-import sys
+import dataclasses
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -61,10 +61,38 @@ def test_an_edited_algorithm_is_another_one(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     first = Config(algorithm="my_algo:MINE").key()
     assert first == Config(algorithm="my_algo:MINE").key()
-    del sys.modules["my_algo"]
     (tmp_path / "my_algo.py").write_text(source + "# edited\n")
-    linecache.clearcache()
     assert Config(algorithm="my_algo:MINE").key() != first
+
+
+def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
+    source = (
+        "from stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', 'group_centered', 'clipped', 'constant')\n"
+    )
+    (tmp_path / "own_algo.py").write_text(source)
+    assert algorithms.resolve(f"{tmp_path}/own_algo.py:MINE").name == "mine"
+    monkeypatch.chdir(tmp_path)
+    assert algorithms.resolve("own_algo:MINE").name == "mine"
+    assert algorithms.source_hash("own_algo:MINE") == hashlib.sha256(source.encode()).hexdigest()
+    with pytest.raises(ConfigError, match="has no Algorithm MIN; did you mean MINE"):
+        algorithms.resolve("own_algo:MIN")
+
+
+def test_what_the_table_fills_in_is_part_of_the_work(monkeypatch):
+    filled = Config(algorithm="dapo").resolved()
+    assert (filled.clip_low, filled.clip_high, filled.aggregation, filled.drop_zero_variance) == (0.2, 0.28, "token_mean", True)
+    assert filled.key() == Config(algorithm="dapo", clip_high=0.28).resolved().key()
+    assert Config(algorithm="dapo", drop_zero_variance=False).resolved().drop_zero_variance is False
+    row = algorithms.ALGORITHMS["dapo"]
+    changed = dataclasses.replace(row, defaults={**row.defaults, "clip_high": 0.3})
+    monkeypatch.setitem(algorithms.ALGORITHMS, "dapo", changed)
+    assert Config(algorithm="dapo").resolved().key() != filled.key()
+
+
+def test_a_cap_inside_the_clip_bound_is_refused():
+    with pytest.raises(ConfigError, match=r"delta must be > 1 \+ clip_high = 1.28"):
+        Config(algorithm="dapo", delta=1.25).resolved()
+    assert Config(algorithm="grpo", delta=1.25).resolved().delta == 1.25
 
 
 def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):

@@ -26,9 +26,12 @@ CONFIGS = {
 }
 
 
-def _model(kind: str):
+def _model(kind: str, **changed):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]), attn_implementation="sdpa").eval()
+    config = copy.deepcopy(CONFIGS[kind])
+    for name, value in changed.items():
+        setattr(config, name, value)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
 def _data(longest: int = 9, seed: int = 0) -> tuple[Sequences, list[int]]:
@@ -39,8 +42,11 @@ def _data(longest: int = 9, seed: int = 0) -> tuple[Sequences, list[int]]:
         prompts += [torch.randint(97, (int(torch.randint(1, longest, ())),))] * copies
         groups += [group] * copies
     completions = [torch.randint(97, (length,)) for length in [1, 5, 2, 7, 1, 1, longest, 3, 4, 2]]
-    ragged = [Ragged.from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows])) for rows in (prompts, completions)]
-    return Sequences(*ragged, torch.linspace(0.6, 1.4, len(groups))), groups
+    return Sequences(_ragged(prompts), _ragged(completions), torch.linspace(0.6, 1.4, len(groups))), groups
+
+
+def _ragged(rows: list[torch.Tensor]) -> Ragged:
+    return Ragged.from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows]))
 
 
 def _reference(model, data: Sequences) -> list[torch.Tensor]:
@@ -68,7 +74,11 @@ def _packed(policy: Policy, mode: str, data: Sequences, groups: list[int], budge
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, kind, mode, short):
     monkeypatch.setattr("stages.optimize.attention._SHORT", short)
-    model, (data, groups) = _model(kind), _data()
+    _compare(_model(kind), *_data(), mode)
+
+
+def _compare(model, data: Sequences, groups: list[int], mode: str) -> None:
+    """Values and gradients of `mode` against one rollout at a time, whatever the budget."""
     expected = _reference(model, data)
     weights = [torch.randn_like(row) for row in expected]
     sum((w * row).sum() for w, row in zip(weights, expected, strict=True)).backward()
@@ -81,6 +91,16 @@ def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, 
         sum((w * row).sum() for w, row in zip(weights, found, strict=True)).backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("short", [0, 256], ids=["kernel", "products"])
+def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short):
+    """A short completion after a long prompt stands in a block with a long one after a short prompt: its fill looks far ahead."""
+    monkeypatch.setattr("stages.optimize.attention._SHORT", short)
+    torch.manual_seed(1)
+    prompts = [ids for length in (30, 3) for ids in [torch.randint(97, (length,))] * 2]
+    completions = [torch.randint(97, (length,)) for length in (3, 2, 31, 29)]
+    _compare(_model("mistral"), Sequences(_ragged(prompts), _ragged(completions), torch.ones(4)), [0, 0, 1, 1], "shared")
 
 
 def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
@@ -120,6 +140,24 @@ def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, ca
     data, groups = _data()
     assert choose_mode(Policy(_model("llama"), autocast=False), data, groups, "shared") == "packed"
     assert "'shared' is not right" in caplog.text
+
+
+def test_positions_that_depend_on_the_row_s_length_run_alone(caplog):
+    data, groups = _data()
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert choose_mode(Policy(_model("llama", rope_parameters=rope), autocast=False), data, groups, "shared") == "single"
+    assert "length of the row" in caplog.text
+
+
+def test_the_comparison_takes_short_rollouts_and_few_logits(monkeypatch):
+    torch.manual_seed(0)
+    lengths = [400, 20, 30, 300, 500]
+    rows = [torch.randint(97, (length,)) for length in lengths]
+    data, groups = Sequences(_ragged([rows[0][:4]] * 5), _ragged(rows), torch.ones(5)), [0, 0, 0, 1, 2]
+    model, made = _model("llama"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: made.append(logits.shape[1]))
+    assert choose_mode(Policy(model, autocast=False), data, groups, "shared") == "shared"
+    assert sorted(made) == [20, 30, 256]
 
 
 def test_an_unknown_head_is_refused():

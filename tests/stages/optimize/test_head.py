@@ -41,10 +41,12 @@ def test_under_autocast_softmax_stays_in_float32():
     layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
     targets = torch.randint(V, (N,))
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = completion_logprobs(hidden, layer, targets, torch.ones(N))
+        found, entropy = completion_logprobs(hidden, layer, targets, torch.ones(N))
     assert found.dtype == torch.float32
     rounded = hidden.bfloat16() @ layer.weight.bfloat16().T
-    torch.testing.assert_close(found, rounded.float().log_softmax(-1).gather(1, targets[:, None])[:, 0])
+    table = rounded.float().log_softmax(-1)
+    torch.testing.assert_close(found, table.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1), rtol=1e-5, atol=1e-6)
     found.sum().backward()
     assert hidden.grad.dtype == layer.weight.grad.dtype == torch.float32
 

@@ -33,7 +33,7 @@ def test_clipped_golden(low, high, dual, delta):
         free = min(ratio, delta if delta else math.inf) * ADVANTAGES[t]
         bounded = min(max(ratio, 1 - low), 1 + high) * ADVANTAGES[t]
         expected = -min(free, bounded)
-        clipped = bounded < free
+        clipped = bounded < free or bool(delta and ratio > delta)
         if dual and ADVANTAGES[t] < 0 and -dual * ADVANTAGES[t] < expected:
             expected, clipped = -dual * ADVANTAGES[t], True
         assert loss[t].item() == pytest.approx(expected, rel=1e-12)
@@ -57,6 +57,16 @@ def test_a_clipped_token_has_no_gradient():
     (gradient,) = torch.autograd.grad(loss.sum(), now)
     assert taken.tolist() == [True, True, False, False]
     assert gradient.tolist() == pytest.approx([0.0, 0.0, 1.5, -0.5])
+
+
+def test_a_token_whose_gradient_the_cap_removed_counts_as_clipped():
+    now = torch.tensor([math.log(1.5), math.log(1.3), math.log(1.5)], requires_grad=True)
+    tokens = losses.Tokens(now, torch.zeros(3), torch.tensor([-1.0, -1.0, 0.0]), torch.tensor([0, 3]))
+    loss, taken = losses.clipped(tokens, clip_low=0.2, clip_high=0.2, delta=1.4)
+    (gradient,) = torch.autograd.grad(loss.sum(), now)
+    assert loss.tolist() == pytest.approx([1.4, 1.3, 0.0])
+    assert taken.tolist() == [True, False, False]
+    assert gradient.tolist() == pytest.approx([0.0, 1.3, 0.0])
 
 
 def test_extreme_ratios_stay_finite():

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
+from schemas.errors import ConfigError, LineageError, NumericError, ResourceError, SchemaError
 from stages.common import checkpoints
 from stages.common.models import load_model
 from stages.common.store import Store
+from stages.common.work import Work
 from stages.optimize.stage import Config, run
 from tests.stages.optimize import world
 from tests.tiny import make_policy
@@ -79,7 +80,63 @@ def test_the_same_work_again_is_a_cache_hit(store, policy, made):
     assert _run(store, policy, made, _config(seed=1)).ref != first.ref
 
 
-def test_advantages_and_what_the_new_policy_thinks(store, policy, made):
+@pytest.mark.parametrize("config", [{"attention_dropout": 0.5}, {}])
+def test_the_next_config_is_the_parents(store, tmp_path, config):
+    policy = world.import_changed(store, tmp_path / "model", "own", config=config)
+    made = world.make(store, policy, world.even_share, run="own")
+    done = _run(store, policy, made, _config(activation_checkpointing=True))
+    assert json.loads((done.path / "config.json").read_bytes()) == json.loads((policy.path / "config.json").read_bytes())
+
+
+def test_the_manifest_says_what_was_decided(store, policy, made):
+    manifest = _run(store, policy, made, _config(algorithm="dapo")).manifest
+    told = {name: manifest.config[name] for name in ("clip_low", "clip_high", "aggregation", "drop_zero_variance")}
+    assert told == {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean", "drop_zero_variance": True}
+    assert manifest.metrics["precision"] == "fp32"
+    assert manifest.metrics["max_completion_tokens"] == 8  # the longest: the stand-in for generation names no limit
+    explicit = _config(algorithm="dapo", clip_low=0.2, clip_high=0.28, aggregation="token_mean", drop_zero_variance=True)
+    assert str(_run(store, policy, made, explicit).ref) == manifest.ref
+
+
+def test_a_stage_that_dies_between_the_commits_leaves_nothing_twice(store, policy, made, monkeypatch):
+    commit = Work.commit
+
+    def dies(self, **about):
+        if self.kind == "policy":
+            raise KeyboardInterrupt
+        return commit(self, **about)
+
+    monkeypatch.setattr(Work, "commit", dies)
+    with pytest.raises(KeyboardInterrupt):
+        _run(store, policy, made)
+    monkeypatch.undo()
+    done = _run(store, policy, made)
+    assert (done.manifest.metrics["advantages"], done.manifest.metrics["updates"]) == ("tiny/advantages@1", "tiny/updates@1")
+    assert store.numbers("tiny", "advantages") == store.numbers("tiny", "updates") == [1]
+    forced = store.open(
+        run(_config(), store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, into="tiny", force=True)
+    )
+    assert forced.manifest.metrics["advantages"] == "tiny/advantages@2"
+
+
+def test_score_after_says_what_the_new_policy_thinks(store, policy, made):
+    done = _run(store, policy, made, _config(score_after=True))
+    model, rollouts = load_model(done, dtype=torch.float32), {row["rollout_id"]: row for row in made[0].table().to_pylist()}
+    moved = []
+    for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist():
+        rollout = rollouts[row["rollout_id"]]
+        prompt, ids = rollout["prompt_ids"], torch.tensor(rollout["completion_ids"])
+        with torch.no_grad():
+            table = model(input_ids=torch.tensor([prompt + ids.tolist()])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = table.gather(1, ids[:, None])[:, 0]
+        old = torch.tensor(rollout["old_logprobs"])
+        assert row["mean_logprob"] == pytest.approx(float(expected.mean()), abs=1e-4)
+        assert row["mean_ratio"] == pytest.approx(float((expected - old).exp().mean()), rel=1e-3)
+        moved.append(abs(row["mean_ratio"] - 1))
+    assert max(moved) > 1e-3
+
+
+def test_advantages_and_what_the_policy_thought_when_it_was_trained(store, policy, made):
     done = _run(store, policy, made, _config(algorithm="dr_grpo", max_completion_tokens=8))
     rows = {row["rollout_id"]: row for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()}
     rollouts = made[0].table().to_pylist()
@@ -138,6 +195,20 @@ def test_rewards_of_other_rollouts_are_refused(store, policy, made):
     others = world.write_rollouts(store, policy, world.sample(model, world.prompts(4), 4, seed=5))
     with pytest.raises(LineageError, match="not of"):
         _run(store, policy, (others, made[1]))
+    nameless = world.write_rewards(store, made[0], world.even_share, inputs={})
+    with pytest.raises(LineageError, match="no rollouts that its manifest names"):
+        _run(store, policy, (made[0], nameless))
+
+
+def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, made):
+    old = made[0].table()["old_logprobs"].to_pylist()
+    other = make_policy(store, "other", seed=1)
+    for wrong, said in ((other, checkpoints.as_model("policy", other).weights[:12]), (None, "no model")):
+        prox = world.write_logprobs(store, made[0], old, "prox", wrong)
+        with pytest.raises(LineageError, match=said):
+            _run(store, policy, made, prox_logprobs=prox.ref)
+    prox = world.write_logprobs(store, made[0], old, "prox", policy)
+    assert _run(store, policy, made, prox_logprobs=prox.ref).manifest.metrics["steps"] == 1
 
 
 def test_what_can_not_be_trained_on_is_dropped_with_its_reason(store, policy):
@@ -188,7 +259,30 @@ def test_without_any_advantage_it_stops(store, policy, each, reward):
     assert store.numbers("tiny", "policy") == [0]
 
 
+def test_no_rows_are_nothing_to_learn_from(store, policy):
+    rollouts = world.write_rollouts(store, policy, [])
+    with pytest.raises(NumericError, match="0 of 0 rollouts are scored"):
+        _run(store, policy, (rollouts, world.write_rewards(store, rollouts, world.even_share)))
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------------------
+
+
+def test_one_changed_weight_makes_it_refuse(store, policy, made, tmp_path):
+    other = world.import_changed(store, tmp_path / "model", "other", nudge=1e-3)
+    assert sum(int((a != b).sum()) for a, b in zip(_weights(other).values(), _weights(policy).values(), strict=True)) == 1
+    with pytest.raises(LineageError) as caught:
+        _run(store, other, made)
+    for version in (policy, other):
+        assert checkpoints.as_model("policy", version).weights[:12] in caught.value.message
+
+
+def test_lack_of_memory_on_a_cpu_says_what_helps(store, policy, made, monkeypatch):
+    monkeypatch.setattr("stages.optimize.trainer.Trainer.train", lambda self: torch.empty(1 << 60))
+    with pytest.raises(ResourceError, match="memory is short") as caught:
+        _run(store, policy, made)
+    assert "token_budget" in caught.value.next
+    assert store.numbers("tiny", "policy") == [0]
 
 
 def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, policy, made):

@@ -4,15 +4,17 @@ import math
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
+from schemas.errors import ConfigError
 from stages.common.models import load_model
 from stages.common.ragged import Ragged
 from stages.optimize.algorithms import part, resolve
 from stages.optimize.attention import Sequences
-from stages.optimize.optimizer import learning_rate
+from stages.optimize.optimizer import learning_rate, load_state, make_optimizer, state
 from stages.optimize.stage import Config
 from stages.optimize.trainer import Batch, Trainer, make_accelerator
-from tests.stages.optimize.world import even_share, prompts, sample
+from tests.stages.optimize.world import even_share, import_changed, prompts, sample
 
 MOST = 11
 
@@ -123,6 +125,49 @@ def test_the_cut_into_micro_batches_changes_nothing(policy, rows, packing, budge
 
 def test_activation_checkpointing_changes_nothing(policy, rows):
     _compare(_trainer(policy, rows, _config(activation_checkpointing=True), "grpo"), _expected(policy, rows, "grpo"))
+
+
+def test_accelerates_environment_changes_nothing(policy, rows, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    AcceleratorState._reset_state(True)
+    made = _trainer(policy, rows, _config(), "grpo")
+    assert made.accelerator.mixed_precision == "no"
+    _compare(made, _expected(policy, rows, "grpo"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="expected cuda, found cpu"):
+        make_accelerator(_config(device="cuda"))
+
+
+def test_dropout_stays_off_under_activation_checkpointing(store, tmp_path, rows):
+    """Layers copy the config's rate when they are made."""
+    policy = import_changed(store, tmp_path / "model", "drops", config={"attention_dropout": 0.5})
+    made = _trainer(policy, rows, _config(activation_checkpointing=True), "grpo")
+    _compare(made, _expected(policy, rows, "grpo"))
+
+
+def test_weights_without_a_gradient_have_no_moments(policy):
+    model = load_model(policy, dtype=torch.float32)
+    made, fresh = (make_optimizer(_config(), model) for _ in range(2))
+    first = next(name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.grad = None if name == first else torch.ones_like(parameter)
+    made.step()
+    found = state(made, model)
+    assert f"exp_avg.{first}" not in found
+    load_state(fresh, model, found)
+    again = state(fresh, model)
+    assert again.keys() == found.keys() and all(torch.equal(again[name], found[name]) for name in found)
+    moment = next(name for name in found if name.startswith("exp_avg."))
+    for wrong in ({**found, moment: torch.zeros(1)}, {**found, "exp_avg.other": torch.zeros(1)}):
+        with pytest.raises(ConfigError, match="missing or of another shape"):
+            load_state(fresh, model, wrong)
+    del found[moment]
+    with pytest.raises(ConfigError, match="missing or of another shape"):
+        load_state(fresh, model, found)
 
 
 def test_the_order_of_rollouts_changes_nothing(policy, rows):

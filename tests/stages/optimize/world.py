@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 
 from schemas import logprobs as logprobs_kind
 from schemas import rewards as rewards_kind
 from schemas import rollouts as rollouts_kind
-from stages.common.checkpoints import as_model
+from stages.common.checkpoints import PolicyConfig, as_model
+from stages.common.checkpoints import run as import_policy
 from stages.common.config import Config
 from stages.common.models import load_model
 from stages.common.store import Store, Version
 from stages.common.work import begin
-from tests.tiny import EOS
+from tests.tiny import EOS, make_folder
+
+
+def import_changed(store: Store, folder: Path, run: str, *, config: dict | None = None, nudge: float = 0.0) -> Version:
+    """`run/policy@0`: the tiny policy with other values in its config.json, or with its first weight moved by `nudge`."""
+    path = make_folder(folder) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] += nudge
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return store.open(import_policy(PolicyConfig(model=str(folder)), store, into=run))
 
 
 class Settings(Config):
@@ -27,6 +41,8 @@ class Settings(Config):
     """top_p, top_k, …"""
     name: str = ""
     """Tells one stand-in from another."""
+    role: str | None = None
+    """ref or prox, of logprobs."""
 
 
 def prompts(count: int, seed: int = 0, low: int = 3, high: int = 9) -> list[list[int]]:
@@ -80,15 +96,19 @@ def write_rollouts(store: Store, policy: Version, rows: list[dict], run: str = "
     about = {"stage": "generate", "stage_version": 1, "config": config, "inputs": {}, "models": models, "force": True}
     with begin(store, run, "rollouts", **about) as work:
         half = max(1, len(table) // 2)
-        for index, start in enumerate(range(0, len(table), half)):  # several shards: columns come in chunks
+        for index, start in enumerate(range(0, max(1, len(table)), half)):  # several shards: columns come in chunks
             work.write(index, table.slice(start, half))
         return work.commit()
 
 
 def write_rewards(
-    store: Store, rollouts: Version, score: Callable[[dict], float | None] | list[dict], run: str = "tiny"
+    store: Store,
+    rollouts: Version,
+    score: Callable[[dict], float | None] | list[dict],
+    run: str = "tiny",
+    inputs: dict[str, Version] | None = None,
 ) -> Version:
-    """rewards/1 by a function of the rollout's row, or as given."""
+    """rewards/1 by a function of the rollout's row, or as given. `inputs`: what its manifest says instead of `rollouts`."""
     rows = score
     if callable(score):
         rows = [
@@ -97,18 +117,22 @@ def write_rewards(
         ]
     rows = [{"parts": {"f": None}, **row, "errors": {"f": None}} for row in rows]
     table = pa.Table.from_pylist(rows, schema=rewards_kind.schema_for(["f"]))
-    about = {"stage": "reward", "stage_version": 1, "config": Settings(), "inputs": {"rollouts": rollouts}, "force": True}
+    inputs = {"rollouts": rollouts} if inputs is None else inputs
+    about = {"stage": "reward", "stage_version": 1, "config": Settings(), "inputs": inputs, "force": True}
     with begin(store, run, "rewards", **about) as work:
         work.write(0, table)
         return work.commit()
 
 
-def write_logprobs(store: Store, rollouts: Version, values: list[list[float]], run: str = "tiny") -> Version:
-    """logprobs/1 for the rows of `rollouts`, in reverse order."""
+def write_logprobs(
+    store: Store, rollouts: Version, values: list[list[float]], role: str = "ref", policy: Version | None = None
+) -> Version:
+    """logprobs/1 for the rows of `rollouts`, in reverse order; they say that they are `policy`'s."""
     ids = rollouts.table()["rollout_id"].to_pylist()
     rows = [{"rollout_id": name, "logprobs": row} for name, row in zip(ids, values, strict=True)][::-1]
-    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {"rollouts": rollouts}, "force": True}
-    with begin(store, run, "logprobs", **about) as work:
+    models = (as_model(role, policy),) if policy else ()
+    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(role=role), "inputs": {"rollouts": rollouts}}
+    with begin(store, "tiny", "logprobs", **about, models=models, force=True) as work:
         work.write(0, pa.Table.from_pylist(rows, schema=logprobs_kind.SCHEMA))
         return work.commit()
 

@@ -1,6 +1,7 @@
 """Calls of reward functions: whatever one returns or raises, a failure never becomes a number."""
 
 import asyncio
+import copy
 from decimal import Decimal
 from fractions import Fraction
 
@@ -215,6 +216,35 @@ def test_callable_objects(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "noise\n"
+
+
+def test_what_a_function_changes_in_place_no_other_sees():
+    def spoils(prompts, completions, completion_ids, **columns):
+        prompts[0][0]["content"] = "spoiled"
+        prompts[0].pop()
+        completions.clear()
+        completion_ids[1].append(9)
+        columns["options"][0]["list"].append(9)
+        columns["limits"].append(9)
+        raise RuntimeError("and fails")
+
+    seen = []
+
+    def looks(**batch):
+        seen.append(batch)
+        return [1.0, 1.0]
+
+    batch = {
+        "prompts": [[{"role": "user", "content": "ask"}], [{"role": "user", "content": "ask"}]],
+        "completions": ["a", "b"],
+        "completion_ids": [[1], [2]],
+        "finish_reason": ["stop", "stop"],
+        "options": [{"list": [1]}, {"list": []}],
+    }
+    clean, limits = copy.deepcopy(batch), [1, 2]
+    found = score([scorer(spoils, "spoils", limits=limits), scorer(looks, "looks")], batch)
+    assert [part.value for part in found["spoils"]] == [None, None]
+    assert seen == [clean] and limits == [1, 2]
 
 
 # -- which function ---------------------------------------------------------------------------------------------------------
