@@ -19,12 +19,12 @@ import torch
 
 from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
 from stages.common import checkpoints
+from stages.common.packed.attention import Sequences
 from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
 
 from . import advantages
 from .algorithms import Algorithm, part
-from .attention import Sequences
 from .trainer import Batch
 
 if TYPE_CHECKING:

@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from schemas.errors import ConfigError, NumericError
+from stages.common.packed.attention import Sequences, make_layout
+from stages.common.packed.forward import Policy, choose_mode, pieces_of
+from stages.common.packed.packing import Piece, minibatches, pack
 from stages.common.ragged import Ragged
 
 from . import audit, losses
 from .algorithms import Algorithm, part
-from .attention import Sequences, make_layout
-from .forward import Policy, choose_mode, pieces_of
 from .optimizer import learning_rate, make_optimizer
-from .packing import Piece, minibatches, pack
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

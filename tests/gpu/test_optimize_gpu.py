@@ -13,9 +13,9 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stages.common.packed.attention import Sequences, block_attention, make_layout
+from stages.common.packed.packing import make_pieces
 from stages.common.ragged import Ragged
-from stages.optimize.attention import Sequences, block_attention, make_layout
-from stages.optimize.packing import make_pieces
 from stages.optimize.stage import Config, run
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world

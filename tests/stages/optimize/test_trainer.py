@@ -8,9 +8,9 @@ from accelerate.state import AcceleratorState
 
 from schemas.errors import ConfigError
 from stages.common.models import load_model
+from stages.common.packed.attention import Sequences
 from stages.common.ragged import Ragged
 from stages.optimize.algorithms import part, resolve
-from stages.optimize.attention import Sequences
 from stages.optimize.optimizer import learning_rate, load_state, make_optimizer, state
 from stages.optimize.stage import Config
 from stages.optimize.trainer import Batch, Trainer, make_accelerator

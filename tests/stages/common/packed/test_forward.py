@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
 from schemas.errors import ConfigError
+from stages.common.packed import forward
+from stages.common.packed.attention import Sequences, make_layout
+from stages.common.packed.forward import Policy, choose_mode, pieces_of
+from stages.common.packed.packing import pack
 from stages.common.ragged import Ragged
-from stages.optimize import forward
-from stages.optimize.attention import Sequences, make_layout
-from stages.optimize.forward import Policy, choose_mode, pieces_of
-from stages.optimize.packing import pack
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -73,7 +73,7 @@ def _packed(policy: Policy, mode: str, data: Sequences, groups: list[int], budge
 @pytest.mark.parametrize("mode", ["shared", "packed", "single"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, kind, mode, short):
-    monkeypatch.setattr("stages.optimize.attention._SHORT", short)
+    monkeypatch.setattr("stages.common.packed.attention._SHORT", short)
     _compare(_model(kind), *_data(), mode)
 
 
@@ -96,7 +96,7 @@ def _compare(model, data: Sequences, groups: list[int], mode: str) -> None:
 @pytest.mark.parametrize("short", [0, 256], ids=["kernel", "products"])
 def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short):
     """A short completion after a long prompt stands in a block with a long one after a short prompt: its fill looks far ahead."""
-    monkeypatch.setattr("stages.optimize.attention._SHORT", short)
+    monkeypatch.setattr("stages.common.packed.attention._SHORT", short)
     torch.manual_seed(1)
     prompts = [ids for length in (30, 3) for ids in [torch.randint(97, (length,))] * 2]
     completions = [torch.randint(97, (length,)) for length in (3, 2, 31, 29)]
@@ -104,7 +104,7 @@ def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short):
 
 
 def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
-    monkeypatch.setattr("stages.optimize.attention._MASK_ITEMS", 20_000)
+    monkeypatch.setattr("stages.common.packed.attention._MASK_ITEMS", 20_000)
     model, (data, groups) = _model("llama"), _data(longest=200)
     with torch.no_grad():
         expected = _reference(model, data)
