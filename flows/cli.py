@@ -125,6 +125,7 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> None:
 _stage_command("prompt", ("policy",), "Render the source's rows to token ids: a new prompts version.")
 _stage_command("generate", ("prompts", "policy"), "Sample completions: a new rollouts version.")
 _stage_command("reward", ("rollouts",), "Score saved rollouts: a new rewards version.")
+_stage_command("logprobs", ("rollouts", "policy"), "Score saved completions again, under a reference: a new logprobs version.")
 _stage_command("optimize", ("policy", "rollouts", "rewards"), "Update the policy on saved rollouts: the next policy.")
 _stage_command("evaluate", ("policy",), "Measure a policy on the held-out rows: a new evaluations version.")
 

@@ -16,7 +16,7 @@ from .evaluation import measure
 from .recipe import Recipe
 from .tasks import check_rewards, perform
 
-STAGES = ("prompt", "generate", "reward", "optimize", "evaluate")
+STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
 
 
 @flow(name="post-train", flow_run_name="post-train {recipe.run}", persist_result=False)
@@ -29,10 +29,11 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     forced = set(STAGES[STAGES.index(first_forced) :]) if first_forced else set()
     policy = perform(recipe, "import policy", "policy", recipe.policy, {}, recipe.run, False).ref
     baseline = measure(recipe, policy, 0, forced)
-    iterations = []
+    iterations, policies = [], [policy]
     for iteration in range(1, recipe.iterations + 1):
-        done = improve(recipe, policy, iteration, forced)
+        done = improve(recipe, policies, iteration, forced)
         policy = done["policy"]
+        policies.append(policy)
         every = recipe.evaluate.every
         if iteration == recipe.iterations or (every and iteration % every == 0):
             done |= _with_evaluation(done, measure(recipe, policy, iteration, forced), baseline)
@@ -40,8 +41,9 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     return {"run": recipe.run, "baseline": _numbers(baseline), "iterations": iterations}
 
 
-def improve(recipe: Recipe, policy: str, iteration: int, forced: set[str]) -> dict[str, Any]:
-    """One iteration, from `policy` to the next."""
+def improve(recipe: Recipe, policies: list[str], iteration: int, forced: set[str]) -> dict[str, Any]:
+    """One iteration, from the last of `policies` (the starting policy of every iteration so far) to the next."""
+    policy = policies[-1]
 
     def stage(name: str, config: Any, **refs: str) -> Outcome:
         return perform(recipe, f"{name} {iteration}/{recipe.iterations}", name, config, refs, recipe.run, name in forced)
@@ -50,17 +52,27 @@ def improve(recipe: Recipe, policy: str, iteration: int, forced: set[str]) -> di
     check_rewards(recipe, prompts.ref)
     rollouts = stage("generate", recipe.generate_config(iteration), prompts=prompts.ref, policy=policy)
     rewards = stage("reward", recipe.reward, rollouts=rollouts.ref)
-    updated = stage("optimize", recipe.optimize_config(), policy=policy, rollouts=rollouts.ref, rewards=rewards.ref)
-    outcomes = {"prompt": prompts, "generate": rollouts, "reward": rewards, "optimize": updated}
+    scored = {}
+    if recipe.optimize.kl_coef > 0:
+        reference = policies[recipe.reference.start(iteration) - 1]
+        scored["ref"] = stage("logprobs", recipe.logprobs_config("ref"), rollouts=rollouts.ref, policy=reference)
+    if recipe.logprobs.prox:
+        scored["prox"] = stage("logprobs", recipe.logprobs_config("prox"), rollouts=rollouts.ref, policy=policy)
+    extra = {f"{role}_logprobs": outcome.ref for role, outcome in scored.items()}
+    refs = {"policy": policy, "rollouts": rollouts.ref, "rewards": rewards.ref, **extra}
+    updated = stage("optimize", recipe.optimize_config(), **refs)
+    seconds = {"prompt": prompts, "generate": rollouts, "reward": rewards, "optimize": updated}
+    seconds |= {f"logprobs {role}": outcome for role, outcome in scored.items()}
     return {
         "iteration": iteration,
         "prompts": prompts.ref,
         "rollouts": rollouts.ref,
         "rewards": rewards.ref,
+        **extra,
         "policy": updated.ref,
         "reward_mean": rewards.metrics.get("reward_mean"),
         "evaluation": None,
-        "seconds": {name: outcome.seconds for name, outcome in outcomes.items()},
+        "seconds": {name: outcome.seconds for name, outcome in seconds.items()},
     }
 
 

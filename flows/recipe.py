@@ -21,6 +21,8 @@ from stages.common.checkpoints import PolicyConfig
 from stages.common.config import Config, Runtime, parse
 from stages.evaluate.stage import Config as ScoreConfig
 from stages.generate.stage import Config as GenerateConfig
+from stages.logprobs.stage import Config as LogprobsConfig
+from stages.logprobs.stage import PassConfig
 from stages.optimize.algorithms import ALGORITHMS
 from stages.optimize.stage import Config as OptimizeConfig
 from stages.prompt.sources import SourceConfig
@@ -28,7 +30,7 @@ from stages.prompt.stage import Config as PromptConfig
 from stages.prompt.templates import TemplateConfig
 from stages.reward.stage import Config as RewardConfig
 
-StageName = Literal["policy", "prompt", "generate", "reward", "optimize", "evaluate"]
+StageName = Literal["policy", "prompt", "generate", "reward", "logprobs", "optimize", "evaluate"]
 _SHAPE_ONLY = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
 _GROUP_ADVANTAGES = {"group_normalized", "group_centered", "leave_one_out"}
 
@@ -44,6 +46,26 @@ class Data(SourceConfig):
         """The held-out source: [data] with the keys of [data.held_out] in place of its own, and no limit unless given."""
         train = self.model_dump(exclude={"held_out", "limit", "source_sha256"})
         return parse(SourceConfig, {**train, **(self.held_out or {})}, "data.held_out")
+
+
+class Reference(Config):
+    """Which policy the KL term holds on to. It is scored only where `optimize.kl_coef` is above 0."""
+
+    rule: Literal["fixed", "every"] = "fixed"
+    """`fixed`: policy@0. `every`: the policy that began the current span of `iterations` iterations."""
+    iterations: int = Field(1, ge=1)
+    """Length of a span for `every`."""
+
+    def start(self, iteration: int) -> int:
+        """Which iteration, counted from 1, the reference is the starting policy of."""
+        return 1 if self.rule == "fixed" else 1 + (iteration - 1) // self.iterations * self.iterations
+
+
+class Logprobs(PassConfig):
+    """How saved completions are scored again, and whether under the policy that sampled too."""
+
+    prox: bool = False
+    """Score under the sampling policy with the trainer's numerics, and take that as the ratio's denominator."""
 
 
 class Evaluate(ScoreConfig):
@@ -86,6 +108,10 @@ class Recipe(Config):
     """Engine and sampling."""
     reward: RewardConfig
     """What is scored, and how."""
+    reference: Reference = Reference()
+    """The policy that the KL term holds on to."""
+    logprobs: Logprobs = Logprobs()
+    """How saved completions are scored again."""
     optimize: OptimizeConfig = OptimizeConfig()
     """Algorithm and optimizer."""
     evaluate: Evaluate = Evaluate()
@@ -131,6 +157,10 @@ class Recipe(Config):
         """The optimize stage's config."""
         return OptimizeConfig(**{"seed": self.seed, **self.optimize.model_dump(exclude_unset=True)})
 
+    def logprobs_config(self, role: str) -> LogprobsConfig:
+        """The logprobs stage's config, for role `ref` or `prox`."""
+        return LogprobsConfig(role=role, **self.logprobs.model_dump(exclude={"prox"}))
+
     def score_config(self) -> ScoreConfig:
         """The evaluate stage's config."""
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
@@ -155,8 +185,6 @@ def _check_training(generate: GenerateConfig, optimize: OptimizeConfig) -> None:
         raise ValueError(
             f"generate.samples_per_prompt must be >= 2 for algorithm {row.name!r}, got {generate.samples_per_prompt}: raise it"
         )
-    if optimize.kl_coef > 0:
-        raise ValueError("optimize.kl_coef > 0 needs the reference's logprobs, and a recipe makes none: set it to 0")
 
 
 def _check_evaluation(recipe: Recipe) -> None:

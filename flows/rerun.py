@@ -31,27 +31,50 @@ def rerun(
         refs[role] = find(recipe, store, role, refs, stage)
     if stage == "evaluate":
         return _evaluate(recipe, refs["policy"], iteration, force)
-    call = Call(stage, _config(recipe, stage, iteration).model_dump(mode="json"), recipe.store, refs, recipe.run, force)
+    if stage == "optimize":
+        refs |= _scored_again(recipe, refs)
+    return _run(recipe, stage, _config(recipe, stage, iteration), refs, force)
+
+
+def _run(recipe: Recipe, stage: str, config: Any, refs: dict[str, str], force: bool = False) -> Outcome:
+    call = Call(stage, config.model_dump(mode="json"), recipe.store, refs, recipe.run, force)
     place = recipe.placement
     return run_stage(call, python=place.python.get(stage), timeout=place.timeout_seconds.get(stage), online=recipe.online)
+
+
+def _scored_again(recipe: Recipe, refs: dict[str, str]) -> dict[str, str]:
+    """The logprobs that the recipe's [optimize] asks for beside rollouts and rewards; made now where they are not there yet."""
+    found = {}
+    if recipe.optimize.kl_coef > 0:
+        if recipe.reference.rule != "fixed":
+            what = "which policy is the reference of saved rollouts can not be told"
+            raise ConfigError("reference.rule", what, next="--set reference.rule=fixed, which is policy@0")
+        refs_of = {"rollouts": refs["rollouts"], "policy": f"{recipe.run}/policy@0"}
+        found["ref_logprobs"] = _run(recipe, "logprobs", recipe.logprobs_config("ref"), refs_of).ref
+    if recipe.logprobs.prox:
+        refs_of = {"rollouts": refs["rollouts"], "policy": refs["policy"]}
+        found["prox_logprobs"] = _run(recipe, "logprobs", recipe.logprobs_config("prox"), refs_of).ref
+    return found
 
 
 def find(recipe: Recipe, store: Store, role: str, known: dict[str, str], stage: str) -> str:
     """The reference that is meant where none was given: what belongs to the known ones, or else the run's latest.
 
-    Rewards are those that this recipe's [reward] gave the rollouts, rollouts are those of the known rewards, and the policy to
-    optimize is the one that sampled the rollouts. A policy that is not there yet is imported.
+    Rewards are those that this recipe's [reward] gave the rollouts, rollouts are those of the known rewards, the policy to
+    optimize is the one that sampled the rollouts, and the one to score under is policy@0. A policy that is not there yet is
+    imported.
     """
     run = recipe.run
     if role == "rewards":
         return _rewards(recipe, known["rollouts"])
     if role == "rollouts" and "rewards" in known:
         return store.open(known["rewards"]).manifest.input("rollouts").ref
+    if role == "policy" and stage == "logprobs":
+        return f"{run}/policy@0"
     if role == "policy" and stage == "optimize":
         return store.open(known["rollouts"]).manifest.model("policy").ref
     if role == "policy" and not store.numbers(run, "policy"):
-        call = Call("policy", recipe.policy.model_dump(mode="json"), recipe.store, {}, run)
-        return run_stage(call, online=recipe.online).ref
+        return _run(recipe, "policy", recipe.policy, {}).ref
     return str(store.resolve(f"{run}/{role}@latest"))
 
 
@@ -81,6 +104,7 @@ def _config(recipe: Recipe, stage: str, iteration: int) -> Any:
         "prompt": lambda: recipe.prompt_config(iteration),
         "generate": lambda: recipe.generate_config(iteration),
         "reward": lambda: recipe.reward,
+        "logprobs": lambda: recipe.logprobs_config("ref"),
         "optimize": recipe.optimize_config,
     }
     return makers[stage]()

@@ -9,6 +9,7 @@ MODULES = {
     "prompt": "stages.prompt.stage:Config",
     "generate": "stages.generate.stage:Config",
     "reward": "stages.reward.stage:Config",
+    "logprobs": "stages.logprobs.stage:Config",
     "optimize": "stages.optimize.stage:Config",
     "evaluate": "stages.evaluate.stage:Config",
 }

@@ -1,4 +1,4 @@
-"""Advantages: what each rollout is worth against its own group. Pure functions of flat tensors.
+"""Advantages: what each rollout is worth against its own group, or against the batch. Pure functions of flat tensors.
 
 Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means "not scored": it is left out of every mean, and its rollout
 has no advantage. A rollout without an advantage is NaN in the result, never 0; the caller drops and counts it.
@@ -67,6 +67,56 @@ def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     values, count, total = _sums(rewards, groups)
     others = (total[groups] - values) / (count[groups] - 1)
     return _where_grouped(values - others, values, count, groups)
+
+
+def batch_normalized(rewards: torch.Tensor, groups: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+    """A_i = (R_i − mean_B) / (std_B + epsilon), with the unbiased (n−1) standard deviation over all scored rewards.
+
+    One baseline for every prompt: groups are not looked at, so one rollout a prompt is enough, and hard prompts are not told from
+    bad answers. With a single group it is `group_normalized`, up to epsilon. B is the whole dataset that the stage was given,
+    before mini-batches and before any filter but the null one.
+
+    The paper takes the KL to the reference into the reward and normalises each token's return; without that KL this is the same
+    but for the weights: verl and OpenRLHF take mean and variance over tokens, so that a long completion counts more, here each
+    rollout counts once.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; not used.
+        epsilon: added to the standard deviation, in units of reward.
+    Returns:
+        [B] float32; NaN where the rollout is not scored; all NaN where fewer than 2 are; 0 where all rewards are equal.
+
+    Reference: REINFORCE++, https://arxiv.org/abs/2501.03262.
+    """
+    return group_normalized(rewards, torch.zeros_like(groups), epsilon)
+
+
+def batch_normalized_baseline(rewards: torch.Tensor, groups: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+    """A_i = C_i / (std_B(C) + epsilon) with C_i = R_i − mean_g, the unbiased standard deviation over the batch.
+
+    The group's mean is the baseline, as in `group_centered`, and one scale serves all groups, so that nearly equal rewards are not
+    blown up as `group_normalized` does. The batch mean of C is 0 by construction and is not subtracted again: a group of equal
+    rewards keeps exactly 0. With a single group it is `group_normalized`, up to epsilon.
+
+    As in `batch_normalized`, each rollout counts once, where verl and OpenRLHF weigh by tokens. verl takes the raw reward of a
+    group of one for its advantage; here it is dropped.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        epsilon: added to the standard deviation, in units of reward.
+    Returns:
+        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored rollouts; such rollouts do not
+        count in the standard deviation.
+
+    Reference: REINFORCE++, https://arxiv.org/abs/2501.03262 (the variant with a baseline).
+    """
+    values, count, total = _sums(rewards, groups)
+    keep = ~values.isnan() & (count[groups] >= 2)
+    centered = torch.where(keep, values - (total / count)[groups], 0.0)
+    std = (centered.square().sum() / (keep.sum() - 1)).sqrt()
+    return _where_grouped(centered / (std + epsilon), values, count, groups)
 
 
 def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,19 @@ def clipped(
     Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476; dual
     clip: https://arxiv.org/abs/1912.09729; delta: https://arxiv.org/abs/2505.07291 (two-sided clipping).
     """
-    ratio, advantages = log_ratio(tokens.logprobs, tokens.anchor).exp(), tokens.advantages
+    ratio = log_ratio(tokens.logprobs, tokens.anchor).exp()
+    return _bounded(ratio, tokens.advantages, clip_low, clip_high, dual_clip, delta)
+
+
+def _bounded(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    delta: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The clipped objective of any ratio [N]: of a token, or of its sequence."""
     free = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss, taken = -torch.minimum(free, bounded), bounded < free
@@ -74,6 +86,106 @@ def clipped(
         over = (advantages < 0) & (loss > ceiling)
         loss, taken = torch.where(over, ceiling, loss), taken | over
     return loss, taken
+
+
+def sequence_clipped(
+    tokens: Tokens,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+    token_form: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """loss_t = −min(s_i A, clip(s_i, 1−clip_low, 1+clip_high) A) with s_i = exp(mean over rollout i's tokens of log r).
+
+    The whole completion is in or out: its tokens share one ratio, whose gradient every one of them gets alike. As a geometric
+    mean s_i stays far nearer to 1 than a token's ratio, so its bounds are a thousandth of `clipped`'s. With completions of one
+    token it is `clipped`. `token_form` takes s_i · exp(logprobs − sg(logprobs)) instead: the same value, and the same gradient
+    wherever a rollout's tokens bear one advantage and one weight; they part where tokens have advantages of their own.
+
+    The clamp to ±20 is of the mean, which is what goes into `exp`, not of single tokens. verl takes the token form, bounded above
+    by log s = 10; TRL (`importance_sampling_level`) and OpenRLHF take the sequence form, without a clamp.
+
+    Args:
+        tokens: of whole rollouts.
+        clip_low, clip_high: distances from sequence ratio 1, each ≥ 0.
+        dual_clip, delta: as in `clipped`, of the sequence ratio.
+        token_form: as above.
+    Returns:
+        loss [N]; and bool [N], true where a bound was the value taken (all of a rollout's tokens, where A is the rollout's).
+
+    Reference: GSPO, https://arxiv.org/abs/2507.18071, equations 5 and 7; token form: equations 13 and 14.
+    """
+    each = Ragged(tokens.logprobs - tokens.anchor, tokens.offsets)
+    mean = each.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[each.segment_ids]
+    if token_form:
+        mean = mean.detach() + (tokens.logprobs - tokens.logprobs.detach())
+    return _bounded(mean.exp(), tokens.advantages, clip_low, clip_high, dual_clip, delta)
+
+
+def cispo(tokens: Tokens, *, clip_max: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """loss_t = −sg[min(r, clip_max)] A logprobs: REINFORCE, weighted by the bounded ratio.
+
+    The bound holds the weight back, not the token: none loses its gradient, so rare tokens that `clipped` would cut still teach.
+    At r = 1, and with clip_max = 1 for every r ≥ 1, it is `reinforce`; with an infinite clip_max its gradient is that of plain
+    importance sampling, −r A ∇logprobs. Its value estimates no objective; only its gradient means something.
+
+    `clip_max` bounds the ratio itself (5.0 lets weights up to 5 through). The paper writes clip(r, 1−ε_low, 1+ε_high) and leaves
+    the lower end open in its experiments; verl clips to [1−clip_ratio_low, 1+clip_ratio_high], so its 4.0 is the 5.0 here; TRL's
+    `epsilon_high` is the bound itself when its loss type is cispo.
+
+    Args:
+        tokens: of whole rollouts.
+        clip_max: largest weight, > 0; the absolute bound of the ratio, not a distance from 1.
+    Returns:
+        loss [N]; and bool [N], true where the weight was bounded (that token keeps a gradient, of clip_max).
+
+    Reference: MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5; 5.0: https://arxiv.org/abs/2510.13786.
+    """
+    ratio = log_ratio(tokens.logprobs, tokens.anchor).detach().exp()
+    loss = -ratio.clamp(max=clip_max) * tokens.advantages * tokens.logprobs
+    return loss, (ratio > clip_max) & (tokens.advantages != 0)
+
+
+def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """loss_t = −A σ(τ (r−1)) 4/τ, with τ = tau_positive where A > 0, tau_negative elsewhere.
+
+    A soft gate in place of clipping: the gradient is −A r 4 σ(1−σ) ∇logprobs, which is `reinforce`'s at r = 1 and fades smoothly
+    on both sides of it, the faster the larger τ. Towards τ = 0 it is plain importance sampling up to a constant. At r = 1 the
+    value is −2 A/τ, not −A, so losses of different τ can not be compared.
+
+    As in the paper, TRL and verl (whose names are sapo_temperature_pos/neg and tau_pos/neg).
+
+    Args:
+        tokens: of whole rollouts.
+        tau_positive, tau_negative: > 0.
+    Returns:
+        loss [N]; and bool [N], false throughout: there is no bound.
+
+    Reference: SAPO, https://arxiv.org/abs/2511.20347, equations 5 and 6.
+    """
+    advantages = tokens.advantages
+    ratio = log_ratio(tokens.logprobs, tokens.anchor).exp()
+    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return loss, torch.zeros_like(advantages, dtype=torch.bool)
+
+
+def reinforce(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """loss_t = −A logprobs: the policy gradient of samples of the policy itself.
+
+    The ratio is not used, so from the second step on the same rollouts its gradient is biased and nothing bounds it. The first
+    step of every other surrogate here has this gradient where r = 1.
+
+    Args:
+        tokens: of whole rollouts.
+    Returns:
+        loss [N]; and bool [N], false throughout: there is no bound.
+
+    Reference: Williams 1992, https://doi.org/10.1007/BF00992696, section 4.
+    """
+    return -tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.advantages, dtype=torch.bool)
 
 
 # -- aggregations: what a token of the optimizer step weighs -------------------------------------------------------------------

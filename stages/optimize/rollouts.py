@@ -19,7 +19,7 @@ import torch
 
 from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
 from stages.common import checkpoints
-from stages.common.packed.attention import Sequences
+from stages.common.packed.attention import Sequences, prompt_numbers
 from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
 
@@ -249,15 +249,10 @@ def _batch(
     extra = {role: _logprobs(inputs, role, table, kept) for role in ("ref", "prox")}
     temperature = torch.from_numpy(np.array(table["temperature"].combine_chunks(), dtype=np.float32))[kept]
     chosen = groups[kept].tolist()
-    keys: dict[tuple[int, bytes], int] = {}
-    prompts = [
-        keys.setdefault((group, row.numpy().tobytes()), len(keys))
-        for group, row in zip(chosen, ragged["prompt_ids"], strict=True)
-    ]
     return Batch(
         data=Sequences(ragged["prompt_ids"], ragged["completion_ids"], temperature),
         groups=chosen,
-        prompts=prompts,
+        prompts=prompt_numbers(ragged["prompt_ids"], chosen),
         advantages=weights[kept],
         old=ragged["old_logprobs"].values,
         prox=extra["prox"],

@@ -22,8 +22,8 @@ from torch import nn
 
 from schemas.errors import ConfigError, NumericError
 from stages.common.packed.attention import Sequences, make_layout
-from stages.common.packed.forward import Policy, choose_mode, pieces_of
-from stages.common.packed.packing import Piece, minibatches, pack
+from stages.common.packed.forward import Policy, choose_mode, microbatches, score, token_budget
+from stages.common.packed.packing import Piece, minibatches
 from stages.common.ragged import Ragged
 
 from . import audit, losses
@@ -132,7 +132,7 @@ class Trainer:
         self.aggregate: Callable[..., Any] = part("losses", config.aggregation or algorithm.aggregation)
         skip = algorithm.zero_is_idle and config.kl_coef == 0
         self.active = [row for row, weight in enumerate(batch.advantages.tolist()) if weight != 0 or not skip]
-        self.budget = config.token_budget or (8192 if device.type == "cuda" else 2048)
+        self.budget = config.token_budget or token_budget(device)
         if config.activation_checkpointing:
             model.train()  # transformers checkpoints in train mode only; every dropout is 0
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -190,8 +190,7 @@ class Trainer:
         return minibatches([order[group] for group in self.batch.groups], self.config.minibatches)
 
     def _micros(self, rows: Sequence[int]) -> list[list[Piece]]:
-        pieces = pieces_of(self.mode, rows, self.batch.prompts, self.batch.data, self.budget)
-        return [[piece] for piece in pieces] if self.mode == "single" else pack(pieces, self.budget)
+        return microbatches(self.mode, rows, self.batch.prompts, self.batch.data, self.budget)
 
     def _own(self, micros: list[list[Piece]]) -> list[tuple[list[Piece], bool]]:
         """This rank's micro-batches and whether each counts; every rank gets equally many, filled up with some that do not."""
@@ -202,13 +201,8 @@ class Trainer:
     @torch.no_grad()
     def score(self, rows: Sequence[int]) -> torch.Tensor:
         """[N] logprobs of rollouts `rows` under the policy as it is, NaN elsewhere; the same on every rank."""
-        found = torch.zeros_like(self.logprobs)
-        with self.policy.context():
-            for micro, counts in self._own(self._micros(rows)):
-                if counts:
-                    layout = make_layout(micro, self.batch.data, self.accelerator.device)
-                    found[self._places(layout.rows)] = self.policy(layout)[0].float().cpu()
-        return self._merge(found, rows, torch.full_like(found, torch.nan))
+        own = [micro for micro, counts in self._own(self._micros(rows)) if counts]
+        return self._merge(score(self.policy, own, self.batch.data), rows, torch.full_like(self.logprobs, torch.nan))
 
     def _places(self, rows: torch.Tensor) -> torch.Tensor:
         return self.batch.data.completions.positions(rows)

@@ -104,6 +104,28 @@ def test_rescore_and_train_again_without_generation(workplace, result):
     assert (again["ref"], again["cached"]) == (trained["ref"], True)
 
 
+def test_references_and_proximal_logprobs(workplace, result):
+    """`every` 1: the reference of an iteration is the policy that it starts from, so its logprobs are the proximal ones."""
+    options = [part for setting in ("run=kl", "optimize.kl_coef=0.05", "logprobs.prox=true", "data.held_out=null")
+               for part in ("--set", setting)]  # fmt: skip
+    every = ["--set", "reference.rule=every"]
+    done = quiver(workplace, "run", "recipe.toml", *options, *every)["iterations"]
+    store = Store(workplace / "store")
+    for iteration, each in enumerate(done):
+        ref, prox = store.open(each["ref_logprobs"]), store.open(each["prox_logprobs"])
+        assert ref.manifest.model("ref").ref == prox.manifest.model("prox").ref == f"kl/policy@{iteration}"
+        assert ref.table()["logprobs"].to_pylist() == prox.table()["logprobs"].to_pylist()
+        roles = {entry.role: entry.ref for entry in store.open(each["policy"]).manifest.inputs}
+        assert (roles["ref"], roles["prox"]) == (each["ref_logprobs"], each["prox_logprobs"])
+        assert {"logprobs ref", "logprobs prox"} <= set(each["seconds"])
+    again = quiver(workplace, "optimize", "recipe.toml", *options, "--rollouts", done[0]["rollouts"])
+    assert (again["ref"], again["cached"]) == ("kl/policy@1", True)
+    fixed = quiver(workplace, "logprobs", "recipe.toml", *options, "--rollouts", done[1]["rollouts"])
+    assert store.open(fixed["ref"]).manifest.model("ref").ref == "kl/policy@0"
+    error = quiver(workplace, "optimize", "recipe.toml", *options, *every, "--rollouts", done[1]["rollouts"], code=2)["error"]
+    assert error["object"] == "reference.rule"
+
+
 def test_optimize_where_vllm_can_not_be_imported(workplace, result, tmp_path):
     (tmp_path / "vllm.py").write_text("raise ImportError('there is no vllm here')\n")
     path = f"{tmp_path}{os.pathsep}{os.getcwd()}"

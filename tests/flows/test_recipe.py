@@ -38,7 +38,8 @@ def recipe(tmp_path):
         ("generate.samples_per_prompt=1", "generate.samples_per_prompt must be >= 2 for algorithm 'grpo', got 1"),
         ("generate.sampling.top_p=0.9", "allow_biased_sampling"),
         ("generate.sampling.temperature=0", "temperature"),
-        ("optimize.kl_coef=0.1", "optimize.kl_coef > 0 needs the reference's logprobs"),
+        ("logprobs.role=ref", "unknown key logprobs.role"),
+        ("reference.rule=sometimes", "reference.rule: Input should be 'fixed' or 'every'"),
     ],
 )
 def test_what_is_wrong_is_said(recipe, setting, said):

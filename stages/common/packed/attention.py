@@ -42,6 +42,13 @@ class Sequences:
     """[B] float32"""
 
 
+def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
+    """[B] equal numbers for rollouts of one group with the same prompt ids: those can share the prompt."""
+    keys: dict[tuple[int, bytes], int] = {}
+    rows = zip(groups, prompts, strict=True)
+    return [keys.setdefault((group, row.numpy().tobytes()), len(keys)) for group, row in rows]
+
+
 @dataclass(frozen=True)
 class Block:
     """Sequences that attend together. Row i of `queries` [n, q] and `keys` [n, k] points into the packed row; short rows are

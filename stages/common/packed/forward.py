@@ -17,7 +17,7 @@ from schemas.errors import ConfigError
 
 from .attention import MODES, Layout, Sequences, hidden_states, make_layout, set_mode, single_hidden_states
 from .head import Shaping, completion_logprobs
-from .packing import Piece, make_pieces
+from .packing import Piece, make_pieces, pack
 
 _ENOUGH, _MOST = 16, 256
 """Completion tokens that a rollout of the comparison should have, and the most that are compared."""
@@ -58,6 +58,28 @@ def pieces_of(mode: str, rows: Sequence[int], prompts: Sequence[int], data: Sequ
     """Rollouts `rows` as pieces: prompts joined when `mode` is `shared`, else one rollout each."""
     keys = prompts if mode == "shared" else range(len(data.prompts))
     return make_pieces(rows, keys, data.prompts.lengths.tolist(), data.completions.lengths.tolist(), budget)
+
+
+def token_budget(device: torch.device) -> int:
+    """Tokens of one micro-batch where nobody said otherwise."""
+    return 8192 if device.type == "cuda" else 2048
+
+
+def microbatches(mode: str, rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int) -> list[list[Piece]]:
+    """Rollouts `rows` as micro-batches of at most `budget` tokens; with `single` one rollout each."""
+    pieces = pieces_of(mode, rows, prompts, data, budget)
+    return [[piece] for piece in pieces] if mode == "single" else pack(pieces, budget)
+
+
+@torch.no_grad()
+def score(policy: Policy, micros: Sequence[Sequence[Piece]], data: Sequences) -> torch.Tensor:
+    """[N] float32 logprobs of the completion tokens of the rollouts in `micros`, on the CPU; 0 for the others."""
+    found = torch.zeros(len(data.completions.values))
+    with policy.context():
+        for micro in micros:
+            layout = make_layout(micro, data, policy.device)
+            found[data.completions.positions(layout.rows)] = policy(layout)[0].float().cpu()
+    return found
 
 
 @torch.no_grad()

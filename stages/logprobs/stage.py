@@ -1,0 +1,139 @@
+"""logprobs: saved completions scored again under a checkpoint, as columns that any number of optimizer runs can use.
+
+Role `ref`: under the reference policy, for the KL term; a sweep over `kl_coef` then loads no reference model. Role `prox`: under
+the very weights that sampled, with the trainer's numerics, for the ratio's denominator. Each row at its own temperature. Refused:
+`prox` under other weights than those that sampled; greedy rows, which have no probability.
+
+    ref = run(Config(role="ref"), store, rollouts="arith/rollouts@3", policy="arith/policy@0")
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field
+
+from schemas import logprobs
+from schemas.errors import ConfigError, LineageError, NumericError
+from schemas.refs import Ref
+from stages.common import checkpoints
+from stages.common.config import Config as Base
+from stages.common.config import Runtime
+from stages.common.store import Store, Version
+from stages.common.work import ROWS_PER_SHARD, Work, begin
+
+if TYPE_CHECKING:
+    from stages.common.packed.forward import Policy
+
+STAGE_VERSION = 1
+log = logging.getLogger(__name__)
+
+
+class PassConfig(Base):
+    """How the pass over the saved completions is made."""
+
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the pass. auto: bf16 autocast on a GPU, fp32 on a CPU, as optimize has it."""
+    packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
+    """Most that is packed together; a simpler way is taken when the model needs it."""
+    token_budget: Runtime[int | None] = Field(default=None, ge=1)
+    """Tokens of one micro-batch. None: 8192 on a GPU, 2048 on a CPU."""
+    device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
+    """Where to score."""
+
+
+class Config(PassConfig):
+    """Whose probability is asked for, and how the pass is made."""
+
+    role: Literal["ref", "prox"] = "ref"
+    """`ref`: the reference, for the KL term. `prox`: the policy that sampled, with the trainer's numerics."""
+
+
+def run(
+    config: Config, store: Store, *, rollouts: str | Ref, policy: str | Ref, into: str | None = None, force: bool = False
+) -> Ref:
+    """Score the completions of `rollouts` under `policy`. ConfigError, LineageError, NumericError."""
+    saved, model = store.open(rollouts), store.open(policy)
+    about = checkpoints.as_model(config.role, model)
+    sampled = saved.manifest.model("policy")
+    if config.role == "prox" and (sampled is None or sampled.weights != about.weights):
+        found = f"{sampled.weights[:12]}… ({sampled.ref})" if sampled else "no policy"
+        raise LineageError(
+            str(saved.ref),
+            f"sampled by weights {found}; proximal logprobs are of those weights, got {about.weights[:12]}… ({model.ref})",
+            next=f"give {sampled.ref if sampled else 'the policy that sampled'}",
+        )
+    if checkpoints.is_encoder_decoder(model):
+        raise ConfigError(str(model.ref), "encoder-decoder policies can not be scored", next="use a causal policy")
+    with begin(
+        store,
+        into or saved.ref.run,
+        "logprobs",
+        stage="logprobs",
+        stage_version=STAGE_VERSION,
+        config=config,
+        inputs={"rollouts": saved},
+        models=(about,),
+        force=force,
+    ) as work:
+        return work.done.ref if work.done else _score_shards(config, work, saved, model)
+
+
+def _score_shards(config: Config, work: Work, rollouts: Version, model: Version) -> Ref:
+    import torch
+
+    from stages.common.models import load_model
+    from stages.common.packed.forward import Policy
+
+    table = rollouts.table(["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"])
+    if pc.any(pc.less_equal(table["temperature"], 0), min_count=0).as_py():
+        raise ConfigError(str(rollouts.ref), "holds rows of temperature 0, which have no probability", next="sample above 0")
+    cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
+    device = torch.device("cuda" if cuda else "cpu")
+    with work.phase("load"):
+        loaded = load_model(model, dtype=torch.float32, device=device)
+        policy = Policy(loaded, autocast=config.precision == "bf16" or (config.precision == "auto" and cuda))
+    mode = None
+    for index, start in enumerate(range(0, max(len(table), 1), ROWS_PER_SHARD)):
+        if work.has(index):
+            continue
+        with work.phase("score"):
+            part, mode = _score(config, policy, table.slice(start, ROWS_PER_SHARD), mode)
+        if pc.any(pc.invert(pc.is_finite(part["logprobs"].combine_chunks().flatten())), min_count=0).as_py():
+            raise NumericError(
+                str(model.ref), f"gives a logprob that is not finite in rows {start} and on", next="precision = 'fp32'"
+            )
+        work.write(index, part)
+        log.info("logprobs: %d of %d rows", min(start + ROWS_PER_SHARD, len(table)), len(table))
+    tokens = pc.sum(pc.list_value_length(table["completion_ids"])).as_py() or 0
+    seconds = work.seconds.get("score", 0.0)
+    metrics = {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1) if seconds else None, "packing": mode}
+    return work.commit(metrics=metrics, device=device.type).ref
+
+
+def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) -> tuple[pa.Table, str | None]:
+    """logprobs/1 of these rows; and the way of packing that was found right, tried out with the first rows."""
+    import numpy as np
+    import torch
+
+    from stages.common.packed.attention import Sequences, prompt_numbers
+    from stages.common.packed.forward import choose_mode, microbatches, score, token_budget
+    from stages.common.ragged import Ragged
+
+    everyone = torch.arange(len(table))
+    prompts, completions = (Ragged.from_arrow(table[name]).take(everyone) for name in ("prompt_ids", "completion_ids"))
+    temperature = torch.from_numpy(np.array(table["temperature"].combine_chunks(), dtype=np.float32))
+    data = Sequences(prompts, completions, temperature)
+    rows = [row for row, length in enumerate(completions.lengths.tolist()) if length]
+    numbers = prompt_numbers(prompts, table["group_id"].to_pylist())
+    found = torch.zeros(len(completions.values))
+    if rows:
+        mode = mode or choose_mode(policy, data, numbers, config.packing)
+        policy.set_mode(mode)
+        budget = config.token_budget or token_budget(policy.device)
+        found = score(policy, microbatches(mode, rows, numbers, data, budget), data)
+    column = completions.with_values(found.clamp(max=0.0)).to_arrow()
+    return pa.Table.from_arrays([table["rollout_id"].combine_chunks(), column], schema=logprobs.SCHEMA), mode

@@ -1,0 +1,95 @@
+"""The logprobs stage against transformers' own forward pass, one rollout at a time; what it refuses; what uses it."""
+
+import pytest
+import torch
+
+from schemas.errors import ConfigError, LineageError
+from stages.common.models import load_model
+from stages.common.ragged import Ragged
+from stages.logprobs.stage import Config, run
+from stages.optimize import stage as optimize
+from tests.stages.optimize import world
+from tests.tiny import make_policy
+
+
+@pytest.fixture
+def other(store):
+    """A policy that did not sample."""
+    return make_policy(store, "other", seed=1)
+
+
+@pytest.fixture(params=[1.0, 0.7])
+def rollouts(store, policy, request):
+    """40 rollouts of 8 prompts, with one that is empty; 2 shards when a shard is 256 rows and the prompts are many."""
+    model = load_model(policy, dtype=torch.float32)
+    rows = world.sample(model, world.prompts(8), 5, temperature=request.param)
+    rows[3] |= {"completion_ids": [], "old_logprobs": []}
+    return world.write_rollouts(store, policy, rows)
+
+
+def expected(version, rollouts) -> list[list[float]]:
+    model, found = load_model(version, dtype=torch.float32), []
+    for row in rollouts.table().to_pylist():
+        prompt, completion = row["prompt_ids"], row["completion_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion])).logits[0].double() / row["temperature"]
+        scores = logits.log_softmax(-1)
+        found.append([float(scores[len(prompt) - 1 + t, token]) for t, token in enumerate(completion)])
+    return found
+
+
+@pytest.mark.parametrize("packing", ["shared", "packed", "single"])
+def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
+    for role, version in (("ref", other), ("prox", policy)):
+        ref = run(Config(role=role, packing=packing), store, rollouts=rollouts.ref, policy=version.ref)
+        table = store.open(ref).table()
+        assert table["rollout_id"].to_pylist() == rollouts.table()["rollout_id"].to_pylist()
+        for ours, wanted in zip(table["logprobs"].to_pylist(), expected(version, rollouts), strict=True):
+            assert ours == pytest.approx(wanted, abs=1e-5)
+        manifest = store.open(ref).manifest
+        assert (manifest.config["role"], manifest.model(role).ref) == (role, str(version.ref))
+
+
+def test_many_shards_are_taken_up_again(store, policy, other, monkeypatch):
+    model = load_model(policy, dtype=torch.float32)
+    rollouts = world.write_rollouts(store, policy, world.sample(model, world.prompts(150), 2, longest=3))
+    ref = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
+    version = store.open(ref)
+    assert [entry.rows for entry in version.manifest.files] == [256, 44]
+    found = Ragged.from_arrow(version.table()["logprobs"])
+    assert found.values.tolist() == pytest.approx([x for row in expected(other, rollouts) for x in row], abs=1e-5)
+    assert run(Config(token_budget=64), store, rollouts=rollouts.ref, policy=other.ref) == ref
+
+
+def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, other, rollouts):
+    with pytest.raises(LineageError, match="proximal logprobs are of those weights") as caught:
+        run(Config(role="prox"), store, rollouts=rollouts.ref, policy=other.ref)
+    assert caught.value.next == f"give {policy.ref}"
+
+
+def test_greedy_rows_have_no_probability(store, policy):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(1), 2)
+    rollouts = world.write_rollouts(store, policy, [row | {"temperature": 0.0} for row in rows])
+    with pytest.raises(ConfigError, match="temperature 0"):
+        run(Config(), store, rollouts=rollouts.ref, policy=policy.ref)
+
+
+def test_encoder_decoders_are_refused(store, policy, rollouts):
+    with pytest.raises(ConfigError, match="encoder-decoder"):
+        run(Config(), store, rollouts=rollouts.ref, policy=make_policy(store, "t5", kind="t5").ref)
+
+
+def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, rollouts):
+    """The KL of the first step is that of the two models; the reference's folder may be gone by then."""
+    rewards = world.write_rewards(store, rollouts, lambda row: float(len(row["completion_ids"]) % 3))
+    scored = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
+    other.path.rename(other.path.with_name("elsewhere"))
+    losses = []
+    for kl_coef in (0.1, 0.2):
+        config = optimize.Config(kl_coef=kl_coef, kl_estimator="k1", aggregation="token_mean", device="cpu", learning_rate=1e-5)
+        named = {"policy": policy.ref, "rollouts": rollouts.ref, "rewards": rewards.ref, "ref_logprobs": scored}
+        done = store.open(optimize.run(config, store, **named))
+        losses.append(store.open(done.manifest.metrics["updates"]).table()["kl_loss"][0].as_py())
+    pairs = zip(rollouts.table()["old_logprobs"].to_pylist(), store.open(scored).table()["logprobs"].to_pylist(), strict=True)
+    gaps = [old - ref for olds, refs in pairs for old, ref in zip(olds, refs, strict=True)]
+    assert losses == pytest.approx([sum(gaps) / len(gaps)] * 2, rel=1e-4)
