@@ -100,9 +100,10 @@ def sequence_clipped(
     """loss_t = −min(s_i A, clip(s_i, 1−clip_low, 1+clip_high) A) with s_i = exp(mean over rollout i's tokens of log r).
 
     The whole completion is in or out: its tokens share one ratio, whose gradient every one of them gets alike. As a geometric
-    mean s_i stays far nearer to 1 than a token's ratio, so its bounds are a thousandth of `clipped`'s. With completions of one
-    token it is `clipped`. `token_form` takes s_i · exp(logprobs − sg(logprobs)) instead: the same value, and the same gradient
-    wherever a rollout's tokens bear one advantage and one weight; they part where tokens have advantages of their own.
+    mean s_i stays far nearer to 1 than a token's ratio, so its bounds are hundreds of times tighter than `clipped`'s. With
+    completions of one token it is `clipped`. `token_form` takes s_i · exp(logprobs − sg(logprobs)) instead: the same value, and
+    the same gradient wherever a rollout's tokens bear one advantage and one weight; the two part where tokens have advantages of
+    their own.
 
     The clamp to ±20 is of the mean, which is what goes into `exp`, not of single tokens. verl takes the token form, bounded above
     by log s = 10; TRL (`importance_sampling_level`) and OpenRLHF take the sequence form, without a clamp.
@@ -115,7 +116,7 @@ def sequence_clipped(
     Returns:
         loss [N]; and bool [N], true where a bound was the value taken (all of a rollout's tokens, where A is the rollout's).
 
-    Reference: GSPO, https://arxiv.org/abs/2507.18071, equations 5 and 7; token form: equations 13 and 14.
+    Reference: GSPO, https://arxiv.org/abs/2507.18071, section 4.1; the token form is its GSPO-token.
     """
     each = Ragged(tokens.logprobs - tokens.anchor, tokens.offsets)
     mean = each.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[each.segment_ids]
@@ -163,11 +164,11 @@ def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[t
     Returns:
         loss [N]; and bool [N], false throughout: there is no bound.
 
-    Reference: SAPO, https://arxiv.org/abs/2511.20347, equations 5 and 6.
+    Reference: SAPO, https://arxiv.org/abs/2511.20347.
     """
     advantages = tokens.advantages
     ratio = log_ratio(tokens.logprobs, tokens.anchor).exp()
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
     loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return loss, torch.zeros_like(advantages, dtype=torch.bool)
 
@@ -183,7 +184,7 @@ def reinforce(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         loss [N]; and bool [N], false throughout: there is no bound.
 
-    Reference: Williams 1992, https://doi.org/10.1007/BF00992696, section 4.
+    Reference: Williams 1992, https://doi.org/10.1007/BF00992696.
     """
     return -tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.advantages, dtype=torch.bool)
 

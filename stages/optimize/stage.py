@@ -65,7 +65,8 @@ class Config(Base):
     """How a policy learns from scored rollouts."""
 
     algorithm: str = "grpo"
-    """grpo, bnpo, dapo, dr_grpo, rloo, or `module:NAME` of an `Algorithm` of your own."""
+    """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline, or `module:NAME` of an
+    `Algorithm` of your own."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
@@ -81,7 +82,8 @@ class Config(Base):
     delta: float | None = Field(default=None, gt=1)
     """The ratio is capped here in the unclipped branch; above 1 + clip_high. None: off."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More options for the surrogate of your own algorithm, by name."""
+    """More options of the surrogate, by name: cispo's `clip_max` (the bound of the ratio itself, 5.0; other systems mean its
+    distance from 1), sapo's `tau_positive` and `tau_negative`, gspo's `token_form`, or those of your own."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """What a token weighs. None: the algorithm's."""
     max_completion_tokens: int | None = Field(default=None, ge=1)

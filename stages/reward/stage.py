@@ -52,13 +52,33 @@ class FunctionConfig(Base):
         return data
 
 
+class Overlong(Base):
+    """A penalty for completions that come near a length: 0 up to max_tokens − cache, falling linearly to −1 at max_tokens."""
+
+    max_tokens: int = Field(ge=1)
+    """Completion tokens, end token included, from which the penalty is whole. Usually what generation allows."""
+    cache: int = Field(ge=1)
+    """Tokens before `max_tokens` over which it grows."""
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of it in the reward."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Overlong:
+        if self.cache > self.max_tokens:
+            raise ValueError(f"cache must be at most max_tokens = {self.max_tokens}, got {self.cache}")
+        return self
+
+
 class Config(Base):
     """How rollouts are scored."""
 
     functions: tuple[FunctionConfig, ...] = Field(min_length=1)
     """The reward is the weighted sum of their parts; a function that returns None is left out of it."""
     reward_clip: tuple[float, float] | None = None
-    """Lowest and highest reward, applied to the sum."""
+    """Lowest and highest reward, applied to the sum before the overlong penalty."""
+    overlong: Overlong | None = None
+    """Penalty on long completions, added to the clipped sum; in `parts` as `overlong`. A row without a reward stays without.
+    None: off."""
     max_invalid: float = Field(default=0.0, ge=0, le=1)
     """Largest share of rows in which a function may fail before the stage does."""
     batch_rows: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
@@ -72,6 +92,12 @@ class Config(Base):
         if twice:
             raise ValueError(f"name {twice[0]} stands twice: give each function a name of its own")
         return functions
+
+    @model_validator(mode="after")
+    def _own_column(self) -> Config:
+        if self.overlong and any(function.name == tables.OVERLONG for function in self.functions):
+            raise ValueError(f"name {tables.OVERLONG} is the penalty's column in parts: give that function another name")
+        return self
 
     @field_validator("reward_clip")
     @classmethod
@@ -108,7 +134,7 @@ def run(config: Config, store: Store, *, rollouts: str | Ref, into: str | None =
         with work.phase("score"):
             shards = _score_shards(config, work, scorers, version.table(), asked)
         whole = pa.concat_tables([work.read(index) for index in range(shards)])
-        metrics, status = tables.summary(whole, {scorer.name: scorer.seconds for scorer in scorers})
+        metrics, status = tables.summary(whole, {tables.OVERLONG: 0.0, **{scorer.name: scorer.seconds for scorer in scorers}})
         return work.commit(metrics=metrics, status=status).ref
 
 
@@ -146,6 +172,7 @@ def _score_shards(config: Config, work: Work, scorers: list[scoring.Scorer], rol
     prompts = prompts.combine_chunks()  # taking rows of many chunks would join them anew for each shard
     order = tables.join(rollouts, prompts)
     weights = {function.name: function.weight for function in config.functions}
+    penalty = config.overlong.model_dump() if config.overlong else None
     starts = range(0, max(1, rollouts.num_rows), ROWS_PER_SHARD)
     failed = 0
     for index, start in enumerate(starts):
@@ -159,7 +186,7 @@ def _score_shards(config: Config, work: Work, scorers: list[scoring.Scorer], rol
             batch = tables.as_batch(shard.slice(row, config.batch_rows), asked.slice(row, config.batch_rows))
             for name, found in scoring.score(scorers, batch).items():
                 parts[name] += found
-        table = tables.as_rewards(shard, parts, weights, config.reward_clip)
+        table = tables.as_rewards(shard, parts, weights, config.reward_clip, penalty)
         failed += tables.count_failed(table)
         if failed > config.max_invalid * rollouts.num_rows:
             raise _too_many(work, table, failed, rollouts.num_rows, index)

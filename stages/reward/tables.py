@@ -1,4 +1,7 @@
-"""Tables in and out of scoring: rollouts joined with their prompts, parts weighted into rewards, and what the manifest says."""
+"""Tables in and out of scoring: rollouts joined with their prompts, parts weighted into rewards, and what the manifest says.
+
+A reward is made in this order, each part kept as its own column: raw parts, weights, clip, overlong penalty.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from schemas import rewards
 from schemas.errors import LineageError, NumericError, printable
 
 from .scoring import LARGEST, Part
+
+OVERLONG = "overlong"
+"""The penalty's column in `parts`."""
 
 
 def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
@@ -38,15 +44,43 @@ def as_batch(rollouts: pa.Table, prompts: pa.Table) -> dict[str, list[Any]]:
     }
 
 
+def overlong(length: int, max_tokens: int, cache: int) -> float:
+    """The soft penalty of a completion of `length` tokens, end token included, in [−1, 0].
+
+        penalty = −clip((length − (max_tokens − cache)) / cache, 0, 1)
+
+    It tells the policy that it runs out of room before it does, where cutting alone says it in a jump; `cache` = 1 is that jump.
+    As in the paper, whose L_max and L_cache these are.
+
+    Reference: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
+
+    >>> [overlong(length, max_tokens=20, cache=8) for length in (12, 14, 20, 25)]
+    [0.0, -0.25, -1.0, -1.0]
+    """
+    return 0.0 - min(max((length - (max_tokens - cache)) / cache, 0.0), 1.0)
+
+
 def as_rewards(
-    rollouts: pa.Table, parts: dict[str, list[Part]], weights: dict[str, float], clip: tuple[float, float] | None
+    rollouts: pa.Table,
+    parts: dict[str, list[Part]],
+    weights: dict[str, float],
+    clip: tuple[float, float] | None,
+    penalty: dict[str, Any] | None = None,
 ) -> pa.Table:
-    """rewards/1 for `rollouts`, with one list of parts a function, in order of rows."""
-    names = list(weights)
-    rows = [{name: parts[name][row] for name in names} for row in range(rollouts.num_rows)]
-    schema = rewards.schema_for(names)
+    """rewards/1 for `rollouts`, with one list of parts a function, in order of rows.
+
+    `penalty`: max_tokens, cache and weight of the overlong penalty, which then is the last part.
+    """
+    rows = [{name: parts[name][row] for name in weights} for row in range(rollouts.num_rows)]
+    sums = [weigh(row, weights, clip) for row in rows]
+    if penalty is not None:
+        lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
+        shaped = [overlong(length, penalty["max_tokens"], penalty["cache"]) for length in lengths]
+        rows = [{**row, OVERLONG: Part(value)} for row, value in zip(rows, shaped, strict=True)]
+        sums = [None if r is None else _storable(r + penalty["weight"] * v) for r, v in zip(sums, shaped, strict=True)]
+    schema = rewards.schema_for([*weights, *([OVERLONG] if penalty else [])])
     columns = [
-        [weigh(row, weights, clip) for row in rows],
+        sums,
         [{name: part.value for name, part in row.items()} for row in rows],
         [{name: part.error for name, part in row.items()} for row in rows],
     ]
@@ -68,7 +102,10 @@ def weigh(parts: dict[str, Part], weights: dict[str, float], clip: tuple[float, 
     if not given or any(part.error is not None for part in parts.values()):
         return None
     total = math.fsum(given)
-    total = total if clip is None else min(max(total, clip[0]), clip[1])
+    return _storable(total if clip is None else min(max(total, clip[0]), clip[1]))
+
+
+def _storable(total: float) -> float:
     if abs(total) > LARGEST:
         raise NumericError(
             "reward", f"the weighted sum {total:g} is not finite as float32", next="lower the weights, or set reward_clip"

@@ -11,12 +11,20 @@ from stages.optimize import advantages
 NAN = float("nan")
 REWARDS = [1.0, 0.0, 0.25, NAN, 2.0, 2.0, -1.0, 0.5, 3.0, NAN, 0.1, 0.1, 0.1]
 GROUPS = [0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 4, 4, 4]
-ALL = [advantages.group_normalized, advantages.group_centered, advantages.leave_one_out]
+ALL = [
+    advantages.group_normalized,
+    advantages.group_centered,
+    advantages.leave_one_out,
+    advantages.batch_normalized,
+    advantages.batch_normalized_baseline,
+]
 
 
 def _expected(name: str) -> list[float]:
     """Plain loops in float64; the rewards as float32 holds them."""
     rewards = np.array(REWARDS, np.float32).astype(np.float64)
+    if name.startswith("batch"):
+        return _whitened(rewards, name == "batch_normalized_baseline")
     result = []
     for i, group in enumerate(GROUPS):
         peers = [rewards[j] for j in range(len(GROUPS)) if GROUPS[j] == group and not math.isnan(rewards[j])]
@@ -34,6 +42,21 @@ def _expected(name: str) -> list[float]:
             }[name]
         )
     return result
+
+
+def _whitened(rewards: np.ndarray, baseline: bool) -> list[float]:
+    """(x − mean) / (std + 1e-8) over the batch; x is the reward, or the reward minus its group's mean."""
+    x = [NAN] * len(rewards)
+    for i, group in enumerate(GROUPS):
+        peers = [rewards[j] for j in range(len(GROUPS)) if GROUPS[j] == group and not math.isnan(rewards[j])]
+        if not baseline:
+            x[i] = rewards[i]
+        elif len(peers) >= 2:
+            x[i] = rewards[i] - sum(peers) / len(peers)
+    known = [value for value in x if not math.isnan(value)]
+    mean = sum(known) / len(known)
+    std = math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1))
+    return [(value - mean) / (std + 1e-8) for value in x]
 
 
 @pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
@@ -67,6 +90,46 @@ def test_leave_one_out_is_centered_times_n_over_n_minus_1():
     rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.2]), torch.zeros(4, dtype=torch.int64)
     centered, left = (f(rewards, groups) for f in (advantages.group_centered, advantages.leave_one_out))
     torch.testing.assert_close(left, centered * 4 / 3)
+
+
+def test_a_batch_of_single_rollouts_has_a_baseline():
+    """Rewards 0, 2, 4: mean 2, std 2."""
+    rewards, alone = torch.tensor([0.0, 2.0, NAN, 4.0]), torch.arange(4)
+    found = advantages.batch_normalized(rewards, alone)
+    np.testing.assert_allclose(found.numpy(), [-1.0, 0.0, NAN, 1.0], rtol=1e-7)
+    assert advantages.batch_normalized_baseline(rewards, alone).isnan().all()
+
+
+@pytest.mark.parametrize("function", [advantages.batch_normalized, advantages.batch_normalized_baseline])
+@pytest.mark.parametrize("rewards", [[], [NAN, NAN], [1.0, NAN], [3.0]])
+def test_fewer_than_two_scored_rollouts_have_no_batch_statistics(function, rewards):
+    found = function(torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.int64))
+    assert found.shape == (len(rewards),) and found.isnan().all()
+
+
+def test_a_batch_of_one_group_is_that_group():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, NAN, 0.2]), torch.zeros(5, dtype=torch.int64)
+    expected = advantages.group_normalized(rewards, groups, 1e-8)
+    for function in (advantages.batch_normalized, advantages.batch_normalized_baseline):
+        torch.testing.assert_close(function(rewards, groups), expected, equal_nan=True)
+
+
+def test_with_a_baseline_a_group_of_equal_rewards_is_exactly_zero_among_others():
+    """Centred rewards ±1/2 twice, std sqrt(4 · 1/4 / 6) with the three zeros; the group of one does not count."""
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 5.0, 6.0, 7.7])
+    found = advantages.batch_normalized_baseline(rewards, torch.tensor([0, 0, 0, 1, 1, 2, 2, 3]))
+    assert found[:3].tolist() == [0.0] * 3
+    assert found[3:7].tolist() == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5)] * 2)
+    assert found[7].isnan()
+
+
+def test_the_size_of_a_reward_counts_over_the_batch_and_not_in_the_group():
+    """Two groups, one with spread 1, one with 10: over the batch their advantages keep that ratio."""
+    rewards, groups = torch.tensor([0.0, 1.0, 0.0, 10.0]), torch.tensor([0, 0, 1, 1])
+    scaled = advantages.batch_normalized_baseline(rewards, groups)
+    assert (scaled[3] / scaled[1]).item() == pytest.approx(10.0)
+    alike = advantages.group_normalized(rewards, groups, 0.0)
+    assert (alike[3] / alike[1]).item() == pytest.approx(1.0)
 
 
 def test_zero_variance_looks_at_scored_rewards_only():

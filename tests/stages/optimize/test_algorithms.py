@@ -34,12 +34,57 @@ def test_every_row_names_what_exists_and_says_what_it_is(row):
         ("dapo", "group_normalized", "token_mean", 0.2, 0.28),
         ("dr_grpo", "group_centered", "constant", 0.2, 0.2),
         ("rloo", "leave_one_out", "token_mean", 0.2, 0.2),
+        ("reinforce_pp", "batch_normalized", "token_mean", 0.2, 0.2),
+        ("reinforce_pp_baseline", "batch_normalized_baseline", "token_mean", 0.2, 0.2),
     ],
 )
 def test_rows(name, advantage, aggregation, low, high):
     row = algorithms.resolve(name)
     assert (row.advantage, row.surrogate, row.aggregation) == (advantage, "clipped", aggregation)
     assert (row.defaults["clip_low"], row.defaults["clip_high"]) == (low, high)
+
+
+@pytest.mark.parametrize(
+    "name, surrogate, aggregation, defaults",
+    [
+        ("gspo", "sequence_clipped", "sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),
+        ("cispo", "cispo", "token_mean", {"clip_max": 5.0}),
+        ("sapo", "sapo", "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}),
+    ],
+)
+def test_rows_with_a_surrogate_of_their_own(name, surrogate, aggregation, defaults):
+    row = algorithms.resolve(name)
+    assert (row.advantage, row.surrogate, row.aggregation) == ("group_normalized", surrogate, aggregation)
+    assert row.defaults == defaults
+
+
+def test_an_option_that_the_surrogate_does_not_know_is_refused(store, policy):
+    made = world.make(store, policy, world.even_share)
+    for options in ({"algorithm": "cispo", "clip_high": 0.2}, {"algorithm": "grpo", "options": {"clip_max": 5.0}}):
+        with pytest.raises(ConfigError, match="does not take these options"):
+            run(Config(device="cpu", **options), store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
+
+
+def test_single_rollouts_of_a_prompt_are_enough_for_reinforce_pp(store, policy):
+    made = world.make(store, policy, world.even_share, groups=6, each=1)
+    config = Config(algorithm="reinforce_pp", device="cpu")
+    done = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    table = store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+    rewards = [row["reward"] for row in made[1].table().to_pylist()]
+    mean = sum(rewards) / 6
+    std = (sum((x - mean) ** 2 for x in rewards) / 5) ** 0.5
+    assert [row["advantage"] for row in table] == pytest.approx([(x - mean) / (std + 1e-8) for x in rewards], rel=1e-5)
+
+
+def test_statistics_are_of_the_batch_and_not_of_the_mini_batch(store, policy):
+    made = world.make(store, policy, world.even_share, groups=6, each=1)
+    refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
+    found = []
+    for minibatches in (1, 3):
+        done = store.open(run(Config(algorithm="reinforce_pp", device="cpu", minibatches=minibatches), store, **refs))
+        table = store.open(done.manifest.metrics["advantages"]).table()
+        found.append([table["rollout_id"].to_pylist(), table["advantage"].to_pylist()])
+    assert found[0] == found[1]
 
 
 def test_a_wrong_name_says_the_nearest():

@@ -75,6 +75,167 @@ def test_extreme_ratios_stay_finite():
     assert loss.max().item() == pytest.approx(2.0 * math.exp(20.0))
 
 
+# -- sequence_clipped, cispo, sapo, reinforce ---------------------------------------------------------------------------------
+
+
+def _sequence_ratios(now=NOW) -> list[float]:
+    """(Π r)^(1/T) of each rollout, repeated over its tokens: the product, not a mean of logarithms."""
+    found = []
+    for start, end in itertools.pairwise(OFFSETS):
+        product = 1.0
+        for t in range(start, end):
+            product *= math.exp(now[t]) / math.exp(OLD[t])
+        found += [product ** (1 / (end - start))] * (end - start)
+    return found
+
+
+@pytest.mark.parametrize("token_form", [False, True])
+@pytest.mark.parametrize("low, high", [(0.02, 0.03), (3e-4, 4e-4), (9.0, 9.0)])
+@pytest.mark.parametrize("dual, delta", [(None, None), (1.1, None), (None, 1.2)])
+def test_sequence_clipped_golden(token_form, low, high, dual, delta):
+    loss, taken = losses.sequence_clipped(
+        _tokens(), clip_low=low, clip_high=high, dual_clip=dual, delta=delta, token_form=token_form
+    )
+    for t, ratio in enumerate(_sequence_ratios()):
+        advantage = ADVANTAGES[t]
+        free, bounded = min(ratio, delta or math.inf) * advantage, min(max(ratio, 1 - low), 1 + high) * advantage
+        expected, clipped = -min(free, bounded), bounded < free or bool(delta and ratio > delta)
+        if dual and advantage < 0 and -dual * advantage < expected:
+            expected, clipped = -dual * advantage, True
+        assert loss[t].item() == pytest.approx(expected, rel=1e-12)
+        assert taken[t].item() == clipped
+
+
+def test_a_sequences_tokens_share_one_gradient():
+    """d/dlogp_k of Σ_t weight · loss_t, by differences of the product form; the clipped rollout has none."""
+
+    def whole(now: np.ndarray) -> float:
+        ratios = _sequence_ratios(now)
+        return sum(
+            -min(ratios[t] * ADVANTAGES[t], min(max(ratios[t], 0.9), 1.1) * ADVANTAGES[t]) / (4 * length)
+            for t, length in enumerate(np.repeat(LENGTHS, LENGTHS))
+        )
+
+    step = 1e-6
+    expected = [(whole(NOW + step * one) - whole(NOW - step * one)) / (2 * step) for one in np.eye(N)]
+    weights = losses.sequence_mean(torch.tensor(LENGTHS))
+    for token_form in (False, True):
+        now = torch.tensor(NOW, requires_grad=True)
+        loss, taken = losses.sequence_clipped(
+            _tokens()._replace(logprobs=now), clip_low=0.1, clip_high=0.1, token_form=token_form
+        )
+        (gradient,) = torch.autograd.grad((weights * loss).sum(), now)
+        np.testing.assert_allclose(gradient.numpy(), expected, rtol=1e-6, atol=1e-9)
+        assert (gradient[taken] == 0).all() and (gradient[~taken] != 0).all()
+        for start, end in itertools.pairwise(OFFSETS):
+            assert gradient[start:end].tolist() == pytest.approx([gradient[start].item()] * (end - start), rel=1e-12)
+    assert taken.any() and not taken.all()
+
+
+def test_with_completions_of_one_token_sequence_clipped_is_clipped():
+    alone = _tokens()._replace(offsets=torch.arange(N + 1))
+    for token_form in (False, True):
+        found = losses.sequence_clipped(alone, clip_low=0.2, clip_high=0.28, token_form=token_form)
+        for one, other in zip(found, losses.clipped(alone, clip_low=0.2, clip_high=0.28), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_the_forms_part_where_tokens_have_advantages_of_their_own():
+    """Token form: −A_t s. Sequence form: −s · mean of A over the sequence."""
+    advantages = np.array([1.0, -2.0, 4.0, *[1.0] * (N - 3)])
+    ratio = _sequence_ratios()[0]
+    for token_form, expected in ((True, [-ratio, 2 * ratio, -4 * ratio]), (False, [-ratio] * 3)):
+        now = torch.tensor(NOW, requires_grad=True)
+        tokens = _tokens(advantages=advantages)._replace(logprobs=now)
+        loss, _ = losses.sequence_clipped(tokens, clip_low=9.0, clip_high=9.0, token_form=token_form)
+        (gradient,) = torch.autograd.grad(loss[:3].sum(), now)
+        np.testing.assert_allclose(gradient[:3].numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("clip_max", [0.8, 1.0, 1.3, 5.0])
+def test_cispo_golden(clip_max):
+    now = torch.tensor(NOW, requires_grad=True)
+    loss, bounded = losses.cispo(_tokens()._replace(logprobs=now), clip_max=clip_max)
+    (gradient,) = torch.autograd.grad(loss.sum(), now)
+    for t in range(N):
+        weight = min(math.exp(NOW[t]) / math.exp(OLD[t]), clip_max)
+        assert loss[t].item() == pytest.approx(-weight * ADVANTAGES[t] * NOW[t], rel=1e-12)
+        assert gradient[t].item() == pytest.approx(-weight * ADVANTAGES[t], rel=1e-12)
+        assert bounded[t].item() == (math.exp(NOW[t] - OLD[t]) > clip_max)
+
+
+@pytest.mark.parametrize("positive, negative", [(1.0, 1.05), (3.0, 0.5)])
+def test_sapo_golden(positive, negative):
+    now = torch.tensor(NOW, requires_grad=True)
+    advantages = np.where(np.arange(N) == 4, 0.0, ADVANTAGES)
+    tokens = _tokens(advantages=advantages)._replace(logprobs=now)
+    loss, bounded = losses.sapo(tokens, tau_positive=positive, tau_negative=negative)
+    (gradient,) = torch.autograd.grad(loss.sum(), now)
+    for t in range(N):
+        ratio, tau = math.exp(NOW[t]) / math.exp(OLD[t]), positive if advantages[t] > 0 else negative
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert loss[t].item() == pytest.approx(-advantages[t] * gate * 4 / tau, rel=1e-12)
+        assert gradient[t].item() == pytest.approx(-advantages[t] * 4 * gate * (1 - gate) * ratio, rel=1e-12)
+    assert not bounded.any()
+
+
+def test_sapo_at_ratio_one():
+    loss, _ = losses.sapo(_tokens(now=OLD), tau_positive=1.0, tau_negative=1.05)
+    assert loss.tolist() == pytest.approx([-2 * a / (1.0 if a > 0 else 1.05) for a in ADVANTAGES], rel=1e-12)
+
+
+def test_reinforce_golden():
+    loss, bounded = losses.reinforce(_tokens())
+    assert loss.tolist() == pytest.approx([-a * p for a, p in zip(ADVANTAGES, NOW, strict=True)], rel=1e-12)
+    assert not bounded.any()
+
+
+SURROGATES = {
+    "clipped": {"clip_low": 0.2, "clip_high": 0.2},
+    "sequence_clipped": {"clip_low": 3e-4, "clip_high": 4e-4, "token_form": True},
+    "cispo": {"clip_max": 5.0},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "reinforce": {},
+}
+
+
+def _gradient(name: str, tokens: losses.Tokens) -> torch.Tensor:
+    now = tokens.logprobs.clone().requires_grad_()
+    loss, _ = getattr(losses, name)(tokens._replace(logprobs=now), **SURROGATES[name])
+    assert loss.isfinite().all()
+    return torch.autograd.grad(loss.sum(), now)[0]
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_at_ratio_one_every_surrogate_has_the_gradient_of_reinforce(name):
+    np.testing.assert_allclose(_gradient(name, _tokens(now=OLD)).numpy(), -ADVANTAGES, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_rollout_of_advantage_zero_has_no_gradient(name):
+    """So the loop may leave it out of its passes."""
+    gradient = _gradient(name, _tokens(advantages=np.repeat([1.5, -0.7, 0.0, 0.3], LENGTHS)))
+    assert (gradient[4:9] == 0).all()
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_one_rollout_changes_nothing_in_another(name):
+    """Rollouts in another order, or alone, have the gradients that they have together."""
+    whole = _gradient(name, _tokens())
+    alone = losses.Tokens(*[x[4:9] for x in _tokens()[:3]], torch.tensor([0, 5]))
+    np.testing.assert_allclose(_gradient(name, alone).numpy(), whole[4:9].numpy(), rtol=1e-12)
+    order = [*range(9, 11), *range(4, 9), *range(3), 3]
+    turned = losses.Tokens(*[x[order] for x in _tokens()[:3]], torch.tensor([0, 2, 7, 10, 11]))
+    np.testing.assert_allclose(_gradient(name, turned).numpy(), whole[order].numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("old", [-900.0, 900.0])
+def test_extreme_ratios_stay_finite_in_every_surrogate(name, old):
+    tokens = losses.Tokens(*[x.float() for x in _tokens(np.full(N, -1.0), np.full(N, old))[:3]], torch.tensor(OFFSETS))
+    assert _gradient(name, tokens).isfinite().all()
+
+
 def test_aggregations_golden():
     lengths = torch.tensor(LENGTHS)
     assert losses.token_mean(lengths).tolist() == pytest.approx([1 / N] * N)

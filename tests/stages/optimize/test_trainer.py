@@ -1,6 +1,7 @@
 """The step's loss and gradient against a float64 loop over single rollouts, and their independence of how the work is cut."""
 
 import math
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from schemas.errors import ConfigError
 from stages.common.models import load_model
 from stages.common.packed.attention import Sequences
 from stages.common.ragged import Ragged
-from stages.optimize.algorithms import part, resolve
+from stages.optimize.algorithms import ALGORITHMS, part, resolve
 from stages.optimize.optimizer import learning_rate, load_state, make_optimizer, state
 from stages.optimize.stage import Config
 from stages.optimize.trainer import Batch, Trainer, make_accelerator
@@ -63,7 +64,9 @@ def _expected(policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0,
     """Loss and gradients by the formulas, one rollout after another, in float64."""
     model = load_model(policy, dtype=torch.float64)
     tokens, total = sum(len(row["completion_ids"]) for row in rows), 0.0
-    low, high = 0.2, {"dapo": 0.28}.get(algorithm, 0.2)
+    low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}.get(algorithm, (0.2, 0.2))
+    everyone = [r["reward"] for r in rows]
+    centered = [r["reward"] - fmean(p["reward"] for p in rows if p["group"] == r["group"]) for r in rows]
     for row in rows:
         peers = [r["reward"] for r in rows if r["group"] == row["group"]]
         mean = sum(peers) / len(peers)
@@ -71,18 +74,28 @@ def _expected(policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0,
         advantage = {
             "dr_grpo": row["reward"] - mean,
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
+            "reinforce_pp": (row["reward"] - fmean(everyone)) / (stdev(everyone) + 1e-8),
+            "reinforce_pp_baseline": (row["reward"] - mean) / (stdev(centered) + 1e-8),
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
         weight = {
-            "grpo": 1 / len(rows) / len(row["completion_ids"]),
+            **dict.fromkeys(("grpo", "gspo", "sapo"), 1 / len(rows) / len(row["completion_ids"])),
             "dr_grpo": 1 / len(rows) / MOST,
         }.get(algorithm, 1 / tokens)
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
         table = (model(input_ids=ids, use_cache=False).logits[0] / row["temperature"]).log_softmax(-1)
-        for t, token in enumerate(row["completion_ids"]):
-            now = table[len(row["prompt_ids"]) - 1 + t, token]
-            anchor = row["old_logprobs" if prox else "old"][t]
-            ratio = (now - anchor).exp()
+        start, ids = len(row["prompt_ids"]) - 1, row["completion_ids"]
+        anchors = row["old_logprobs" if prox else "old"]
+        each = [table[start + t, token] - anchors[t] for t, token in enumerate(ids)]
+        for t, token in enumerate(ids):
+            now = table[start + t, token]
+            anchor = anchors[t]
+            ratio = (sum(each) / len(each) if algorithm == "gspo" else each[t]).exp()
             cost = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+            if algorithm == "cispo":
+                cost = -min(ratio.item(), 5.0) * advantage * now
+            if algorithm == "sapo":
+                tau = 1.0 if advantage > 0 else 1.05
+                cost = -advantage / (1 + (-tau * (ratio - 1)).exp()) * 4 / tau
             if prox:
                 cost = cost * min(math.exp(anchor - row["old"][t]), 2.0)
             if kl_coef:
@@ -101,7 +114,7 @@ def _compare(trainer: Trainer, expected: tuple[float, dict]) -> None:
         torch.testing.assert_close(parameter.grad, expected[1][name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "bnpo", "dapo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_loss_and_gradient_are_those_of_the_formula(policy, rows, algorithm):
     _compare(_trainer(policy, rows, _config(), algorithm), _expected(policy, rows, algorithm))
 
@@ -121,6 +134,14 @@ def test_the_cut_into_micro_batches_changes_nothing(policy, rows, packing, budge
     made = _trainer(policy, rows, _config(packing=packing, token_budget=budget), "grpo")
     assert made.mode == packing
     _compare(made, _expected(policy, rows, "grpo"))
+
+
+@pytest.mark.parametrize("packing, budget", [("shared", 60), ("packed", 30), ("single", None)])
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "grpo"])
+def test_the_cut_changes_nothing_in_any_algorithm(policy, rows, algorithm, packing, budget):
+    made = _trainer(policy, rows, _config(packing=packing, token_budget=budget), algorithm)
+    assert made.mode == packing
+    _compare(made, _expected(policy, rows, algorithm))
 
 
 def test_activation_checkpointing_changes_nothing(policy, rows):

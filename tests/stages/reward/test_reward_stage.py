@@ -10,7 +10,7 @@ from stages.common.config import parse
 from stages.common.work import ROWS_PER_SHARD
 from stages.reward.scoring import Part
 from stages.reward.stage import Config, FunctionConfig, check_functions, run
-from stages.reward.tables import weigh
+from stages.reward.tables import overlong, weigh
 
 MINE = """
 def polite(completions, **columns):
@@ -80,6 +80,47 @@ def test_weigh_by_hand():
     assert weigh({"a": Part(5.0), "b": Part()}, weights, (-1.0, 1.0)) == 1.0
     with pytest.raises(NumericError, match="not finite"):
         weigh({"a": Part(3e38), "b": Part()}, weights, None)
+
+
+def test_overlong_by_hand():
+    """Room 10, cache 4: nothing up to 6, a quarter a token, whole from 10 on."""
+    found = [overlong(length, max_tokens=10, cache=4) for length in (0, 6, 7, 8, 9, 10, 11, 1000)]
+    assert found == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0, -1.0]
+    assert [overlong(length, 3, 1) for length in (1, 2, 3, 4)] == [0.0, 0.0, -1.0, -1.0]
+    assert [overlong(length, 4, 4) for length in (0, 1, 4)] == [0.0, -0.25, -1.0]
+    assert str(overlong(0, 3, 1)) == "0.0"  # and not -0.0
+
+
+def test_the_overlong_penalty_comes_after_weights_and_clip(store, sample):
+    """Lengths 1, 3, 4, 5 with room 5 and cache 4: penalties 0, −1/2, −3/4, −1, twice over."""
+    texts = ["7", "so 7 7", "it is 4 please", "no no no no no"]
+    rollouts = sample([texts], {"answer": [7]})
+    penalty = {"max_tokens": 5, "cache": 4, "weight": 2.0}
+    chosen = config({"use": "numeric", "weight": 3.0}, reward_clip=(0.25, 1.0), overlong=penalty)
+    ref = run(chosen, store, rollouts=rollouts.ref)
+    found = by_id(store, ref)
+    rows = [found[f"0-sum-0-{at}"] for at in range(4)]
+    assert [row["parts"] for row in rows] == [
+        {"numeric": value, "overlong": shaped} for value, shaped in ((1.0, 0.0), (1.0, -0.5), (0.0, -0.75), (0.0, -1.0))
+    ]
+    assert [row["reward"] for row in rows] == [1.0, 1.0 - 2 * 0.5, 0.25 - 2 * 0.75, 0.25 - 2.0]
+    assert {tuple(row["errors"].items()) for row in rows} == {(("numeric", None), ("overlong", None))}
+    manifest = store.open(ref).manifest
+    assert manifest.config["overlong"] == penalty
+    assert manifest.metrics["functions"]["overlong"]["mean"] == -0.5625
+    assert manifest.status == {"scored": 4, "not_scored": 0, "failed": 0}
+    plain = run(config({"use": "numeric", "weight": 3.0}, reward_clip=(0.25, 1.0)), store, rollouts=rollouts.ref)
+    assert [by_id(store, plain)[f"0-sum-0-{at}"]["reward"] for at in range(4)] == [1.0, 1.0, 0.25, 0.25]
+
+
+def test_the_overlong_penalty_makes_no_reward_where_there_is_none(store, sample):
+    rollouts = sample([["skip a a a", "boom a a a", "a a a a"]], {"answer": [1]})
+    about = {"max_invalid": 0.5, "overlong": {"max_tokens": 4, "cache": 2}}
+    ref = run(config("mine.py:sometimes", **about), store, rollouts=rollouts.ref)
+    assert [by_id(store, ref)[f"0-sum-0-{at}"]["reward"] for at in range(3)] == [None, 1.0, 1.0]
+    failed = run(config("mine.py:picky", **about), store, rollouts=rollouts.ref)
+    assert [by_id(store, failed)[f"0-sum-0-{at}"]["reward"] for at in range(3)] == [-0.75, None, -0.75]
+    assert by_id(store, failed)["0-sum-0-1"]["parts"] == {"picky": None, "overlong": -1.0}
 
 
 def test_null_is_not_zero(store, sample):
@@ -246,6 +287,13 @@ def test_what_fits_passes():
         ({"functions": [{"use": "numeric", "weight": float("nan")}]}, "weight"),
         ({"functions": [{"use": "numeric"}], "reward_clip": [1, 0]}, "low end must be below"),
         ({"functions": [{"use": "numeric"}], "max_invalid": 1.5}, "max_invalid"),
+        (
+            {"functions": [{"use": "numeric"}], "overlong": {"max_tokens": 4, "cache": 5}},
+            "cache must be at most max_tokens = 4",
+        ),
+        ({"functions": [{"use": "numeric"}], "overlong": {"max_tokens": 4, "cache": 0}}, "cache"),
+        ({"functions": [{"use": "numeric"}], "overlong": {"max_tokens": 4}}, "cache"),
+        ({"functions": [{"use": "a.py:overlong"}], "overlong": {"max_tokens": 4, "cache": 1}}, "another name"),
     ],
 )
 def test_a_config_that_can_not_be(data, why):

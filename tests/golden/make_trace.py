@@ -1,0 +1,107 @@
+"""Five optimizer steps of every algorithm on the tiny llama, on one CPU thread: `trace.json`, which a refactor reproduces.
+
+    python -m tests.golden.make_trace          # writes trace.json anew; only when a number is meant to change
+
+Prompts, completions and rewards come from Python's own generator, whose numbers no library's version changes; the logprobs they
+are said to be sampled with are the model's own, moved by noise, so that ratios differ from 1 and bounds are met. One group has
+equal rewards, one rollout has none, one was cut by length. AdamW's `eps` is far above its default: a step is then nearly linear
+in the gradient, where the default turns rounding noise in a tiny gradient into a whole step of another sign.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from stages.common.models import load_model
+from stages.common.store import Store
+from stages.optimize.algorithms import ALGORITHMS
+from stages.optimize.stage import Config, run
+from tests.stages.optimize import world
+from tests.tiny import EOS, make_policy
+
+PATH = Path(__file__).with_name("trace.json")
+STEPS = 5
+GROUPS, EACH = 5, 4
+COLUMNS = ("tokens", "rollouts", "loss", "grad_norm", "entropy", "approx_kl", "clip_fraction")
+METRICS = ("reward_mean", "reward_std", "rollouts", "kept", "zero_advantage", "dropped")
+OPTIONS = {"learning_rate": 5e-4, "eps": 1e-3, "epochs": STEPS, "device": "cpu", "audit": {"enabled": False}}
+
+
+def rollouts(policy) -> list[dict[str, Any]]:
+    """Twenty rows in five groups, with reward: 4 to 9 random ids each, the last one the end token but for one that was cut."""
+    numbers, model = random.Random(20), load_model(policy, dtype=torch.float64)
+    rows = []
+    for group in range(GROUPS):
+        prompt = [numbers.randrange(3, 300) for _ in range(numbers.randrange(3, 8))]
+        for index in range(EACH):
+            ids = [numbers.randrange(3, 300) for _ in range(numbers.randrange(3, 9))] + [EOS]
+            with torch.no_grad():
+                table = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            own = table.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+            cut = (group, index) == (2, 1)
+            rows.append(
+                {
+                    "rollout_id": f"r-{group}-{index}",
+                    "group_id": f"g-{group}",
+                    "sample_index": index,
+                    "prompt_ids": prompt,
+                    "completion_ids": ids[:-1] if cut else ids,
+                    "old_logprobs": [min(p + numbers.gauss(0, 0.25), 0.0) for p in (own[:-1] if cut else own)],
+                    "finish_reason": "length" if cut else "stop",
+                    "stop_reason": None,
+                    "completion_text": "",
+                    "temperature": 1.0,
+                    "seed": 0,
+                }
+            )
+    return rows
+
+
+def score(row: dict[str, Any]) -> float | None:
+    """The share of even ids; group 1 is all equal, one rollout of group 3 has no reward."""
+    if row["group_id"] == "g-1":
+        return 0.5
+    return None if row["rollout_id"] == "r-3-2" else world.even_share(row)
+
+
+def trace(algorithm: str, **options: Any) -> dict[str, Any]:
+    """The steps and metrics of `algorithm`, in a store of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            store = Store(Path(folder) / "store")
+            policy = make_policy(store)
+            sampled = world.write_rollouts(store, policy, rollouts(policy))
+            rewards = world.write_rewards(store, sampled, score)
+            config = Config(algorithm=algorithm, **{**OPTIONS, **options})
+            done = store.open(run(config, store, policy=policy.ref, rollouts=sampled.ref, rewards=rewards.ref))
+            metrics = done.manifest.metrics
+            steps = store.open(metrics["updates"]).table().to_pylist()
+            return {
+                "steps": [{name: row[name] for name in COLUMNS} for row in steps],
+                "metrics": {name: metrics[name] for name in METRICS},
+            }
+    finally:
+        torch.set_num_threads(threads)
+
+
+def build() -> str:
+    """Tells machines and torch builds apart whose last digits may differ."""
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model name", "flags"))]
+    return hashlib.sha256("\n".join([torch.__config__.show(), *sorted(set(names))]).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    found = {"build": build(), "algorithms": {name: trace(name) for name in ALGORITHMS}}
+    PATH.write_text(json.dumps(found, indent=1) + "\n")

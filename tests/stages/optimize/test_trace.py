@@ -1,0 +1,41 @@
+"""The golden trace: five steps of every algorithm give the loss and metrics that stand in `tests/golden/trace.json`."""
+
+import json
+
+import pytest
+
+from stages.optimize.algorithms import ALGORITHMS
+from tests.golden import make_trace
+
+GOLDEN = json.loads(make_trace.PATH.read_text())
+
+
+def _compare(found: dict, expected: dict) -> None:
+    assert found["metrics"] == {
+        name: pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+        for name, value in expected["metrics"].items()
+    }
+    assert len(found["steps"]) == len(expected["steps"]) == make_trace.STEPS
+    for row, golden in zip(found["steps"], expected["steps"], strict=True):
+        assert row == pytest.approx(golden, rel=1e-6, abs=1e-7)
+
+
+def test_the_trace_is_of_every_algorithm():
+    assert list(GOLDEN["algorithms"]) == list(ALGORITHMS)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_trace_is_reproduced(algorithm):
+    found, expected = make_trace.trace(algorithm), GOLDEN["algorithms"][algorithm]
+    _compare(found, expected)
+    if GOLDEN["build"] == make_trace.build():
+        assert found == expected
+
+
+def test_no_two_algorithms_have_one_trace():
+    assert len({json.dumps(each) for each in GOLDEN["algorithms"].values()}) == len(GOLDEN["algorithms"])
+
+
+def test_another_packing_has_the_same_trace():
+    """Other shapes, other rounding: what another machine may differ by is far inside the tolerance."""
+    _compare(make_trace.trace("grpo", packing="single"), GOLDEN["algorithms"]["grpo"])
