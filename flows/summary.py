@@ -29,7 +29,7 @@ def next_commands(recipe: Recipe, path: Path, settings: list[str], result: dict[
     """What is worth trying next: (why, a command that a shell takes as it is)."""
     last, quiver = result["iterations"][-1], _command()
     same = ["--store", recipe.store, *(part for setting in settings for part in ("--set", setting))]
-    length = ["--set", "reward.functions=[{use='length',arguments={target=4}}]", "--set", "evaluate.score=reward"]
+    length = ["--set", 'reward.functions=[{use="length",arguments={target=4}}]', "--set", "evaluate.score=reward"]
     rescored = shlex.join([str(path), *same, *length, "--rollouts", last["rollouts"]])
     more = shlex.join([quiver, "run", str(path), *same, "--iterations", str(len(result["iterations"]) + 2)])
     return [

@@ -60,6 +60,7 @@ class VllmEngine:
             raise ConfigError("engine vllm", f"{build} is installed, device is {setup.device}", next='device = "auto"')
         for name, value in {**_ALWAYS, **(_ON_CPU if self.cpu else {})}.items():
             os.environ.setdefault(name, value)
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # it logs before it reads its own setting
         with _fatal("could not start"):
             self.llm = self._start()
         dtype = str(self.llm.model_config.dtype).removeprefix("torch.")

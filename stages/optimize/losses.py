@@ -168,7 +168,7 @@ def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[t
     """
     advantages = tokens.advantages
     ratio = log_ratio(tokens.logprobs, tokens.anchor).exp()
-    tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
     return loss, torch.zeros_like(advantages, dtype=torch.bool)
 
