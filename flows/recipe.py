@@ -32,7 +32,7 @@ from stages.reward.stage import Config as RewardConfig
 
 StageName = Literal["policy", "prompt", "generate", "reward", "logprobs", "optimize", "evaluate"]
 _SHAPE_ONLY = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
-_GROUP_ADVANTAGES = {"group_normalized", "group_centered", "leave_one_out"}
+_GROUP_ADVANTAGES = {"group_normalized", "group_centered", "leave_one_out", "batch_normalized_baseline"}
 
 
 class Data(SourceConfig):

@@ -4,7 +4,7 @@
 |---|---|---|
 | rollout_id, group_id | string | joined by id, never by position |
 | reward | float32, null | weighted sum of the parts, clipped where asked; null when a part failed or none applied |
-| parts | struct<float32, null> | one field a reward function, before its weight; null = failed or skipped |
+| parts | struct<float32, null> | one field a reward function, before its weight (`overlong`: the penalty); null = none |
 | errors | struct<string, null> | one field a reward function: why it failed; null = it did not |
 
     {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "reward": 1.2,

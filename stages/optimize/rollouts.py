@@ -229,8 +229,10 @@ def _reasons(config, table, scores, groups, weights) -> list[str | None]:
 def _nothing(rewards: Version, count: int, scored: int) -> NumericError:
     return NumericError(
         str(rewards.ref),
-        f"{scored} of {count} rollouts are scored, and no group has two: no advantage can be computed",
-        next="raise generate.samples_per_prompt to at least 2, or look at the errors: quiver show " + str(rewards.ref),
+        f"{scored} of {count} rollouts are scored, no advantage can be computed of them",
+        next="look at the errors: quiver show "
+        + str(rewards.ref)
+        + "; a group algorithm needs two scored rollouts of a prompt",
     )
 
 

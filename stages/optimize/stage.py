@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .rollouts import Loaded
 
 STAGE_VERSION = 1
+_SURROGATE = ("clip_low", "clip_high", "dual_clip", "delta", "clip_max", "tau_positive", "tau_negative", "token_form")
 log = logging.getLogger(__name__)
 
 
@@ -81,9 +82,17 @@ class Config(Base):
     """Where the advantage is negative, the loss is at most this times −advantage. None: off."""
     delta: float | None = Field(default=None, gt=1)
     """The ratio is capped here in the unclipped branch; above 1 + clip_high. None: off."""
+    clip_max: float | None = Field(default=None, gt=0)
+    """cispo: largest weight of a token, the bound of the ratio itself (5.0); other systems mean its distance from 1. None: the
+    algorithm's."""
+    tau_positive: float | None = Field(default=None, gt=0)
+    """sapo: how fast the gradient fades away from ratio 1 where the advantage is above 0. None: the algorithm's."""
+    tau_negative: float | None = Field(default=None, gt=0)
+    """sapo: the same where the advantage is not above 0. None: the algorithm's."""
+    token_form: bool | None = None
+    """gspo: each token's own gradient under the sequence's ratio, for advantages that differ within a completion. None: off."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """More options of the surrogate, by name: cispo's `clip_max` (the bound of the ratio itself, 5.0; other systems mean its
-    distance from 1), sapo's `tau_positive` and `tau_negative`, gspo's `token_form`, or those of your own."""
+    """More options for the surrogate of your own algorithm, by name."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
     """What a token weighs. None: the algorithm's."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -173,7 +182,7 @@ class Config(Base):
         """With the algorithm's defaults filled in, so that the manifest says them and a changed default is other work."""
         row = algorithms.resolve(self.algorithm)
         defaults = {**row.defaults, "aggregation": row.aggregation}
-        names = [name for name in ("clip_low", "clip_high", "aggregation") if not callable(defaults.get(name))]
+        names = [name for name in (*_SURROGATE, "aggregation") if not callable(defaults.get(name))]
         own = {name: defaults.get(name) for name in names if getattr(self, name) is None}
         if self.drop_zero_variance is None:
             own["drop_zero_variance"] = defaults.get("drop_zero_variance", False)
@@ -181,7 +190,7 @@ class Config(Base):
 
     def surrogate_options(self) -> dict[str, Any]:
         """The surrogate's options that are set here; they go before the algorithm's defaults."""
-        named = {name: getattr(self, name) for name in ("clip_low", "clip_high", "dual_clip", "delta")}
+        named = {name: getattr(self, name) for name in _SURROGATE}
         return {**{name: value for name, value in named.items() if value is not None}, **self.options}
 
 

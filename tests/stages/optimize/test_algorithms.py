@@ -60,7 +60,7 @@ def test_rows_with_a_surrogate_of_their_own(name, surrogate, aggregation, defaul
 
 def test_an_option_that_the_surrogate_does_not_know_is_refused(store, policy):
     made = world.make(store, policy, world.even_share)
-    for options in ({"algorithm": "cispo", "clip_high": 0.2}, {"algorithm": "grpo", "options": {"clip_max": 5.0}}):
+    for options in ({"algorithm": "cispo", "clip_high": 0.2}, {"algorithm": "grpo", "clip_max": 5.0}):
         with pytest.raises(ConfigError, match="does not take these options"):
             run(Config(device="cpu", **options), store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
 
@@ -132,6 +132,17 @@ def test_what_the_table_fills_in_is_part_of_the_work(monkeypatch):
     changed = dataclasses.replace(row, defaults={**row.defaults, "clip_high": 0.3})
     monkeypatch.setitem(algorithms.ALGORITHMS, "dapo", changed)
     assert Config(algorithm="dapo").resolved().key() != filled.key()
+
+
+@pytest.mark.parametrize("name, field", [("cispo", "clip_max"), ("sapo", "tau_positive"), ("sapo", "tau_negative")])
+def test_what_only_one_row_knows_is_part_of_the_work_too(monkeypatch, name, field):
+    row = algorithms.ALGORITHMS[name]
+    filled = Config(algorithm=name).resolved()
+    assert getattr(filled, field) == row.defaults[field]
+    monkeypatch.setitem(algorithms.ALGORITHMS, name, dataclasses.replace(row, defaults={**row.defaults, field: 2.0}))
+    assert Config(algorithm=name).resolved().key() != filled.key()
+    with pytest.raises(ConfigError, match=rf"{field}.*greater than 0"):
+        parse(Config, {"algorithm": name, field: 0.0}, "optimize")
 
 
 def test_a_cap_inside_the_clip_bound_is_refused():
