@@ -11,6 +11,7 @@ from typing import Any
 from prefect import flow
 
 from stages.common.process import Outcome
+from stages.logprobs.average import Config as AverageConfig
 
 from .evaluation import measure
 from .recipe import Recipe
@@ -54,7 +55,7 @@ def improve(recipe: Recipe, policies: list[str], iteration: int, forced: set[str
     rewards = stage("reward", recipe.reward, rollouts=rollouts.ref)
     scored = {}
     if recipe.optimize.kl_coef > 0:
-        reference = policies[recipe.reference.start(iteration) - 1]
+        reference = _reference(recipe, policies, iteration)
         scored["ref"] = stage("logprobs", recipe.logprobs_config("ref"), rollouts=rollouts.ref, policy=reference)
     if recipe.logprobs.prox:
         scored["prox"] = stage("logprobs", recipe.logprobs_config("prox"), rollouts=rollouts.ref, policy=policy)
@@ -74,6 +75,18 @@ def improve(recipe: Recipe, policies: list[str], iteration: int, forced: set[str
         "evaluation": None,
         "seconds": {name: outcome.seconds for name, outcome in seconds.items()},
     }
+
+
+def _reference(recipe: Recipe, policies: list[str], iteration: int) -> str:
+    """The policy that the KL term of this iteration holds on to: one of `policies`, or their moving average."""
+    rule = recipe.reference
+    reference = policies[rule.start(iteration) - 1]
+    if rule.rule == "ema":
+        config, into = AverageConfig(rate=rule.rate), f"{recipe.run}.ref"
+        for number, policy in enumerate(policies[1:], 2):
+            refs = {"reference": reference, "policy": policy}
+            reference = perform(recipe, f"reference {number}/{recipe.iterations}", "average", config, refs, into, False).ref
+    return reference
 
 
 def _with_evaluation(done: dict[str, Any], evaluation: Outcome | None, baseline: Outcome | None) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from stages.prompt.stage import Config as PromptConfig
 from stages.prompt.templates import TemplateConfig
 from stages.reward.stage import Config as RewardConfig
 
-StageName = Literal["policy", "prompt", "generate", "reward", "logprobs", "optimize", "evaluate"]
+StageName = Literal["policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"]
 _SHAPE_ONLY = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
 _GROUP_ADVANTAGES = {"group_normalized", "group_centered", "leave_one_out", "batch_normalized_baseline"}
 
@@ -51,14 +51,17 @@ class Data(SourceConfig):
 class Reference(Config):
     """Which policy the KL term holds on to. It is scored only where `optimize.kl_coef` is above 0."""
 
-    rule: Literal["fixed", "every"] = "fixed"
-    """`fixed`: policy@0. `every`: the policy that began the current span of `iterations` iterations."""
+    rule: Literal["fixed", "every", "ema"] = "fixed"
+    """`fixed`: policy@0. `every`: the policy that began the current span of `iterations` iterations. `ema`: a moving average of
+    weights that takes `rate` of each new policy."""
     iterations: int = Field(1, ge=1)
     """Length of a span for `every`."""
+    rate: float = Field(0.1, gt=0, lt=1)
+    """Share of the new policy for `ema`."""
 
     def start(self, iteration: int) -> int:
         """Which iteration, counted from 1, the reference is the starting policy of."""
-        return 1 if self.rule == "fixed" else 1 + (iteration - 1) // self.iterations * self.iterations
+        return 1 + (iteration - 1) // self.iterations * self.iterations if self.rule == "every" else 1
 
 
 class Logprobs(PassConfig):

@@ -10,6 +10,7 @@ MODULES = {
     "generate": "stages.generate.stage:Config",
     "reward": "stages.reward.stage:Config",
     "logprobs": "stages.logprobs.stage:Config",
+    "average": "stages.logprobs.average:Config",
     "optimize": "stages.optimize.stage:Config",
     "evaluate": "stages.evaluate.stage:Config",
 }

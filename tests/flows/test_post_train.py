@@ -116,6 +116,12 @@ def test_references_and_proximal_logprobs(workplace, result):
         roles = {entry.role: entry.ref for entry in store.open(each["policy"]).manifest.inputs}
         assert (roles["ref"], roles["prox"]) == (each["ref_logprobs"], each["prox_logprobs"])
         assert {"logprobs ref", "logprobs prox"} <= set(each["seconds"])
+    ema = ["--set", "reference.rule=ema", "--set", "reference.rate=0.5", "--set", "logprobs.prox=false"]
+    moving = quiver(workplace, "run", "recipe.toml", *options, *ema)["iterations"]
+    followed = [store.open(each["ref_logprobs"]).manifest.model("ref").ref for each in moving]
+    assert followed == ["kl/policy@0", "kl.ref/policy@0"]
+    halves = {m.role: m.ref for m in store.open(followed[1]).manifest.models}
+    assert halves == {"reference": "kl/policy@0", "policy": moving[0]["policy"]}
     again = quiver(workplace, "optimize", "recipe.toml", *options, "--rollouts", done[0]["rollouts"])
     assert (again["ref"], again["cached"]) == ("kl/policy@1", True)
     fixed = quiver(workplace, "logprobs", "recipe.toml", *options, "--rollouts", done[1]["rollouts"])

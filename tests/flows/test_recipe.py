@@ -39,7 +39,7 @@ def recipe(tmp_path):
         ("generate.sampling.top_p=0.9", "allow_biased_sampling"),
         ("generate.sampling.temperature=0", "temperature"),
         ("logprobs.role=ref", "unknown key logprobs.role"),
-        ("reference.rule=sometimes", "reference.rule: Input should be 'fixed' or 'every'"),
+        ("reference.rule=sometimes", "reference.rule: Input should be 'fixed', 'every' or 'ema'"),
     ],
 )
 def test_what_is_wrong_is_said(recipe, setting, said):

@@ -1,0 +1,41 @@
+"""The moving average of weights: the formula on every weight, a model that loads, nothing averaged that does not match."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from schemas.errors import LineageError
+from stages.logprobs.average import Config, run
+from tests.tiny import make_policy
+
+
+def test_every_weight_is_the_average(store, policy):
+    other = make_policy(store, "other", seed=1)
+    version = store.open(run(Config(rate=0.25), store, reference=policy.ref, policy=other.ref, into="tiny.ref"))
+    assert str(version.ref) == "tiny.ref/policy@0"
+    found, old, new = (load_file(each.path / "model.safetensors") for each in (version, policy, other))
+    assert set(found) == set(old) == set(new)
+    for name, weight in found.items():
+        assert torch.allclose(weight, 0.75 * old[name] + 0.25 * new[name], atol=1e-7)
+    AutoModelForCausalLM.from_pretrained(version.path)
+    assert {model.role: model.ref for model in version.manifest.models} == {
+        "reference": "tiny/policy@0",
+        "policy": "other/policy@0",
+    }
+    again = run(Config(rate=0.25), store, reference=policy.ref, policy=other.ref, into="tiny.ref")
+    assert again == version.ref
+    further = run(Config(rate=0.25), store, reference=version.ref, policy=other.ref, into="tiny.ref")
+    assert str(further) == "tiny.ref/policy@1"
+
+
+def test_other_models_are_refused(store, policy):
+    other = make_policy(store, "qwen", kind="qwen3")
+    with pytest.raises(
+        LineageError, match=r"weight model\.layers\.0\.self_attn\.k_norm\.weight: expected shape .* found nothing"
+    ):
+        run(Config(rate=0.5), store, reference=policy.ref, policy=other.ref, into="tiny.ref")
+    wider = make_policy(store, "wider", vocabulary=330)
+    with pytest.raises(LineageError, match=r"expected shape \[330, 32\], found shape \[320, 32\]"):
+        run(Config(rate=0.5), store, reference=policy.ref, policy=wider.ref, into="tiny.ref")
+    assert store.numbers("tiny.ref", "policy") == []
