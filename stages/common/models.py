@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from schemas.errors import ConfigError
+
 from .checkpoints import check_folder, is_encoder_decoder
 from .store import Version
 
@@ -60,6 +62,18 @@ def restore_dropout(model: PreTrainedModel, version: Version) -> None:
     for name, value in vars(type(model.config).from_pretrained(version.path)).items():
         if "drop" in name:
             setattr(model.config, name, value)
+
+
+def decoder_start_id(model: PreTrainedModel) -> int:
+    """The id that an encoder-decoder model's decoder reads first. ConfigError when the model names none."""
+    for config in (model.config, model.generation_config):
+        if getattr(config, "decoder_start_token_id", None) is not None:
+            return config.decoder_start_token_id
+    raise ConfigError(
+        f"model {type(model).__name__}",
+        "no decoder_start_token_id",
+        next="add it to the model's config.json and import it again",
+    )
 
 
 def is_memory_error(error: BaseException) -> bool:

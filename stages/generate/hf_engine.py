@@ -19,7 +19,7 @@ import transformers
 
 from schemas.errors import ConfigError, ResourceError, printable
 from stages.common.config import parse
-from stages.common.models import is_memory_error, load_model
+from stages.common.models import decoder_start_id, is_memory_error, load_model
 
 from .engine import Completion, Request, Setup
 from .options import TransformersOptions
@@ -110,19 +110,9 @@ class TransformersEngine:
         prompts, batch.mask = _pad([request.prompt_ids for request in requests], left=not encoder, device=self.device)
         if encoder:
             batch.encoded = self.model.get_encoder()(input_ids=prompts, attention_mask=batch.mask)
-            prompts = torch.full((len(requests), 1), self._start_id(), device=self.device)
+            prompts = torch.full((len(requests), 1), decoder_start_id(self.model), device=self.device)
         batch.fed = prompts
         return batch
-
-    def _start_id(self) -> int:
-        for config in (self.model.config, self.model.generation_config):
-            if getattr(config, "decoder_start_token_id", None) is not None:
-                return config.decoder_start_token_id
-        raise ConfigError(
-            str(self.setup.policy.ref),
-            "no decoder_start_token_id",
-            next="add it to the model's config.json and import it again",
-        )
 
     def _decode(self, batch: _Batch) -> Iterator[Completion]:
         sampling = self.setup.sampling

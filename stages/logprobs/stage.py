@@ -66,8 +66,6 @@ def run(
             f"sampled by weights {found}; proximal logprobs are of those weights, got {about.weights[:12]}… ({model.ref})",
             next=f"give {sampled.ref if sampled else 'the policy that sampled'}",
         )
-    if checkpoints.is_encoder_decoder(model):
-        raise ConfigError(str(model.ref), "encoder-decoder policies can not be scored", next="use a causal policy")
     with begin(
         store,
         into or saved.ref.run,
@@ -120,7 +118,7 @@ def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) ->
     import torch
 
     from stages.common.packed.attention import Sequences, prompt_numbers
-    from stages.common.packed.forward import choose_mode, microbatches, score, token_budget
+    from stages.common.packed.forward import choose_mode, score, token_budget
     from stages.common.ragged import Ragged
 
     everyone = torch.arange(len(table))
@@ -134,6 +132,6 @@ def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) ->
         mode = mode or choose_mode(policy, data, numbers, config.packing)
         policy.set_mode(mode)
         budget = config.token_budget or token_budget(policy.device)
-        found = score(policy, microbatches(mode, rows, numbers, data, budget), data)
+        found = score(policy, policy.microbatches(rows, numbers, data, budget), data)
     column = completions.with_values(found.clamp(max=0.0)).to_arrow()
     return pa.Table.from_arrays([table["rollout_id"].combine_chunks(), column], schema=logprobs.SCHEMA), mode

@@ -204,7 +204,10 @@ def _check_rows(table: pa.Table, inputs: dict[str, Version]) -> None:
             raise SchemaError(
                 name, f"{column} holds {largest}, the policy knows ids below {size}", next=f"quiver lineage {name}"
             )
-    most = pc.max(pc.add(prompts, completions)).as_py()
+    if checkpoints.is_encoder_decoder(policy):  # encoder and decoder have a context each
+        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py())
+    else:
+        most = pc.max(pc.add(prompts, completions)).as_py()
     if longest is not None and most > longest:
         raise SchemaError(name, f"a rollout has {most} tokens, the policy reads {longest}", next=f"quiver show {name}")
 

@@ -226,8 +226,6 @@ def run(
 
 def _check(config: Config, inputs: dict[str, Version]) -> None:
     """What can be told from names and manifests alone."""
-    if checkpoints.is_encoder_decoder(inputs["policy"]):
-        raise ConfigError(str(inputs["policy"].ref), "encoder-decoder policies can not be trained", next="use a causal policy")
     if config.kl_coef > 0 and "ref" not in inputs:
         raise ConfigError(
             "optimize.kl_coef",

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from schemas.errors import ConfigError, NumericError
-from stages.common.packed.attention import Sequences, make_layout
-from stages.common.packed.forward import Policy, choose_mode, microbatches, score, token_budget
+from stages.common.packed.attention import Sequences
+from stages.common.packed.forward import Policy, choose_mode, score, token_budget
 from stages.common.packed.packing import Piece, minibatches
 from stages.common.ragged import Ragged
 
@@ -190,7 +190,7 @@ class Trainer:
         return minibatches([order[group] for group in self.batch.groups], self.config.minibatches)
 
     def _micros(self, rows: Sequence[int]) -> list[list[Piece]]:
-        return microbatches(self.mode, rows, self.batch.prompts, self.batch.data, self.budget)
+        return self.policy.microbatches(rows, self.batch.prompts, self.batch.data, self.budget)
 
     def _own(self, micros: list[list[Piece]]) -> list[tuple[list[Piece], bool]]:
         """This rank's micro-batches and whether each counts; every rank gets equally many, filled up with some that do not."""
@@ -242,7 +242,7 @@ class Trainer:
             for index, (micro, counts) in enumerate(own):
                 last = index == len(own) - 1
                 with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                    layout = make_layout(micro, self.batch.data, self.accelerator.device)
+                    layout = self.policy.layout(micro, self.batch.data)
                     places = self._places(layout.rows)
                     logprobs, entropy = self.wrapped(layout)
                     loss, numbers, ratio = self._loss(logprobs, entropy, layout.rows, places, weights[places] * counts)

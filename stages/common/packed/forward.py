@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from schemas.errors import ConfigError
+from stages.common.models import decoder_start_id
 
 from .attention import MODES, Layout, Sequences, hidden_states, make_layout, set_mode, single_hidden_states
 from .head import Shaping, completion_logprobs
 from .packing import Piece, make_pieces, pack
+from .seq2seq import Pairs, decoder_states, make_pairs, own_logits, pack_pairs
 
 _ENOUGH, _MOST = 16, 256
 """Completion tokens that a rollout of the comparison should have, and the most that are compared."""
@@ -27,31 +29,54 @@ log = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
-    """A causal language model behind `forward(layout) -> logprobs [n], entropy [n]`, under bfloat16 autocast where asked."""
+    """A language model behind `forward(layout) -> logprobs [n], entropy [n]`, under bfloat16 autocast where asked.
+
+    Causal and encoder-decoder models differ in their layout (`layout`, `microbatches`) and their hidden states alone.
+    """
 
     def __init__(self, model: nn.Module, *, autocast: bool) -> None:
         super().__init__()
         self.model, self.autocast, self.mode = model, autocast, "single"
         self.shaping = Shaping.of(model.config)
+        self.start = decoder_start_id(model) if model.config.is_encoder_decoder else None
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
     def set_mode(self, mode: str) -> None:
-        """`shared`, `packed` or `single`: see attention.py."""
-        set_mode(self.model, mode)
+        """`shared`, `packed` or `single`: see attention.py. An encoder-decoder model always attends in its own way."""
+        set_mode(self.model, mode if self.start is None else "single")
         self.mode = mode
+
+    def layout(self, pieces: Sequence[Piece], data: Sequences) -> Layout | Pairs:
+        """`pieces` as what `forward` reads, on the model's device."""
+        if self.start is None:
+            return make_layout(pieces, data, self.device)
+        return make_pairs(pieces, data, self.start, self.device)
+
+    def microbatches(self, rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int) -> list[list[Piece]]:
+        """Rollouts `rows` as micro-batches of at most `budget` tokens; with `single` one rollout each."""
+        if self.start is not None and self.mode != "single":
+            return pack_pairs(rows, prompts if self.mode == "shared" else range(len(prompts)), data, budget)
+        pieces = pieces_of(self.mode, rows, prompts, data, budget)
+        return [[piece] for piece in pieces] if self.mode == "single" else pack(pieces, budget)
 
     def context(self) -> torch.autocast:
         """Autocast as the config says. Held open over a whole step, it casts each weight once a step instead of once a pass."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast)
 
-    def forward(self, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, layout: Layout | Pairs) -> tuple[torch.Tensor, torch.Tensor]:
         with self.context():
-            hidden = (single_hidden_states if self.mode == "single" else hidden_states)(self.model, layout)
-            head = self.model.get_output_embeddings()
-            return completion_logprobs(hidden, head, layout.targets, layout.temperature, self.shaping)
+            hidden = self._hidden(layout)
+            head, offset = self.model.get_output_embeddings(), getattr(self.model, "final_logits_bias", None)
+            offset = None if offset is None else offset.flatten()
+            return completion_logprobs(hidden, head, layout.targets, layout.temperature, self.shaping, offset)
+
+    def _hidden(self, layout: Layout | Pairs) -> torch.Tensor:
+        if self.start is not None:
+            return decoder_states(self.model, layout)
+        return (single_hidden_states if self.mode == "single" else hidden_states)(self.model, layout)
 
 
 def pieces_of(mode: str, rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int) -> list[Piece]:
@@ -65,19 +90,13 @@ def token_budget(device: torch.device) -> int:
     return 8192 if device.type == "cuda" else 2048
 
 
-def microbatches(mode: str, rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int) -> list[list[Piece]]:
-    """Rollouts `rows` as micro-batches of at most `budget` tokens; with `single` one rollout each."""
-    pieces = pieces_of(mode, rows, prompts, data, budget)
-    return [[piece] for piece in pieces] if mode == "single" else pack(pieces, budget)
-
-
 @torch.no_grad()
 def score(policy: Policy, micros: Sequence[Sequence[Piece]], data: Sequences) -> torch.Tensor:
     """[N] float32 logprobs of the completion tokens of the rollouts in `micros`, on the CPU; 0 for the others."""
     found = torch.zeros(len(data.completions.values))
     with policy.context():
         for micro in micros:
-            layout = make_layout(micro, data, policy.device)
+            layout = policy.layout(micro, data)
             found[data.completions.positions(layout.rows)] = policy(layout)[0].float().cpu()
     return found
 
@@ -85,14 +104,14 @@ def score(policy: Policy, micros: Sequence[Sequence[Piece]], data: Sequences) ->
 @torch.no_grad()
 def choose_mode(policy: Policy, data: Sequences, prompts: Sequence[int], wanted: str) -> str:
     """Set and return the first mode from `wanted` on whose logprobs agree with the model's own. ConfigError when none does."""
-    if wanted != "single" and _depends_on_length(policy.model.config):
+    if wanted != "single" and policy.start is None and _depends_on_length(policy.model.config):
         log.warning("packing: the model's positions depend on the length of the row, so one rollout runs at a time")
         wanted = "single"
     rows = _probe(data, prompts)
     autocast, policy.autocast = policy.autocast, False
     try:
         policy.set_mode("single")
-        expected = [_reference(policy.model, data, row) for row in rows]
+        expected = [_reference(policy, data, row) for row in rows]
         for mode in MODES[MODES.index(wanted) :]:
             gap = _gap(policy, mode, data, prompts, rows, expected)
             if gap <= TOLERANCE:
@@ -126,7 +145,7 @@ def _gap(policy: Policy, mode: str, data: Sequences, prompts: Sequence[int], row
     found = {}
     try:
         for group in [[piece] for piece in pieces] if mode == "single" else [pieces]:
-            layout = make_layout(group, data, policy.device)
+            layout = policy.layout(group, data)
             parts = policy(layout)[0].split([len(data.completions[row]) for row in layout.rows.tolist()])
             found.update(zip(layout.rows.tolist(), parts, strict=True))
     except (NotImplementedError, TypeError) as error:
@@ -135,11 +154,16 @@ def _gap(policy: Policy, mode: str, data: Sequences, prompts: Sequence[int], row
     return max(float((found[row][: len(wanted)] - wanted).abs().max()) for row, wanted in zip(rows, expected, strict=True))
 
 
-def _reference(model: nn.Module, data: Sequences, row: int) -> torch.Tensor:
+def _reference(policy: Policy, data: Sequences, row: int) -> torch.Tensor:
     """Logprobs of one rollout's first tokens, [_MOST] at most, from the logits that the whole model gives."""
-    completion = data.completions[row][:_MOST].long().to(model.device)
-    ids = torch.cat([data.prompts[row].long().to(model.device), completion[:-1]])[None]
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion)).logits[0, -len(completion) :].float()
+    model = policy.model
+    prompt, completion = (part[row].long().to(model.device) for part in (data.prompts, data.completions))
+    completion = completion[:_MOST]
+    if policy.start is not None:
+        logits = own_logits(model, prompt, completion, policy.start).float()
+    else:
+        ids = torch.cat([prompt, completion[:-1]])[None]
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion)).logits[0, -len(completion) :].float()
     return (logits / data.temperature[row]).log_softmax(-1).gather(1, completion[:, None])[:, 0]
 
 

@@ -26,14 +26,23 @@ class Shaping:
 
     @classmethod
     def of(cls, config) -> Shaping:
-        """From a model's config: Gemma's `final_logit_softcapping`, Cohere's `logit_scale`, Granite's `logits_scaling`."""
+        """From a model's config: Gemma's `final_logit_softcapping`, Cohere's `logit_scale`, Granite's `logits_scaling`, and T5's
+        d_model ** -0.5, which it takes only where the head is (or once was) the embedding itself."""
         text = config.get_text_config()
         scale = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        tied = text.tie_word_embeddings and text.model_type in ("umt5", "switch_transformers")
+        if getattr(text, "scale_decoder_outputs", tied):
+            scale *= text.d_model**-0.5
         return cls(scale, getattr(text, "final_logit_softcapping", None))
 
 
 def completion_logprobs(
-    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: torch.Tensor, shaping: Shaping | None = None
+    hidden: torch.Tensor,
+    head: nn.Module,
+    targets: torch.Tensor,
+    temperature: torch.Tensor,
+    shaping: Shaping | None = None,
+    offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, for each position.
 
@@ -43,10 +52,13 @@ def completion_logprobs(
         targets: [n] int64.
         temperature: [n] float32 > 0, that of the row which the position belongs to.
         shaping: of the architecture; None for none.
+        offset: [V] added to the logits before the shaping, such as BART's `final_logits_bias`; None for none.
     Returns:
         logprobs [n] float32, with gradient for hidden, weight and bias; entropy [n] float32 in nats, without.
     """
     bias = getattr(head, "bias", None)
+    if offset is not None:
+        bias = offset if bias is None else bias + offset
     return _Head.apply(hidden, head.weight, bias, targets, temperature, shaping or Shaping())
 
 

@@ -74,11 +74,6 @@ def test_greedy_rows_have_no_probability(store, policy):
         run(Config(), store, rollouts=rollouts.ref, policy=policy.ref)
 
 
-def test_encoder_decoders_are_refused(store, policy, rollouts):
-    with pytest.raises(ConfigError, match="encoder-decoder"):
-        run(Config(), store, rollouts=rollouts.ref, policy=make_policy(store, "t5", kind="t5").ref)
-
-
 def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, rollouts):
     """The KL of the first step is that of the two models; the reference's folder may be gone by then."""
     rewards = world.write_rewards(store, rollouts, lambda row: float(len(row["completion_ids"]) % 3))

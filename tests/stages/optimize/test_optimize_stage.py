@@ -483,11 +483,6 @@ def test_a_qwen3_policy(store):
     assert str(done.ref) == "qwen/policy@1" and done.manifest.metrics["packing"] == "shared"
 
 
-def test_an_encoder_decoder_policy_is_refused(store, made):
-    with pytest.raises(ConfigError, match="encoder-decoder"):
-        _run(store, make_policy(store, "t5", "t5"), made)
-
-
 def test_trackers_write_where_they_are_told(store, policy, made, tmp_path):
     _run(store, policy, made, _config(trackers=["tensorboard"], tracker_folder=str(tmp_path / "logs")))
     assert any(path.name.startswith("events") for path in (tmp_path / "logs").rglob("*"))
