@@ -218,7 +218,7 @@ class Trainer:
         bounds = self.options.get("clip_low", 0.2), self.options.get("clip_high", 0.2)
         self.audit = audit.measure(found, own.values, own.offsets, *bounds)
         log.info(
-            "audit: mean gap %(mean_gap).5f, largest %(max_gap).4f, effective sample size %(effective_sample_size).3f",
+            "audit: mean gap %(mean_gap).1e, largest %(max_gap).1e, effective sample size %(effective_sample_size).3f",
             self.audit,
         )
         if not self.batch.stale:
