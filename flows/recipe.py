@@ -186,7 +186,8 @@ def _check_training(generate: GenerateConfig, optimize: OptimizeConfig) -> None:
     row = ALGORITHMS.get(optimize.algorithm)
     if row and row.advantage in _GROUP_ADVANTAGES and generate.samples_per_prompt < 2:
         raise ValueError(
-            f"generate.samples_per_prompt must be >= 2 for algorithm {row.name!r}, got {generate.samples_per_prompt}: raise it"
+            f"generate.samples_per_prompt must be >= 2 for algorithm {row.name!r}, got {generate.samples_per_prompt}: "
+            "raise it, or use 'ppo', which needs no group"
         )
 
 

@@ -10,6 +10,8 @@
 | approx_kl | nats a token | k3 estimate of KL(old ‖ current), mean over tokens |
 | ratio_max | | largest π_θ / π_old of a token |
 | entropy | nats a token | of the temperature-scaled distribution, mean over tokens |
+| value_loss | | the critic's part of the loss, before `value_coef`; null without a critic |
+| explained_variance | share | 1 − Var(returns − values) / Var(returns) over tokens, before the step; null where returns are equal |
 | tokens, prompt_tokens, rollouts, microbatches | count | completion tokens that entered the loss, … |
 | applied | | false: a gradient was not finite, and the step was left out |
 | seconds | s | wall time of the step |
@@ -32,6 +34,8 @@ _FLOATS = (
     "approx_kl",
     "ratio_max",
     "entropy",
+    "value_loss",
+    "explained_variance",
 )
 SCHEMA = fields.kind_schema(
     "updates/1",

@@ -119,6 +119,64 @@ def batch_normalized_baseline(rewards: torch.Tensor, groups: torch.Tensor, epsil
     return _where_grouped(centered / (std + epsilon), values, count, groups)
 
 
+def gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
+    last_values: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """δ_t = r_t + γ V_{t+1} − V_t; A_t = δ_t + γλ A_{t+1}; returns_t = A_t + V_t.
+
+    λ trades the critic's bias for the reward's variance: with λ = 0 A_t is δ_t; with λ = 1 it is the discounted reward still to
+    come minus V_t, and the return does not depend on the critic, unless it is bootstrapped. Only completion tokens are steps, and
+    nothing passes from one rollout to the next: other systems that go over a padded row must take care not to carry values
+    through masked tokens.
+
+    Args:
+        rewards: [N] of each token; the rollout's own reward stands on its last token.
+        values: [N] V_t, of the state before token t.
+        offsets: [B+1] int64.
+        gamma: γ in [0, 1].
+        gae_lambda: λ in [0, 1].
+        last_values: [B] V of the state after the last token; None for 0, as after an end token.
+    Returns:
+        advantages [N] and returns [N], float32, without gradient. Computed in float64.
+
+    Reference: https://arxiv.org/abs/1506.02438, equations 16 to 18.
+    """
+    v, r = values.detach().double(), rewards.double()
+    starts, ends = offsets[:-1], offsets[1:] - 1
+    following = torch.zeros(len(starts), dtype=v.dtype, device=v.device) if last_values is None else last_values.double()
+    running, advantages = torch.zeros_like(following), torch.zeros_like(v)
+    for back in range(int(offsets.diff().max()) if len(starts) else 0):
+        rows = (ends - back >= starts).nonzero()[:, 0]
+        at = ends[rows] - back
+        delta = r[at] + gamma * following[rows] - v[at]
+        running[rows] = delta + gamma * gae_lambda * running[rows]
+        following[rows], advantages[at] = v[at], running[rows]
+    return advantages.float(), (advantages + v).float()
+
+
+def whitened(advantages: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+    """(A − mean) / (std + epsilon) over the batch's tokens, with the unbiased (n−1) standard deviation.
+
+    For advantages whose scale a critic decides; taken after the returns, which stay in units of reward.
+
+    Args:
+        advantages: [N], of all tokens of the batch, before mini-batches.
+        epsilon: added to the standard deviation.
+    Returns:
+        [N] float32; 0 where there is one token only.
+    """
+    values = advantages.double()
+    deviation = values - values.mean()
+    std = (deviation.square().sum() / max(len(values) - 1, 1)).sqrt()
+    return (deviation / (std + epsilon)).float()
+
+
 def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """[B] bool: the rollout's group has at least one scored reward, and all its scored rewards are equal: nothing to learn
     there."""

@@ -38,6 +38,9 @@ class Algorithm:
     zero_is_idle: bool = True
     """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still count in the
     denominators)."""
+    critic: bool = False
+    """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values [N], offsets [B+1], *, gamma,
+    gae_lambda, last_values [B] or None) -> advantages [N], returns [N]."""
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -133,6 +136,17 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2501.03262",
             "reward minus the group's mean, scaled over the batch",
+        ),
+        Algorithm(
+            "ppo",
+            "gae",
+            "clipped",
+            "token_mean",
+            _CLIP,
+            "https://arxiv.org/abs/1707.06347",
+            "a value head judges every token; one rollout a prompt is enough",
+            zero_is_idle=False,
+            critic=True,
         ),
     )
 }

@@ -219,6 +219,32 @@ def constant(lengths: torch.Tensor, max_completion_tokens: int | None = None) ->
     return torch.full((int(lengths.sum()),), 1.0 / (len(lengths) * max_completion_tokens), dtype=torch.float64)
 
 
+# -- the critic ----------------------------------------------------------------------------------------------------------------
+
+
+def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = 0.2) -> torch.Tensor:
+    """0.5 · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²): the critic's squared error, with the policy's caution.
+
+    The larger of both, so a token has no gradient once V has moved by more than c towards its return. With c = None it is half
+    the squared error. TRL and verl take the same.
+
+    Args:
+        values: [N] V_t, with gradient.
+        old_values: [N] the same before the first update.
+        returns: [N] what V_t should be.
+        clip: c ≥ 0 in units of reward, or None for off.
+    Returns:
+        [N] ≥ 0.
+
+    Reference: https://arxiv.org/abs/2006.05990 (PPO-style value clipping).
+    """
+    error = (values - returns).square()
+    if clip is None:
+        return 0.5 * error
+    bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
+    return 0.5 * torch.maximum(error, (bounded - returns).square())
+
+
 # -- KL to the reference -------------------------------------------------------------------------------------------------------
 
 

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over all trainable weights; decay on matrices only."""
+def make_optimizer(config: Config, model: nn.Module, value_head: nn.Module | None = None) -> torch.optim.Optimizer:
+    """AdamW over all trainable weights; decay on matrices only. A value head's rate is `scale` times the policy's."""
     weights = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    if value_head is not None:
+        scale = (config.critic_learning_rate or config.learning_rate) / config.learning_rate
+        groups.append({"params": list(value_head.parameters()), "weight_decay": 0.0, "scale": scale})
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
     )

@@ -23,7 +23,7 @@ from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, Work, begin
 
-from . import optimizer
+from . import optimizer, value_head
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
             save_file(state, folder / "state.safetensors")
             about = {"format": _FORMAT, "optimizer": "adamw", "step": trainer.step}
             files.write_bytes(folder / "state.json", json.dumps(about).encode())
+        if trainer.critic:
+            value_head.save(trainer.policy.value_head, trainer.optimizer, work.folder, moments=config.save_optimizer)
 
 
 def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
@@ -108,11 +110,9 @@ def commit(
 def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, Any]:
     """The policy's metrics: what was learned from, how fast, and the last step's numbers."""
     tokens = sum(row["tokens"] for row in outcome.updates)
-    last = (
-        {key: outcome.updates[-1][key] for key in ("loss", "grad_norm", "entropy", "approx_kl", "clip_fraction")}
-        if outcome.updates
-        else {}
-    )
+    names = ["loss", "grad_norm", "entropy", "approx_kl", "clip_fraction"]
+    names += ["value_loss", "explained_variance"] if outcome.advantages is not None else []
+    last = {key: outcome.updates[-1][key] for key in names} if outcome.updates else {}
     return {
         **loaded.summary,
         **last,
@@ -130,7 +130,8 @@ def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, An
 
 
 def advantages_table(loaded: Loaded, outcome: Outcome) -> pa.Table:
-    """advantages/1, one row for each rollout of the dataset, in its order. The ratio is to `old_logprobs`."""
+    """advantages/1, one row for each rollout of the dataset, in its order; with a critic one advantage a token. The ratio is to
+    `old_logprobs`."""
     completions, kept = loaded.batch.data.completions, loaded.kept
     means = torch.full((2, len(loaded.reasons)), torch.nan)
     means[0, kept] = Ragged(log_ratio(outcome.logprobs, loaded.batch.old).exp(), completions.offsets).segment_mean()
@@ -139,8 +140,13 @@ def advantages_table(loaded: Loaded, outcome: Outcome) -> pa.Table:
     weights[kept] = loaded.advantages[kept]
     columns = [pa.array(values.numpy(), from_pandas=True) for values in (weights, *means)]  # from_pandas: NaN becomes null
     dropped = pa.array(loaded.reasons, pa.string())
+    schema = advantages_kind.SCHEMA
+    if outcome.advantages is not None:
+        places = torch.full((len(loaded.reasons),), -1).index_copy(0, kept, torch.arange(len(kept))).numpy()
+        lists = completions.with_values(outcome.advantages).to_arrow().take(pa.array(places, mask=places < 0))
+        schema, columns[0] = advantages_kind.PER_TOKEN, lists.cast(advantages_kind.PER_TOKEN.field("advantage").type)
     return pa.Table.from_arrays(
-        [loaded.ids.combine_chunks(), columns[0], dropped.is_null(), dropped, *columns[1:]], schema=advantages_kind.SCHEMA
+        [loaded.ids.combine_chunks(), columns[0], dropped.is_null(), dropped, *columns[1:]], schema=schema
     )
 
 

@@ -7,6 +7,7 @@ Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from stages.common.store import Store, Version
 
 from . import advantages
 from .algorithms import Algorithm, part
+from .losses import log_ratio
 from .trainer import Batch
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class Loaded:
     reasons: list[str | None]
     """for all: why it was dropped, None where it was kept"""
     advantages: torch.Tensor
-    """for all: NaN where it was dropped"""
+    """for all: NaN where it was dropped; with a critic, which judges later, the reward"""
     summary: dict[str, Any]
     """for the manifest: counts and means"""
 
@@ -61,14 +63,17 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
     rewards = join(rollouts, table["rollout_id"], inputs["rewards"])
     if not len(table):
         raise _nothing(inputs["rewards"], 0, 0)
-    _check_rows(table, inputs)
+    _check_rows(config, table, inputs)
     scores = _reward_tensor(rewards["reward"])
     scores = torch.where(_mask(pc.equal(table["finish_reason"], "abort")), torch.nan, scores)
     groups = group_numbers(table["group_id"])
-    weights = part("advantages", algorithm.advantage)(scores, groups)
+    shaped = scores
+    if config.kl_in_reward and not algorithm.critic:
+        shaped = scores - config.kl_coef * _divergence(inputs, table)
+    weights = scores if algorithm.critic else part("advantages", algorithm.advantage)(shaped, groups)
     if bool(weights.isnan().all()):
         raise _nothing(inputs["rewards"], len(scores), int((~scores.isnan()).sum()))
-    reasons = _reasons(config, table, scores, groups, weights)
+    reasons = _reasons(config, table, shaped, groups, weights)
     kept = torch.tensor([i for i, reason in enumerate(reasons) if reason is None], dtype=torch.int64)
     scored = scores[~scores.isnan()].double()
     summary = {
@@ -77,14 +82,17 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
         "rollouts": len(scores),
         "kept": len(kept),
         "dropped": dict(sorted(Counter(reason for reason in reasons if reason).items())),
-        "zero_advantage": int((weights[kept] == 0).sum()),
-        "all_advantages_zero": not bool((weights[kept] != 0).any()),
+        "zero_advantage": 0 if algorithm.critic else int((weights[kept] == 0).sum()),
+        "all_advantages_zero": not (algorithm.critic or bool((weights[kept] != 0).any())),
         "biased_sampling": biased,
     }
     if summary["all_advantages_zero"]:
         log.warning("every advantage is 0 (each group's rewards are equal): there is nothing to learn from these rollouts")
     filled = config.model_copy(update={"max_completion_tokens": _longest(config, rollouts, table)})
     batch = _batch(table, inputs, kept, groups, weights)
+    if algorithm.critic:
+        cut = _mask(pc.equal(table["finish_reason"], "length"))[kept]
+        batch = dataclasses.replace(batch, advantages=torch.full_like(batch.old, torch.nan), rewards=scores[kept], cut=cut)
     return Loaded(filled, batch, table["rollout_id"], kept, reasons, weights, summary)
 
 
@@ -182,7 +190,7 @@ def _mask(column: pa.ChunkedArray) -> torch.Tensor:
     return torch.from_numpy(np.array(column.combine_chunks(), dtype=bool))
 
 
-def _check_rows(table: pa.Table, inputs: dict[str, Version]) -> None:
+def _check_rows(config: Config, table: pa.Table, inputs: dict[str, Version]) -> None:
     """Rows that no policy gradient can be taken of, or that the model can not read."""
     name, policy = str(inputs["rollouts"].ref), inputs["policy"]
     greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
@@ -204,8 +212,8 @@ def _check_rows(table: pa.Table, inputs: dict[str, Version]) -> None:
             raise SchemaError(
                 name, f"{column} holds {largest}, the policy knows ids below {size}", next=f"quiver lineage {name}"
             )
-    if checkpoints.is_encoder_decoder(policy):  # encoder and decoder have a context each
-        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py())
+    if checkpoints.is_encoder_decoder(policy):  # a context each; the value of a cut state needs the last id read as well
+        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py() + config.bootstrap_length)
     else:
         most = pc.max(pc.add(prompts, completions)).as_py()
     if longest is not None and most > longest:
@@ -233,10 +241,15 @@ def _nothing(rewards: Version, count: int, scored: int) -> NumericError:
     return NumericError(
         str(rewards.ref),
         f"{scored} of {count} rollouts are scored, no advantage can be computed of them",
-        next="look at the errors: quiver show "
-        + str(rewards.ref)
-        + "; a group algorithm needs two scored rollouts of a prompt",
+        next=f"look at the errors: quiver show {rewards.ref}; a group algorithm needs two scored rollouts of a prompt",
     )
+
+
+def _divergence(inputs: dict[str, Version], table: pa.Table) -> torch.Tensor:
+    """[B] k1 estimate of the KL to the reference, summed over each rollout: Σ old − ref."""
+    old = Ragged.from_arrow(table["old_logprobs"])
+    ref = _logprobs(inputs, "ref", table, torch.arange(len(old)))
+    return old.with_values(log_ratio(old.values, ref)).segment_sum()
 
 
 def _longest(config: Config, rollouts: Version, table: pa.Table) -> int:

@@ -103,6 +103,23 @@ class Config(Base):
     """Estimator of the KL's value."""
     kl_unbiased: bool = True
     """Take the gradient of the true KL (that of k2) whatever estimator gives the value."""
+    kl_in_reward: bool = False
+    """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward instead: of each token's with a
+    critic, else of the rollout's."""
+    value_coef: float = Field(default=0.1, ge=0)
+    """Weight of the critic's loss. This and what follows is for algorithms with a critic (ppo)."""
+    value_clip: float | None = Field(default=0.2, ge=0)
+    """How far a value may move from what it was before the first update, in units of reward. None: any distance."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a reward one token later."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """1: the whole reward to come against the critic's value; 0: one token ahead, the rest by the critic."""
+    bootstrap_length: bool = False
+    """A completion cut by length is worth the critic's value of its last state. False: nothing follows it."""
+    critic_learning_rate: float | None = Field(default=None, gt=0)
+    """Of the value head, with the policy's warm-up and schedule. None: `learning_rate`."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of the policy's life in which the value head learns alone and the policy stays as it is."""
     correction: Correction = Correction()
     """Off-policy weights; they apply only where proximal logprobs are given."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -168,6 +185,8 @@ class Config(Base):
             raise ValueError(f"schedule {self.schedule!r} needs total_steps")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ValueError(f"total_steps must be > warmup_steps = {self.warmup_steps}, got {self.total_steps}")
+        if self.kl_in_reward and self.kl_coef == 0:
+            raise ValueError("kl_in_reward needs kl_coef > 0")
         if self.trackers and not self.tracker_folder:
             raise ValueError("trackers need tracker_folder, the folder that they write to")
         if self.delta is not None and self.clip_high is not None and self.delta <= 1 + self.clip_high:
@@ -258,7 +277,7 @@ def _train(
                 loaded = rollouts.load(config, row, store, inputs)
                 made, model = _trainer(row, inputs, loaded, accelerator)
             with phase("audit"):
-                made.audit_ahead()
+                made.prepare()
             with phase("steps"):
                 outcome = made.train()
         if work:
@@ -289,7 +308,7 @@ def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Load
 
     from stages.common.models import load_model
 
-    from . import results
+    from . import results, value_head
     from .optimizer import load_state
     from .trainer import Trainer
 
@@ -300,4 +319,7 @@ def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Load
     state = results.load_optimizer(policy) if loaded.config.load_optimizer else None
     if state:
         load_state(made.optimizer, model, state)
+    head = value_head.load(policy) if row.critic else None
+    if head:
+        value_head.restore(made.policy.value_head, made.optimizer, head, moments=loaded.config.load_optimizer)
     return made, model

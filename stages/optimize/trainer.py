@@ -22,13 +22,14 @@ from torch import nn
 
 from schemas.errors import ConfigError, NumericError
 from stages.common.packed.attention import Sequences
-from stages.common.packed.forward import Policy, choose_mode, score, token_budget
+from stages.common.packed.forward import Policy, choose_mode, score, score_and_judge, token_budget
 from stages.common.packed.packing import Piece, minibatches
 from stages.common.ragged import Ragged
 
-from . import audit, losses
+from . import audit, critic, losses
 from .algorithms import Algorithm, part
 from .optimizer import learning_rate, make_optimizer
+from .value_head import ValueHead
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from .stage import Config
 
 MAX_SKIPPED = 3
-_SUMS = ("policy_loss", "kl_loss", "clip_fraction", "approx_kl", "entropy")
+_LOSSES = ("policy_loss", "kl_loss", "value_loss")
+_MEANS = ("clip_fraction", "approx_kl", "entropy")
+_MOMENTS = ("returns", "squares", "errors", "error_squares")
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +53,7 @@ class Batch:
     prompts: list[int]
     """[K] rollouts with the same number have the same prompt ids, so they can share them."""
     advantages: torch.Tensor
-    """[K] float32"""
+    """[K] float32; with a critic [N], NaN until it has judged"""
     old: torch.Tensor
     """[N] float32"""
     prox: torch.Tensor | None
@@ -58,6 +61,14 @@ class Batch:
     stale: bool = False
     """The rollouts are of an older policy than the starting checkpoint: their logprobs differ by right, so the audit only
     reports."""
+    rewards: torch.Tensor | None = None
+    """[K] float32, for a critic"""
+    cut: torch.Tensor | None = None
+    """[K] bool: ended by `length`, for a critic"""
+    old_values: torch.Tensor | None = None
+    """[N] float32, once a critic has judged"""
+    returns: torch.Tensor | None = None
+    """[N] float32, likewise"""
 
     @property
     def anchor(self) -> torch.Tensor:
@@ -79,6 +90,8 @@ class Outcome:
     """Optimizer steps over the policy's whole life, this iteration's included."""
     mode: str
     precision: str
+    advantages: torch.Tensor | None = None
+    """[N] of the tokens, where a critic judged"""
 
 
 def make_accelerator(config: Config) -> Accelerator:
@@ -118,7 +131,7 @@ def make_accelerator(config: Config) -> Accelerator:
 
 
 class Trainer:
-    """Loop, optimizer and counters over one batch: `audit_ahead()`, then `train()`, once each."""
+    """Loop, optimizer and counters over one batch: `prepare()`, then `train()`, once each."""
 
     def __init__(
         self, config: Config, model: nn.Module, batch: Batch, algorithm: Algorithm, accelerator: Accelerator, *, step: int = 0
@@ -130,28 +143,57 @@ class Trainer:
         self.surrogate: Callable[..., Any] = part("losses", algorithm.surrogate)
         _check_options(self.surrogate, self.options, algorithm.name)
         self.aggregate: Callable[..., Any] = part("losses", config.aggregation or algorithm.aggregation)
-        skip = algorithm.zero_is_idle and config.kl_coef == 0
-        self.active = [row for row, weight in enumerate(batch.advantages.tolist()) if weight != 0 or not skip]
+        self.critic: Callable[..., Any] | None = part("advantages", algorithm.advantage) if algorithm.critic else None
+        self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
+        skip = algorithm.zero_is_idle and self.kl_coef == 0 and not self.critic
+        self.active = [row for row in range(len(batch.groups)) if not skip or batch.advantages[row] != 0]
         self.budget = config.token_budget or token_budget(device)
         if config.activation_checkpointing:
             model.train()  # transformers checkpoints in train mode only; every dropout is 0
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
-        self.policy = Policy(model, autocast=self.precision == "bf16")
+        head = ValueHead(model.get_output_embeddings().weight.shape[1]).to(device) if self.critic else None
+        self.policy = Policy(model, autocast=self.precision == "bf16", value_head=head)
         self.mode = choose_mode(self.policy, batch.data, batch.prompts, config.packing) if batch.groups else config.packing
         self.wrapped = accelerator.prepare_model(self.policy)
-        self.optimizer = make_optimizer(config, model)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = make_optimizer(config, model, head)
+        self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self.logprobs = torch.full((len(batch.old),), torch.nan)
         self.audit: dict[str, float] = {}
         self.updates: list[dict[str, Any]] = []
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
-    def audit_ahead(self) -> None:
-        """Audit by a pass of its own, unless the first step passes over all rollouts anyway. NumericError."""
-        if self.config.audit.enabled and self.config.minibatches > 1 and self.active:
-            self._audit(self.score(self.active), self.active)
+    @property
+    def warming(self) -> bool:
+        """The critic learns alone: the next step leaves every weight of the policy as it is."""
+        return self.critic is not None and self.step < self.config.critic_warmup_steps
+
+    def prepare(self) -> None:
+        """What must be known before the first update: a critic's values, and the audit unless the first step passes over all
+        rollouts anyway. NumericError."""
+        early = self.config.audit.enabled and self.config.minibatches > 1
+        if self.active and self.critic:
+            logprobs = self._judge()
+            early = self.config.audit.enabled
+        elif self.active and early:
+            logprobs = self.score(self.active)
+        if self.active and early:
+            self._audit(logprobs, self.active)
+
+    @torch.no_grad()
+    def _judge(self) -> torch.Tensor:
+        """Let the critic judge every token of the batch; [N] logprobs, which the same pass gives."""
+        data, own = self.batch.data, torch.ones(len(self.batch.old), dtype=torch.bool)
+        cut = self.batch.cut & self.config.bootstrap_length
+        if bool(cut.any()):
+            data, own = critic.with_next_state(data, cut)
+        micros = self.policy.microbatches(self.active, self.batch.prompts, data, self.budget)
+        found = score_and_judge(self.policy, [micro for micro, counts in self._own(micros) if counts], data)
+        logprobs, values = self.accelerator.reduce(found.to(self.accelerator.device), "sum").cpu()
+        last = torch.zeros(len(cut)).index_copy(0, cut.nonzero()[:, 0], values[~own])
+        self.batch = critic.judged(self.config, self.critic, self.batch, values[own], last)
+        return logprobs[own]
 
     def train(self) -> Outcome:
         """Run all epochs. NumericError when the audit fails, or when steps are not finite: then nothing may be committed."""
@@ -164,7 +206,7 @@ class Trainer:
                 if not active:
                     continue
                 row = {"step": self.step, "epoch": epoch, "minibatch": number, **self.accumulate(members, active)}
-                if config.audit.enabled and config.minibatches == 1 and not self.updates:
+                if config.audit.enabled and config.minibatches == 1 and not self.updates and not self.audit:
                     self._audit(self.logprobs, active)
                 row |= self._apply(row)
                 row["seconds"] = time.monotonic() - started
@@ -181,7 +223,8 @@ class Trainer:
             raise _not_finite("a weight is not finite after the last step")
         if config.score_after and self.batch.groups:
             self.logprobs = self.score(range(len(self.batch.groups)))
-        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, self.mode, self.precision)
+        judged = self.batch.advantages if self.critic else None
+        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, self.mode, self.precision, judged)
 
     def _deal(self) -> list[list[int]]:
         """This epoch's mini-batches: groups shuffled by seed and step, each group whole."""
@@ -236,7 +279,8 @@ class Trainer:
         weights = torch.zeros(len(self.batch.old), dtype=torch.float64)
         weights[self._places(chosen)] = self.aggregate(completions.lengths[chosen], self.config.max_completion_tokens)
         micros, found = self._micros(active), torch.zeros_like(self.logprobs)
-        own, sums, ratio_max = self._own(micros), torch.zeros(len(_SUMS), dtype=torch.float64), 0.0
+        own, ratio_max = self._own(micros), 0.0
+        sums = torch.zeros(len((*_LOSSES, *_MEANS, *_MOMENTS)), dtype=torch.float64)
         self.optimizer.zero_grad(set_to_none=True)
         with self.policy.context():
             for index, (micro, counts) in enumerate(own):
@@ -244,64 +288,78 @@ class Trainer:
                 with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
                     layout = self.policy.layout(micro, self.batch.data)
                     places = self._places(layout.rows)
-                    logprobs, entropy = self.wrapped(layout)
-                    loss, numbers, ratio = self._loss(logprobs, entropy, layout.rows, places, weights[places] * counts)
+                    found_here = self.wrapped(layout)
+                    loss, numbers, ratio = self._loss(found_here, layout.rows, places, weights[places] * counts)
                     self.accelerator.backward(loss * self.accelerator.num_processes)
                 if counts:
                     sums += numbers
                     ratio_max = max(ratio_max, ratio)
-                    found[places] = logprobs.detach().cpu()
+                    found[places] = found_here[0].detach().cpu()
         self.logprobs = self._merge(found, active, self.logprobs)
         tokens = int(completions.lengths[torch.tensor(active)].sum())
         return self._numbers(sums, ratio_max, tokens, active, len(micros))
 
-    def _loss(self, logprobs, entropy, rows, places, weights) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Weighted loss of one micro-batch; its share of the step's sums; its largest ratio."""
+    def _loss(self, found, rows, places, weights) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Weighted loss of one micro-batch of which the policy `found` (logprobs, entropy, values); its share of the step's sums;
+        its largest ratio."""
+        logprobs, entropy, values = found
         batch, device = self.batch, logprobs.device
         old, anchor = batch.old[places].to(device), batch.anchor[places].to(device)
         lengths = batch.data.completions.lengths[rows]
         offsets = Ragged.from_lengths(old, lengths.to(device)).offsets
-        advantages = batch.advantages[rows].repeat_interleave(lengths).to(device)
+        advantages = batch.advantages[places] if self.critic else batch.advantages[rows].repeat_interleave(lengths)
         weights = weights.to(device, torch.float32)
-        costs, clipped = self.surrogate(losses.Tokens(logprobs, anchor, advantages, offsets), **self.options)
+        costs, clipped = self.surrogate(losses.Tokens(logprobs, anchor, advantages.to(device), offsets), **self.options)
         if batch.prox is not None:
             costs = costs * losses.correction(anchor, old, offsets, **self.config.correction.model_dump())
         policy_loss = loss = (weights * costs).sum()
-        kl_loss = torch.zeros((), device=device)
+        kl_loss = value_loss = torch.zeros((), device=device)
         if batch.ref is not None:
             kl = losses.kl(logprobs, batch.ref[places].to(device), self.config.kl_estimator, self.config.kl_unbiased)
             kl_loss = (weights * kl).sum()
-            loss = policy_loss + self.config.kl_coef * kl_loss
+            loss = policy_loss + self.kl_coef * kl_loss
+        moments = [kl_loss.new_zeros(())] * len(_MOMENTS)
+        if self.critic:
+            old_values, returns = (column[places].to(device) for column in (batch.old_values, batch.returns))
+            value_loss = (weights * losses.value_loss(values, old_values, returns, self.config.value_clip)).sum()
+            loss = loss + self.config.value_coef * value_loss
+            moments = critic.moments(values, returns)
         with torch.no_grad():
             ratio = losses.log_ratio(logprobs, old)
-            parts = [policy_loss, kl_loss, clipped.sum(), (torch.expm1(ratio) - ratio).sum(), entropy.sum()]
+            parts = [policy_loss, kl_loss, value_loss]
+            parts += [clipped.sum(), (torch.expm1(ratio) - ratio).sum(), entropy.sum(), *moments]
             return loss, torch.stack([part.double() for part in parts]).cpu(), float(ratio.max().exp())
 
     def _numbers(self, sums: torch.Tensor, ratio_max: float, tokens: int, active: list[int], micros: int) -> dict[str, Any]:
         device = self.accelerator.device
         sums = self.accelerator.reduce(sums.to(device), "sum").cpu()
-        each = dict(zip(_SUMS, sums.tolist(), strict=True))
+        each = dict(zip((*_LOSSES, *_MEANS, *_MOMENTS), sums.tolist(), strict=True))
         largest = self.accelerator.gather(torch.tensor([ratio_max], device=device)).max()
-        for name in _SUMS[2:]:
+        for name in (*_MEANS, *_MOMENTS):
             each[name] /= tokens
+        loss = each["policy_loss"] + self.kl_coef * each["kl_loss"]
+        moments = [each.pop(name) for name in _MOMENTS]
+        if self.critic:
+            loss = (0.0 if self.warming else loss) + self.config.value_coef * each["value_loss"]
+            each["explained_variance"] = critic.explained_variance(*moments)
+        else:
+            each["value_loss"] = None
         prompts = self.batch.data.prompts.lengths[torch.tensor(active)]
         counts = {"tokens": tokens, "prompt_tokens": int(prompts.sum()), "rollouts": len(active), "microbatches": micros}
-        return {
-            "loss": each["policy_loss"] + self.config.kl_coef * each["kl_loss"],
-            **each,
-            "ratio_max": float(largest),
-            **counts,
-        }
+        return {"loss": loss, **each, "ratio_max": float(largest), **counts}
 
     def _apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Clip and step when loss and gradient are finite; they are the same numbers on every rank, so all decide alike."""
         rate = learning_rate(self.config, self.step)
+        if self.warming:  # the value head's gradient knows nothing of the policy's loss
+            for parameter in self.model.parameters():
+                parameter.grad = None
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         applied = math.isfinite(row["loss"]) and math.isfinite(norm)
         if applied:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.grad_clip, norm)
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("scale", 1.0)
             self.optimizer.step()
             self.step += 1
         else:

@@ -49,6 +49,11 @@ def test_what_is_wrong_is_said(recipe, setting, said):
     assert caught.value.exit_code == 2
 
 
+def test_ppo_needs_no_group(recipe):
+    loaded = load(recipe, ["generate.samples_per_prompt=1", "optimize.algorithm=ppo"])
+    assert loaded.generate.samples_per_prompt == 1 and loaded.optimize_config().resolved().aggregation == "token_mean"
+
+
 def test_a_missing_section_is_named(recipe):
     recipe.write_text("run = 'a'\n")
     with pytest.raises(ConfigError, match="policy is missing; data is missing; reward is missing"):

@@ -29,14 +29,16 @@ log = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
-    """A language model behind `forward(layout) -> logprobs [n], entropy [n]`, under bfloat16 autocast where asked.
+    """A language model behind `forward(layout) -> logprobs [n], entropy [n], values [n] or None`, under bfloat16 autocast where
+    asked.
 
-    Causal and encoder-decoder models differ in their layout (`layout`, `microbatches`) and their hidden states alone.
+    Causal and encoder-decoder models differ in their layout (`layout`, `microbatches`) and their hidden states alone. A value
+    head, hidden states [n, d] -> values [n], reads the same hidden states as the output embedding.
     """
 
-    def __init__(self, model: nn.Module, *, autocast: bool) -> None:
+    def __init__(self, model: nn.Module, *, autocast: bool, value_head: nn.Module | None = None) -> None:
         super().__init__()
-        self.model, self.autocast, self.mode = model, autocast, "single"
+        self.model, self.value_head, self.autocast, self.mode = model, value_head, autocast, "single"
         self.shaping = Shaping.of(model.config)
         self.start = decoder_start_id(model) if model.config.is_encoder_decoder else None
 
@@ -66,12 +68,14 @@ class Policy(nn.Module):
         """Autocast as the config says. Held open over a whole step, it casts each weight once a step instead of once a pass."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast)
 
-    def forward(self, layout: Layout | Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, layout: Layout | Pairs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         with self.context():
             hidden = self._hidden(layout)
+            values = None if self.value_head is None else self.value_head(hidden)
             head, offset = self.model.get_output_embeddings(), getattr(self.model, "final_logits_bias", None)
             offset = None if offset is None else offset.flatten()
-            return completion_logprobs(hidden, head, layout.targets, layout.temperature, self.shaping, offset)
+            found = completion_logprobs(hidden, head, layout.targets, layout.temperature, self.shaping, offset)
+            return *found, values
 
     def _hidden(self, layout: Layout | Pairs) -> torch.Tensor:
         if self.start is not None:
@@ -90,14 +94,23 @@ def token_budget(device: torch.device) -> int:
     return 8192 if device.type == "cuda" else 2048
 
 
-@torch.no_grad()
 def score(policy: Policy, micros: Sequence[Sequence[Piece]], data: Sequences) -> torch.Tensor:
     """[N] float32 logprobs of the completion tokens of the rollouts in `micros`, on the CPU; 0 for the others."""
-    found = torch.zeros(len(data.completions.values))
+    return score_and_judge(policy, micros, data)[0]
+
+
+@torch.no_grad()
+def score_and_judge(policy: Policy, micros: Sequence[Sequence[Piece]], data: Sequences) -> torch.Tensor:
+    """[2, N] float32: logprobs, and values where the policy has a value head; 0 where there is none, and for other rollouts."""
+    found = torch.zeros(2, len(data.completions.values))
     with policy.context():
         for micro in micros:
             layout = policy.layout(micro, data)
-            found[data.completions.positions(layout.rows)] = policy(layout)[0].float().cpu()
+            places = data.completions.positions(layout.rows)
+            logprobs, _, values = policy(layout)
+            found[0, places] = logprobs.float().cpu()
+            if values is not None:
+                found[1, places] = values.float().cpu()
     return found
 
 
