@@ -1,6 +1,7 @@
 """The same flow with vLLM itself, and against a Prefect server of its own."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from stages.common.store import Store
 from tests.flows.conftest import command_environment, quiver, write_recipe
+from tests.tiny import make_folder
 
 SMALL = ["--iterations", "1", "--set", "data.held_out=null"]
 
@@ -32,6 +34,21 @@ def test_vllm_samples_what_the_trainer_trains(tmp_path):
     again = quiver(folder, "run", "recipe.toml", *SMALL, *options)["iterations"][0]
     assert {**again, "seconds": None} == {**done, "seconds": None}
     assert store.numbers("tiny", "rollouts") == [1]
+
+
+@pytest.mark.prefect
+def test_an_encoder_decoder_with_a_critic(tmp_path):
+    """T5 and PPO from the same recipe; one rollout a prompt is enough; the saved logprobs are the trainer's to 1e-4."""
+    folder = write_recipe(tmp_path)
+    shutil.rmtree(folder / "model")
+    make_folder(folder / "model", kind="t5")
+    settings = ("optimize.algorithm=ppo", "generate.samples_per_prompt=1", "generate.dtype=float32", "data.held_out=null")
+    options = [part for setting in settings for part in ("--set", setting)]
+    done = quiver(folder, "run", "recipe.toml", *options)["iterations"]
+    for each in done:
+        policy = Store(folder / "store").open(each["policy"])
+        assert policy.manifest.metrics["audit"]["mean_gap"] <= 1e-4
+        assert any(entry.name.startswith("value_head/") for entry in policy.manifest.files)
 
 
 @pytest.fixture
