@@ -146,7 +146,8 @@ class Trainer:
         self.critic: Callable[..., Any] | None = part("advantages", algorithm.advantage) if algorithm.critic else None
         self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
         skip = algorithm.zero_is_idle and self.kl_coef == 0 and not self.critic
-        self.active = [row for row in range(len(batch.groups)) if not skip or batch.advantages[row] != 0]
+        idle = {row for row, weight in enumerate(batch.advantages.tolist()) if weight == 0} if skip else set()
+        self.active = [row for row in range(len(batch.groups)) if row not in idle]
         self.budget = config.token_budget or token_budget(device)
         if config.activation_checkpointing:
             model.train()  # transformers checkpoints in train mode only; every dropout is 0

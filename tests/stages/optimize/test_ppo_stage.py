@@ -315,3 +315,12 @@ def test_it_learns(store, kind):
         made = policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=kind)
         policy = _run(store, made, config)
     assert share[-1] > share[0] + 0.15
+
+
+def test_bf16_autocast_trains_and_keeps_weights_in_float32(store, made):
+    done = _run(store, made, _config(precision="bf16", epochs=2, activation_checkpointing=True))
+    assert 0 < done.manifest.metrics["audit"]["mean_gap"] < 0.1
+    for name in ("model.safetensors", "value_head/state.safetensors"):
+        assert {value.dtype for value in _tensors(done, name).values()} == {torch.float32}
+    updates = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert all(row["applied"] for row in updates) and updates[1]["value_loss"] < updates[0]["value_loss"]
