@@ -66,7 +66,7 @@ class Config(Base):
     """How a policy learns from scored rollouts."""
 
     algorithm: str = "grpo"
-    """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline, or `module:NAME` of an
+    """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline, ppo, or `module:NAME` of an
     `Algorithm` of your own."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
