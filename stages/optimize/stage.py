@@ -264,29 +264,49 @@ def _train(
 ) -> Ref:
     from accelerate.utils import broadcast_object_list
 
-    from . import results, rollouts, trainer
+    from . import trainer
 
     accelerator = trainer.make_accelerator(config)
     answer = [work.done.ref if work and work.done else None]
     broadcast_object_list(answer)
     if answer[0] is None:
-        phase = work.phase if work else (lambda _: nullcontext())
-        row = algorithms.resolve(config.algorithm)
-        with _memory():
-            with phase("load"):
-                loaded = rollouts.load(config, row, store, inputs)
-                made, model = _trainer(row, inputs, loaded, accelerator)
-            with phase("audit"):
-                made.prepare()
-            with phase("steps"):
-                outcome = made.train()
-        if work:
-            with phase("save"):
-                results.save(config, inputs["policy"], model, made, work)
-            answer = [results.commit(store, run, about, loaded, outcome, work, accelerator, force=force)]
+        answer = [_learn(config, store, inputs, work, about, run, force, accelerator)]
         broadcast_object_list(answer)
+    # what holds on to the process group goes before the group does: gloo's threads else abort a rank at its exit, now and then
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()
     accelerator.end_training()
     return answer[0]
+
+
+def _learn(
+    config: Config,
+    store: Store,
+    inputs: dict[str, Version],
+    work: Work | None,
+    about: dict[str, Any],
+    run: str,
+    force: bool,
+    accelerator: Accelerator,
+) -> Ref | None:
+    """Load, audit, train; on the writing rank save and commit. The new policy's reference there, None elsewhere."""
+    from . import results, rollouts
+
+    phase = work.phase if work else (lambda _: nullcontext())
+    row = algorithms.resolve(config.algorithm)
+    with _memory():
+        with phase("load"):
+            loaded = rollouts.load(config, row, store, inputs)
+            made, model = _trainer(row, inputs, loaded, accelerator)
+        with phase("audit"):
+            made.prepare()
+        with phase("steps"):
+            outcome = made.train()
+    if work is None:
+        return None
+    with phase("save"):
+        results.save(config, inputs["policy"], model, made, work)
+    return results.commit(store, run, about, loaded, outcome, work, accelerator, force=force)
 
 
 @contextmanager
