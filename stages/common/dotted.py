@@ -74,6 +74,7 @@ def _imported(name: str) -> ModuleType:
     sha256 = hash_of(module)
     if _imported_as.setdefault(name, sha256) != sha256:
         _imported_as[name] = sha256
+        Path(importlib.util.cache_from_source(module.__file__)).unlink(missing_ok=True)  # it knows whole seconds only
         module = importlib.reload(module)
     return module
 
@@ -86,7 +87,8 @@ def _from_file(path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
-            spec.loader.exec_module(module)
+            # compiled here: Python's bytecode cache takes a file of the same size and second for the old one
+            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
         except BaseException:
             del sys.modules[name]
             raise
