@@ -113,7 +113,8 @@ def content_hash(schema: str, files: tuple[FileEntry, ...]) -> str:
     return digest([schema, [[entry.name, entry.sha256, entry.rows] for entry in files]])
 
 
-def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` for JSON that refuses an object with the same key twice. ValueError."""
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError("a key stands twice")
@@ -130,7 +131,7 @@ def from_json(raw: bytes, name: str) -> Manifest:
     if not raw or len(raw) > MAX_BYTES:
         raise CorruptError(name, f"manifest.json has {len(raw)} bytes, expected 1 to {MAX_BYTES}", **help)
     try:
-        data = json.loads(raw, object_pairs_hook=_no_twice, parse_constant=_no_constant)
+        data = json.loads(raw, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
         if not isinstance(data, dict):
             raise ValueError(f"expected an object, found {type(data).__name__}")
         checksum = data.pop("checksum", None)

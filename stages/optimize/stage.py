@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -240,7 +241,8 @@ def run(
     with begin(store, target, "policy", force=force, **about) if writer else nullcontext() as work:
         if writer and work.done and os.environ.get("WORLD_SIZE", "1") == "1":
             return work.done.ref
-        return _train(config, store, inputs, work, about, target, force)
+        learn = partial(_learn, config, store, inputs, work, about, target, force)
+        return _train(config, work, learn)
 
 
 def _check(config: Config, inputs: dict[str, Version]) -> None:
@@ -253,15 +255,8 @@ def _check(config: Config, inputs: dict[str, Version]) -> None:
         )
 
 
-def _train(
-    config: Config,
-    store: Store,
-    inputs: dict[str, Version],
-    work: Work | None,
-    about: dict[str, Any],
-    run: str,
-    force: bool,
-) -> Ref:
+def _train(config: Config, work: Work | None, learn: Callable[[Accelerator], Ref | None]) -> Ref:
+    """Call `learn` on every rank, unless the work is done; the reference that the writing rank knows, on every rank."""
     from accelerate.utils import broadcast_object_list
 
     from . import trainer
@@ -270,7 +265,7 @@ def _train(
     answer = [work.done.ref if work and work.done else None]
     broadcast_object_list(answer)
     if answer[0] is None:
-        answer = [_learn(config, store, inputs, work, about, run, force, accelerator)]
+        answer = [learn(accelerator)]
         broadcast_object_list(answer)
     # what holds on to the process group goes before the group does: gloo's threads else abort a rank at its exit, now and then
     accelerator.free_memory()

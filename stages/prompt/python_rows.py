@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from schemas.errors import ConfigError, printable
+from schemas.manifest import no_key_twice
 
 CHUNK = 1024
 
@@ -37,7 +38,7 @@ def parse(where: str, raw: bytes) -> Any:
     """Strict JSON: UTF-8, no NaN, no key twice, no NUL and no lone surrogate in any text. ConfigError names `where`."""
     try:
         text = raw.decode("utf-8-sig")
-        data = json.loads(text, object_pairs_hook=_no_twice, parse_constant=_no_constant)
+        data = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise wrong(where, f"is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}") from None
     except (ValueError, RecursionError) as error:
@@ -47,13 +48,6 @@ def parse(where: str, raw: bytes) -> Any:
             _require_text(where, data)
     except RecursionError:
         raise wrong(where, "is nested too deeply") from None
-    return data
-
-
-def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise ValueError("a key stands twice")
     return data
 
 
