@@ -16,6 +16,9 @@ _NUMBER = re.compile(
     rf"(?P<whole>{_DIGITS})(?P<decimals>\.[0-9]+)?(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w))?"
     r"(?:/(?P<below>[0-9]+)(?![0-9/]))?"
 )
+_SAID = re.compile(r"answer(?:\s+is|\s*:)[\s*:]*", re.IGNORECASE)
+_ENDED = re.compile(r"\s*(?:$|[)\]}.:,;*$\\–-]|(?:because|since|as)\b)")
+_AROUND = " \t\n*_`.()[]{}$\"'"
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
@@ -72,3 +75,18 @@ def tagged(text: str) -> str | None:
     ('7', None)
     """
     return next((found.strip() for found in reversed(_TAGGED.findall(text))), None)
+
+
+def chosen(text: str, choices: str = "ABCD") -> str | None:
+    r"""The letter of `choices` that `text` settles on, upper case: in the last \boxed{…}, else the last <answer>…</answer>, else
+    after the last "answer is" or "answer:", else as the whole text.
+
+    >>> chosen("I thought A, but the answer is **b**."), chosen("B) Paris"), chosen("A or B")
+    ('B', 'B', None)
+    """
+    said = list(_SAID.finditer(text))
+    rest = text[said[-1].end() :].splitlines()[:1] if said else None
+    places = [boxed(text), tagged(text), rest[0] if rest else None, text]
+    place = next(found for found in places if found is not None)
+    letter, tail = place.strip(_AROUND)[:1].upper(), place.strip(_AROUND)[1:]
+    return letter if letter and letter in choices.upper() and _ENDED.match(tail) else None

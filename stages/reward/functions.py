@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from . import answers
+from . import answers, verifiers
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 
@@ -64,6 +64,31 @@ def _numeric(text: str, want: Any, tolerance: float) -> float:
     return float(found is not None and abs(found - wanted) <= Fraction(tolerance) * max(1, abs(wanted)))
 
 
+def choice(completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCD") -> list[float | None]:
+    r"""1 where the completion chooses the row's `answer` among lettered choices, else 0.
+
+        reward_i = 1 if chosen(completion_i) = letter(answer_i) else 0
+
+    Chosen is the letter in the last \boxed{…}, else in the last <answer>…</answer>, else after the last "answer is" or "answer:",
+    else the letter that the completion consists of; brackets, stars and a full stop around it do not matter, nor does what
+    follows a letter with a bracket, point or colon, as in "B) Paris". No letter found is 0. The answer is a letter of `choices`
+    or its place, counted from 0; null gives None, anything else is an error of the row.
+
+    >>> choice(["The answer is (B).", r"\boxed{C}", "**a**", "A or B"], ["B", 2, "B", "A"])
+    [1.0, 1.0, 0.0, 0.0]
+    """
+    found = [answers.chosen(text, choices) for text in completions]
+    return [None if want is None else float(got == _letter(want, choices)) for got, want in zip(found, answer, strict=True)]
+
+
+def _letter(want: Any, choices: str) -> str:
+    if isinstance(want, int) and 0 <= want < len(choices):
+        return choices[want]
+    if isinstance(want, str) and len(want.strip()) == 1 and want.strip().upper() in choices.upper():
+        return want.strip().upper()
+    raise ValueError(f"the answer {want!r} is neither a letter of {choices} nor a place in it")
+
+
 def format(
     completions: Sequence[str], pattern: str = "think_answer", match: str = "full", flags: str = "s"
 ) -> list[float | None]:
@@ -101,6 +126,44 @@ def length(completion_ids: Sequence[Sequence[int]], target: int, tolerance: int 
     return [max(0.0, 1 - beyond / tolerance) if tolerance else float(not beyond) for beyond in over]
 
 
+def overlong(completion_ids: Sequence[Sequence[int]], max_tokens: int, cache: int) -> list[float | None]:
+    """The soft penalty on completions of nearly `max_tokens` tokens, in [−1, 0].
+
+        reward_i = −clip((T_i − (max_tokens − cache)) / cache, 0, 1)        T_i = number of completion tokens, end token included
+
+    It tells the policy that it runs out of room before it does, where cutting alone says it in a jump; `cache` = 1 is that jump.
+    As in the paper, whose L_max and L_cache these are. As a function it is weighed and clipped with the others; `[reward.overlong]`
+    adds the same number after the clip.
+
+    Reference: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
+
+    >>> overlong([[5] * 12, [5] * 14, [5] * 20, [5] * 25], max_tokens=20, cache=8)
+    [0.0, -0.25, -1.0, -1.0]
+    """
+    if not 1 <= cache <= max_tokens:
+        raise ValueError(f"cache must be from 1 to max_tokens = {max_tokens}, got {cache}")
+    return [0.0 - min(max((len(ids) - (max_tokens - cache)) / cache, 0.0), 1.0) for ids in completion_ids]
+
+
+def repetition(completion_ids: Sequence[Sequence[int]], n: int = 4) -> list[float | None]:
+    """The share of a completion's n-grams of tokens that were there before, as a penalty in (−1, 0].
+
+        reward_i = −(1 − distinct n-grams of completion_i / n-grams of completion_i)
+
+    0 where no n-gram comes twice, and for completions of fewer than n + 1 tokens; near −1 for one that goes round in circles. Over
+    tokens, where the paper counts words, so that code and languages without spaces count alike.
+
+    Reference: Demystifying Long Chain-of-Thought Reasoning in LLMs, https://arxiv.org/abs/2502.03373, appendix C.
+
+    >>> repetition([[1, 2, 3, 4], [7, 8, 7, 8, 7, 8, 7], [9]], n=2)
+    [0.0, -0.6666666666666667, 0.0]
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    made = [[tuple(ids[at : at + n]) for at in range(len(ids) - n + 1)] for ids in completion_ids]
+    return [len(set(grams)) / len(grams) - 1 if grams else 0.0 for grams in made]
+
+
 class Shipped(NamedTuple):
     """A function with the version of its meaning: a higher one makes rewards anew."""
 
@@ -120,6 +183,10 @@ FUNCTIONS: dict[str, Shipped] = {
     "numeric": Shipped(
         numeric, 1, "1 where the completion's last number is the column `answer`", {"tolerance": "relative, 0 is exact"}
     ),
+    "math": Shipped(verifiers.math, 1, "1 where the completion's mathematical answer equals the column `answer`", {}),
+    "choice": Shipped(
+        choice, 1, "1 where the completion chooses the letter in the column `answer`", {"choices": "the letters, ABCD"}
+    ),
     "format": Shipped(
         format,
         1,
@@ -131,5 +198,20 @@ FUNCTIONS: dict[str, Shipped] = {
         1,
         "1 up to a number of tokens, falling linearly to 0 beyond it",
         {"target": "tokens", "tolerance": "tokens from 1 to 0"},
+    ),
+    "overlong": Shipped(
+        overlong,
+        1,
+        "0, falling to −1 over the last tokens before a length",
+        {"max_tokens": "tokens from which it is −1", "cache": "tokens over which it falls"},
+    ),
+    "repetition": Shipped(
+        repetition, 1, "minus the share of n-grams of tokens that were there before", {"n": "tokens of an n-gram, 4"}
+    ),
+    "json_schema": Shipped(
+        verifiers.json_schema,
+        1,
+        "1 where the completion is JSON that the column or argument `schema` allows",
+        {"schema": "JSON text or a table", "find": "auto, text or fenced"},
     ),
 }

@@ -1,0 +1,144 @@
+r"""Reward functions that stand on a library: `math` on math-verify, `json_schema` on jsonschema. Each imports its own when called.
+
+They are called as those in `functions.py` are, and listed there. Nothing here fetches anything, and nothing of a completion is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from schemas.errors import ConfigError
+
+_INTEGER = re.compile(r"-?[0-9]{1,15}")
+_BOXED_INTEGER = re.compile(r"\\boxed\{\s*(-?[0-9]{1,15})\s*\}")
+_LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_FENCED = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+    r"""1 where the completion's mathematical answer equals the row's `answer`, else 0.
+
+        reward_i = 1 if verify(parse(answer_i), parse(completion_i)) else 0
+
+    parse and verify are math-verify's: the last \boxed{…}, else the last formula or number, is read as LaTeX or plain text and
+    compared symbolically and numerically (1/2 is 0.5, x + 1 is 1 + x; sets, intervals, matrices and equations are known). An
+    answer without LaTeX marks is read as a formula. A null answer gives None, one that can not be read is an error of the row; a
+    completion that can not be read is wrong, 0. Formulas that take sympy for ever end by the row's time limit.
+
+    Reference: https://github.com/huggingface/Math-Verify
+
+    >>> math([r"so \boxed{\frac{1}{2}}", r"$x + 1$", "41"], ["0.5", "1 + x", 42])
+    [1.0, 1.0, 0.0]
+    """
+    return [None if want is None else _math(text, str(want).strip()) for text, want in zip(completions, answer, strict=True)]
+
+
+def _math(text: str, want: str) -> float:
+    plain = _BOXED_INTEGER.findall(text) if _INTEGER.fullmatch(want) and text.count(r"\boxed") == 1 else []
+    if plain:  # most answers are whole numbers; reading them as LaTeX costs a hundred times as much and says the same
+        return float(int(plain[0]) == int(want))
+    from math_verify import verify
+
+    return float(verify(_gold(want), _parse(text), timeout_seconds=None))
+
+
+@functools.lru_cache(4096)  # all rollouts of a prompt have one answer
+def _gold(want: str) -> list[Any]:
+    found = _parse(want if _LATEX.search(want) else f"${want}$")
+    if not found:
+        raise ValueError(f"the answer {want!r} holds no mathematics")
+    return found
+
+
+def _parse(text: str) -> list[Any]:
+    parse = _math_verify()
+    return parse(text, parsing_timeout=None)  # its own limit is a signal of the main thread; the row's limit is outside
+
+
+@functools.cache
+def _math_verify() -> Any:
+    try:
+        from math_verify import parse
+    except ImportError:
+        raise ConfigError(
+            "reward function math", "math-verify is not installed", next="pip install 'quiver-rl[rewards]'"
+        ) from None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    return parse
+
+
+def json_schema(
+    completions: Sequence[str], schema: Sequence[Any] | dict[str, Any] | str, find: str = "auto"
+) -> list[float | None]:
+    """1 where the completion is JSON that its schema allows, else 0.
+
+        reward_i = 1 if json(completion_i) is valid under schema_i else 0
+
+    `schema`: a column of the rows (JSON text or a struct; null gives None), or one for all in `arguments`. Its draft is told by
+    `$schema`, 2020-12 without; a schema that is none is an error of the row, and `$ref` reaches nothing outside it. `find`: `text`
+    (the whole completion), `fenced` (the last ``` block, nothing found is 0) or `auto` (the last block where there is one). JSON
+    is read strictly: no NaN, no key twice.
+
+    Reference: https://json-schema.org/draft/2020-12
+
+    >>> json_schema(['{"age": 7}', '{"age": "7"}', "no"], {"properties": {"age": {"type": "integer"}}, "required": ["age"]})
+    [1.0, 0.0, 0.0]
+    """
+    if find not in ("auto", "text", "fenced"):
+        raise ValueError(f"find must be auto, text or fenced, got {find!r}")
+    schemas = [schema] * len(completions) if isinstance(schema, dict | str) else schema
+    return [None if rule is None else _json(text, rule, find) for text, rule in zip(completions, schemas, strict=True)]
+
+
+def _json(text: str, rule: Any, find: str) -> float:
+    blocks = _FENCED.findall(text) if find != "text" else []
+    if find == "fenced" and not blocks:
+        return 0.0
+    try:
+        value = json.loads(blocks[-1] if blocks else text, object_pairs_hook=_unique, parse_constant=_refused)
+        return float(_validator(rule if isinstance(rule, str) else json.dumps(_present(rule))).is_valid(value))
+    except (json.JSONDecodeError, _NotStrict, RecursionError):
+        return 0.0
+
+
+class _NotStrict(ValueError):
+    """JSON that readers understand differently."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise _NotStrict
+    return dict(pairs)
+
+
+def _refused(constant: str) -> Any:
+    raise _NotStrict(constant)
+
+
+def _present(rule: Any) -> Any:
+    """A schema as it was before Arrow gave every struct every key, null where there was none."""
+    if isinstance(rule, dict):
+        return {key: _present(value) for key, value in rule.items() if value is not None}
+    return [_present(value) for value in rule] if isinstance(rule, list) else rule
+
+
+@functools.lru_cache(1024)
+def _validator(rule: str) -> Any:
+    try:
+        from jsonschema import validators
+        from referencing import Registry
+    except ImportError:
+        message = "jsonschema is not installed"
+        raise ConfigError("reward function json_schema", message, next="pip install 'quiver-rl[rewards]'") from None
+    try:
+        schema = json.loads(rule)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the schema is not JSON: {error}") from None
+    kind = validators.validator_for(schema, validators.Draft202012Validator)
+    kind.check_schema(schema)
+    return kind(schema, registry=Registry())  # an empty registry: nothing is fetched
