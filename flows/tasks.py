@@ -15,6 +15,7 @@ from stages.common.process import Call, Outcome, run_stage
 from stages.common.store import Store
 from stages.reward.stage import check_functions
 
+from .artifacts import publish
 from .recipe import Recipe
 
 log = logging.getLogger("quiver")
@@ -24,7 +25,9 @@ log = logging.getLogger("quiver")
 def stage_task(label: str, call: Call, python: str | None, timeout: float | None, online: bool) -> Outcome:
     """Run one stage and return its reference with a few numbers; "already done" when a finished version bears its run_key."""
     on_line = logging.getLogger(f"quiver.{call.stage}").info
-    return run_stage(call, python=python, timeout=timeout, online=online, on_line=on_line)
+    outcome = run_stage(call, python=python, timeout=timeout, online=online, on_line=on_line)
+    publish(call, outcome)
+    return outcome
 
 
 def perform(recipe: Recipe, label: str, stage: str, config: Any, refs: dict[str, str], into: str, force: bool) -> Outcome:

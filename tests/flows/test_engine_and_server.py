@@ -1,5 +1,6 @@
 """The same flow with vLLM itself, and against a Prefect server of its own."""
 
+import json
 import os
 import shutil
 import socket
@@ -74,8 +75,6 @@ def server(tmp_path) -> str:
 
 
 def _post(url: str) -> list[dict]:
-    import json
-
     request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"})
     return json.loads(urllib.request.urlopen(request, timeout=10).read())
 
@@ -89,6 +88,12 @@ def test_the_same_flow_with_a_server(tmp_path, server):
     tasks = {run["name"]: run["state_type"] for run in _post(f"{server}/task_runs/filter")}
     names = ["import policy", "prompt 1/1", "generate 1/1", "reward 1/1", "optimize 1/1"]
     assert tasks == dict.fromkeys(names, "COMPLETED")
+    (shown,) = _post(f"{server}/artifacts/filter")
+    metrics = Store(folder / "store").open("tiny/rewards@1").manifest.metrics
+    evenness, reward = json.loads(shown["data"])
+    assert (shown["key"], shown["type"], evenness["function"]) == ("rewards-tiny", "table", "evenness")
+    assert evenness["mean"] == reward["mean"] == metrics["reward_mean"]
+    assert (evenness["errors"], evenness["null"]) == (0, 0)
 
 
 @pytest.mark.prefect
