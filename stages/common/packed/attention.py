@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -109,77 +110,93 @@ class Layout:
 
 def make_layout(pieces: Sequence[Piece], data: Sequences, device: torch.device | str = "cpu") -> Layout:
     """Lay out `pieces`: each prompt once, then its completions without their last id."""
-    ids, positions, predictors, spans, at = [], [], [], [], 0
-    for piece in pieces:
-        prompt, first = data.prompts[piece.rows[0]], at
-        at += len(prompt)
-        ids.append(prompt)
-        positions.append(torch.arange(len(prompt)))
-        shared = len(piece.rows) > 1
-        if shared:
-            spans.append((0, 0, first, at))
-        for row in piece.rows:
-            inputs = data.completions[row][:-1]
-            ids.append(inputs)
-            positions.append(torch.arange(len(prompt), len(prompt) + len(inputs)))
-            predictors += [torch.tensor([first + len(prompt) - 1]), torch.arange(at, at + len(inputs))]
-            if not shared:
-                spans.append((0, 0, first, at + len(inputs)))
-            elif len(inputs):
-                spans.append((first, first + len(prompt), at, at + len(inputs)))
-            at += len(inputs)
-    rows = torch.tensor([row for piece in pieces for row in piece.rows])
+    counts = np.array([len(piece.rows) for piece in pieces])
+    rows = np.array([row for piece in pieces for row in piece.rows])
+    piece_of, heads = np.repeat(np.arange(len(pieces)), counts), np.cumsum(counts) - counts  # each piece's first rollout
+    prompts = data.prompts.lengths.numpy()[rows[heads]]
+    inputs = data.completions.lengths.numpy()[rows] - 1
+    # the row of tokens in segments: prompt, completion, completion, …, prompt, …
+    places = np.arange(len(rows)) + piece_of + 1  # where a completion stands among the segments
+    lengths = np.empty(len(rows) + len(pieces), np.int64)
+    lengths[places], lengths[heads + np.arange(len(pieces))] = inputs, prompts
+    starts = np.cumsum(lengths) - lengths
+    first = starts[heads + np.arange(len(pieces))]  # of each piece, where its prompt starts
+    own = starts[places]  # of each rollout, where its completion starts
+    ids, positions = np.empty(lengths.sum(), np.int64), np.empty(lengths.sum(), np.int64)
+    for source, chosen, at, after in (
+        (data.prompts, rows[heads], first, np.zeros_like(prompts)),
+        (data.completions, rows, own, prompts[piece_of]),
+    ):
+        size = prompts if source is data.prompts else inputs
+        within, target = _ranges(np.zeros_like(size), size), _ranges(at, size)
+        ids[target] = source.values.numpy()[_ranges(source.offsets.numpy()[chosen], size)]
+        positions[target] = within + np.repeat(after, size)
+    predictors = _ranges(own - 1, inputs + 1)
+    predictors[np.cumsum(inputs + 1) - (inputs + 1)] = (first + prompts - 1)[piece_of]
+    blocks, gather = _blocks(_spans(counts, piece_of, first, prompts, own, inputs), len(ids))
+    rows = torch.from_numpy(rows)
     completions = data.completions.take(rows)
-    blocks, gather = _blocks(spans, at)
     return Layout(
-        ids=torch.cat(ids).long()[None].to(device),
-        positions=torch.cat(positions)[None].to(device),
+        ids=torch.from_numpy(ids)[None].to(device),
+        positions=torch.from_numpy(positions)[None].to(device),
         blocks=tuple(block.to(device) for block in blocks),
         gather=gather.to(device),
         rows=rows,
-        predictors=torch.cat(predictors).to(device),
+        predictors=torch.from_numpy(predictors).to(device),
         targets=completions.values.long().to(device),
         temperature=data.temperature[rows].repeat_interleave(completions.lengths).to(device),
     )
 
 
-def _blocks(spans: list[tuple[int, int, int, int]], size: int) -> tuple[list[Block], torch.Tensor]:
-    """Spans (prefix start, prefix end, own start, own end) as blocks, and the index that puts their outputs back in order."""
-    order = sorted(range(len(spans)), key=lambda i: (spans[i][0] == spans[i][1], _keys(spans[i]), i), reverse=True)
-    parts: list[list[int]] = []
-    for i in order:
-        if parts and _fits(spans[parts[-1][0]], spans[i], len(parts[-1]) + 1):
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    blocks, gather, filled = [], torch.empty(size, dtype=torch.int64), 0
-    for part in parts:
-        width = max(spans[i][3] - spans[i][2] for i in part)
-        queries = torch.zeros(len(part), width, dtype=torch.int64)
-        keys = torch.zeros(len(part), max(_keys(spans[i]) for i in part), dtype=torch.int64)
-        for line, i in enumerate(part):
-            low, high, start, end = spans[i]
-            own = torch.arange(start, end)
-            queries[line, : len(own)] = own
-            keys[line, : high - low] = torch.arange(low, high)
-            keys[line, high - low : high - low + len(own)] = own
-            gather[start:end] = torch.arange(filled + line * width, filled + line * width + len(own))
-        filled += queries.numel()
-        prefix = torch.tensor([spans[i][1] - spans[i][0] for i in part])
-        blocks.append(Block(queries, keys, prefix, spans[part[0]][0] == spans[part[0]][1]))
-    return blocks, gather
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, … for each of `lengths` [n] in turn: [Σ lengths] int64."""
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
 
 
-def _keys(span: tuple[int, int, int, int]) -> int:
-    return span[1] - span[0] + span[3] - span[2]
+def _spans(counts, piece_of, first, prompts, own, inputs) -> np.ndarray:
+    """[s, 4] int64, what attends together: prefix start, prefix end, own start, own end. A piece of one rollout is one span with no
+    prefix; one of several is its prompt, then each completion with the prompt as prefix."""
+    alone = counts[piece_of] == 1
+    several = counts > 1
+    ends, zeros = first + prompts, np.zeros_like(own)
+    single = np.stack([zeros, zeros, first[piece_of], own + inputs], 1)[alone]
+    shared = np.stack([np.zeros_like(first), np.zeros_like(first), first, ends], 1)[several]
+    after = np.stack([first[piece_of], ends[piece_of], own, own + inputs], 1)[~alone & (inputs > 0)]
+    return np.concatenate([single, shared, after])
 
 
-def _fits(first: tuple[int, int, int, int], span: tuple[int, int, int, int], count: int) -> bool:
-    """Whether `span` may join the block that `first`, its longest, began: same sort, similar length, mask not too large."""
-    same = (first[0] == first[1]) == (span[0] == span[1])
-    queries = max(first[3] - first[2], span[3] - span[2])
-    small = count * queries * _keys(first) <= _MASK_ITEMS
-    return same and small and _keys(span) >= _SIMILAR * _keys(first)
+def _blocks(spans: np.ndarray, size: int) -> tuple[list[Block], torch.Tensor]:
+    """`spans` as blocks, and the index that puts their outputs back in order."""
+    low, high, start, end = spans.T
+    queries, causal = end - start, low == high
+    keys = high - low + queries
+    order = np.lexsort((start, -keys, ~causal))  # the causal ones first, longest first
+    blocks, gather, filled = [], np.empty(size, np.int64), 0
+    for part in _parts(order, queries, keys, causal):
+        at, width = start[part, None], int(queries[part].max())
+        prefix, column = (high - low)[part], np.arange(int(keys[part].max()))
+        inside, seen = column[:width] < queries[part, None], column < keys[part, None]
+        query = np.where(inside, at + column[:width], 0)
+        key = np.where(column < prefix[:, None], low[part, None] + column, at + column - prefix[:, None])
+        gather[query[inside]] = filled + np.flatnonzero(inside)
+        filled += query.size
+        tensors = (torch.from_numpy(each) for each in (query, np.where(seen, key, 0), prefix))
+        blocks.append(Block(*tensors, bool(causal[part[0]])))
+    return blocks, torch.from_numpy(gather)
+
+
+def _parts(order: np.ndarray, queries: np.ndarray, keys: np.ndarray, causal: np.ndarray) -> list[np.ndarray]:
+    """`order` cut where the next span may not join the block that the cut's first, its longest, began: another sort, a length
+    that differs too much, or a mask that would be too large."""
+    queries, keys, causal = (each[order].tolist() for each in (queries, keys, causal))
+    cuts, first, most = [], 0, queries[0]
+    for place in range(1, len(order)):
+        most = max(most, queries[place])
+        large = (place - first + 1) * most * keys[first] > _MASK_ITEMS
+        if causal[place] != causal[first] or large or keys[place] < _SIMILAR * keys[first]:
+            cuts.append(place)
+            first, most = place, queries[place]
+    return np.split(order, cuts)
 
 
 def block_attention(
