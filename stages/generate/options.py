@@ -74,8 +74,8 @@ class VllmOptions(Config):
     enable_prefix_caching: Runtime[bool] = True
     """A group's shared prompt is computed once."""
     lora: bool = False
-    """Give a policy's adapter to the engine beside the weights it was trained over, instead of both merged: in bfloat16 small
-    changes of a weight are rounded away when merged, but each step costs more. A policy without adapter is taken as it is."""
+    """Give a policy's adapter to the engine beside the weights that it was trained over, instead of the merged ones: bfloat16
+    then rounds the change apart from the weights, at some cost of speed. A policy without an adapter is loaded as it is."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of `vllm.LLM`, as vLLM names them (quantization, kv_cache_dtype, …); those that the engine sets
     itself are refused."""

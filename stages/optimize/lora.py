@@ -40,7 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class Lora(Config):
-    """Adapters instead of all weights. They want a larger learning rate than full training does, about ten times."""
+    """Adapters instead of all weights. They want a larger learning rate than full training does, about ten times.
+
+    References: https://arxiv.org/abs/2106.09685; rate and alpha: https://thinkingmachines.ai/blog/lora/.
+    """
 
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""
@@ -51,15 +54,12 @@ class Lora(Config):
 
 
 def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> dict[str, Version]:
-    """The stage's inputs and, where adapters are trained, the policy under role `base` whose weights stay as they are.
+    """The stage's inputs and, where adapters are trained, under role `base` the policy whose weights stay as they are.
 
-    ConfigError: peft is not installed, or the adapter of the starting policy is of another kind. LineageError: its base is gone
-    or changed.
+    ConfigError: the adapter of the starting policy is of another kind. LineageError: its base is gone or changed.
     """
     if config is None:
         return inputs
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("optimize.lora", "peft is not installed here", next='pip install "quiver-rl[lora]"')
     policy = inputs["policy"]
     base = adapter_base(store, policy)
     if base is not None:
@@ -77,6 +77,12 @@ def _check_same(config: Lora, policy: Version) -> None:
             f"its adapter has {expected}, the recipe asks for {found}",
             next=f"ask for what it has, or start a new run with policy.model = {str(policy.path)!r}",
         )
+
+
+def check_installed() -> None:
+    """ConfigError where there is no peft."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("optimize.lora", "peft is not installed here", next='pip install "quiver-rl[lora]"')
 
 
 def moments_fit(config: Lora | None, policy: Version) -> bool:

@@ -29,7 +29,7 @@ from stages.common.store import Store, Version
 from stages.common.work import Work, begin
 
 from . import algorithms
-from .lora import Lora, attach, moments_fit, with_base
+from .lora import Lora, attach, check_installed, moments_fit, with_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -331,6 +331,8 @@ def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Load
     from .trainer import Trainer
 
     policy, lora = inputs["policy"], loaded.config.lora
+    if lora:
+        check_installed()
     model = load_model(inputs.get("base", policy), dtype=torch.float32, device=accelerator.device)
     if lora:
         attach(lora, model, policy, seed=loaded.config.seed)

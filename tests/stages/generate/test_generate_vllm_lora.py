@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, LineageError
 from stages.common.checkpoints import as_model
 from stages.common.config import parse
 from stages.common.store import Store
 from stages.generate.stage import Config as GenerateConfig
+from stages.generate.stage import run as generate
 from stages.optimize.stage import Config, run
 from tests.stages.generate.lora_checks import SAMPLING
 from tests.stages.generate.making import random_prompts
@@ -43,16 +45,20 @@ def answered(tmp_path_factory):
     return start, adapted, *map(store.open, json.loads(done.stdout.splitlines()[-1]))
 
 
+def by_peft(start, adapted):
+    """Transformers' model of the base with peft's own adapter on it; nothing is merged, nothing is of this project."""
+    base = AutoModelForCausalLM.from_pretrained(start.path, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, adapted.path / "adapter").eval()
+
+
 def completions(rollouts) -> list[list[int]]:
     return rollouts.table()["completion_ids"].to_pylist()
 
 
 def test_it_samples_from_the_adapted_weights(answered):
-    """The greedy text is that of transformers with peft's own adapter on the base; under the base it is another."""
+    """The greedy text is that of base and adapter; under the base alone it is another."""
     start, adapted, before, merged, apart = answered
-    base = AutoModelForCausalLM.from_pretrained(start.path, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, adapted.path / "adapter").eval()
-    expected = []
+    model, expected = by_peft(start, adapted), []
     for prompt in merged.table()["prompt_ids"].to_pylist():
         ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING["max_tokens"])
         expected.append(ids[0, len(prompt) :].tolist())
@@ -61,9 +67,8 @@ def test_it_samples_from_the_adapted_weights(answered):
 
 
 def test_the_logprobs_are_those_of_base_and_adapter(answered):
-    start, adapted, before, *both = answered
-    base = AutoModelForCausalLM.from_pretrained(start.path, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, adapted.path / "adapter").eval()
+    start, adapted, _, *both = answered
+    model = by_peft(start, adapted)
     for rollouts in both:
         for row in rollouts.table().to_pylist():
             prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
@@ -78,12 +83,25 @@ def test_the_manifest_records_what_was_sampled(answered):
     weights = [as_model("policy", version).weights for version in (start, adapted)]
     found = [version.manifest.model("policy").weights for version in (before, merged, apart)]
     assert found == [weights[0], weights[1], weights[1]] and weights[0] != weights[1]
-    assert [version.manifest.metrics["engine"].get("base") for version in (before, merged, apart)] == [None, None, str(start.ref)]
+    assert [version.manifest.metrics["engine"].get("base") for version in (before, merged, apart)] == [
+        None,
+        None,
+        str(start.ref),
+    ]
 
 
 def test_what_lies_below_the_policys_folder_is_no_business_of_the_engine(answered):
     folders = {path.name for path in answered[1].path.iterdir() if path.is_dir()}
     assert folders == {"adapter", "optimizer", "value_head"}
+
+
+def test_a_base_that_is_gone_is_told_before_the_engine_starts(answered, tmp_path):
+    start, adapted, *_ = answered
+    store = Store(shutil.copytree(start.path.parents[2], tmp_path / "store"))
+    shutil.rmtree(store.open(start.ref).path)
+    config = parse(GenerateConfig, {"options": {"lora": True}, "sampling": {"max_tokens": 4}}, "generate")
+    with pytest.raises(LineageError, match=r"trained over tiny/policy@0, expected .*, found none of that name"):
+        generate(config, store, prompts="tiny/prompts@1", policy=adapted.ref)
 
 
 @pytest.mark.parametrize("name", ["enable_lora", "max_lora_rank"])

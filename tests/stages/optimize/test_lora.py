@@ -134,10 +134,8 @@ def test_the_same_work_gives_the_same_bytes(store, made):
     assert first.ref != second.ref and first.manifest.content_hash == second.manifest.content_hash
     assert _run(store, made).ref == second.ref
     assert _run(store, made, _config(lora={**SMALL, "alpha": 13})).ref not in (first.ref, second.ref)
-    other = _run(store, made, _config(seed=1))
-    assert not _equal(
-        _tensors(other, "adapter/adapter_model.safetensors"), _tensors(first, "adapter/adapter_model.safetensors")
-    )
+    adapters = [_tensors(each, "adapter/adapter_model.safetensors") for each in (first, _run(store, made, _config(seed=1)))]
+    assert not _equal(*adapters)
 
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "single"])
@@ -173,9 +171,8 @@ def test_the_adapters_gradient_is_that_of_the_whole_weights(store, either, packi
 
 def test_names_choose_the_layers(store, made):
     done = _run(store, made, _config(lora={**SMALL, "target_modules": ["q_proj", "mlp.down_proj"]}))
-    layers = {
-        name.partition(".layers.")[2].partition(".lora_")[0] for name in _tensors(done, "adapter/adapter_model.safetensors")
-    }
+    names = _tensors(done, "adapter/adapter_model.safetensors")
+    layers = {name.partition(".layers.")[2].partition(".lora_")[0] for name in names}
     assert layers == {"0.self_attn.q_proj", "1.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"}
 
 
@@ -232,6 +229,25 @@ def test_while_the_critic_warms_up_the_weights_stay_the_bases(store, made):
     assert as_model("policy", done).weights == as_model("policy", made[0]).weights
 
 
+@pytest.mark.slow
+def test_it_learns_over_iterations(store, policy):
+    """Each samples from the merged weights and goes on from base and adapter; the audit sees no difference between the two."""
+
+    def low_share(row: dict) -> float:
+        return sum(token < 64 for token in row["completion_ids"]) / len(row["completion_ids"])
+
+    shares = []
+    for iteration in range(7):
+        rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(6), 16, seed=iteration)
+        shares.append(sum(map(low_share, rows)) / len(rows))
+        rollouts = world.write_rollouts(store, policy, rows)
+        rewards = world.write_rewards(store, rollouts, low_share)
+        config = _config(lora=Lora(), minibatches=2, audit={"max_mean_gap": 1e-5})
+        policy = _run(store, (policy, rollouts, rewards), config)
+    assert policy.manifest.input("base").ref == "tiny/policy@0"
+    assert shares[-1] > shares[0] + 0.2
+
+
 @pytest.mark.parametrize("values, like", [({"activation_checkpointing": True}, 1 - 1e-6), ({"precision": "bf16"}, 0.99)])
 def test_the_ways_of_a_pass_lead_to_like_adapters(store, made, values, like):
     """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
@@ -267,16 +283,19 @@ def test_two_ranks_train_as_one(store, made, tmp_path):
         theirs = _tensors(two, name)
         for key, value in _tensors(one, name).items():
             torch.testing.assert_close(theirs[key], value, rtol=0, atol=1e-7)
+    assert max(float(value.abs().max()) for key, value in theirs.items() if "lora_B" in key) > 1e-5
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------------------
 
 
 def test_without_peft_it_says_what_to_install(store, made, monkeypatch):
+    done = _run(store, made)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="peft is not installed") as caught:
-        _run(store, made)
+        _run(store, made, force=True)
     assert caught.value.next == 'pip install "quiver-rl[lora]"'
+    assert _run(store, made).ref == done.ref  # what is done needs none
     assert _run(store, made, _config(lora=None)).manifest.metrics["steps"] == 1
 
 
