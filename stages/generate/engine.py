@@ -62,6 +62,8 @@ class Setup:
     dtype: str = "auto"
     device: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
+    base: Version | None = None
+    """The weights that the policy's adapter goes on, where `options.lora` asks for that; None: load the policy's own."""
 
 
 class Engine(Protocol):

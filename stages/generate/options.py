@@ -17,7 +17,8 @@ _VLLM_OWN = {
     "model_weights", "model_class_overrides", "load_format", "skip_tokenizer_init", "trust_remote_code", "dtype",
     "max_model_len", "seed", "logprobs_mode", "generation_config", "override_generation_config", "max_num_seqs",
     "max_num_batched_tokens", "gpu_memory_utilization", "tensor_parallel_size", "enable_prefix_caching", "enforce_eager",
-    "use_tqdm_on_load", "block_size", "enable_chunked_prefill", "kv_cache_memory_bytes",
+    "use_tqdm_on_load", "block_size", "enable_chunked_prefill", "kv_cache_memory_bytes", "enable_lora", "max_lora_rank",
+    "max_loras",
 }  # fmt: skip
 """What decides which model answers, how, and how much of the machine it takes."""
 
@@ -72,6 +73,9 @@ class VllmOptions(Config):
     """No compilation or CUDA graphs: starts sooner, decodes slower; None: on a CPU only."""
     enable_prefix_caching: Runtime[bool] = True
     """A group's shared prompt is computed once."""
+    lora: bool = False
+    """Give a policy's adapter to the engine beside the weights that it was trained over, instead of the merged ones: bfloat16
+    then rounds the change apart from the weights, at some cost of speed. A policy without an adapter is loaded as it is."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of `vllm.LLM`, as vLLM names them (quantization, kv_cache_dtype, …); those that the engine sets
     itself are refused."""

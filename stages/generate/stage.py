@@ -160,6 +160,16 @@ def _names(table: pa.Table, chosen: np.ndarray) -> str:
     return printable(table.column("group_id")[int(chosen.argmax())].as_py())
 
 
+def _base(config: Config, store: Store, policy: Version) -> Version | None:
+    """What an engine with `options.lora` loads beside the policy's adapter, both checked; None for all others."""
+    known = engines.engine_options(config.engine, config.options)
+    base = checkpoints.adapter_base(store, policy) if getattr(known, "lora", False) else None
+    if base:
+        verify_model(base)
+        policy.verify(f"{checkpoints.ADAPTER_FOLDER}/")
+    return base
+
+
 def _generate(config: Config, work: Work, policy: Version, shards: Shards, longest: int) -> dict[str, Any]:
     """Make the shards that are missing; what the engine says of itself. Without a missing shard no engine is started."""
     missing = shards.missing()
@@ -168,7 +178,10 @@ def _generate(config: Config, work: Work, policy: Version, shards: Shards, longe
         return {"name": config.engine}
     verify_model(policy)
     stops = {*config.sampling.stop_token_ids, *([] if config.sampling.ignore_eos else checkpoints.end_token_ids(policy))}
-    setup = engines.Setup(policy, config.sampling, tuple(sorted(stops)), longest, config.dtype, config.device, config.options)
+    base = _base(config, work.store, policy)
+    setup = engines.Setup(
+        policy, config.sampling, tuple(sorted(stops)), longest, config.dtype, config.device, config.options, base
+    )
     with work.phase("load"):
         engine = engines.make_engine(config.engine, setup)
         shards.tokenizer = checkpoints.load_tokenizer(policy)

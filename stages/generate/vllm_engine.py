@@ -65,7 +65,15 @@ class VllmEngine:
             self.llm = self._start()
         dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
         device = "cpu" if self.cpu else "cuda"
-        self.info = {"name": build, "version": version, "dtype": dtype, "device": device, "logprobs_mode": LOGPROBS_MODE}
+        base = {"base": str(setup.base.ref)} if setup.base else {}
+        self.info = {
+            "name": build,
+            "version": version,
+            "dtype": dtype,
+            "device": device,
+            "logprobs_mode": LOGPROBS_MODE,
+            **base,
+        }
 
     def _start(self) -> Any:
         from vllm import LLM
@@ -87,8 +95,19 @@ class VllmEngine:
             "enforce_eager": eager,
             "use_tqdm_on_load": False,
             **(self._cpu_arguments() if self.cpu else {}),
+            **(self._lora_arguments() if self.setup.base else {}),
         }
-        return LLM(str(self.setup.policy.path), **arguments, **options.engine_args)
+        model = self.setup.base or self.setup.policy
+        return LLM(str(model.path), **arguments, **options.engine_args)
+
+    def _lora_arguments(self) -> dict[str, Any]:
+        """Room for one adapter; vLLM knows some ranks only, and takes a smaller one under the next."""
+        from typing import get_args
+
+        from vllm.config.lora import MaxLoRARanks
+
+        rank = self.setup.policy.manifest.config["lora"]["rank"]
+        return {"enable_lora": True, "max_lora_rank": min((r for r in get_args(MaxLoRARanks) if r >= rank), default=rank)}
 
     def _dtype(self) -> str:
         if self.setup.dtype != "auto":
@@ -147,9 +166,17 @@ class VllmEngine:
         from vllm import TokensPrompt
 
         prompts = [TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests]
-        names = self.llm.enqueue(prompts, [self._parameters(request.seed) for request in requests], use_tqdm=False)
+        parameters = [self._parameters(request.seed) for request in requests]
+        names = self.llm.enqueue(prompts, parameters, self._adapter(), use_tqdm=False)
         for name, request in zip(names, requests, strict=True):  # the engine names it "7-1f2e3d4c" here and "7" in its output
             index_of[name.partition("-")[0]] = request.index
+
+    def _adapter(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if self.setup.base is None:
+            return None
+        return LoRARequest("policy", 1, str(self.setup.policy.path / checkpoints.ADAPTER_FOLDER))
 
     def _parameters(self, seed: int) -> Any:
         from vllm import SamplingParams

@@ -23,7 +23,7 @@ from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, Work, begin
 
-from . import optimizer, value_head
+from . import lora, optimizer, value_head
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
     with files.storage(f"{work.run}/policy"):
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
-        checkpoints.save_policy(model, parent, work.folder)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
+        if config.lora:
+            lora.save_and_merge(model, work.folder)
+        checkpoints.save_policy(model, parent, work.folder)
         if state:
             folder = work.folder / _FOLDER
             folder.mkdir()
@@ -116,6 +118,7 @@ def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, An
     return {
         **loaded.summary,
         **last,
+        "trainable_parameters": outcome.trainable,
         "step": outcome.step,
         "steps": len(outcome.updates),
         "skipped_steps": outcome.skipped,

@@ -29,6 +29,7 @@ from stages.common.store import Store, Version
 from stages.common.work import Work, begin
 
 from . import algorithms
+from .lora import Lora, attach, check_installed, moments_fit, with_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -153,6 +154,8 @@ class Config(Base):
     score_after: bool = False
     """Score the rollouts once more after the last step, so that mean_ratio and mean_logprob are the new policy's. False: they are
     of the policy that the rollout's last step started from."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights. None: all weights."""
     audit: Audit = Audit()
     """The numeric audit before the first update."""
     seed: int = Field(default=0, ge=0)
@@ -231,8 +234,8 @@ def run(
     Raises ConfigError, LineageError, NumericError (nothing is committed then), ResourceError when memory is short.
     """
     named = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref": ref_logprobs, "prox": prox_logprobs}
-    inputs = {role: store.open(ref) for role, ref in named.items() if ref is not None}
     config = config.resolved()
+    inputs = with_base(config.lora, store, {role: store.open(ref) for role, ref in named.items() if ref is not None})
     _check(config, inputs)
     about = {"stage": "optimize", "stage_version": STAGE_VERSION, "config": config, "inputs": inputs}
     about["models"] = (checkpoints.as_model("policy", inputs["policy"]),)
@@ -327,11 +330,15 @@ def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Load
     from .optimizer import load_state
     from .trainer import Trainer
 
-    policy = inputs["policy"]
-    model = load_model(policy, dtype=torch.float32, device=accelerator.device)
+    policy, lora = inputs["policy"], loaded.config.lora
+    if lora:
+        check_installed()
+    model = load_model(inputs.get("base", policy), dtype=torch.float32, device=accelerator.device)
+    if lora:
+        attach(lora, model, policy, seed=loaded.config.seed)
     step = int(policy.manifest.metrics.get("step", 0))
     made = Trainer(loaded.config, model, loaded.batch, row, accelerator, step=step)
-    state = results.load_optimizer(policy) if loaded.config.load_optimizer else None
+    state = results.load_optimizer(policy) if loaded.config.load_optimizer and moments_fit(lora, policy) else None
     if state:
         load_state(made.optimizer, model, state)
     head = value_head.load(policy) if row.critic else None

@@ -92,6 +92,8 @@ class Outcome:
     precision: str
     advantages: torch.Tensor | None = None
     """[N] of the tokens, where a critic judged"""
+    trainable: int = 0
+    """How many numbers were trained: of the policy, or of its adapters, and of the value head."""
 
 
 def make_accelerator(config: Config) -> Accelerator:
@@ -225,7 +227,8 @@ class Trainer:
         if config.score_after and self.batch.groups:
             self.logprobs = self.score(range(len(self.batch.groups)))
         judged = self.batch.advantages if self.critic else None
-        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, self.mode, self.precision, judged)
+        mode, precision, trainable = self.mode, self.precision, sum(p.numel() for p in self.parameters)
+        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, mode, precision, judged, trainable)
 
     def _deal(self) -> list[list[int]]:
         """This epoch's mini-batches: groups shuffled by seed and step, each group whole."""

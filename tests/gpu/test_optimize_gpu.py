@@ -53,6 +53,17 @@ def test_bfloat16_passes_the_audit_and_keeps_float32_weights(store, policy):
     assert {tensor.dtype for tensor in load_file(done.path / "model.safetensors").values()} == {torch.float32}
 
 
+def test_adapters_start_and_step_as_on_the_cpu(store, policy, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    made, found = world.make(store, policy, world.even_share), []
+    for device in ("cpu", "cuda"):
+        done = optimize(store, policy, made, device, precision="fp32", lora={"rank": 4}, eps=1.0)
+        found.append(load_file(done.path / "adapter" / "adapter_model.safetensors"))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
+    assert max(float(value.abs().max()) for name, value in found[0].items() if "lora_B" in name) > 1e-5
+
+
 @pytest.mark.vllm
 def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy, tmp_path):
     prompts = random_prompts(store, 8)

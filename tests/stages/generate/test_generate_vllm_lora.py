@@ -1,0 +1,110 @@
+"""Engine `vllm` on a policy that learned through adapters and a critic: it samples from the adapted weights, merged or apart."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from schemas.errors import ConfigError, LineageError
+from stages.common.checkpoints import as_model
+from stages.common.config import parse
+from stages.common.store import Store
+from stages.generate.stage import Config as GenerateConfig
+from stages.generate.stage import run as generate
+from stages.optimize.stage import Config, run
+from tests.stages.generate.lora_checks import SAMPLING
+from tests.stages.generate.making import random_prompts
+from tests.stages.optimize import world
+from tests.tiny import make_policy
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """(policy@0, policy@1, rollouts of policy@0, of policy@1 merged, of policy@1 as base and adapter)."""
+    store = Store(tmp_path_factory.mktemp("lora") / "store")
+    start = make_policy(store)
+    rollouts, rewards = world.make(store, start, world.even_share, groups=8)
+    config = Config(algorithm="ppo", lora={"rank": 4}, learning_rate=3e-2, epochs=6, minibatches=2, device="cpu")
+    adapted = store.open(run(config, store, policy=start.ref, rollouts=rollouts.ref, rewards=rewards.ref))
+    prompts = random_prompts(store, 12)
+    asked = [f"{start.ref}:adapter", f"{adapted.ref}:merged", f"{adapted.ref}:adapter"]
+    command = [sys.executable, "-m", "tests.stages.generate.lora_checks", str(store.path), str(prompts.ref), *asked]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return start, adapted, *map(store.open, json.loads(done.stdout.splitlines()[-1]))
+
+
+def by_peft(start, adapted):
+    """Transformers' model of the base with peft's own adapter on it; nothing is merged, nothing is of this project."""
+    base = AutoModelForCausalLM.from_pretrained(start.path, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, adapted.path / "adapter").eval()
+
+
+def completions(rollouts) -> list[list[int]]:
+    return rollouts.table()["completion_ids"].to_pylist()
+
+
+def test_it_samples_from_the_adapted_weights(answered):
+    """The greedy text is that of base and adapter; under the base alone it is another."""
+    start, adapted, before, merged, apart = answered
+    model, expected = by_peft(start, adapted), []
+    for prompt in merged.table()["prompt_ids"].to_pylist():
+        ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING["max_tokens"])
+        expected.append(ids[0, len(prompt) :].tolist())
+    assert completions(merged) == completions(apart) == expected
+    assert sum(one != other for one, other in zip(completions(before), expected, strict=True)) >= 10
+
+
+def test_the_logprobs_are_those_of_base_and_adapter(answered):
+    start, adapted, _, *both = answered
+    model = by_peft(start, adapted)
+    for rollouts in both:
+        for row in rollouts.table().to_pylist():
+            prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt + row["completion_ids"]])).logits[0, len(prompt) - 1 : -1]
+            found = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+            assert row["old_logprobs"] == pytest.approx(found.tolist(), abs=1e-3)
+
+
+def test_the_manifest_records_what_was_sampled(answered):
+    start, adapted, before, merged, apart = answered
+    weights = [as_model("policy", version).weights for version in (start, adapted)]
+    found = [version.manifest.model("policy").weights for version in (before, merged, apart)]
+    assert found == [weights[0], weights[1], weights[1]] and weights[0] != weights[1]
+    assert [version.manifest.metrics["engine"].get("base") for version in (before, merged, apart)] == [
+        None,
+        None,
+        str(start.ref),
+    ]
+
+
+def test_what_lies_below_the_policys_folder_is_no_business_of_the_engine(answered):
+    folders = {path.name for path in answered[1].path.iterdir() if path.is_dir()}
+    assert folders == {"adapter", "optimizer", "value_head"}
+
+
+def test_a_base_that_is_gone_is_told_before_the_engine_starts(answered, tmp_path):
+    start, adapted, *_ = answered
+    store = Store(shutil.copytree(start.path.parents[2], tmp_path / "store"))
+    shutil.rmtree(store.open(start.ref).path)
+    config = parse(GenerateConfig, {"options": {"lora": True}, "sampling": {"max_tokens": 4}}, "generate")
+    with pytest.raises(LineageError, match=r"trained over tiny/policy@0, expected .*, found none of that name"):
+        generate(config, store, prompts="tiny/prompts@1", policy=adapted.ref)
+
+
+@pytest.mark.parametrize("name", ["enable_lora", "max_lora_rank"])
+def test_vllms_own_arguments_for_it_are_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} can not be set here"):
+        parse(GenerateConfig, {"options": {"engine_args": {name: 8}}}, "generate")

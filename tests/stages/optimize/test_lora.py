@@ -1,0 +1,357 @@
+"""LoRA through the stage: what it writes, that base and adapter are the policy, how it goes on, what it refuses."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from schemas.errors import ConfigError, CorruptError, LineageError
+from stages.common.checkpoints import as_model
+from stages.common.config import parse
+from stages.common.models import load_model
+from stages.optimize import rollouts as joining
+from stages.optimize.algorithms import resolve
+from stages.optimize.lora import Lora, attach
+from stages.optimize.stage import Config, run
+from stages.optimize.trainer import Trainer, make_accelerator
+from tests.stages.optimize import world
+from tests.stages.optimize.test_optimize_dist import _launch
+from tests.stages.optimize.test_seq2seq_policies import sampled
+from tests.tiny import make_policy
+
+SMALL = {"rank": 4, "alpha": 12}
+LINEAR = {"llama": 2 * 7, "t5": 2 * (4 + 2) + 2 * (8 + 2), "bart": 2 * (4 + 2) + 2 * (8 + 2)}
+"""Linear layers inside the tiny models."""
+
+
+def _config(**values) -> Config:
+    return Config(**{"device": "cpu", "learning_rate": 1e-2, "lora": SMALL, **values})
+
+
+def _made(store, kind):
+    policy = make_policy(store, kind, kind)
+    if kind == "llama":
+        return policy, *world.make(store, policy, world.even_share, run=kind)
+    rollouts = sampled(store, policy)
+    return policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=kind)
+
+
+@pytest.fixture
+def made(store):
+    """(policy, rollouts, rewards) of a tiny llama."""
+    return _made(store, "llama")
+
+
+@pytest.fixture(params=["llama", "t5"])
+def either(request, store):
+    """The same of a decoder, and of an encoder-decoder."""
+    return _made(store, request.param)
+
+
+def _run(store, made, config=None, policy=None, **more):
+    start, rollouts, rewards = made
+    named = {"policy": (policy or start).ref, "rollouts": rollouts.ref, "rewards": rewards.ref, **more}
+    return store.open(run(config or _config(), store, **named))
+
+
+def _again(**values) -> Config:
+    """A later iteration on the same rollouts, which are stale by then."""
+    return _config(max_staleness=2, audit={"enabled": False}, **values)
+
+
+def _tensors(version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(version.path / name)
+
+
+def _equal(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _by_peft(base, policy):
+    """The model as a user of peft would load it: the base's folder, the adapter's folder, nothing of this project."""
+    loader = AutoModelForCausalLM if base.ref.run == "llama" else AutoModelForSeq2SeqLM
+    return PeftModel.from_pretrained(loader.from_pretrained(base.path, dtype=torch.float32), policy.path / "adapter").eval()
+
+
+def _logprobs(model, rollouts) -> torch.Tensor:
+    """[N] logprobs of all completions at temperature 1, one plain forward pass each."""
+    found = []
+    for row in rollouts.table().to_pylist():
+        prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
+        if model.config.is_encoder_decoder:
+            inputs = torch.cat([torch.tensor([model.config.decoder_start_token_id]), ids[:-1]])[None]
+            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=inputs).logits[0]
+        else:
+            logits = model(input_ids=torch.tensor([prompt + ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
+    return torch.cat(found)
+
+
+# -- what it writes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_base_and_adapter_are_the_policy(store, kind):
+    made = _made(store, kind)
+    done = _run(store, made, _config(epochs=3))
+    start, merged = (load_model(version, dtype=torch.float32) for version in (made[0], done))
+    with torch.no_grad():
+        before, merged, apart = (_logprobs(model, made[1]) for model in (start, merged, _by_peft(made[0], done)))
+    torch.testing.assert_close(merged, apart, rtol=0, atol=1e-5)
+    assert (merged - before).abs().max() > 1e-2
+    assert as_model("policy", done).weights != as_model("policy", made[0]).weights
+    config = [json.loads((version.path / "config.json").read_bytes()) for version in (done, made[0])]
+    assert config[0] == config[1]
+
+
+def test_only_the_adapters_are_trained_and_have_moments(store, made):
+    done = _run(store, made, _config(minibatches=2))
+    assert [path.name for path in done.path.glob("*.safetensors")] == ["model.safetensors"]
+    assert {path.name for path in (done.path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    adapter, moments = _tensors(done, "adapter/adapter_model.safetensors"), _tensors(done, "optimizer/state.safetensors")
+    assert len(adapter) == 2 * LINEAR[made[0].ref.run]
+    assert {name.rpartition("lora_")[2] for name in adapter} == {"A.weight", "B.weight"}
+    assert len(moments) == 2 * len(adapter) + 1 and all("lora_" in name or name == "updates" for name in moments)
+    size = sum(value.numel() for value in adapter.values())
+    assert done.manifest.metrics["trainable_parameters"] == size
+    assert sum(value.numel() for value in moments.values()) == 2 * size + 1
+    before, after = _tensors(made[0]), _tensors(done)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    trained = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in adapter if ".lora_A" in name}
+    assert changed == trained
+    assert done.manifest.config["lora"] == {**SMALL, "target_modules": "all-linear"}
+    assert done.manifest.input("base").ref == str(made[0].ref)
+    assert store.verify()[1] == []
+
+
+def test_the_same_work_gives_the_same_bytes(store, made):
+    first, second = _run(store, made), _run(store, made, force=True)
+    assert first.ref != second.ref and first.manifest.content_hash == second.manifest.content_hash
+    assert _run(store, made).ref == second.ref
+    assert _run(store, made, _config(lora={**SMALL, "alpha": 13})).ref not in (first.ref, second.ref)
+    adapters = [_tensors(each, "adapter/adapter_model.safetensors") for each in (first, _run(store, made, _config(seed=1)))]
+    assert not _equal(*adapters)
+
+
+@pytest.mark.parametrize("packing", ["shared", "packed", "single"])
+def test_the_adapters_gradient_is_that_of_the_whole_weights(store, either, packing):
+    """With W' = W + s B A and B = 0: dL/dB = s dL/dW Aᵀ and dL/dA = 0, where dL/dW is that of full training."""
+    config, row = _config(packing=packing, token_budget=40).resolved(), resolve("grpo")
+    loaded = joining.load(config, row, store, dict(zip(("policy", "rollouts", "rewards"), either, strict=True)))
+    everyone = list(range(len(loaded.batch.groups)))
+
+    def trained(lora: bool):
+        model = load_model(either[0], dtype=torch.float32)
+        if lora:
+            attach(config.lora, model, either[0], seed=0)
+        trainer = Trainer(config, model, loaded.batch, row, make_accelerator(config))
+        trainer.accumulate(everyone, everyone)
+        assert trainer.mode == packing
+        return trainer
+
+    whole, adapted = dict(trained(False).model.named_parameters()), trained(True)
+    values = dict(adapted.model.named_parameters())
+    assert len(adapted.parameters) == 2 * LINEAR[either[0].ref.run]
+    largest = 0.0
+    for name, parameter in values.items():
+        assert ("lora_" in name) == parameter.requires_grad == (parameter.grad is not None)
+        if "lora_B" in name:
+            a = values[name.replace("lora_B", "lora_A")]
+            expected = 12 / 4 * whole[name.replace(".lora_B.default", "")].grad @ a.detach().T
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5)
+            assert not a.grad.any()
+            largest = max(largest, float(expected.abs().max()))
+    assert largest > 1e-3
+
+
+def test_names_choose_the_layers(store, made):
+    done = _run(store, made, _config(lora={**SMALL, "target_modules": ["q_proj", "mlp.down_proj"]}))
+    names = _tensors(done, "adapter/adapter_model.safetensors")
+    layers = {name.partition(".layers.")[2].partition(".lora_")[0] for name in names}
+    assert layers == {"0.self_attn.q_proj", "1.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"}
+
+
+# -- going on ------------------------------------------------------------------------------------------------------------------
+
+
+def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, either):
+    together = _run(store, either, _config(epochs=2, max_staleness=2), into="together")
+    first = _run(store, either)
+    second = _run(store, either, _again(), policy=first)
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "optimizer/state.safetensors"):
+        assert _equal(_tensors(together, name), _tensors(second, name))
+    assert [entry.ref for entry in second.manifest.inputs if entry.role == "base"] == [str(either[0].ref)]
+    assert second.manifest.metrics["step"] == 2
+
+
+def test_the_audit_compares_base_and_adapter_with_what_the_merged_weights_sampled(store, made):
+    done = _run(store, made, _config(epochs=4))
+    assert done.manifest.metrics["audit"]["max_gap"] < 1e-4
+    rows = world.sample(load_model(done, dtype=torch.float32), world.prompts(4), 4)
+    rollouts = world.write_rollouts(store, done, rows, "llama")
+    made = done, rollouts, world.write_rewards(store, rollouts, world.even_share, run="llama")
+    metrics = _run(store, made).manifest.metrics
+    assert metrics["audit"]["max_gap"] < 1e-4 and metrics["step"] == 5
+
+
+def test_whole_weights_may_follow_adapters_and_the_reverse(store, made, caplog):
+    adapted = _run(store, made)
+    whole = _run(store, made, _again(lora=None), policy=adapted)
+    assert "trained by adapters, now it is whole weights: the moments start anew" in caplog.text
+    assert not (whole.path / "adapter").exists() and whole.manifest.input("base") is None
+    before, after = _tensors(adapted), _tensors(whole)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    assert whole.manifest.metrics["trainable_parameters"] == sum(value.numel() for value in after.values())
+    anew = _run(store, made, _again(), policy=whole)
+    assert "trained by whole weights, now it is adapters" in caplog.text
+    assert anew.manifest.input("base").ref == str(whole.ref)
+    assert torch.equal(_tensors(anew)["model.norm.weight"], after["model.norm.weight"])
+
+
+def test_a_critics_head_is_trained_beside_the_adapters(store, either):
+    config = _config(algorithm="ppo", critic_learning_rate=1e-2, epochs=2)
+    first = _run(store, either, config)
+    second = _run(store, either, _again(algorithm="ppo", critic_learning_rate=1e-2), policy=first)
+    sizes = [sum(value.numel() for value in _tensors(first, "adapter/adapter_model.safetensors").values()), 32 + 1]
+    assert first.manifest.metrics["trainable_parameters"] == sum(sizes)
+    heads = [_tensors(version, "value_head/state.safetensors") for version in (first, second)]
+    assert heads[0]["weight"].any() and not torch.equal(heads[0]["weight"], heads[1]["weight"])
+    assert heads[1]["updates"].tolist() == [3.0]
+
+
+def test_while_the_critic_warms_up_the_weights_stay_the_bases(store, made):
+    done = _run(store, made, _config(algorithm="ppo", critic_warmup_steps=1))
+    assert as_model("policy", done).weights == as_model("policy", made[0]).weights
+
+
+@pytest.mark.slow
+def test_it_learns_over_iterations(store, policy):
+    """Each samples from the merged weights and goes on from base and adapter; the audit sees no difference between the two."""
+
+    def low_share(row: dict) -> float:
+        return sum(token < 64 for token in row["completion_ids"]) / len(row["completion_ids"])
+
+    shares = []
+    for iteration in range(7):
+        rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(6), 16, seed=iteration)
+        shares.append(sum(map(low_share, rows)) / len(rows))
+        rollouts = world.write_rollouts(store, policy, rows)
+        rewards = world.write_rewards(store, rollouts, low_share)
+        config = _config(lora=Lora(), minibatches=2, audit={"max_mean_gap": 1e-5})
+        policy = _run(store, (policy, rollouts, rewards), config)
+    assert policy.manifest.input("base").ref == "tiny/policy@0"
+    assert shares[-1] > shares[0] + 0.2
+
+
+@pytest.mark.parametrize("values, like", [({"activation_checkpointing": True}, 1 - 1e-6), ({"precision": "bf16"}, 0.99)])
+def test_the_ways_of_a_pass_lead_to_like_adapters(store, made, values, like):
+    """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
+    found = []
+    for more in ({}, values):
+        adapter = _tensors(_run(store, made, _config(eps=1.0, **more), force=True), "adapter/adapter_model.safetensors")
+        assert {value.dtype for value in adapter.values()} == {torch.float32}
+        found.append(torch.cat([value.flatten() for name, value in adapter.items() if "lora_B" in name]))
+    assert torch.cosine_similarity(*found, 0) > like
+
+
+CODE = """
+import sys
+from stages.common.store import Store
+from stages.optimize.stage import Config, run
+store, rollouts, rewards = sys.argv[1:4]
+config = Config(device="cpu", learning_rate=1e-2, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0,
+                lora={"rank": 4, "alpha": 12})
+run(config, Store(store), policy="llama/policy@0", rollouts=rollouts, rewards=rewards, into="two")
+"""
+
+
+@pytest.mark.dist
+def test_two_ranks_train_as_one(store, made, tmp_path):
+    one = _run(store, made, _config(minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0))
+    script = tmp_path / "train.py"
+    script.write_text(CODE)
+    done = _launch([str(script), str(store.path), str(made[1].ref), str(made[2].ref)], 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = store.open("two/policy@1")
+    assert two.manifest.metrics["processes"] == 2
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        theirs = _tensors(two, name)
+        for key, value in _tensors(one, name).items():
+            torch.testing.assert_close(theirs[key], value, rtol=0, atol=1e-7)
+    assert max(float(value.abs().max()) for key, value in theirs.items() if "lora_B" in key) > 1e-5
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------------
+
+
+def test_without_peft_it_says_what_to_install(store, made, monkeypatch):
+    done = _run(store, made)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match="peft is not installed") as caught:
+        _run(store, made, force=True)
+    assert caught.value.next == 'pip install "quiver-rl[lora]"'
+    assert _run(store, made).ref == done.ref  # what is done needs none
+    assert _run(store, made, _config(lora=None)).manifest.metrics["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    [({"rank": 8}, "its adapter has rank = 4, the recipe asks for rank = 8"), ({"alpha": 13}, "alpha = 13"),
+     ({"target_modules": ["q_proj"]}, "has target_modules = all-linear, the recipe asks for target_modules = ['q_proj']")],
+)  # fmt: skip
+def test_another_adapter_than_the_checkpoints_is_refused(store, made, asked, said):
+    first = _run(store, made)
+    with pytest.raises(ConfigError) as caught:
+        _run(store, made, _again(lora={**SMALL, **asked}), policy=first)
+    assert said in caught.value.message and str(first.path) in caught.value.next
+
+
+@pytest.mark.parametrize("name", ["q_porj", "lm_head", "embed_tokens", "proj", ""])
+def test_names_that_are_no_layer_are_refused(store, made, name):
+    with pytest.raises(ConfigError, match="no linear layer inside the model") as caught:
+        _run(store, made, _config(lora={**SMALL, "target_modules": ["k_proj", name]}))
+    assert "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.message
+    assert name != "q_porj" or caught.value.next == "target_modules = ['q_proj']"
+
+
+def test_a_base_that_is_gone_or_changed_is_refused(store, made):
+    first = _run(store, made)
+    shutil.rmtree(made[0].path)
+    with pytest.raises(LineageError, match=r"trained over llama/policy@0, expected .*, found none of that name") as caught:
+        _run(store, (first, *made[1:]), _again())
+    assert str(first.path) in caught.value.next
+    other = make_policy(store, "llama", seed=1)
+    assert other.ref == made[0].ref
+    with pytest.raises(LineageError, match=other.manifest.content_hash[:12]):
+        _run(store, (first, *made[1:]), _again())
+
+
+def test_a_damaged_adapter_is_refused(store, made):
+    first = _run(store, made)
+    path = first.path / "adapter" / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"adapter_model\.safetensors"):
+        _run(store, made, _again(), policy=first)
+
+
+def test_an_adapter_of_another_model_is_refused(store, made):
+    first = _run(store, made)
+    other = load_model(make_policy(store, "t5", "t5"), dtype=torch.float32)
+    with pytest.raises(ConfigError, match="other names or shapes"):
+        attach(Lora(**SMALL), other, first, seed=0)
+
+
+@pytest.mark.parametrize(
+    "given, word",
+    [({"rank": 0}, "rank"), ({"target_modules": []}, "target_modules"), ({"dropout": 0.1}, "unknown key lora.dropout")],
+)
+def test_a_wrong_section_is_refused(given, word):
+    with pytest.raises(ConfigError, match=word):
+        parse(Config, {"lora": given}, "optimize")
