@@ -170,7 +170,7 @@ def _blocks(spans: np.ndarray, size: int) -> tuple[list[Block], torch.Tensor]:
     low, high, start, end = spans.T
     queries, causal = end - start, low == high
     keys = high - low + queries
-    order = np.lexsort((start, -keys, ~causal))  # the causal ones first, longest first
+    order = np.lexsort((-start, -keys, ~causal))  # the causal ones first, longest first
     blocks, gather, filled = [], np.empty(size, np.int64), 0
     for part in _parts(order, queries, keys, causal):
         at, width = start[part, None], int(queries[part].max())
