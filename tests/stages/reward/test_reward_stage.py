@@ -138,7 +138,8 @@ def test_null_is_not_zero(store, sample):
     assert manifest.status == {"scored": 2, "not_scored": 3, "failed": 0}
     assert manifest.metrics["reward_mean"] == 2.0
     assert manifest.metrics["functions"]["never"] | {"seconds": 0} == {
-        "mean": None, "std": None, "min": None, "max": None, "null": 5, "errors": 0, "seconds": 0,
+        "mean": None, "std": None, "min": None, "max": None,
+        "null": 5, "null_rate": 1.0, "errors": 0, "error_kinds": {}, "seconds": 0,
     }  # fmt: skip
     assert manifest.metrics["groups"] == {"count": 3, "too_small": 3, "incomplete": 2, "zero_variance": None}
 
