@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from .calls import late
@@ -57,6 +58,8 @@ class Function:
     """Of the last call."""
     now: int = field(init=False)
     """Most rows a call as long as calls take longer than foreseen."""
+    key: int = field(default_factory=count().__next__, init=False)
+    """Tells it from others of its name."""
 
     def __post_init__(self) -> None:
         self.now = self.rows

@@ -89,8 +89,8 @@ class Pool:
             if self._closing:
                 raise _closed()
             self._jobs.append(job)
-            async_names = {each.function.name for each in self._jobs if each.function.about and each.function.about.waits}
-            for number in range(len(self._lanes), self.workers + len(async_names)):
+            waiting = {each.function.key for each in self._jobs if each.function.about and each.function.about.waits}
+            for number in range(len(self._lanes), self.workers + len(waiting)):
                 self._lanes.append(threading.Thread(target=self._lane, daemon=True, name=f"reward worker {number}"))
                 self._lanes[-1].start()
             self._changed.notify_all()
@@ -124,7 +124,7 @@ class Pool:
                     job.running += 1
                     self._started += worker is None
                     several = self._started > 1 or job.seconds() > _START_SECONDS
-                    grown = worker.grown.get(job.function.name, 0) if worker else 0
+                    grown = worker.grown.get(job.function.key, 0) if worker else 0
                     return job, job.take(grown, self.workers if several else 1)
                 self._idle += worker is not None
                 self._changed.wait(_START_SECONDS / 2 if jobs else None)
@@ -145,6 +145,8 @@ class Pool:
         except (Late, Ended) as error:
             worker = self._end(worker)
             try:
+                if self._closing:
+                    raise _closed() from None
                 job.spoiled(rows, error)
             except BaseException as told:
                 job.error = job.error or told
@@ -182,9 +184,9 @@ class Pool:
 
     def _load(self, worker: Worker, function: Function) -> None:
         """Have the function loaded, once a process. ConfigError where that fails, or where its code is another than before."""
-        if function.name in worker.grown:
+        if function.key in worker.grown:
             return
-        wanted = {key: getattr(function, key) for key in ("use", "name", "arguments", "extra")}
+        wanted = {key: getattr(function, key) for key in ("key", "use", "name", "arguments", "extra")}
         worker.send({"load": wanted})
         try:
             answer = worker.receive(LOAD_SECONDS)
@@ -200,14 +202,14 @@ class Pool:
         if function.about and function.about.fingerprint != found.fingerprint:
             what = f"its file changed meanwhile: fingerprint expected {function.about.fingerprint}, found {found.fingerprint}"
             raise ConfigError(f"reward function {function.name}", what, state="finished shards are kept.", next="run again")
-        function.about, worker.grown[function.name] = found, 0
+        function.about, worker.grown[function.key] = found, 0
 
     def _ask(self, worker: Worker, job: Job, rows: list[int]) -> None:
         """One call. Late, Ended; what it has answered by then is kept."""
         function, waits = job.function, job.function.about.waits
         limit = function.seconds if len(rows) == 1 else function.batch_seconds
         chosen = {name: values[rows[0] : rows[-1] + 1] for name, values in job.columns.items()}
-        request = {"name": function.name, "rows": len(rows), "call": pickle.dumps(chosen, pickle.HIGHEST_PROTOCOL)}
+        request = {"key": function.key, "rows": len(rows), "call": pickle.dumps(chosen, pickle.HIGHEST_PROTOCOL)}
         worker.send({**request, "at_once": function.at_once, "seconds": function.seconds})
         end = time.monotonic() + limit + (_LATE_SECONDS if waits else 0)
         answer = {"done": False}
@@ -220,7 +222,7 @@ class Pool:
             function.spent += answer["seconds"]
             function.row_seconds = answer["seconds"] / len(rows)
             function.now = min(function.rows, function.now * 2) if len(rows) > 1 else function.now
-            worker.grown[function.name] = max(worker.grown[function.name], len(rows))
+            worker.grown[function.key] = max(worker.grown[function.key], len(rows))
 
 
 def _closed() -> ResourceError:

@@ -86,8 +86,9 @@ def score_all(
         waiting = {future for _, each in under_way for future in each.values()}
         while not all(future.done() for future in futures.values()):
             ended, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in ended:
-                future.result()
+            if not all(future.done() for future in futures.values()):  # else this shard is done first, whatever the next says
+                for future in ended:
+                    future.result()
         done(index, {name: future.result() for name, future in futures.items()})
         under_way.pop(0)
 

@@ -8,8 +8,8 @@ the worker's exit code, or 128 + the signal's number. The answers' pipe is at it
 Requests are pickled by the stage, answers are JSON: the stage never unpickles what came from a process that ran user's code.
 
     {"path": sys.path, "bytes": limit on memory or None}                   comes first
-    {"load": {use, name, arguments, extra}}                                → {"about": {…}} or {"error": {…}}
-    {"name": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
+    {"load": {key, use, name, arguments, extra}}                           → {"about": {…}} or {"error": {…}}
+    {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
                                                                            → {"parts": [[row, value, error, extra], …], "done": …}
 
 The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS; silence says that its loop is blocked.
@@ -125,23 +125,26 @@ def _serve(requests: int, answers: int) -> None:
     while (request := _receive(requests)) is not None:
         if "load" in request:
             answer = _load(functions, request["load"])
-        elif functions[request["name"]].waits:
-            answer = _call_async(functions[request["name"]], request, answers)
+        elif functions[request["key"]].waits:
+            answer = _call_async(functions[request["key"]], request, answers)
         else:
-            answer = _call(functions[request["name"]], request)
+            answer = _call(functions[request["key"]], request)
         _send(answers, answer)
 
 
 def _load(functions: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    from schemas.errors import QuiverError, unexpected
+    from schemas.errors import ConfigError, QuiverError, printable
 
     from . import calls
 
+    key = wanted.pop("key")
     try:
-        found = functions[wanted["name"]] = calls.load(**wanted)
-    except BaseException as error:
-        known = isinstance(error, QuiverError)
-        return {"error": (error if known else unexpected(f"reward function {wanted['name']}", error)).to_dict()}
+        found = functions[key] = calls.load(**wanted)
+    except QuiverError as error:
+        return {"error": error.to_dict()}
+    except BaseException as error:  # SystemExit, say
+        what = f"can not be loaded: {type(error).__name__}: {printable(error)}"
+        return {"error": ConfigError(f"reward function {wanted['name']}", what, next="import it in Python").to_dict()}
     takes = None if found.takes is None else sorted(found.takes)
     about = {"takes": takes, "needs": sorted(found.needs), "waits": found.waits, "fingerprint": found.fingerprint}
     return {"about": about}

@@ -1,7 +1,7 @@
 """One worker process as the stage sees it: requests go out, answers and printed text come in, each wait has an end.
 
     worker = Worker(memory_gib=None)
-    worker.send({"load": {"use": "numeric", "name": "numeric", "arguments": {}}})
+    worker.send({"load": {"use": "numeric", "name": "numeric", "arguments": {}, "key": 0}})
     worker.receive(seconds=60)                         # {"about": …}; Late, Ended
     worker.end()                                       # it, and all that it started, is gone
 
@@ -45,8 +45,8 @@ class Worker:
     """A worker process with its keeper (see `worker`). One thread uses it; another may `kill` it."""
 
     def __init__(self, memory_gib: float | None) -> None:
-        self.grown: dict[str, int] = {}
-        """By the name of each function that it has loaded: most rows that a call of it had here."""
+        self.grown: dict[int, int] = {}
+        """By the key of each function that it has loaded: most rows that a call of it had here."""
         self._out, self._in, self._text, self._unsaid = bytearray(), bytearray(), bytearray(), 0
         self._lock = threading.Lock()
         requests, answers, lifeline, printed = (os.pipe() for _ in range(4))
