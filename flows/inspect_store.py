@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from schemas.errors import ConfigError, QuiverError
 from schemas.refs import Ref
 from stages.common.store import Store, Version
-from stages.reward.statistics import changes
+from stages.reward.measures import changes
 
 _KEYS = ("rollout_id", "group_id", "step")
 _ALWAYS_DIFFERENT = {"version", "created", "commit_id", "content_hash", "run_key", "seconds", "bytes", "files", "run"}
@@ -62,7 +62,7 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     """What differs between two versions of one kind.
 
     `changed`: {path in the manifest: [a, b]}; `rows`: how many stand only in one of them, in both, and by column how many differ;
-    for rewards, `rewards`: what became of those of the rows in both (`stages.reward.statistics.changes`).
+    for rewards, `rewards`: what became of those of the rows in both (`stages.reward.measures.changes`).
     """
     a, b = store.open(first), store.open(second)
     if a.ref.kind != b.ref.kind:

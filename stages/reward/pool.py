@@ -42,6 +42,7 @@ class Pool:
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
         self._lanes: list[threading.Thread] = []
+        self._most = self.workers
         self._live: set[Worker] = set()
         self._started = self._idle = 0  # lanes with a process, and those of them that wait
         self._closing = False
@@ -90,15 +91,20 @@ class Pool:
                 raise _closed()
             self._jobs.append(job)
             waiting = {each.function.key for each in self._jobs if each.function.about and each.function.about.waits}
-            for number in range(len(self._lanes), self.workers + len(waiting)):
-                self._lanes.append(threading.Thread(target=self._lane, daemon=True, name=f"reward worker {number}"))
-                self._lanes[-1].start()
+            self._most = self.workers + len(waiting)
+            self._spare()
             self._changed.notify_all()
         job.done.wait()
         if job.error is not None:
             raise job.error
 
     # -- lanes: one thread and at most one process each ---------------------------------------------------------------------
+
+    def _spare(self) -> None:
+        """One lane without a process, beside those that have one, as long as more may have one."""
+        if self._started == len(self._lanes) < self._most:
+            self._lanes.append(threading.Thread(target=self._lane, daemon=True, name=f"reward worker {len(self._lanes)}"))
+            self._lanes[-1].start()
 
     def _lane(self) -> None:
         worker, failure = None, _closed()
@@ -123,6 +129,7 @@ class Pool:
                 if job is not None:
                     job.running += 1
                     self._started += worker is None
+                    self._spare()
                     several = self._started > 1 or job.seconds() > _START_SECONDS
                     grown = worker.grown.get(job.function.key, 0) if worker else 0
                     return job, job.take(grown, self.workers if several else 1)
@@ -189,16 +196,13 @@ class Pool:
         wanted = {key: getattr(function, key) for key in ("key", "use", "name", "arguments", "extra")}
         worker.send({"load": wanted})
         try:
-            answer = worker.receive(LOAD_SECONDS)
+            found = _about(worker.receive(LOAD_SECONDS))
         except (Late, Ended) as error:
             if self._closing:
                 raise
             how = f"took longer than {LOAD_SECONDS:g} s" if isinstance(error, Late) else f"ended its process {error}"
             name, what = f"reward function {function.name}", f"importing {printable(function.use)} {how}"
             raise ConfigError(name, what, next="python -c 'import …' shows what the module does") from None
-        if "error" in answer:
-            raise from_dict(answer["error"])
-        found = _about(answer["about"])
         if function.about and function.about.fingerprint != found.fingerprint:
             what = f"its file changed meanwhile: fingerprint expected {function.about.fingerprint}, found {found.fingerprint}"
             raise ConfigError(f"reward function {function.name}", what, state="finished shards are kept.", next="run again")
@@ -218,6 +222,8 @@ class Pool:
             answer = worker.receive(BATCH_SECONDS if beats else end - time.monotonic())
             for row, part in _parts(answer, len(rows)):
                 job.put(rows[row], part)
+        if any(job.parts[row] is None for row in rows):
+            raise Ended("after an answer that lacks rows")
         with self._changed:
             function.spent += answer["seconds"]
             function.row_seconds = answer["seconds"] / len(rows)
@@ -229,9 +235,16 @@ def _closed() -> ResourceError:
     return ResourceError("reward workers", "were closed while rows were scored", next="run again")
 
 
-def _about(found: dict[str, Any]) -> About:
-    takes = None if found["takes"] is None else frozenset(found["takes"])
-    return About(takes, frozenset(found["needs"]), found["waits"], found["fingerprint"])
+def _about(answer: dict[str, Any]) -> About:
+    """What the answer to a load says. QuiverError where it could not be loaded, Ended as in `_parts`."""
+    try:
+        if "error" in answer:
+            raise from_dict(answer["error"])
+        about = answer["about"]
+        takes = None if about["takes"] is None else frozenset(about["takes"])
+        return About(takes, frozenset(about["needs"]), about["waits"], about["fingerprint"])
+    except (KeyError, TypeError):
+        raise Ended("after an answer that can not be read") from None
 
 
 def _parts(answer: dict[str, Any], rows: int) -> list[tuple[int, Part]]:

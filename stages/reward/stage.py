@@ -1,10 +1,12 @@
 """reward: rollouts become rewards/1, by functions that a recipe names; null is "not scored", never 0.
 
-Prompts are found through the rollouts' manifest and joined by group_id. A row where a function failed has no reward; more such
-rows than `max_invalid` allows end the stage with RewardError, and finished shards are kept. The code of a user's functions
-enters the run_key by the hash of its file, so an edited function scores anew.
+Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`pool`). A row where
+one failed has no reward; more such rows than `max_invalid` allows end the stage with RewardError as soon as that is certain, and
+finished shards are kept. The code of a user's functions enters the run_key by the hash of its file, so an edited function scores
+anew.
 
     ref = run(Config(functions=[{"use": "numeric"}, {"use": "mine.py:polite", "weight": 0.2}]), store, rollouts="arith/rollouts@3")
+    ref = run(config, store, rollouts="arith/rollouts@3", retry=ref)      # only what has no reward yet
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from stages.common.work import ROWS_PER_SHARD, Work, begin
 from . import retry as again
 from . import tables
 from .function_scorer import FunctionConfig, FunctionScorer, Notice
+from .measures import failures, summary
 from .pool import Pool
 from .scoring import Batch, Part, Scorer
 from .shards import Allowance, TooMany, score_all
-from .statistics import failures, summary
 
 STAGE_VERSION = 1
 SCORERS = ("functions",)
@@ -189,7 +191,10 @@ def _pinned(config: Config, scorers: list[Scorer]) -> Config:
                 f"fingerprint expected {printable(each.fingerprint)}, found {found[each.name]}",
                 next="restore the function's file, or take the fingerprint out of the recipe",
             )
-    pin = lambda each: each.model_copy(update={"fingerprint": found[each.name]})  # noqa: E731
+
+    def pin(each: FunctionConfig) -> FunctionConfig:
+        return each.model_copy(update={"fingerprint": found[each.name]})
+
     return config.model_copy(update={kind: tuple(map(pin, getattr(config, kind))) for kind in SCORERS})
 
 

@@ -1,4 +1,6 @@
-"""The process in which reward functions run: python -P -m stages.reward.worker REQUESTS ANSWERS LIFELINE (file descriptors)
+"""The process in which reward functions run: python -P worker.py REQUESTS ANSWERS LIFELINE (file descriptors)
+
+It is started as a file, by itself, and finds the other modules by the path that the stage tells it first.
 
 It is two processes. The worker loads functions and calls them. Its keeper waits for it, and for the lifeline, a pipe that nobody
 writes to: when the worker ends, or the stage closes its end or dies, by kill -9 too, the keeper kills the worker's session and
@@ -134,8 +136,7 @@ def _serve(requests: int, answers: int) -> None:
 
 def _load(functions: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     from schemas.errors import ConfigError, QuiverError, printable
-
-    from . import calls
+    from stages.reward import calls
 
     key = wanted.pop("key")
     try:
@@ -151,7 +152,7 @@ def _load(functions: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(function: Any, request: dict[str, Any]) -> dict[str, Any]:
-    from .calls import call
+    from stages.reward.calls import call
 
     started = time.monotonic()
     parts = call(function, lambda: pickle.loads(request["call"]), request["rows"])
@@ -161,7 +162,7 @@ def _call(function: Any, request: dict[str, Any]) -> dict[str, Any]:
 def _call_async(function: Any, request: dict[str, Any], answers: int) -> dict[str, Any]:
     import asyncio
 
-    from .calls import call_together
+    from stages.reward.calls import call_together
 
     started, finished = time.monotonic(), []
 

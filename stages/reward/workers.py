@@ -25,6 +25,7 @@ from typing import Any
 
 from schemas.errors import ResourceError
 
+from . import worker
 from .worker import LENGTH
 
 PRINTED_BYTES = 4096
@@ -49,24 +50,25 @@ class Worker:
         """By the key of each function that it has loaded: most rows that a call of it had here."""
         self._out, self._in, self._text, self._unsaid = bytearray(), bytearray(), bytearray(), 0
         self._lock = threading.Lock()
-        requests, answers, lifeline, printed = (os.pipe() for _ in range(4))
-        command = [sys.executable, "-P", "-m", "stages.reward.worker", *map(str, (requests[0], answers[1], lifeline[0]))]
+        pipes: list[tuple[int, int]] = []
         try:
+            pipes.extend(os.pipe() for _ in range(4))
+            requests, answers, lifeline, printed = pipes
+            theirs = (requests[0], answers[1], lifeline[0])
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", worker.__file__, *map(str, theirs)],
                 stdin=subprocess.DEVNULL,
                 stdout=printed[1],
                 stderr=subprocess.STDOUT,
-                pass_fds=(requests[0], answers[1], lifeline[0]),
+                pass_fds=theirs,
                 start_new_session=True,
             )
         except OSError as error:
-            for handle in (requests[1], answers[0], lifeline[1], printed[0]):
+            for handle in (handle for pipe in pipes for handle in pipe):
                 os.close(handle)
             raise ResourceError("reward worker", f"can not be started: {error}", next="lower reward.workers") from error
-        finally:
-            for handle in (requests[0], answers[1], lifeline[0], printed[1]):
-                os.close(handle)
+        for handle in (*theirs, printed[1]):
+            os.close(handle)
         self._requests, self._answers, self._printed = requests[1], answers[0], printed[0]
         self._lifeline: int | None = lifeline[1]
         for handle in (self._requests, self._answers, self._printed):

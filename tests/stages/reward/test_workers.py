@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -195,7 +197,7 @@ def children() -> list[int]:
             command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
         except OSError:
             continue
-        if b"stages.reward.worker" in command and folder == os.getcwd() and alive(int(path.parent.name)):
+        if b"reward/worker.py" in command and folder == os.getcwd() and alive(int(path.parent.name)):
             found.append(int(path.parent.name))
     return found
 
@@ -222,11 +224,6 @@ COSTS = {
     "kills_keeper": Part(error=f"{ENDED}by SIGKILL"),
     "closes": Part(error=f"{ENDED}with exit code 1"),
     "scribbles": Part(error=f"{ENDED}after an answer that can not be read"),
-    "hangs": Part(error=LATE),
-    "hangs_deaf": Part(error=LATE),
-    "hangs_in_c": Part(error=LATE),
-    "blocks": Part(error=LATE),
-    "waits": Part(error=LATE),
     "forks": Part(1.0),
     "forks_raising": Part(1.0),
     "moves": Part(1.0),
@@ -235,9 +232,17 @@ COSTS = {
 
 @pytest.mark.parametrize("fault", COSTS)
 def test_a_bad_row_costs_itself_alone(shared, fault):
-    started = time.monotonic()
     assert score(shared, fault) == [COSTS[fault] if row == 5 else Part(1.0) for row in range(12)]
-    assert time.monotonic() - started < 1 + 5 + 20  # against hanging; the 20 for a busy machine
+
+
+def test_a_row_that_hangs_costs_itself_alone_and_its_time(folder):
+    """Five functions at once: by a call that waits, that ignores SIGTERM, that never leaves C code, and two async ones."""
+    uses = ("hangs", "hangs_deaf", "hangs_in_c", "blocks", "waits")
+    started = time.monotonic()
+    with Pool(3) as three, ThreadPoolExecutor(len(uses)) as threads:
+        found = dict(zip(uses, threads.map(lambda use: score(three, use), uses), strict=True))
+    assert found == {use: [Part(error=LATE) if row == 5 else Part(1.0) for row in range(12)] for use in uses}
+    assert time.monotonic() - started < 60
 
 
 def test_a_function_that_always_fails_fails_in_each_row(shared):
@@ -292,7 +297,7 @@ def test_results_do_not_depend_on_the_number_of_workers_or_rows_a_call(folder):
     assert found[0] == found[1] == found[2]
 
 
-def test_work_is_dealt_to_several_processes_where_it_is_worth_it(folder):
+def test_work_is_dealt_to_several_processes_where_it_is_worth_it(empty):
     with Pool(2) as two:
         busy = scorer(two, "slow_row", most=1, timeout_seconds=30)
         busy.score({"completions": ["bad"] * 4, "rollout_ids": list("abcd")})
@@ -333,7 +338,8 @@ def test_a_killed_worker_leaves_nobody(empty):
         assert started and gone(started, 0)
 
 
-def test_a_killed_stage_leaves_nobody(empty):
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_stage_that_ends_leaves_nobody(empty, end):
     code = """
         from stages.reward.function_scorer import FunctionConfig, FunctionScorer
         from stages.reward.pool import Pool
@@ -342,21 +348,19 @@ def test_a_killed_stage_leaves_nobody(empty):
         FunctionScorer(FunctionConfig(use="faults.py:leaves_daemon"), pool, 256).score(rows)
         FunctionScorer(FunctionConfig(use="faults.py:hangs_deaf"), pool, 256).score(rows)
     """
-    stage = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
+    stage = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
     while not daemons(empty) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.3)  # now it hangs
     found = children() + daemons(empty)
     assert len(found) >= 3 and all(map(alive, found))
-    stage.kill()
-    stage.wait()
+    stage.send_signal(end)
+    stage.wait(20)
     assert gone(found) and children() == []
 
 
 def test_closing_ends_a_call_that_waits(folder):
-    import threading
-
     one = Pool(1)
     errors = []
 
@@ -383,12 +387,12 @@ def test_closing_ends_a_call_that_waits(folder):
         ("import nonexistent_module", "can not be imported: ModuleNotFoundError: No module named 'nonexistent_module'"),
         ("import os; os._exit(7)", "ended its process with exit code 7"),
         ("import sys; sys.exit(7)", "SystemExit: 7"),
-        ("import time; time.sleep(600)", "took longer than 2 s"),
+        ("import time; time.sleep(600)", "took longer than 1 s"),
         ("x = 1", "has no function f"),
     ],
 )
 def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, folder, monkeypatch, source, said):
-    monkeypatch.setattr(pool, "LOAD_SECONDS", 2.0)
+    monkeypatch.setattr(pool, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
     (folder / "broken.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
         scorer(shared, "broken.py:f").require([])
@@ -446,11 +450,3 @@ def test_extra_comes_through(folder):
     with Pool(1) as one:
         found = scorer(one, "judge.py:f", extra=True).score({"completions": ["é\n"], "rollout_ids": ["r"]})
     assert (found[0].value, json.loads(found[0].extra)) == (0.25, {"why": "é\n"})
-
-
-def test_signals_to_the_stages_group_do_not_reach_workers(folder):
-    """Ctrl-C is the stage's to answer."""
-    with Pool(1) as one:
-        (before,) = {part.value for part in score(one, "process")}
-        os.kill(os.getpid(), signal.SIGCONT)
-        assert os.getsid(int(before)) != os.getsid(0)

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from schemas import rewards
-from stages.reward.statistics import changes, correlation, failures, summary
+from stages.reward.measures import changes, correlation, failures, summary
 
 NONE = float("nan")
 
