@@ -1,6 +1,7 @@
 """The process in which reward functions run: python -P worker.py REQUESTS ANSWERS LIFELINE (file descriptors)
 
-It is started as a file, by itself, and finds the other modules by the path that the stage tells it first.
+It is started as a file, by itself (-P: the files beside it do not stand in for libraries), and finds all other modules by the path
+that the stage tells it first.
 
 It is two processes. The worker loads functions and calls them. Its keeper waits for it, and for the lifeline, a pipe that nobody
 writes to: when the worker ends, or the stage closes its end or dies, by kill -9 too, the keeper kills the worker's session and

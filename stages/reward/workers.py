@@ -151,7 +151,7 @@ class Worker:
         del self._in[: LENGTH.size + size]
         try:
             return json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Ended("after an answer that can not be read") from None
 
     def _drain(self) -> None:
