@@ -104,6 +104,7 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> None:
         prompts: Annotated[str | None, Given] = None,
         rollouts: Annotated[str | None, Given] = None,
         rewards: Annotated[str | None, Given] = None,
+        retry: Annotated[str | None, typer.Option(help="reward: score again only the rows that have none in these")] = None,
         policy: Annotated[str | None, Given] = None,
         iteration: Annotated[int, typer.Option(help="whose prompts and seeds are meant")] = 1,
         force: Force = False,
@@ -114,7 +115,7 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> None:
     ) -> None:
         from .rerun import rerun
 
-        given = {"prompts": prompts, "rollouts": rollouts, "rewards": rewards, "policy": policy}
+        given = {"prompts": prompts, "rollouts": rollouts, "rewards": rewards, "retry": retry, "policy": policy}
         outcome = rerun(_recipe(recipe, settings, store), name, roles, given, iteration, force)
         what = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
         _print(json, asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {what}"])
@@ -124,7 +125,7 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> None:
 
 _stage_command("prompt", ("policy",), "Render the source's rows to token ids: a new prompts version.")
 _stage_command("generate", ("prompts", "policy"), "Sample completions: a new rollouts version.")
-_stage_command("reward", ("rollouts",), "Score saved rollouts: a new rewards version.")
+_stage_command("reward", ("rollouts", "retry"), "Score saved rollouts: a new rewards version.")
 _stage_command("logprobs", ("rollouts", "policy"), "Score saved completions again, under a reference: a new logprobs version.")
 _stage_command("optimize", ("policy", "rollouts", "rewards"), "Update the policy on saved rollouts: the next policy.")
 _stage_command("evaluate", ("policy",), "Measure a policy on the held-out rows: a new evaluations version.")
@@ -188,7 +189,7 @@ def diff(first: Reference, second: Reference, store: StorePath = None, json: Jso
 
     found = compare(_store(store), first, second)
     lines = [f"{path}: {printable(a)} → {printable(b)}" for path, (a, b) in found["changed"].items()]
-    _print(json, found, [*lines, f"rows: {found['rows']}"])
+    _print(json, found, [*lines, *(f"{part}: {found[part]}" for part in ("rows", "rewards") if part in found)])
 
 
 @app.command()

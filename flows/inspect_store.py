@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from schemas.errors import ConfigError, QuiverError
 from schemas.refs import Ref
 from stages.common.store import Store, Version
+from stages.reward.measures import changes
 
 _KEYS = ("rollout_id", "group_id", "step")
 _ALWAYS_DIFFERENT = {"version", "created", "commit_id", "content_hash", "run_key", "seconds", "bytes", "files", "run"}
@@ -60,7 +61,8 @@ def lineage(store: Store, ref: str, _seen: dict[str, Any] | None = None) -> dict
 def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     """What differs between two versions of one kind.
 
-    `changed`: {path in the manifest: [a, b]}; `rows`: how many stand only in one of them, in both, and by column how many differ.
+    `changed`: {path in the manifest: [a, b]}; `rows`: how many stand only in one of them, in both, and by column how many differ;
+    for rewards, `rewards`: what became of those of the rows in both (`stages.reward.measures.changes`).
     """
     a, b = store.open(first), store.open(second)
     if a.ref.kind != b.ref.kind:
@@ -68,7 +70,14 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     flat = [_flatten(v.manifest.model_dump(mode="json", by_alias=True, exclude=_ALWAYS_DIFFERENT)) for v in (a, b)]
     paths = sorted(path for path in flat[0].keys() | flat[1].keys() if flat[0].get(path) != flat[1].get(path))
     changed = {path: [flat[0].get(path), flat[1].get(path)] for path in paths}
-    return {"changed": changed, "rows": {} if a.ref.kind == "policy" else _diff_rows(a.table(), b.table())}
+    if a.ref.kind == "policy":
+        return {"changed": changed, "rows": {}}
+    left, right = _shared(a.table(), b.table())
+    found = {"changed": changed, "rows": _diff_rows(a.table(), b.table(), left, right)}
+    if a.ref.kind == "rewards":
+        values = [table["reward"].to_numpy(zero_copy_only=False) for table in (left, right)]
+        found["rewards"] = changes(left["group_id"].to_pylist(), *values)
+    return found
 
 
 def _flatten(data: Any, path: str = "") -> dict[str, Any]:
@@ -80,15 +89,22 @@ def _flatten(data: Any, path: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _diff_rows(a: pa.Table, b: pa.Table) -> dict[str, Any]:
-    key = next(name for name in _KEYS if name in a.column_names)
+def _shared(a: pa.Table, b: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """The rows that stand in both, in the order of the first, as each has them."""
+    key = _key(a)
     positions = pc.index_in(a[key], value_set=b[key].combine_chunks())
     both = pc.is_valid(positions)
-    shared = pc.sum(both).as_py() or 0
-    left = a.filter(both)
-    right = b.take(positions.filter(both))
-    common = [name for name in a.column_names if name in b.column_names and name != key]
+    return a.filter(both), b.take(positions.filter(both))
+
+
+def _key(table: pa.Table) -> str:
+    return next(name for name in _KEYS if name in table.column_names)
+
+
+def _diff_rows(a: pa.Table, b: pa.Table, left: pa.Table, right: pa.Table) -> dict[str, Any]:
+    common = [name for name in a.column_names if name in b.column_names and name != _key(a)]
     changed = {name: _count_different(left[name], right[name]) for name in common}
+    shared = left.num_rows
     only = {"only_first": a.num_rows - shared, "only_second": b.num_rows - shared, "both": shared}
     return {**only, "changed": {name: count for name, count in changed.items() if count}}
 

@@ -200,7 +200,7 @@ def _check_evaluation(recipe: Recipe) -> None:
         recipe.evaluate.score,
         recipe.evaluate.k,
     )
-    parts = ["reward", *(function.name for function in recipe.reward.functions)]
+    parts = ["reward", *recipe.reward.part_names]
     if score not in parts:
         raise ValueError(f"evaluate.score must be one of {', '.join(parts)}, got {score!r}")
     if max(wanted, default=0) > samples:

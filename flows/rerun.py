@@ -5,6 +5,7 @@ rerun(recipe, "reward", ("rollouts",), {"rollouts": "arith/rollouts@3"})
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from schemas.errors import ConfigError, LineageError
@@ -15,6 +16,8 @@ from stages.common.work import NotDone
 from .recipe import Recipe
 
 _ORDER = ("rollouts", "rewards", "prompts", "policy")
+_NEVER_FOUND = {"retry"}  # what is taken over is named, or nothing is
+log = logging.getLogger("quiver")
 
 
 def rerun(
@@ -27,13 +30,16 @@ def rerun(
         raise ConfigError(f"--{foreign[0]}", f"quiver {stage} takes {takes}", next=f"leave --{foreign[0]} out")
     store = Store(recipe.store)
     refs = {role: str(store.resolve(given[role], recipe.run)) for role in roles if given.get(role)}
-    for role in sorted(set(roles) - set(refs), key=_ORDER.index):
+    for role in sorted(set(roles) - set(refs) - _NEVER_FOUND, key=_ORDER.index):
         refs[role] = find(recipe, store, role, refs, stage)
     if stage == "evaluate":
         return _evaluate(recipe, refs["policy"], iteration, force)
     if stage == "optimize":
         refs |= _scored_again(recipe, refs)
-    return _run(recipe, stage, _config(recipe, stage, iteration), refs, force)
+    outcome = _run(recipe, stage, _config(recipe, stage, iteration), refs, force)
+    if outcome.ref == refs.get("retry"):
+        log.info("%s has a reward in every row: there is nothing to retry", outcome.ref)
+    return outcome
 
 
 def _run(recipe: Recipe, stage: str, config: Any, refs: dict[str, str], force: bool = False) -> Outcome:
@@ -67,8 +73,8 @@ def find(recipe: Recipe, store: Store, role: str, known: dict[str, str], stage: 
     run = recipe.run
     if role == "rewards":
         return _rewards(recipe, known["rollouts"])
-    if role == "rollouts" and "rewards" in known:
-        return store.open(known["rewards"]).manifest.input("rollouts").ref
+    if role == "rollouts" and ("rewards" in known or "retry" in known):
+        return store.open(known.get("rewards") or known["retry"]).manifest.input("rollouts").ref
     if role == "policy" and stage == "logprobs":
         return f"{run}/policy@0"
     if role == "policy" and stage == "optimize":

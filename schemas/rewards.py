@@ -6,6 +6,7 @@
 | reward | float32, null | weighted sum of the parts, clipped where asked; null when a part failed or none applied |
 | parts | struct<float32, null> | one field a reward function, before its weight (`overlong`: the penalty); null = none |
 | errors | struct<string, null> | one field a reward function: why it failed; null = it did not |
+| extra | struct<string, null> | only where a function may give it: JSON text of what came beside the number |
 
     {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "reward": 1.2,
      "parts": {"accuracy": 1.0, "format": 1.0}, "errors": {"accuracy": null, "format": null}}
@@ -28,22 +29,31 @@ SCHEMA = fields.kind_schema(
 )
 
 
-def schema_for(functions: list[str]) -> pa.Schema:
-    """The schema of a rewards table with one part and one error for each function's name."""
-    return fields.with_struct(
+def schema_for(functions: list[str], extras: list[str] | tuple[str, ...] = ()) -> pa.Schema:
+    """The schema of a rewards table with one part and one error for each function's name, and `extra` for `extras`, if any."""
+    made = fields.with_struct(
         SCHEMA,
         parts=pa.struct([pa.field(name, pa.float32()) for name in functions]),
         errors=pa.struct([pa.field(name, pa.string()) for name in functions]),
     )
+    texts = pa.struct([pa.field(name, pa.string()) for name in extras])
+    return made.append(pa.field("extra", texts, nullable=False)) if extras else made
+
+
+def names_of(table: pa.Table, column: str = "parts") -> list[str]:
+    """The functions' names in a struct column of a rewards table, in order; none where there is no such column."""
+    return [field.name for field in table.schema.field(column).type] if column in table.column_names else []
 
 
 def check(table: pa.Table) -> None:
     """Raise SchemaError unless `table` is rewards/1: unique ids, finite rewards, parts and errors of the same functions."""
-    fields.compare(table, SCHEMA)
+    fields.compare(table.drop_columns(["extra"]) if "extra" in table.column_names else table, SCHEMA)
     fields.require_unique(table, SCHEMA, "rollout_id")
-    names = [[field.name for field in table.schema.field(column).type] for column in ("parts", "errors")]
-    if table.schema != schema_for(names[0]) or names[0] != names[1]:
-        raise fields.fail(SCHEMA, "parts must be float32 and errors string, with the same function names")
+    if "extra" in table.column_names and not pa.types.is_struct(table.schema.field("extra").type):
+        raise fields.fail(SCHEMA, "extra must be a struct with one string a function")
+    names, extras = names_of(table), names_of(table, "extra")
+    if table.schema != schema_for(names, extras) or names_of(table, "errors") != names or not set(extras) <= set(names):
+        raise fields.fail(SCHEMA, "parts must be float32, errors and extra string, with the same function names")
     fields.require_values(
         table, SCHEMA, "reward", lambda v: pc.invert(pc.is_finite(pc.fill_null(v, 0))), "a reward is finite or null"
     )

@@ -30,6 +30,9 @@ class Config(BaseModel):
         for name, value in self:
             if name not in knobs and isinstance(value, Config):
                 dumped[name] = value.key()
+            elif name not in knobs and isinstance(value, tuple):
+                plain = zip(value, dumped[name], strict=True)
+                dumped[name] = [item.key() if isinstance(item, Config) else as_json for item, as_json in plain]
         return dumped
 
 

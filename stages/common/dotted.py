@@ -69,7 +69,12 @@ def _module(holder: str, field: str) -> ModuleType:
 
 
 def _imported(name: str) -> ModuleType:
-    """The module as its file is now: a process that lives long must not score with the code of yesterday."""
+    """The module as its file is now: a process that lives long must not score with the code of yesterday.
+
+    Nor one that starts anew: bytecode that is older than its source is stale, though it names the same second and size.
+    """
+    if name not in sys.modules:
+        _forget_stale_bytecode(name)
     module = importlib.import_module(name)
     sha256 = hash_of(module)
     if _imported_as.setdefault(name, sha256) != sha256:
@@ -77,6 +82,13 @@ def _imported(name: str) -> ModuleType:
         Path(importlib.util.cache_from_source(module.__file__)).unlink(missing_ok=True)  # it knows whole seconds only
         module = importlib.reload(module)
     return module
+
+
+def _forget_stale_bytecode(name: str) -> None:
+    found = importlib.util.find_spec(name)
+    source, cached = (Path(getattr(found, key, None) or os.devnull) for key in ("origin", "cached"))
+    if source.is_file() and cached.is_file() and source.stat().st_mtime_ns > cached.stat().st_mtime_ns:
+        cached.unlink()
 
 
 def _from_file(path: Path) -> ModuleType:

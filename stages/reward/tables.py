@@ -1,4 +1,4 @@
-"""Tables in and out of scoring: rollouts joined with their prompts, parts weighted into rewards, and what the manifest says.
+"""Tables in and out of scoring: rollouts joined with their prompts, parts weighted into rewards.
 
 A reward is made in this order, each part kept as its own column: raw parts, weights, clip, overlong penalty.
 """
@@ -6,16 +6,16 @@ A reward is made in this order, each part kept as its own column: raw parts, wei
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas import rewards
 from schemas.errors import LineageError, NumericError, printable
 
-from .scoring import LARGEST, Part
+from .scoring import LARGEST, OFFERED, Part
 
 OVERLONG = "overlong"
 """The penalty's column in `parts`."""
@@ -31,17 +31,43 @@ def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
     return order
 
 
-def as_batch(rollouts: pa.Table, prompts: pa.Table) -> dict[str, list[Any]]:
-    """What functions are offered, by name; `prompts` row by row those of `rollouts`. A user's column never hides these four."""
-    columns = pa.chunked_array(prompts.column("columns").chunks, prompts.schema.field("columns").type)
-    asked = zip(prompts.column("messages").to_pylist(), prompts.column("prompt_text").to_pylist(), strict=True)
-    return {
-        **{field.name: pc.struct_field(columns, [at]).to_pylist() for at, field in enumerate(columns.type)},
-        "prompts": [text if messages is None else messages for messages, text in asked],
-        "completions": rollouts.column("completion_text").to_pylist(),
-        "completion_ids": rollouts.column("completion_ids").to_pylist(),
-        "finish_reason": rollouts.column("finish_reason").to_pylist(),
-    }
+class Offered(Mapping[str, list[Any]]):
+    """What scorers are offered, by name; a list is made when it is first asked for. A user's column never hides one of ours."""
+
+    def __init__(self, rollouts: pa.Table, prompts: pa.Table) -> None:
+        """`prompts`: row by row those of `rollouts`."""
+        self._rollouts, self._prompts, self._made = rollouts, prompts, {}
+        self._columns = [field.name for field in prompts.schema.field("columns").type]
+
+    def __getitem__(self, name: str) -> list[Any]:
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from OFFERED
+        yield from (name for name in self._columns if name not in OFFERED)
+
+    def __len__(self) -> int:
+        return len({*OFFERED, *self._columns})
+
+    def _make(self, name: str) -> list[Any]:
+        if name == "prompts":
+            asked = zip(*(self._prompts.column(each).to_pylist() for each in ("messages", "prompt_text")), strict=True)
+            return [text if messages is None else messages for messages, text in asked]
+        if name in _COLUMN_OF:
+            return self._rollouts.column(_COLUMN_OF[name]).to_pylist()
+        if name not in self._columns:
+            raise KeyError(name)
+        return pc.struct_field(self._prompts.column("columns"), [self._columns.index(name)]).to_pylist()
+
+
+_COLUMN_OF = {
+    "completions": "completion_text",
+    "completion_ids": "completion_ids",
+    "finish_reason": "finish_reason",
+    "rollout_ids": "rollout_id",
+}
 
 
 def overlong(length: int, max_tokens: int, cache: int) -> float:
@@ -66,26 +92,30 @@ def as_rewards(
     weights: dict[str, float],
     clip: tuple[float, float] | None,
     penalty: dict[str, Any] | None = None,
+    extras: list[str] | tuple[str, ...] = (),
 ) -> pa.Table:
     """rewards/1 for `rollouts`, with one list of parts a function, in order of rows.
 
-    `penalty`: max_tokens, cache and weight of the overlong penalty, which then is the last part.
+    `penalty`: max_tokens, cache and weight of the overlong penalty, which then is the last part. `extras`: functions whose extra
+    is kept.
     """
-    rows = [{name: parts[name][row] for name in weights} for row in range(rollouts.num_rows)]
-    sums = [weigh(row, weights, clip) for row in rows]
+    sums = [weigh({name: parts[name][row] for name in weights}, weights, clip) for row in range(rollouts.num_rows)]
+    parts = {name: parts[name] for name in weights}
     if penalty is not None:
         lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
         shaped = [overlong(length, penalty["max_tokens"], penalty["cache"]) for length in lengths]
-        rows = [{**row, OVERLONG: Part(value)} for row, value in zip(rows, shaped, strict=True)]
+        parts[OVERLONG] = [Part(value) for value in shaped]
         sums = [None if r is None else _storable(r + penalty["weight"] * v) for r, v in zip(sums, shaped, strict=True)]
-    schema = rewards.schema_for([*weights, *([OVERLONG] if penalty else [])])
-    columns = [
-        sums,
-        [{name: part.value for name, part in row.items()} for row in rows],
-        [{name: part.error for name, part in row.items()} for row in rows],
-    ]
-    made = [pa.array(column, schema.field(at + 2).type) for at, column in enumerate(columns)]
-    return pa.table([rollouts.column("rollout_id"), rollouts.column("group_id"), *made], schema=schema)
+    schema = rewards.schema_for(list(parts), extras)
+
+    def struct(column: str, names: list[str] | tuple[str, ...], at: int) -> pa.StructArray:
+        kind = schema.field(column).type
+        arrays = [pa.array([part[at] for part in parts[name]], kind.field(name).type) for name in names]
+        return pa.StructArray.from_arrays(arrays, fields=list(kind))
+
+    columns = [pa.array(sums, pa.float32()), struct("parts", list(parts), 0), struct("errors", list(parts), 1)]
+    columns += [struct("extra", extras, 2)] if extras else []
+    return pa.table([rollouts.column("rollout_id"), rollouts.column("group_id"), *columns], schema=schema)
 
 
 def weigh(parts: dict[str, Part], weights: dict[str, float], clip: tuple[float, float] | None) -> float | None:
@@ -111,79 +141,3 @@ def _storable(total: float) -> float:
             "reward", f"the weighted sum {total:g} is not finite as float32", next="lower the weights, or set reward_clip"
         )
     return total
-
-
-def _error_columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
-    column = table.column("errors")
-    return {field.name: pc.struct_field(column, [at]) for at, field in enumerate(column.type)}
-
-
-def _failed(table: pa.Table) -> np.ndarray:
-    """[rows] bool: at least one function failed there."""
-    failed = np.zeros(table.num_rows, bool)
-    for column in _error_columns(table).values():
-        failed |= column.is_valid().to_numpy()
-    return failed
-
-
-def count_failed(table: pa.Table) -> int:
-    """Rows in which at least one function failed."""
-    return int(_failed(table).sum())
-
-
-def first_error(table: pa.Table) -> tuple[str, int, str]:
-    """Function, row and text of the first error in a table that has one."""
-    row = int(np.flatnonzero(_failed(table))[0])
-    name, error = next((name, text) for name, text in table.column("errors")[row].as_py().items() if text is not None)
-    return name, row, error
-
-
-# -- what the manifest says -------------------------------------------------------------------------------------------------
-
-
-def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Metrics and row counts by status of a whole rewards table."""
-    values = table.column("reward").to_numpy(zero_copy_only=False)
-    scored, failed = ~np.isnan(values), count_failed(table)
-    errors = _error_columns(table)
-    functions = {}
-    for at, field in enumerate(table.schema.field("parts").type):
-        part = pc.struct_field(table.column("parts"), [at])
-        numbers = part.drop_null().to_numpy()
-        wrong = len(table) - errors[field.name].null_count
-        counts = {"null": part.null_count - wrong, "errors": wrong, "seconds": round(seconds[field.name], 3)}
-        functions[field.name] = {**describe(numbers), **counts}
-    metrics = {f"reward_{name}": value for name, value in describe(values[scored]).items()}
-    metrics |= {"functions": functions, "groups": groups(table.column("group_id").to_pylist(), values)}
-    count = int(scored.sum())
-    return metrics, {"scored": count, "not_scored": len(table) - count - failed, "failed": failed}
-
-
-def describe(numbers: np.ndarray) -> dict[str, float | None]:
-    """Mean, unbiased standard deviation, least and largest of [n] numbers, in float64; None where n is too small for it."""
-    numbers = numbers.astype(np.float64)
-    return {
-        "mean": float(numbers.mean()) if len(numbers) else None,
-        "std": float(numbers.std(ddof=1)) if len(numbers) > 1 else None,
-        "min": float(numbers.min()) if len(numbers) else None,
-        "max": float(numbers.max()) if len(numbers) else None,
-    }
-
-
-def groups(group_ids: list[str], rewards: np.ndarray) -> dict[str, Any]:
-    """How many groups there are, and how many can teach nothing: fewer than two scored rollouts, or equal rewards.
-
-    `zero_variance` is the share among groups with at least two scored rollouts; None where there is no such group.
-    """
-    found: dict[str, list[float]] = {}
-    for group, reward in zip(group_ids, rewards.tolist(), strict=True):
-        found.setdefault(group, []).append(reward)
-    scored = [[reward for reward in group if not math.isnan(reward)] for group in found.values()]
-    able = [group for group in scored if len(group) >= 2]
-    equal = sum(min(group) == max(group) for group in able)
-    return {
-        "count": len(found),
-        "too_small": len(found) - len(able),
-        "incomplete": sum(len(group) < len(whole) for group, whole in zip(scored, found.values(), strict=True)),
-        "zero_variance": equal / len(able) if able else None,
-    }

@@ -102,6 +102,27 @@ def test_rescore_and_train_again_without_generation(workplace, result):
     assert (again["ref"], again["cached"]) == (trained["ref"], True)
 
 
+def test_a_retry_scores_what_has_no_reward_and_diff_says_what_became_of_it(workplace, result):
+    (workplace / "flaky.py").write_text(
+        "import os\ndef flaky(completion_ids):\n"
+        "    values = [float(len(ids)) if os.path.exists('repaired') else None for ids in completion_ids]\n"
+        "    return [1.0 if ids[0] % 2 else value for ids, value in zip(completion_ids, values)]\n"
+    )
+    flaky = ["reward", "recipe.toml", "--set", "reward.functions=[{use='flaky.py:flaky'}]"]
+    first = quiver(workplace, *flaky, "--rollouts", "tiny/rollouts@1")
+    missing = Store(workplace / "store").open(first["ref"]).manifest.status["not_scored"]
+    (workplace / "repaired").touch()
+    second = quiver(workplace, *flaky, "--retry", first["ref"])
+    assert (second["metrics"]["retried"], second["metrics"]["recovered"]) == (missing, missing) and missing > 0
+    again = quiver(workplace, *flaky, "--retry", second["ref"])
+    assert (again["ref"], again["cached"]) == (second["ref"], True)
+    differences = quiver(workplace, "diff", first["ref"], second["ref"])
+    assert differences["rewards"]["null_to_value"] == missing
+    assert (differences["rewards"]["order"], differences["rewards"]["mean_difference"]) == (0, 0.0)
+    error = quiver(workplace, *flaky, "--rollouts", "tiny/rollouts@2", "--retry", first["ref"], code=5)["error"]
+    assert error["code"] == "E-LINEAGE" and "was made of tiny/rollouts@1" in error["message"]
+
+
 def test_references_and_proximal_logprobs(workplace, result):
     """`every` 1: the reference of an iteration is the policy that it starts from, so its logprobs are the proximal ones."""
     options = [part for setting in ("run=kl", "optimize.kl_coef=0.05", "logprobs.prox=true", "data.held_out=null")

@@ -127,7 +127,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
     assert "RECIPE" in quiver(tmp_path, "run", code=2)["error"]["message"]
     assert quiver(tmp_path, "show", "x", "-n", "-1", code=2)["error"]["code"] == "E-CONFIG"
     foreign = quiver(tmp_path, "reward", "recipe.toml", "--policy", "tiny/policy@0", code=2)["error"]
-    assert (foreign["object"], foreign["message"]) == ("--policy", "quiver reward takes --rollouts")
+    assert (foreign["object"], foreign["message"]) == ("--policy", "quiver reward takes --rollouts and --retry")
     assert quiver(tmp_path, "run", "recipe.toml", "--from", "nowhere", code=2)["error"]["code"] == "E-CONFIG"
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", "ls", "--store", str(tmp_path / "x")], capture_output=True, text=True, check=False

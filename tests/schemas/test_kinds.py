@@ -89,6 +89,18 @@ def test_a_null_reward_is_not_zero_and_parts_match_errors():
         rewards.check(infinite)
 
 
+def test_extra_may_stand_beside_rewards():
+    rows = {"rollout_id": ["a"], "group_id": ["g"], "reward": [1.0], "parts": [{"judge": 1.0}], "errors": [{}]}
+    good = pa.table({**rows, "extra": [{"judge": '{"why": "x"}'}]}, schema=rewards.schema_for(["judge", "other"], ["judge"]))
+    rewards.check(good)
+    assert (rewards.names_of(good), rewards.names_of(good, "extra")) == (["judge", "other"], ["judge"])
+    foreign = pa.table({**rows, "extra": [{}]}, schema=rewards.schema_for(["judge"], ["nobody"]))
+    with pytest.raises(SchemaError, match="same function names"):
+        rewards.check(foreign)
+    with pytest.raises(SchemaError, match="extra must be a struct"):
+        rewards.check(foreign.set_column(5, "extra", pa.array(["text"])))
+
+
 def test_prompts_keep_the_users_columns():
     struct = pa.struct([pa.field("answer", pa.int64()), pa.field("level", pa.string())])
     schema = fields.with_struct(prompts.SCHEMA, columns=struct)

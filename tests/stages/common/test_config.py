@@ -21,13 +21,22 @@ class Outer(Config):
     """Which."""
     sampling: Inner = Inner()
     """How."""
+    others: tuple[Inner, ...] = ()
+    """More of them."""
+    range: tuple[int, int] = (0, 1)
+    """Plain values."""
     shards: Runtime[int] = 8
     """A knob."""
 
 
 def test_runtime_knobs_are_not_in_the_key():
-    assert Outer().key() == {"engine": "vllm", "sampling": {"temperature": 1.0}}
-    assert Outer(shards=1, sampling=Inner(threads=9)).key() == Outer().key()
+    plain = {"engine": "vllm", "sampling": {"temperature": 1.0}, "others": [], "range": [0, 1]}
+    assert Outer().key() == plain
+    assert Outer(shards=1, sampling=Inner(threads=9)).key() == plain
+    assert Outer(others=[Inner(threads=9), Inner(temperature=2)]).key()["others"] == [
+        {"temperature": 1.0},
+        {"temperature": 2.0},
+    ]
 
 
 @pytest.mark.parametrize(

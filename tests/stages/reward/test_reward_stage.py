@@ -1,7 +1,9 @@
 """The reward stage on stored rollouts: sums, nulls, joins, failures, restarts, and what makes rewards anew."""
 
 import json
+import os
 import statistics
+import time
 
 import pytest
 
@@ -138,7 +140,8 @@ def test_null_is_not_zero(store, sample):
     assert manifest.status == {"scored": 2, "not_scored": 3, "failed": 0}
     assert manifest.metrics["reward_mean"] == 2.0
     assert manifest.metrics["functions"]["never"] | {"seconds": 0} == {
-        "mean": None, "std": None, "min": None, "max": None, "null": 5, "errors": 0, "seconds": 0,
+        "mean": None, "std": None, "min": None, "max": None,
+        "null": 5, "null_rate": 1.0, "errors": 0, "error_kinds": {}, "seconds": 0,
     }  # fmt: skip
     assert manifest.metrics["groups"] == {"count": 3, "too_small": 3, "incomplete": 2, "zero_variance": None}
 
@@ -167,6 +170,52 @@ def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
     assert manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
     assert manifest.metrics["functions"]["picky"]["errors"] == 1
     assert manifest.metrics["functions"]["picky"]["null"] == 0
+
+
+SLOW = """
+import asyncio, pathlib, time
+
+def hangs(completions):
+    time.sleep(600)
+
+async def meets(completions):
+    # Succeeds only while the other function is called too.
+    pathlib.Path("async was here").touch()
+    while not pathlib.Path("sync was here").exists():
+        await asyncio.sleep(0.01)
+    return [1.0]
+
+def met(completions):
+    pathlib.Path("sync was here").touch()
+    while not pathlib.Path("async was here").exists():
+        time.sleep(0.01)
+    return [2.0] * len(completions)
+"""
+
+
+def test_the_stage_fails_as_soon_as_it_is_certain(store, sample, tmp_path):
+    """Each of 600 rows would take its second."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    rollouts = sample([["a"]] * 600, {"n": list(range(600))})
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"^E-REWARD arith/rewards: 3 of 600 rows failed so far.*hangs.*TimeoutError"):
+        hanging = {"use": "slow.py:hangs", "timeout_seconds": 1}
+        run(config(hanging, max_invalid=2 / 600, workers=2, batch_rows=1), store, rollouts=rollouts.ref)
+    assert time.monotonic() - started < 60
+
+
+def test_functions_are_called_at_the_same_time(store, sample, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    rollouts = sample([["a", "b"]], {"n": [1]})
+    ref = run(config("slow.py:meets", "slow.py:met", workers=1), store, rollouts=rollouts.ref)
+    assert [row["reward"] for row in by_id(store, ref).values()] == [3.0, 3.0]
+
+
+def test_a_knob_of_how_functions_are_called_is_no_other_reward(store, sample):
+    rollouts = sample([["7"]], {"answer": [7]})
+    first = run(config("numeric"), store, rollouts=rollouts.ref)
+    other = {"use": "numeric", "timeout_seconds": 5, "concurrency": 2}
+    assert run(config(other, workers=3, max_memory_gib=4, batch_rows=7), store, rollouts=rollouts.ref) == first
 
 
 COUNTING = """
@@ -209,13 +258,18 @@ def test_the_same_work_is_done_once_and_edited_code_scores_anew(store, sample, m
     assert run(chosen, store, rollouts=rollouts.ref, into="other").run == "other"
 
 
-def test_an_edited_module_scores_anew_in_the_same_process(store, sample, tmp_path):
-    module = tmp_path / "judging_module.py"
+def test_an_edited_module_scores_anew_though_its_bytecode_seems_fresh(store, sample, tmp_path, monkeypatch):
+    """Python takes bytecode for fresh when it was made of a source of the same size and second."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    module, second = tmp_path / "judging_module.py", 1_700_000_000
     rollouts = sample([["a"]], {"answer": [1]})
-    for value in (1.0, 22.0):
+    for value, tenths in ((1.0, 1), (2.0, 5)):
         module.write_text(f"def judge(completions):\n    return [{value}] * len(completions)\n")
+        os.utime(module, ns=(0, second * 10**9 + tenths * 10**8))
         ref = run(config("judging_module:judge"), store, rollouts=rollouts.ref)
         assert {row["reward"] for row in by_id(store, ref).values()} == {value}
+        (bytecode,) = (tmp_path / "__pycache__").glob("judging_module.*.pyc")
+        os.utime(bytecode, ns=(0, second * 10**9 + 3 * 10**8))
 
 
 def test_prompts_are_messages_or_text(store, sample):

@@ -1,0 +1,104 @@
+"""Reward functions as a scorer: those that come with Quiver and the user's own, called in a pool of worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from schemas.errors import ConfigError
+from stages.common import files
+from stages.common.config import Config, Runtime
+
+from . import calls
+from .jobs import About, Function
+from .pool import Pool
+from .scoring import Batch, Part, require_columns
+
+Notice = Callable[[str, str, str], None]
+"""Hears of a failed row at once: name of the function, rollout_id, error. What it raises ends the scoring."""
+
+
+class FunctionConfig(Config):
+    """One reward function."""
+
+    use: str = Field(min_length=1)
+    """A function that comes with Quiver (`quiver rewards`), `module:function`, or `file.py:function` seen from the working
+    directory."""
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
+    """Its column in `parts`, unique. Empty: the function's own name."""
+    weight: float = 1.0
+    """Factor of its part in the reward."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for every call; they come before columns of the same name."""
+    timeout_seconds: Runtime[float] = Field(default=30.0, gt=0)
+    """Longest time for one row, in seconds; a row beyond it has failed."""
+    extra: bool = False
+    """A row's value may be a mapping with the number under `reward`; what stands beside it is kept as JSON in `extra`."""
+    concurrency: Runtime[int] = Field(default=64, ge=1)
+    """Rows of an async function that wait together. Others: see `reward.workers`."""
+    fingerprint: str = ""
+    """Filled in by the stage: which code scored. If set, the function must have it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_name(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("use"), str) and not data.get("name"):
+            return {**data, "name": data["use"].rpartition(":")[2]}
+        return data
+
+
+class FunctionScorer:
+    """A reward function. The user's code is imported and called in the pool's processes only."""
+
+    def __init__(self, config: FunctionConfig, pool: Pool, rows: int, notice: Notice = lambda *_: None) -> None:
+        """`rows`: most rows a call. ConfigError where a shipped function of that name is not there or can not be called so."""
+        self.name, self.weight, self._pool, self._notice = config.name, config.weight, pool, notice
+        self._function = Function(
+            config.use,
+            config.name,
+            config.arguments,
+            extra=config.extra,
+            seconds=config.timeout_seconds,
+            at_once=config.concurrency,
+            rows=rows,
+        )
+        if ":" not in config.use:
+            ours = calls.load(config.use, config.name, config.arguments, config.extra)
+            self._function.about = About(ours.takes, ours.needs, ours.waits, ours.fingerprint)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the user's file, or the version of a shipped function. Nothing is imported for a file's."""
+        holder = self._function.use.rpartition(":")[0]
+        path = Path(holder).expanduser()
+        if holder.endswith(".py") and path.is_file():
+            return f"sha256:{files.sha256(path)}"
+        return self._pool.describe(self._function).fingerprint
+
+    @property
+    def seconds(self) -> float:
+        """Time in calls so far, summed over processes."""
+        return self._function.spent
+
+    def require(self, columns: Iterable[str]) -> None:
+        """ConfigError unless the function exists and everything that it needs is offered or among `columns`."""
+        about = self._pool.describe(self._function)
+        if about.fingerprint != self.fingerprint:
+            raise ConfigError(f"reward function {self.name}", "its file changes while it is read", next="run again")
+        require_columns(self.name, about.needs, columns)
+
+    def score(self, batch: Batch) -> list[Part]:
+        """One part a row."""
+        ids, takes = batch["rollout_ids"], self._pool.describe(self._function).takes
+        asked = [name for name in batch if (takes is None or name in takes) and name not in self._function.arguments]
+        columns = {name: batch[name] for name in asked}
+        return self._pool.run(
+            self._function, columns, len(ids), lambda row, part: self._notice(self.name, ids[row], part.error)
+        )
+
+    def close(self) -> None:
+        """Nothing: the processes belong to the pool."""

@@ -1,0 +1,96 @@
+"""The rows of one rewards version, shard by shard: which are to be scored, and what is written of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from schemas.errors import RewardError, printable
+from schemas.rewards import names_of
+from stages.common.work import ROWS_PER_SHARD, Work
+
+from . import tables
+from .measures import failures
+from .retry import aligned, merged
+from .scoring import Batch, Part, Scorer
+from .together import Allowance, TooMany, score_all
+
+if TYPE_CHECKING:
+    from .stage import Config
+
+log = logging.getLogger(__name__)
+
+
+class Shards:
+    """Shards of ROWS_PER_SHARD rollouts; those that an earlier attempt wrote are not scored again."""
+
+    def __init__(self, config: Config, work: Work, rollouts: pa.Table, prompts: pa.Table, earlier: pa.Table | None) -> None:
+        """`earlier`: rewards from which rows are taken over."""
+        self._config, self._work, self._rollouts = config, work, rollouts
+        self._prompts = prompts.select(["group_id", "messages", "prompt_text", "columns"]).combine_chunks()
+        self._order = tables.join(rollouts, self._prompts)
+        had = [] if earlier is None else names_of(earlier, "extra")
+        self._extras = [each.name for each in config.scorers if each.extra or each.name in had]
+        self._earlier = earlier if earlier is None else aligned(earlier, rollouts, config.part_names, self._extras)
+        self._starts = range(0, max(1, rollouts.num_rows), ROWS_PER_SHARD)
+
+    def score(self, scorers: list[Scorer], allowance: Allowance) -> pa.Table:
+        """Score the shards that are not there yet; the whole table. RewardError when too many rows failed."""
+        finished = [index for index in range(len(self._starts)) if self._work.has(index)]
+        try:
+            for index in finished:
+                for failure in failures(self._work.read(index)):
+                    allowance.notice(*failure)
+            columns = self._prompts.schema.field("columns").type
+            for scorer in scorers if len(finished) < len(self._starts) else ():
+                scorer.require([field.name for field in columns])
+            score_all(scorers, self._unfinished(finished), allowance, self._write)
+        except TooMany:
+            raise self._too_many(allowance) from None
+        return pa.concat_tables([self._work.read(index) for index in range(len(self._starts))])
+
+    def _part(self, table: pa.Table | pa.Array, index: int) -> Any:
+        return table.slice(self._starts[index], ROWS_PER_SHARD)
+
+    def _rows(self, index: int) -> pa.Array:
+        """Positions within shard `index` of the rows that are to be scored."""
+        if self._earlier is None:
+            return pa.array(range(len(self._part(self._rollouts, index))), pa.int64())
+        missing = self._part(self._earlier, index).column("reward").is_null().to_pylist()
+        return pa.array([row for row, null in enumerate(missing) if null], pa.int64())
+
+    def _unfinished(self, finished: list[int]) -> Iterator[tuple[int, Batch]]:
+        for index in range(len(self._starts)):
+            rows = self._rows(index)
+            if index in finished:
+                continue
+            if len(rows) == 0:
+                self._write(index, {name: [] for name in self._config.part_names})
+                continue
+            asked = self._prompts.take(self._part(self._order, index).take(rows))
+            yield index, tables.Offered(self._part(self._rollouts, index).take(rows), asked)
+
+    def _write(self, index: int, parts: dict[str, list[Part]]) -> None:
+        config, rollouts = self._config, self._part(self._rollouts, index).take(self._rows(index))
+        weights = {each.name: each.weight for each in config.scorers}
+        penalty = config.overlong.model_dump() if config.overlong else None
+        table = tables.as_rewards(rollouts, parts, weights, config.reward_clip, penalty, self._extras)
+        if self._earlier is not None:
+            table = merged(self._part(self._earlier, index), table)
+        self._work.write(index, table)
+        log.info("rewards: shard %d of %d", index + 1, len(self._starts))
+
+    def _too_many(self, allowance: Allowance) -> RewardError:
+        """The error for more failed rows than are allowed; it shows the first."""
+        name, rollout, error = allowance.first
+        finished = sum(self._work.has(index) for index in range(len(self._starts)))
+        return RewardError(
+            f"{self._work.run}/rewards",
+            f"{len(allowance.failed)} of {self._rollouts.num_rows} rows failed so far, more than reward.max_invalid allows; first: "
+            f"function {name}, rollout {printable(rollout)}: {error}",
+            state=f"{finished} finished shards are kept and taken up again; no version was written.",
+            next="correct the function and run again, or raise reward.max_invalid",
+        )

@@ -1,0 +1,333 @@
+"""Calls of reward functions: whatever one returns or raises, a failure never becomes a number."""
+
+import asyncio
+import copy
+import json
+import os
+import sys
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.errors import ConfigError
+from stages.reward import calls
+from stages.reward.calls import EXTRA_BYTES, Function, call, call_together, read
+from stages.reward.scoring import Part, require_columns
+
+COLUMNS = {
+    "prompts": ["p0", "p1", "p2"],
+    "completions": ["a", "bb", "ccc"],
+    "completion_ids": [[1], [1, 2], [1, 2, 3]],
+    "finish_reason": ["stop"] * 3,
+    "answer": [1, 2, 3],
+}
+
+
+def loaded(function, extra=False, **arguments) -> Function:
+    takes, needs = calls._parameters(function, "f")
+    return Function(function, arguments, takes, needs, "", extra)
+
+
+def parts(function, columns=COLUMNS, extra=False, **arguments) -> list[Part]:
+    """What a function, async or not, is found to say of three rows."""
+    found = loaded(function, extra, **arguments)
+    asked = {name: values for name, values in columns.items() if found.takes is None or name in found.takes}
+    rows = len(columns["completions"])
+    if not found.waits:
+        return call(found, lambda: copy.deepcopy(asked), rows)
+    told: dict[int, Part] = {}
+    asyncio.run(call_together(found, copy.deepcopy(asked), rows, 2, 5.0, told.__setitem__))
+    return [told[row] for row in range(rows)]
+
+
+class Strange:
+    def __repr__(self):
+        return "strange\x1b[31m\n" + "x" * 1000
+
+
+GOOD = [
+    ([1, 0.5, None], [1.0, 0.5, None]),
+    ((1, 2, 3), [1.0, 2.0, 3.0]),
+    ([True, False, None], [1.0, 0.0, None]),
+    (np.array([0.25, 1, 2]), [0.25, 1.0, 2.0]),
+    (torch.tensor([0.25, 1, 2]), [0.25, 1.0, 2.0]),
+    ([torch.tensor(0.25), np.float32(1), np.int64(2)], [0.25, 1.0, 2.0]),
+    ([3.4e38, -3.4e38, 0.0], [3.4e38, -3.4e38, 0.0]),
+]
+
+
+@pytest.mark.parametrize("returned, expected", GOOD)
+def test_numbers_arrays_and_tensors_are_read(returned, expected):
+    assert read(returned, 3) == ([Part(value) for value in expected], 3)
+
+
+BAD_ROW = [
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    3.5e38,
+    10**400,
+    "1.0",
+    "",
+    b"1",
+    [1.0],
+    {"score": 1},
+    Strange(),
+    1j,
+    Decimal(1),
+    Fraction(1, 2),
+    torch.tensor([1.0]),
+    torch.tensor(float("nan")),
+    np.array([1.0, 2.0]),
+    object,
+]
+
+
+@pytest.mark.parametrize("value", BAD_ROW, ids=lambda value: type(value).__name__)
+def test_a_row_that_is_no_number_is_an_error_and_the_others_stay(value):
+    found = parts(lambda completions: [1.0, value, None])
+    assert found[0] == Part(1.0)
+    assert found[2] == Part(None, None)
+    assert found[1].value is None
+    assert found[1].error.startswith("returned")
+    assert len(found[1].error) <= 200
+    assert found[1].error.isprintable()
+
+
+BAD_WHOLE = [
+    None,
+    1.0,
+    "abc",
+    {"a": 1, "b": 2, "c": 3},
+    [],
+    [1.0, 2.0],
+    [1.0] * 4,
+    torch.tensor(1.0),
+    torch.ones(2),
+    np.float64(1),
+    (x for x in (1.0, 2.0, 3.0)),
+    range(3),
+    Strange(),
+]
+
+
+@pytest.mark.parametrize("returned", BAD_WHOLE, ids=lambda value: type(value).__name__)
+def test_what_is_no_list_of_the_right_length_is_an_error_of_every_row(returned):
+    found = parts(lambda completions: returned)
+    assert [part.value for part in found] == [None] * 3
+    assert all(part.error.startswith("returned") for part in found)
+
+
+def raise_for(row, error):
+    def function(completions):
+        if row in completions:
+            raise error
+        return [float(len(text)) for text in completions]
+
+    return function
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (ValueError("bad\x1b[31m\nrow"), "ValueError: bad\\x1b[31m\\nrow"),
+        (KeyError("k"), "KeyError: 'k'"),
+        (SystemExit(3), "SystemExit: 3"),
+        (RecursionError("deep"), "RecursionError: deep"),
+        (MemoryError(), "MemoryError"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (AssertionError(), "AssertionError"),
+        (ValueError("\ud800"), "ValueError: \\ud800"),
+    ],
+)
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_the_rows_that_raise_carry_the_error(error, text, waits):
+    sync = raise_for("bb", error)
+
+    async def later(completions):
+        await asyncio.sleep(0)
+        return sync(completions)
+
+    assert parts(later if waits else sync) == [Part(1.0), Part(None, text), Part(3.0)]
+
+
+def test_long_and_unprintable_errors():
+    assert len(parts(raise_for("bb", ValueError("x" * 10**7)))[1].error) == 200
+    assert "Unprintable" in parts(raise_for("bb", Unprintable()))[1].error
+
+
+def test_a_function_that_drops_rows_costs_those_alone():
+    found = parts(lambda completions: [float(len(text)) for text in completions if text != "bb"])
+    assert found == [Part(1.0), Part(error="returned 0 values for 1 rows"), Part(3.0)]
+
+
+def test_one_value_for_all_rows_is_none_for_each():
+    assert parts(lambda completions: [0.5]) == [Part(error="returned 1 values for 3 rows")] * 3
+
+
+def test_functions_get_what_they_ask_for_by_name():
+    seen = {}
+
+    def plain(completions, answer, factor=1, extra="default"):
+        seen["plain"] = (completions, answer, factor, extra)
+        return [factor * float(a) for a in answer]
+
+    def everything(prompts, completions, completion_ids, **columns):
+        seen["everything"] = sorted(columns)
+        return [None] * len(prompts)
+
+    assert [part.value for part in parts(plain, factor=2)] == [2.0, 4.0, 6.0]
+    assert parts(everything) == [Part()] * 3
+    assert seen == {"plain": (["a", "bb", "ccc"], [1, 2, 3], 2, "default"), "everything": ["answer", "finish_reason"]}
+
+
+def test_rows_of_an_async_function_wait_together_but_not_more_than_allowed():
+    inside, most, met = 0, 0, asyncio.Event()
+
+    async def meets(completions):
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        if inside == 2:
+            met.set()
+        await met.wait()  # for ever, if rows were called in turn
+        inside -= 1
+        return [float(len(text)) for text in completions]
+
+    assert [part.value for part in parts(meets)] == [1.0, 2.0, 3.0]
+    assert most == 2
+
+
+def test_a_row_of_an_async_function_that_takes_too_long_costs_itself():
+    async def slow(completions):
+        try:
+            await asyncio.sleep(60 if completions == ["bb"] else 0)
+        except asyncio.CancelledError:
+            await asyncio.sleep(60)  # refuses
+        return [1.0]
+
+    told: dict[int, Part] = {}
+    asyncio.run(asyncio.wait_for(call_together(loaded(slow), {"completions": ["a", "bb"]}, 2, 8, 0.05, told.__setitem__), 10))
+    assert told == {0: Part(1.0), 1: Part(error="TimeoutError: no answer within 0.05 s")}
+
+
+def test_a_function_with_a_loop_of_its_own():
+    async def later(completions):
+        return [1.0] * len(completions)
+
+    assert parts(lambda completions: asyncio.run(later(completions))) == [Part(1.0)] * 3
+
+
+def test_callable_objects():
+    class Judge:
+        async def __call__(self, completions):
+            return [0.5] * len(completions)
+
+    assert parts(Judge()) == [Part(0.5)] * 3
+
+
+def test_what_a_function_changes_in_place_its_next_call_does_not_see():
+    seen = []
+
+    def spoils(prompts, completions, completion_ids, options, limits):
+        seen.append(copy.deepcopy((prompts, completions, completion_ids, options, limits)))
+        prompts[0][0]["content"] = "spoiled"
+        completions.clear()
+        completion_ids[0].append(9)
+        options[0].clear()
+        limits.append(9)
+        raise RuntimeError("and fails")
+
+    rows = [
+        ([{"role": "user", "content": "ask"}], "a", [1], {"list": [1]}),
+        ([{"role": "user", "content": "ask"}], "b", [2], {}),
+    ]
+    names = ("prompts", "completions", "completion_ids", "options")
+    found = parts(
+        spoils, {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}, limits=[1, 2]
+    )
+    assert [part.error for part in found] == ["RuntimeError: and fails"] * 2
+    assert seen[1:] == [(*([value] for value in row), [1, 2]) for row in rows]
+
+
+def test_surroundings_are_put_back(tmp_path, monkeypatch):
+    def moves(completions):
+        import os
+        import sys
+
+        os.chdir("/")
+        os.environ.clear()
+        os.environ["CHANGED"] = "1"
+        sys.stdout = None
+        return [1.0] * len(completions)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KEPT", "1")
+    before = (os.getcwd(), dict(os.environ), sys.stdout)
+    assert parts(moves) == [Part(1.0)] * 3
+    assert (os.getcwd(), dict(os.environ), sys.stdout) == before
+
+
+# -- extra --------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_comes_beside_the_number_is_kept_where_asked():
+    def judge(completions):
+        return [{"reward": 1, "why": "gut ✓", "n": np.int64(3), "nan": float("nan")}, {"reward": None, "why": "skip"}, 0.5]
+
+    first, second, third = parts(judge, extra=True)
+    assert (first.value, json.loads(first.extra)) == (1.0, {"why": "gut ✓", "n": 3, "nan": "nan"})
+    assert (second, third) == (Part(extra='{"why": "skip"}'), Part(0.5))
+    assert {part.error for part in parts(judge)[:2]} == {
+        "returned dict, expected a float or None; extra = true lets it return mappings"
+    }
+
+
+CIRCLE: dict = {"reward": 1.0}
+CIRCLE["self"] = CIRCLE
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ({"why": "no number"}, Part(error="returned dict without a key reward")),
+        ({"reward": {"reward": 1}}, Part(error="returned a mapping under the key reward, expected a float or None")),
+        ({"reward": float("nan")}, Part(error="returned nan, which is not finite as float32", extra="{}")),
+    ],
+)
+def test_a_mapping_that_holds_no_number_is_an_error(value, expected):
+    assert read([value], 1, extra=True)[0] == [expected]
+
+
+@pytest.mark.parametrize("rest", [{"x": "y" * 10**6}, {"x": ["\x00é\ud800"] * 5000}, {"x": object()}, CIRCLE])
+def test_extra_is_always_json_of_bounded_size(rest):
+    ((part,), _) = read([{"reward": 1.0, **rest}], 1, extra=True)
+    assert part.value == 1.0 and len(part.extra.encode()) <= EXTRA_BYTES
+    assert isinstance(json.loads(part.extra), dict)
+
+
+# -- which function ---------------------------------------------------------------------------------------------------------
+
+
+def test_shipped_functions_are_found_by_name_and_misspelt_ones_explained():
+    assert calls.load("numeric", "numeric", {}).fingerprint == "quiver:1"
+    with pytest.raises(ConfigError, match="did you mean numeric"):
+        calls.load("numerc", "n", {})
+    with pytest.raises(ConfigError, match="did you mean tolerance"):
+        calls.load("numeric", "n", {"tolerence": 0.1})
+    with pytest.raises(ConfigError, match="needs target, which is neither"):
+        require_columns("length", calls.load("length", "length", {}).needs, ["answer"])
+    require_columns("length", calls.load("length", "length", {"target": 5}).needs, [])
+
+
+def test_positional_only_parameters_are_refused():
+    with pytest.raises(ConfigError, match="positional-only"):
+        calls._parameters(lambda completions, /: [], "f")

@@ -1,0 +1,88 @@
+"""What the manifest and `diff` say of rewards, against numbers by hand, and numpy and a search over all pairs."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from schemas import rewards
+from stages.reward.measures import changes, correlation, failures, summary
+
+NONE = float("nan")
+
+
+def table(parts: dict[str, list], errors: dict[str, list] | None = None, groups: str = "aabb") -> pa.Table:
+    rows = len(groups)
+    errors = {name: [None] * rows for name in parts} | (errors or {})
+    given = [[None if e else v for v, e in zip(parts[name], errors[name], strict=True)] for name in parts]
+    sums = [
+        None if any(errors[name][row] for name in parts) else sum(v or 0 for v in each)
+        for row, each in enumerate(zip(*given, strict=True))
+    ]
+    columns = {
+        "rollout_id": [f"r{row}" for row in range(rows)],
+        "group_id": list(groups),
+        "reward": sums,
+        "parts": [dict(zip(parts, each, strict=True)) for each in zip(*given, strict=True)],
+        "errors": [{name: errors[name][row] for name in parts} for row in range(rows)],
+    }
+    return pa.table(columns, schema=rewards.schema_for(list(parts)))
+
+
+def test_correlation_is_pearsons_over_rows_that_have_both():
+    a, b = np.array([1.0, 2, 3, NONE, 5]), np.array([2.0, 1, 4, 9, NONE])
+    assert correlation(a, b) == pytest.approx(np.corrcoef([1, 2, 3], [2, 1, 4])[0, 1])
+    assert correlation(a, -a) == pytest.approx(-1)
+    for undefined in ([1.0] * 5, [NONE] * 5, [1.0, NONE, NONE, NONE, NONE]):
+        assert correlation(a, np.array(undefined)) is None
+
+
+def test_functions_are_described():
+    found = table(
+        {"x": [1, 2, 3, 4], "y": [2, None, 1, 0]},
+        {"x": [None, None, None, "TimeoutError: no answer"], "y": [None, "ValueError: a", "ValueError: b", None]},
+    )
+    metrics, status = summary(found, {"x": 1.23456, "y": 0.0})
+    assert status == {"scored": 1, "not_scored": 0, "failed": 3}
+    x, y = metrics["functions"]["x"], metrics["functions"]["y"]
+    assert (x["mean"], x["null"], x["null_rate"], x["errors"], x["error_kinds"]) == (2, 0, 0, 1, {"TimeoutError": 1})
+    assert (y["mean"], y["null"], y["errors"], y["error_kinds"], x["seconds"]) == (1, 0, 2, {"ValueError": 2}, 1.235)
+    assert metrics["correlation"] == {"x y": None}
+    assert list(failures(found)) == [
+        ("y", "r1", "ValueError: a"),
+        ("y", "r2", "ValueError: b"),
+        ("x", "r3", "TimeoutError: no answer"),
+    ]
+
+
+def test_a_table_without_rows_is_described():
+    metrics, status = summary(table({"x": [], "y": []}, groups=""), {"x": 0.0, "y": 0.0})
+    assert status == {"scored": 0, "not_scored": 0, "failed": 0}
+    assert metrics["reward_mean"] is None and metrics["functions"]["x"]["null_rate"] is None
+
+
+def test_changes_by_hand():
+    """Group a: the second overtakes the first; b: a tie is broken, which is no flip; c: one loses its reward, one gets one."""
+    a = np.array([1.0, 0.0, 2.0, 5.0, 5.0, -1.0, NONE, 0.5])
+    b = np.array([0.0, 1.0, 2.0, 5.0, 6.0, NONE, 3.0, -0.5])
+    found = changes(list("aaabbccc"), a, b)
+    assert found == {
+        "null_to_value": 1,
+        "value_to_null": 1,
+        "order": 2,
+        "sign": 3,
+        "mean_difference": pytest.approx((-1 + 1 + 0 + 0 + 1 - 1) / 6),
+        "correlation": pytest.approx(np.corrcoef([1, 0, 2, 5, 5, 0.5], [0, 1, 2, 5, 6, -0.5])[0, 1]),
+    }
+
+
+def test_order_is_that_of_all_pairs():
+    random = np.random.default_rng(0)
+    for size in (1, 2, 7, 40):
+        a, b = random.integers(0, 6, size).astype(float), random.integers(0, 6, size).astype(float)
+        flipped = ((a[:, None] - a) * (b[:, None] - b) < 0).any(1).sum()
+        assert changes(["g"] * size, a, b)["order"] == flipped
+
+
+def test_nothing_in_common():
+    found = changes(["a", "a"], np.array([1.0, NONE]), np.array([NONE, NONE]))
+    assert (found["value_to_null"], found["order"], found["mean_difference"], found["correlation"]) == (1, 0, None, None)

@@ -1,0 +1,452 @@
+"""Worker processes: whatever a function does in a row costs that row alone, nobody is left behind, and results are the same for
+any number of workers."""
+
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import ConfigError, ResourceError
+from stages.reward import jobs, pool
+from stages.reward.function_scorer import FunctionConfig, FunctionScorer
+from stages.reward.pool import Pool
+from stages.reward.scoring import Part
+
+FAULTS = '''
+import asyncio, ctypes, json, os, re, signal, subprocess, sys, time
+
+def each(do):
+    """A function that scores 1, after `do` where a completion says so."""
+    def function(completions):
+        values = []
+        for text in completions:
+            found = do() if text == "bad" else 1.0
+            values += [found] if found != "nothing" else []
+        return values
+    return function
+
+def boom():
+    raise ValueError("boom")
+
+def deaf():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+def spin():
+    re.match("(a+)+$", "a" * 60 + "b")  # never leaves C code, nor lets go of the interpreter's lock
+
+def segfault():
+    ctypes.string_at(0)
+
+def close_everything():
+    os.closerange(0, 256)
+    time.sleep(0.1)
+    return 2.0
+
+def scribble():
+    for handle in range(3, 64):
+        try:
+            os.write(handle, b"\\0" * 7 + b"\\2{}")
+        except OSError:
+            pass
+    return 2.0
+
+def print_a_gigabyte():
+    block = b"x" * (1 << 20)
+    for _ in range(1024):
+        os.write(1, block)
+    return 1.0
+
+def fork_and_return():
+    os.fork()
+    return 1.0
+
+def fork_and_raise():
+    if os.fork() == 0:
+        raise ValueError("in the copy")
+    return 1.0
+
+def daemon():
+    """A grandchild in a session of its own, which nobody waits for and which ignores what it may."""
+    if os.fork() == 0:
+        os.setsid()
+        if (pid := os.fork()) == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+        with open(f"daemon-{pid}", "w"):
+            os._exit(0)
+    os.wait()
+    return 1.0
+
+def daemons():
+    for _ in range(20):
+        daemon()
+    return 1.0
+
+def orphan():
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+def move():
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+    os.environ["SPOILED"] = "1"
+    return 1.0
+
+raises, nothing = each(boom), each(lambda: None)
+nan, inf, text = each(lambda: float("nan")), each(lambda: float("inf")), each(lambda: "1.0")
+short, exits, leaves = each(lambda: "nothing"), each(lambda: sys.exit(3)), each(lambda: os._exit(3))
+hangs, hangs_deaf, hangs_in_c = each(lambda: time.sleep(600)), each(deaf), each(spin)
+segfaults, kills_itself = each(segfault), each(lambda: os.kill(os.getpid(), signal.SIGKILL))
+kills_group, kills_keeper = each(lambda: os.killpg(0, signal.SIGKILL)), each(orphan)
+closes, scribbles, prints = each(close_everything), each(scribble), each(print_a_gigabyte)
+forks, forks_raising, leaves_daemon, leaves_daemons = map(each, (fork_and_return, fork_and_raise, daemon, daemons))
+hoards, moves = each(lambda: float(len(bytearray(1 << 30)) > 0)), each(move)
+
+def where(completions):
+    return [float(os.path.basename(os.getcwd()) != "elsewhere" and "SPOILED" not in os.environ) for _ in completions]
+
+async def blocks(completions):
+    if completions == ["bad"]:
+        time.sleep(600)
+    await asyncio.sleep(0.01)
+    return [1.0]
+
+async def waits(completions):
+    await asyncio.sleep(600 if completions == ["bad"] else 0.2)
+    return [1.0]
+
+def slow_to_start(completions):
+    if not hasattr(slow_to_start, "model"):
+        time.sleep(1.0)
+        slow_to_start.model = True
+    return [1.0] * len(completions)
+
+def slow_row(completions):
+    time.sleep(sum(0.4 for text in completions if text == "bad"))
+    return [1.0] * len(completions)
+
+def talks(completions):
+    print("hello \\x1b[31m" + "x" * 10_000)
+    return [1.0] * len(completions)
+
+def process(completions):
+    return [float(os.getpid())] * len(completions)
+
+def says(completions, name):
+    return [float(hash(text) is not None) * len(text) if text != "bad" else None for text in completions]
+'''
+LATE = "TimeoutError: no answer within 1 s"
+ENDED = "WorkerEnded: its process ended "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """The working folder, with the functions; child processes find the packages from there."""
+    patch = pytest.MonkeyPatch()
+    path = tmp_path_factory.mktemp("faults")
+    (path / "faults.py").write_text(FAULTS)
+    patch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    patch.chdir(path)
+    patch.setattr(jobs, "BATCH_SECONDS", 1.0)
+    patch.setattr(pool, "BATCH_SECONDS", 1.0)
+    yield path
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    with Pool(2) as made:
+        yield made
+
+
+def scorer(made: Pool, use: str, most: int = 256, **options) -> FunctionScorer:
+    """With `most` rows a call."""
+    about = {"use": f"faults.py:{use}" if ":" not in use else use, "timeout_seconds": 1.0, **options}
+    return FunctionScorer(FunctionConfig(**about), made, most)
+
+
+def score(made: Pool, use: str, rows: int = 12, bad: int = 5, **options) -> list[Part]:
+    """What a function says of `rows` rows, of which row `bad` is bad."""
+    texts = ["bad" if row == bad else "good" for row in range(rows)]
+    return scorer(made, use, **options).score({"completions": texts, "rollout_ids": [f"r{row}" for row in range(rows)]})
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children() -> list[int]:
+    """Processes of this module's pools, and their children."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
+        except OSError:
+            continue
+        if b"reward/worker.py" in command and folder == os.getcwd() and alive(int(path.parent.name)):
+            found.append(int(path.parent.name))
+    return found
+
+
+def gone(pids: list[int], seconds: float = 15) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+COSTS = {
+    "raises": Part(error="ValueError: boom"),
+    "nothing": Part(),
+    "nan": Part(error="returned nan, which is not finite as float32"),
+    "inf": Part(error="returned inf, which is not finite as float32"),
+    "text": Part(error="returned str '1.0', expected a float or None"),
+    "short": Part(error="returned 0 values for 1 rows"),
+    "exits": Part(error="SystemExit: 3"),
+    "leaves": Part(error=f"{ENDED}with exit code 3"),
+    "segfaults": Part(error=f"{ENDED}by SIGSEGV"),
+    "kills_itself": Part(error=f"{ENDED}by SIGKILL"),
+    "kills_group": Part(error=f"{ENDED}by SIGKILL"),
+    "kills_keeper": Part(error=f"{ENDED}by SIGKILL"),
+    "closes": Part(error=f"{ENDED}with exit code 1"),
+    "scribbles": Part(error=f"{ENDED}after an answer that can not be read"),
+    "forks": Part(1.0),
+    "forks_raising": Part(1.0),
+    "moves": Part(1.0),
+}
+
+
+@pytest.mark.parametrize("fault", COSTS)
+def test_a_bad_row_costs_itself_alone(shared, fault):
+    assert score(shared, fault) == [COSTS[fault] if row == 5 else Part(1.0) for row in range(12)]
+
+
+def test_a_row_that_hangs_costs_itself_alone_and_its_time(folder):
+    """Five functions at once: by a call that waits, that ignores SIGTERM, that never leaves C code, and two async ones."""
+    uses = ("hangs", "hangs_deaf", "hangs_in_c", "blocks", "waits")
+    started = time.monotonic()
+    with Pool(3) as three, ThreadPoolExecutor(len(uses)) as threads:
+        found = dict(zip(uses, threads.map(lambda use: score(three, use), uses), strict=True))
+    assert found == {use: [Part(error=LATE) if row == 5 else Part(1.0) for row in range(12)] for use in uses}
+    assert time.monotonic() - started < 60
+
+
+def test_a_function_that_always_fails_fails_in_each_row(shared):
+    texts = {"completions": ["bad"] * 3, "rollout_ids": ["a", "b", "c"]}
+    assert scorer(shared, "leaves").score(texts) == [COSTS["leaves"]] * 3
+
+
+def test_a_gigabyte_of_output_is_not_kept(shared):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert score(shared, "prints", timeout_seconds=60) == [Part(1.0)] * 12
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+def test_what_is_printed_is_logged_at_some_length(shared, caplog):
+    with caplog.at_level(logging.INFO, "stages.reward"):
+        assert score(shared, "talks", rows=1) == [Part(1.0)]
+    assert caplog.messages[0].startswith("talks: hello \\x1b[31mxxx")
+    assert "more" in caplog.messages[-1] and sum(map(len, caplog.messages)) < 3000
+
+
+def test_memory_has_a_limit(folder):
+    with Pool(1, memory_gib=0.5) as limited:
+        assert score(limited, "hoards") == [Part(error="MemoryError") if row == 5 else Part(1.0) for row in range(12)]
+
+
+def test_the_next_call_finds_folder_and_environment_as_they_were(folder):
+    with Pool(1) as one:
+        score(one, "moves", rows=1, bad=0)
+        assert score(one, "where") == [Part(1.0)] * 12
+
+
+def test_slow_but_honest_functions_succeed(folder, monkeypatch):
+    """The first call takes longer than a batch may, and a row much longer than those before it."""
+    monkeypatch.setattr(jobs, "BATCH_SECONDS", 0.25)
+    with Pool(1) as one:
+        assert score(one, "slow_to_start", timeout_seconds=30) == [Part(1.0)] * 12
+        assert score(one, "slow_row", rows=24, bad=20, timeout_seconds=30) == [Part(1.0)] * 24
+
+
+def test_rows_of_async_functions_wait_together(shared):
+    """256 rows of 0.2 s: 51 s one by one, 0.8 s when 64 of them wait together."""
+    started = time.monotonic()
+    assert score(shared, "waits", rows=256, bad=-1, timeout_seconds=30) == [Part(1.0)] * 256
+    assert time.monotonic() - started < 25
+
+
+def test_results_do_not_depend_on_the_number_of_workers_or_rows_a_call(folder):
+    found = []
+    for workers, rows in ((1, 256), (3, 256), (2, 1)):
+        with Pool(workers) as some:
+            found.append({use: score(some, use, most=rows) for use in ("raises", "short", "leaves", "hangs")})
+    assert found[0] == found[1] == found[2]
+
+
+def test_work_is_dealt_to_several_processes_where_it_is_worth_it(empty):
+    with Pool(2) as two:
+        busy = scorer(two, "slow_row", most=1, timeout_seconds=30)
+        busy.score({"completions": ["bad"] * 4, "rollout_ids": list("abcd")})
+        assert len(children()) >= 4  # two keepers, two workers
+        one_process = scorer(two, "process")
+        found = one_process.score({"completions": ["good"] * 8, "rollout_ids": list("abcdefgh")})
+        assert {part.value for part in found} <= set(map(float, children()))
+
+
+# -- nobody is left behind ----------------------------------------------------------------------------------------------------
+
+
+def daemons(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("daemon-")) for path in folder.glob("daemon-*")]
+
+
+@pytest.fixture
+def empty(folder, monkeypatch, tmp_path):
+    """A working folder of its own: `children` and `daemons` see this test's processes only."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_closed_pool_leaves_nobody(empty):
+    with Pool(2) as two:
+        assert score(two, "leaves_daemons") == [Part(1.0)] * 12
+        found = children() + daemons(empty)
+        assert len(daemons(empty)) >= 20 and all(map(alive, found))
+    assert not any(map(alive, found)) and children() == []
+
+
+def test_a_killed_worker_leaves_nobody(empty):
+    with Pool(1) as one:
+        score(one, "leaves_daemon")
+        started = daemons(empty)
+        score(one, "leaves")
+        assert started and gone(started, 0)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_stage_that_ends_leaves_nobody(empty, end):
+    code = """
+        from stages.reward.function_scorer import FunctionConfig, FunctionScorer
+        from stages.reward.pool import Pool
+        pool = Pool(2)
+        rows = {"completions": ["good", "bad"], "rollout_ids": ["a", "b"]}
+        FunctionScorer(FunctionConfig(use="faults.py:leaves_daemon"), pool, 256).score(rows)
+        FunctionScorer(FunctionConfig(use="faults.py:hangs_deaf"), pool, 256).score(rows)
+    """
+    stage = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not daemons(empty) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)  # now it hangs
+    found = children() + daemons(empty)
+    assert len(found) >= 3 and all(map(alive, found))
+    stage.send_signal(end)
+    stage.wait(20)
+    assert gone(found) and children() == []
+
+
+def test_closing_ends_a_call_that_waits(folder):
+    one = Pool(1)
+    errors = []
+
+    def wait():
+        try:
+            score(one, "hangs", rows=1, bad=0, timeout_seconds=600)
+        except ResourceError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.5)
+    one.close()
+    thread.join(30)
+    assert not thread.is_alive() and "were closed" in errors[0].message
+
+
+# -- loading ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("import nonexistent_module", "can not be imported: ModuleNotFoundError: No module named 'nonexistent_module'"),
+        ("import os; os._exit(7)", "ended its process with exit code 7"),
+        ("import sys; sys.exit(7)", "SystemExit: 7"),
+        ("import time; time.sleep(600)", "took longer than 1 s"),
+        ("x = 1", "has no function f"),
+    ],
+)
+def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, folder, monkeypatch, source, said):
+    monkeypatch.setattr(pool, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
+    (folder / "broken.py").write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        scorer(shared, "broken.py:f").require([])
+    assert said in caught.value.message
+    assert score(shared, "nothing", bad=-1) == [Part(1.0)] * 12  # the pool goes on
+
+
+def test_code_that_changes_while_it_scores_is_refused(folder):
+    path = folder / "changing.py"
+    path.write_text(
+        "import os\ndef f(completions):\n    return [1.0 if text == 'good' else os._exit(1) for text in completions]\n"
+    )
+    with Pool(1) as one:
+        changing = scorer(one, "changing.py:f")
+        changing.require([])
+        path.write_text("def f(completions):\n    return [2.0] * len(completions)\n")
+        with pytest.raises(ConfigError, match="its file changed meanwhile"):
+            changing.score({"completions": ["good", "bad", "good"], "rollout_ids": list("abc")})
+
+
+def test_notice_hears_of_failures_at_once_and_can_end_the_scoring(folder):
+    """The rows after the first failure would take an hour."""
+    heard = []
+
+    def notice(*failure):
+        heard.append(failure)
+        raise KeyError("enough")
+
+    with Pool(1) as one:
+        hanging = FunctionScorer(FunctionConfig(use="faults.py:hangs", timeout_seconds=0.5), one, 1, notice)
+        with pytest.raises(KeyError, match="enough"):
+            hanging.score({"completions": ["bad"] * 4000, "rollout_ids": [f"r{row}" for row in range(4000)]})
+    assert heard == [("hangs", "r0", "TimeoutError: no answer within 0.5 s")]
+
+
+def test_values_of_columns_arrive_as_they_are(folder):
+    """Dates, bytes and decimals of the user's columns are no JSON."""
+    import datetime
+    import decimal
+
+    (folder / "typed.py").write_text(
+        "def f(completions, when, raw, price):\n"
+        "    return [float(w.year + len(r) + float(p)) for w, r, p in zip(when, raw, price)]\n"
+    )
+    with Pool(1) as one:
+        batch = {"completions": ["a"], "rollout_ids": ["r"], "when": [datetime.date(2020, 1, 1)]}
+        found = scorer(one, "typed.py:f").score({**batch, "raw": [b"ab"], "price": [decimal.Decimal("0.5")]})
+    assert found == [Part(2022.5)]
+
+
+def test_extra_comes_through(folder):
+    (folder / "judge.py").write_text(
+        "def f(completions):\n    return [{'reward': 0.25, 'why': text} for text in completions]\n"
+    )
+    with Pool(1) as one:
+        found = scorer(one, "judge.py:f", extra=True).score({"completions": ["é\n"], "rollout_ids": ["r"]})
+    assert (found[0].value, json.loads(found[0].extra)) == (0.25, {"why": "é\n"})
