@@ -79,9 +79,9 @@ class ServerScorer:
         jobs = iter(requests)
 
         async def work() -> None:
-            async with self._transport.client() as client:
+            async with self._transport.connection() as connection:
                 for places in jobs:
-                    found = await self._ask(client, [rows[at] for at in places])
+                    found = await self._ask(connection, [rows[at] for at in places])
                     for at, part in zip(places, found, strict=True):
                         parts[at] = part
 
@@ -103,7 +103,7 @@ class ServerScorer:
         chunks = [together[start : start + size] for start in range(0, len(together), size)]
         return chunks + [[at] for at, row in enumerate(rows) if self._dialect.alone(row)]
 
-    async def _ask(self, client: Any, rows: list[Row], deadline: float | None = None) -> list[Part]:
+    async def _ask(self, connection: Any, rows: list[Row], deadline: float | None = None) -> list[Part]:
         """The parts of one request. Rows that spoil it for the others are found by halving, while the hosts work otherwise."""
         ends = deadline or time.monotonic() + self.config.total_seconds
         try:
@@ -113,7 +113,7 @@ class ServerScorer:
         else:
             try:
                 return await self._transport.ask(
-                    client, body, self._key(rows, body), lambda raw: self._read(raw, rows), deadline
+                    connection, body, self._key(rows, body), lambda raw: self._read(raw, rows), deadline
                 )
             except RefusedError as error:
                 cause, halve = str(error), True
@@ -122,7 +122,7 @@ class ServerScorer:
         if not halve or len(rows) == 1:
             return [Part(error=cause)] * len(rows)
         middle = len(rows) // 2
-        return [*await self._ask(client, rows[:middle], ends), *await self._ask(client, rows[middle:], ends)]
+        return [*await self._ask(connection, rows[:middle], ends), *await self._ask(connection, rows[middle:], ends)]
 
     def _read(self, raw: bytes, rows: list[Row]) -> list[Part]:
         return self._dialect.decode(read_json(raw), rows, self.config)

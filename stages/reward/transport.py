@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import functools
 import logging
 import random
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from .servers import ServerConfig
 
 log = logging.getLogger(__name__)
+for _chatty in ("httpx", "httpcore"):  # a line a request, and at DEBUG the headers that servers send
+    logging.getLogger(_chatty).setLevel(logging.WARNING)
 _T = TypeVar("_T")
 _PASSING = {408, 409, 425, 429, *range(500, 600)} - {501, 505}
 _ABOUT_ROWS = {400, 413}
@@ -135,20 +139,24 @@ class Transport:
         self._secret = token.encode()
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._tls = httpx.create_ssl_context()  # made once: loading the certificates takes longer than a request
         self._random = random.Random()
 
-    def client(self) -> httpx.AsyncClient:
-        """A client for one worker: one connection a host. A pool shared by many spends most of its time on itself."""
-        return httpx.AsyncClient(
-            headers=self._headers,
-            verify=self._tls,
-            trust_env=False,
-            timeout=httpx.Timeout(None, connect=self.config.connect_seconds),
+    def connection(self) -> httpx.AsyncHTTPTransport:
+        """Connections for one worker, one a host: a pool shared by many workers spends most of its time on itself.
+
+        The layer below httpx's client: it knows no cookies, redirects, proxies or environment, so none has to be turned off.
+        """
+        return httpx.AsyncHTTPTransport(
+            verify=_tls(), trust_env=False, limits=httpx.Limits(max_connections=len(self.hosts.all))
         )
 
     async def ask(
-        self, client: httpx.AsyncClient, body: bytes, key: str, read: Callable[[bytes], _T], deadline: float | None = None
+        self,
+        connection: httpx.AsyncHTTPTransport,
+        body: bytes,
+        key: str,
+        read: Callable[[bytes], _T],
+        deadline: float | None = None,
     ) -> _T:
         """What `read` makes of the answer to `body`, which any number of attempts send under the same idempotency `key`.
 
@@ -163,7 +171,7 @@ class Transport:
             if host is None:
                 raise ExhaustedError(f"{failure} (all hosts rest)", failure.answered)
             try:
-                answer = read(await self._attempt(client, host, body, key, deadline))
+                answer = read(await self._attempt(connection, host, body, key, deadline))
                 self.hosts.worked(host)
                 return answer
             except RefusedError:
@@ -180,27 +188,35 @@ class Transport:
                 raise ExhaustedError(f"{failure} ({waits} attempts)", failure.answered)
             await asyncio.sleep(pause)
 
-    async def _attempt(self, client: httpx.AsyncClient, host: Host, body: bytes, key: str, deadline: float) -> bytes:
+    async def _attempt(self, connection: httpx.AsyncHTTPTransport, host: Host, body: bytes, key: str, deadline: float) -> bytes:
         """The body of one good answer, within the time for one."""
         seconds = max(0.0, min(self.config.read_seconds, deadline - time.monotonic()))
         try:
             async with asyncio.timeout(seconds):
-                return await self._exchange(client, host, body, key)
+                return await self._exchange(connection, host, body, key)
         except TimeoutError:
             raise _FailedError(f"no whole answer within {seconds:g} s", answered=False) from None
+        except RemoteError:  # an OSError too, and the one that is final
+            raise
         except (httpx.HTTPError, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise self._fatal(host, "its certificate is not trusted", "correct the server's certificate") from None
             raise _FailedError(f"{type(error).__name__}: {printable(error, 120)}", answered=False) from None
 
-    async def _exchange(self, client: httpx.AsyncClient, host: Host, body: bytes, key: str) -> bytes:
-        async with client.stream("POST", host.url, content=body, headers={"Idempotency-Key": key}) as response:
+    async def _exchange(self, connection: httpx.AsyncHTTPTransport, host: Host, body: bytes, key: str) -> bytes:
+        headers = {**self._headers, "Idempotency-Key": key}
+        timeouts = {"timeout": {"connect": self.config.connect_seconds}}
+        request = httpx.Request("POST", host.url, headers=headers, content=body, extensions=timeouts)
+        response = await connection.handle_async_request(request)
+        try:
             if not response.is_success:
                 raise await self._status(host, response)
             encoding = response.headers.get("content-encoding", "identity").strip().lower()
             if encoding not in ("", "identity"):
                 raise _FailedError(f"the answer is compressed ({printable(encoding, 20)}), which was not asked for")
             return await self._body(response)
+        finally:
+            await response.aclose()
 
     async def _body(self, response: httpx.Response) -> bytes:
         declared, limit = response.headers.get("content-length", ""), self.config.max_bytes
@@ -239,6 +255,12 @@ class Transport:
         return RemoteError(
             f"reward server {self.config.name}", f"{host.url}: {cause}", state="finished shards are kept.", next=next
         )
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """Made once: loading the certificates takes longer than many requests."""
+    return httpx.create_ssl_context()
 
 
 def _retry_after(text: str) -> float | None:

@@ -66,7 +66,7 @@ class FakeServer:
                 answer = self.behave(asked)
                 if not await self._send(writer, await answer if asyncio.iscoroutine(answer) else answer):
                     return
-        except (asyncio.IncompleteReadError, OSError):
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             pass
         finally:
             writer.close()

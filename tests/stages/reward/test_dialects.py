@@ -349,7 +349,7 @@ def test_5000_wounded_bodies_are_read_or_refused_by_name():
         for part in parts:
             assert part.value is None or (math.isfinite(part.value) and 0 <= part.value <= 10 and part.error is None)
             assert part.extra is None or part.extra.encode()
-    assert read > 1000 and refused > 2000
+    assert read > 500 and refused > 2000
 
 
 # -- the side that answers ----------------------------------------------------------------------------------------------------
