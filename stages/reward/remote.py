@@ -11,49 +11,53 @@ could pass (a refused token, a redirect, a wrong path) ends scoring with RemoteE
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import hashlib
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from schemas.errors import ConfigError, QuiverError, printable
+from schemas.errors import ConfigError, ResourceError, printable
 from schemas.manifest import digest
 
 from .dialects import DIALECTS, judge
 from .dialects.rows import Row, as_rows, fields, to_json
 from .dialects.strict import read_json
-from .scoring import Part
+from .scoring import OFFERED, Batch, Part
 from .servers import ServerConfig, secret
 from .transport import ExhaustedError, RefusedError, Transport
 
 VERSION = 1
 """Of what the client makes of an answer: a higher one makes rewards anew."""
+Notice = Callable[[str, str, str], None]
+"""Hears of a failed row at once: name of the server, rollout_id, error. What it raises ends the scoring."""
+_NO_MATTER = {"name", "weight", "extra", "fingerprint"}  # to what the server says of a row
 
 
 class ServerScorer:
-    """Scores batches on a server. One object may be used from one thread at a time."""
+    """Scores batches on a server. `score` is called from one thread at a time, `close` from any."""
 
-    def __init__(self, config: ServerConfig) -> None:
-        """ConfigError: the token's variable is not set."""
-        self.config, self.name, self.weight = config, config.name, config.weight
-        self.fingerprint = digest(["server", VERSION, {k: v for k, v in config.key().items() if k not in ("name", "weight")}])
+    def __init__(self, config: ServerConfig, notice: Notice = lambda *_: None) -> None:
+        """`notice` hears at once of rows that failed. ConfigError: the token's variable holds none."""
+        self.config, self.name, self.weight, self._notice = config, config.name, config.weight, notice
+        decides = {key: value for key, value in config.key().items() if key not in _NO_MATTER}
+        self.fingerprint = f"server:{digest([VERSION, decides])}"
         self.seconds = 0.0
+        self._stop: Callable[[], Any] | None = None
+        self._closed = False
         self._dialect = DIALECTS[config.dialect]
         urls = [urlsplit(url) for url in config.urls]
         paths = [url._replace(path=url.path or self._dialect.path).geturl() for url in urls]
-        self._transport = Transport(config, paths, secret(config))
+        self._transport = Transport(config, paths, secret(config.token, f"reward server {config.name}"))
 
     def require(self, columns: Iterable[str]) -> None:
         """ConfigError unless every column that is sent is there."""
         offered = set(columns)
-        own = judge.OFFERED if self.config.dialect == "openai-judge" else set()
-        asked = {*(self.config.columns or ()), *filter(None, [self.config.label])}
-        asked |= fields(self.config.rubric) if self.config.dialect == "openai-judge" else set()
-        for missing in sorted(asked - offered - own):
-            near = difflib.get_close_matches(missing, offered | own, 1, 0.5)
+        for missing in sorted(self._columns(offered) - offered):
+            near = difflib.get_close_matches(missing, offered, 1, 0.5)
             raise ConfigError(
                 f"reward server {self.name}",
                 f"sends {printable(missing)}, which is no column of the prompts ({printable(', '.join(sorted(offered))) or 'none'})"
@@ -61,16 +65,33 @@ class ServerScorer:
                 next="correct label, columns or rubric of that server",
             )
 
-    def score(self, batch: Mapping[str, list[Any]]) -> list[Part]:
-        """One part a row of `batch`, in order. RemoteError where the server refuses whatever is asked (401, a redirect, …)."""
+    def _columns(self, offered: Iterable[str]) -> set[str]:
+        """The user's columns that requests hold, of those `offered` where the config names none."""
+        config = self.config
+        if config.dialect == "quiver":
+            return set(offered) - set(OFFERED) if config.columns is None else set(config.columns)
+        return fields(config.rubric) - judge.OFFERED if config.dialect == "openai-judge" else {config.label} - {""}
+
+    def score(self, batch: Batch) -> list[Part]:
+        """One part a row of `batch`, in order. RemoteError where the server refuses whatever is asked (401, a redirect, …).
+
+        What `notice` raises, this does. ResourceError after `close`.
+        """
         start = time.monotonic()
+        rows = as_rows(batch, sorted(self._columns(batch)), ids=self.config.dialect == "quiver")
         try:
-            return _finish(self._score(as_rows(batch)))
+            return _finish(self._score(rows))
+        except asyncio.CancelledError:
+            raise ResourceError(f"reward server {self.name}", "was closed while it was asked") from None
         finally:
             self.seconds += time.monotonic() - start
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Give up what is under way; nothing is held between calls."""
+        self._closed = True
+        if stop := self._stop:
+            with contextlib.suppress(RuntimeError):  # its loop came to an end by itself meanwhile
+                stop()
 
     async def _score(self, rows: list[Row]) -> list[Part]:
         """Requests of the rows, `concurrency` at a time; each worker has a connection of its own."""
@@ -84,17 +105,31 @@ class ServerScorer:
                     found = await self._ask(connection, [rows[at] for at in places])
                     for at, part in zip(places, found, strict=True):
                         parts[at] = part
+                        if part.error is not None:
+                            self._notice(self.name, rows[at].id, part.error)
 
         fatal = None
         try:
-            async with asyncio.TaskGroup() as group:
+            async with self._until_closed(), asyncio.TaskGroup() as group:
                 for _ in range(min(self.config.concurrency, len(requests))):
                     group.create_task(work())
-        except* QuiverError as errors:
+        except* Exception as errors:  # the first one ended the others
             fatal = errors.exceptions[0]
         if fatal:
             raise fatal
         return parts
+
+    @contextlib.asynccontextmanager
+    async def _until_closed(self) -> AsyncIterator[None]:
+        """While it is open, `close` cancels this task, from whatever thread."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        self._stop = lambda: loop.call_soon_threadsafe(task.cancel)
+        try:
+            if self._closed:
+                raise asyncio.CancelledError
+            yield
+        finally:
+            self._stop = None
 
     def _requests(self, rows: list[Row]) -> list[list[int]]:
         """The positions of the rows that share each request."""

@@ -27,7 +27,7 @@ from stages.common.config import Runtime
 from .dialects import judge
 from .dialects.rows import fields
 
-_TOKEN = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
+TOKEN = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 _SHORTEST = 8  # characters of a token: a shorter one would be found by chance in a server's text
 _BELONGS = {
     "columns": ("quiver",),
@@ -57,6 +57,8 @@ class ServerConfig(Base):
     """Its column in `parts`, unique. Empty: the dialect's name."""
     weight: float = 1.0
     """Factor of its part in the reward."""
+    extra: bool = False
+    """Keep what came beside the number, as JSON in `extra`."""
     token: Runtime[str] = ""
     """Bearer token, as `env:NAME`: the environment variable that holds it where the stage runs."""
     model: str = ""
@@ -88,6 +90,8 @@ class ServerConfig(Base):
     """More fields of each request to vllm-classify, vllm-score and openai-judge, over the dialect's own."""
     revision: str = ""
     """Raise it when the model behind the URL changes: rewards are then made anew."""
+    fingerprint: str = ""
+    """Filled in by the stage: of everything above that decides the number. If set, the section must have it."""
     allow_plain_http: bool = False
     """Send a token over http to a host other than this one."""
     batch_rows: Runtime[int] = Field(default=16, ge=1, le=10_000)
@@ -120,7 +124,7 @@ class ServerConfig(Base):
         if not isinstance(data, dict):
             return data
         token, urls = data.get("token", ""), data.get("urls", ())
-        if token and not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+        if token and not (isinstance(token, str) and TOKEN.fullmatch(token)):
             raise ValueError(
                 "token must be env:NAME, the environment variable that holds it: a recipe is no place for a secret"
             )
@@ -182,11 +186,12 @@ def _refuse_url(url: Any, needs_tls: bool) -> None:
         raise ValueError("a URL must be http://HOST:PORT/PATH or https://…, without spaces")
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(f"the URL of {host} has a user, a query or a fragment: a secret goes into token, as env:NAME")
-    if needs_tls and parts.scheme == "http" and not _loopback(host):
+    if needs_tls and parts.scheme == "http" and not is_loopback(host):
         raise ValueError(f"a token would go to {host} in the clear: use https, or set allow_plain_http = true")
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a name or an address, is this machine and no other can reach it."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -195,16 +200,18 @@ def _loopback(host: str) -> bool:
 
 def check(config: ServerConfig) -> None:
     """ConfigError unless this machine has what the server needs: asked before any generation."""
-    secret(config)
+    secret(config.token, f"reward server {config.name}")
 
 
-def secret(config: ServerConfig) -> str:
-    """The token, out of its environment variable; empty where none is asked for. ConfigError: the variable holds none."""
-    if not config.token:
+def secret(reference: str, owner: str) -> str:
+    """What stands in the variable of `env:NAME`; empty where `reference` is. ConfigError, about `owner`: it holds no token."""
+    if not reference:
         return ""
-    name = config.token.removeprefix("env:")
+    if not TOKEN.fullmatch(reference):
+        raise ConfigError(owner, "token must be env:NAME, the variable that holds it", next="name it as env:NAME")
+    name = reference.removeprefix("env:")
     token = os.environ.get(name, "")
     if len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
         what = "is not set" if not token else f"holds no token: at least {_SHORTEST} ASCII characters, no spaces"
-        raise ConfigError(f"reward server {config.name}", f"environment variable {name} {what}", next=f"export {name}=…")
+        raise ConfigError(owner, f"environment variable {name} {what}", next=f"export {name}=…")
     return token

@@ -35,7 +35,7 @@ def main() -> None:
     child.start()
     scorer = ServerScorer(ServerConfig(dialect="slime", score_key="reward", urls=[ours.recv()], concurrency=64))
     rows = [str(row) for row in range(ROWS)]
-    batch = {"prompts": rows, "completions": ["word " * 100] * ROWS, "rollout_ids": rows}
+    batch = {"prompts": rows, "completions": ["word " * 100] * ROWS, "rollout_ids": rows, "finish_reason": ["stop"] * ROWS}
     for _ in range(3):
         start = time.perf_counter()
         parts = scorer.score(batch)

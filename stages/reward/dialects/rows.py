@@ -10,11 +10,11 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-OWN = ("prompts", "completions", "completion_ids", "finish_reason", "rollout_ids")
-"""What a batch holds beside the user's columns."""
+from ..scoring import OFFERED, Batch
+
 _FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
@@ -38,29 +38,23 @@ class Scored(NamedTuple):
     extra: dict[str, Any]
 
 
-def as_rows(batch: Mapping[str, list[Any]]) -> list[Row]:
-    """The rows of a batch as the reward stage has it: lists of equal length by name."""
-    names = [name for name in batch if name not in OWN]
-    count = len(batch["completions"])
-    ids, tokens, reasons = (batch.get(name, [None] * count) for name in ("rollout_ids", "completion_ids", "finish_reason"))
-    return [
-        Row(
-            str(at) if ids[at] is None else ids[at],
-            batch["prompts"][at],
-            batch["completions"][at],
-            {name: batch[name][at] for name in names},
-            tokens[at],
-            reasons[at],
-        )
-        for at in range(count)
-    ]
+def as_rows(batch: Batch, columns: Iterable[str], ids: bool = True) -> list[Row]:
+    """The rows of a batch, with those of the user's columns that are named, and with token ids if asked for: a list that
+    nobody needs is not made."""
+    names = list(columns)
+    tokens = batch["completion_ids"] if ids else [None] * len(batch["completions"])
+    values = zip(*(batch[name] for name in names), strict=True) if names else [()] * len(tokens)
+    given = zip(
+        batch["rollout_ids"], batch["prompts"], batch["completions"], values, tokens, batch["finish_reason"], strict=True
+    )
+    return [Row(id, prompt, text, dict(zip(names, row, strict=True)), own, why) for id, prompt, text, row, own, why in given]
 
 
 def as_batch(rows: list[Row]) -> dict[str, list[Any]]:
     """The reverse of `as_rows`, for rows that have the same columns. A column never hides one of the batch's own lists."""
     columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
     own = ("prompt", "completion", "completion_ids", "finish_reason", "id")
-    return columns | {name: [getattr(row, field) for row in rows] for name, field in zip(OWN, own, strict=True)}
+    return columns | {name: [getattr(row, field) for row in rows] for name, field in zip(OFFERED, own, strict=True)}
 
 
 def as_text(prompt: str | list[dict[str, str]], message_template: str) -> str:

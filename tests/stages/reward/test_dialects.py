@@ -378,6 +378,7 @@ def test_what_one_side_writes_the_other_reads():
 def test_rows_and_batches_are_each_others_reverse():
     batch = as_batch(ROWS)
     assert batch["prompts"][0] == CHAT and batch["answer"] == [4, 6] and batch["rollout_ids"] == ["a", "b"]
-    assert as_rows(batch) == ROWS
+    assert as_rows(batch, ["answer", "hint"]) == ROWS
+    assert as_rows(batch, [], ids=False)[0] == ROWS[0]._replace(columns={}, completion_ids=None)
     hidden = ROWS[0]._replace(columns={"prompts": "mine", "completions": "mine"})
     assert as_batch([hidden])["prompts"] == [CHAT] and as_batch([hidden])["completions"] == ["4"]

@@ -8,12 +8,13 @@ import json
 import logging
 import random
 import subprocess
+import threading
 import time
 from collections import Counter
 
 import pytest
 
-from schemas.errors import RemoteError
+from schemas.errors import RemoteError, ResourceError
 from stages.reward.remote import ServerScorer
 from stages.reward.scoring import Part
 from stages.reward.servers import ServerConfig
@@ -22,9 +23,9 @@ from tests.stages.reward.fake_server import FakeServer, reply, scored
 CANARY = "sk-canary-5f1d"
 
 
-def scorer(*urls, dialect="quiver", **options) -> ServerScorer:
+def scorer(*urls, dialect="quiver", notice=lambda *_: None, **options) -> ServerScorer:
     quick = {"backoff_seconds": 0.01, "read_seconds": 2, "total_seconds": 6, "retries": 2, "breaker_seconds": 0.05}
-    return ServerScorer(ServerConfig(dialect=dialect, urls=urls, **{**quick, **options}))
+    return ServerScorer(ServerConfig(dialect=dialect, urls=urls, **{**quick, **options}), notice)
 
 
 def batch(count: int, **columns) -> dict[str, list]:
@@ -307,6 +308,32 @@ def test_the_rate_is_kept():
     with FakeServer(note) as server:
         scorer(server.url, batch_rows=1, requests_per_second=50).score(batch(11))
     assert max(times) - min(times) >= 0.18
+
+
+def test_it_ends_when_it_is_told_that_too_many_rows_failed():
+    heard = []
+
+    class Enough(Exception):
+        pass
+
+    def notice(*failure):
+        heard.append(failure)
+        raise Enough
+
+    with FakeServer(lambda asked: reply(b"too long", 400)) as server, pytest.raises(Enough):
+        scorer(server.url, batch_rows=1, concurrency=2, notice=notice).score(batch(50))
+    assert heard[0][:2] == ("quiver", "r0") and "answered 400" in heard[0][2] and len(server.asked) < 10
+
+
+def test_it_can_be_closed_from_another_thread():
+    with FakeServer(silence) as server:
+        client = scorer(server.url, read_seconds=60, total_seconds=60)
+        threading.Timer(0.3, client.close).start()
+        start = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(ResourceError, match="closed"):
+                client.score(batch(5))
+        assert time.monotonic() - start < 10
 
 
 def test_no_host_at_all_is_an_error_a_row():

@@ -103,7 +103,7 @@ def test_a_token_must_be_in_its_variable(value, monkeypatch):
 def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
     monkeypatch.setenv("REWARD_KEY", CANARY)
     first = ServerScorer(section()).fingerprint
-    for same in ({"name": "x"}, {"weight": 2.0}, {"retries": 9}, {"batch_rows": 1}, {"token": "env:REWARD_KEY"}):
+    for same in ({"name": "x"}, {"weight": 2}, {"extra": True}, {"retries": 9}, {"batch_rows": 1}, {"token": "env:REWARD_KEY"}):
         assert ServerScorer(section(**same)).fingerprint == first
     for other in (
         {"revision": "2"},
