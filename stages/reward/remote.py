@@ -160,7 +160,9 @@ class ServerScorer:
         return [*await self._ask(connection, rows[:middle], ends), *await self._ask(connection, rows[middle:], ends)]
 
     def _read(self, raw: bytes, rows: list[Row]) -> list[Part]:
-        return self._dialect.decode(read_json(raw), rows, self.config)
+        parts = self._dialect.decode(read_json(raw), rows, self.config)
+        hide = self._transport.hide  # again: what was escaped in JSON is plain now
+        return [Part(value, error and hide(error), extra and hide(extra)) for value, error, extra in parts]
 
     def _key(self, rows: list[Row], body: bytes) -> str:
         """The same for each attempt at these rows and texts, another for any other: a server may know a repetition by it."""

@@ -74,10 +74,11 @@ class ServerConfig(Base):
     """Lowest and highest number that is believed; one outside is the row's error. None: any finite one."""
     rescale: bool = False
     """Map `range` linearly to 0 … 1."""
-    rubric: str = judge.RUBRIC
-    """What openai-judge asks, with {prompt}, {completion}, {finish_reason} and any column by name."""
-    score_pattern: str = judge.PATTERN
-    """Regular expression whose one group is the number in the judge's answer; the last match counts."""
+    rubric: str = ""
+    """What openai-judge asks, with {prompt}, {completion}, {finish_reason} and any column by name. Empty: for a score from 0 to 10,
+    on a last line `Score: N`."""
+    score_pattern: str = ""
+    """Regular expression whose one group is the number in the judge's answer; the last match counts. Empty: `Score: N`."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest answer of the judge. One that is cut is the row's error."""
     message_template: str = "{role}: {content}\n\n"
@@ -130,7 +131,10 @@ class ServerConfig(Base):
             )
         for url in urls if isinstance(urls, list | tuple) else [urls]:
             _refuse_url(url, bool(token) and not data.get("allow_plain_http"))
-        return data if data.get("name") else {**data, "name": data.get("dialect", "")}
+        defaults = {"name": data.get("dialect", "")}
+        if data.get("dialect") == "openai-judge":
+            defaults |= {"rubric": judge.RUBRIC, "score_pattern": judge.PATTERN}
+        return {**data, **{key: value for key, value in defaults.items() if not data.get(key)}}
 
     @field_validator("range")
     @classmethod
@@ -146,7 +150,7 @@ class ServerConfig(Base):
             groups = re.compile(pattern).groups
         except re.error as error:
             raise ValueError(f"is no regular expression: {error}") from None
-        if groups != 1:
+        if pattern and groups != 1:
             raise ValueError(f"must have one group, which is the number, got {groups}")
         return pattern
 

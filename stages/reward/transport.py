@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 
-from schemas.errors import RemoteError, printable
+from schemas.errors import ConfigError, RemoteError, printable
 
 from .dialects.strict import MalformedError
 
@@ -68,11 +68,18 @@ class _FailedError(Exception):
 class Host:
     """One URL, and how it has been doing."""
 
-    url: str
+    url: httpx.URL
     failures: int = 0
     """In a row."""
     rest_until: float = 0.0
-    """Monotonic seconds."""
+    """Monotonic seconds: it failed too often."""
+    busy_until: float = 0.0
+    """Monotonic seconds: it asked for that time itself."""
+
+    @property
+    def free_at(self) -> float:
+        """When it may be asked again."""
+        return max(self.rest_until, self.busy_until)
 
 
 @dataclass
@@ -104,11 +111,11 @@ class Hosts:
             for _ in self.all:
                 host = self.all[self.turn % len(self.all)]
                 self.turn += 1
-                if host.rest_until <= now:
+                if host.free_at <= now:
                     if host.failures >= self.config.breaker_failures:
                         host.rest_until = now + self.config.breaker_seconds  # this request tries it, for all
                     return host
-            wake = min(host.rest_until for host in self.all)
+            wake = min(host.free_at for host in self.all)
             if wake >= deadline:
                 return None
             await asyncio.sleep(min(wake - now, _POLL))
@@ -120,23 +127,28 @@ class Hosts:
     def failed(self, host: Host, failure: _FailedError) -> None:
         """One more failure in a row; a busy server only asked for time."""
         now = time.monotonic()
-        if not failure.busy:
-            host.failures += 1
-        rests = host.failures >= self.config.breaker_failures
-        pause = max(failure.after or 0.0, self.config.breaker_seconds if rests else 0.0)
-        if rests and host.failures == self.config.breaker_failures:
+        host.busy_until = max(host.busy_until, now + (failure.after or 0.0))
+        if failure.busy:
+            return
+        host.failures += 1
+        if host.failures == self.config.breaker_failures:
             log.warning("reward server %s: %s failed %d times in a row and rests", self.config.name, host.url, host.failures)
-        host.rest_until = max(host.rest_until, now + pause)
+        if host.failures >= self.config.breaker_failures:
+            host.rest_until = now + self.config.breaker_seconds
 
 
 class Transport:
     """Sends bodies to the hosts of one server section; the state of the hosts outlives an event loop."""
 
     def __init__(self, config: ServerConfig, urls: list[str], token: str) -> None:
+        """ConfigError: a URL that no request can have."""
         self.config = config
-        self.hosts = Hosts(config, [Host(url) for url in urls])
+        try:
+            self.hosts = Hosts(config, [Host(found) for url in urls if (found := httpx.URL(url)).host])
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ConfigError(f"reward server {config.name}", f"urls: {printable(error)}", next="correct the URL") from None
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-        self._secret = token.encode()
+        self._token = token
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._random = random.Random()
@@ -149,6 +161,10 @@ class Transport:
         return httpx.AsyncHTTPTransport(
             verify=_tls(), trust_env=False, limits=httpx.Limits(max_connections=len(self.hosts.all))
         )
+
+    def hide(self, text: str) -> str:
+        """`text` without the token, before anyone sees or cuts it."""
+        return text.replace(self._token, "***") if self._token else text
 
     async def ask(
         self,
@@ -201,7 +217,7 @@ class Transport:
         except (httpx.HTTPError, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise self._fatal(host, "its certificate is not trusted", "correct the server's certificate") from None
-            raise _FailedError(f"{type(error).__name__}: {printable(error, 120)}", answered=False) from None
+            raise _FailedError(f"{type(error).__name__}: {printable(self.hide(str(error)), 120)}", answered=False) from None
 
     async def _exchange(self, connection: httpx.AsyncHTTPTransport, host: Host, body: bytes, key: str) -> bytes:
         headers = {**self._headers, "Idempotency-Key": key}
@@ -213,7 +229,7 @@ class Transport:
                 raise await self._status(host, response)
             encoding = response.headers.get("content-encoding", "identity").strip().lower()
             if encoding not in ("", "identity"):
-                raise _FailedError(f"the answer is compressed ({printable(encoding, 20)}), which was not asked for")
+                raise _FailedError("the answer is compressed, which was not asked for")
             return await self._body(response)
         finally:
             await response.aclose()
@@ -227,10 +243,7 @@ class Transport:
             found += chunk
             if len(found) > limit:
                 raise _FailedError(f"the answer has more than max_bytes = {limit} bytes")
-        return self._clean(found)
-
-    def _clean(self, body: bytearray) -> bytes:
-        return bytes(body.replace(self._secret, b"***") if self._secret else body)
+        return bytes(found.replace(self._token.encode(), b"***") if self._token else found)
 
     async def _status(self, host: Host, response: httpx.Response) -> Exception:
         status = response.status_code
@@ -243,7 +256,8 @@ class Transport:
                     told += chunk
                     if len(told) >= _TOLD:
                         break
-        cause = f"answered {status}: {printable(self._clean(told).decode(errors='replace').strip(), 120) or 'no text'}"
+        text = self.hide(told.decode(errors="replace")).strip()
+        cause = f"answered {status}: {printable(text, 120) or 'no text'}"
         if status in _PASSING:
             return _FailedError(cause, after=_retry_after(response.headers.get("retry-after", "")), busy=status == 429)
         if status in _ABOUT_ROWS:

@@ -19,6 +19,7 @@ from stages.reward.remote import ServerScorer
 from stages.reward.scoring import Part
 from stages.reward.servers import ServerConfig
 from tests.stages.reward.fake_server import FakeServer, reply, scored
+from tests.stages.reward.test_dialects import mutated
 
 CANARY = "sk-canary-5f1d"
 
@@ -186,6 +187,19 @@ def test_a_fault_that_stays_is_the_rows_error(fault):
     assert all(part.error and part.error.isprintable() and len(part.error) < 400 for part in parts)
 
 
+def test_wounded_answers_down_to_the_status_line_are_named():
+    dice, told = random.Random(3), []
+    whole = reply({"format": 1, "rows": [{"id": "r0", "reward": 0.5}]})
+    for raw in [mutated(whole, dice) for _ in range(80)]:
+        with FakeServer(lambda asked, raw=raw: iter([raw])) as server:
+            try:
+                told += scorer(server.url, retries=0, read_seconds=0.3, total_seconds=1, range=(0, 1)).score(batch(1))
+            except RemoteError as error:
+                told.append(Part(error=str(error)))
+    assert len(told) == 80
+    assert all((part.value is None) != (part.error is None) and 0 <= (part.value or 0) <= 1 for part in told)
+
+
 def test_text_is_no_number_and_costs_its_row_alone():
     def one_text(asked):
         rows = scored(asked)["rows"]
@@ -231,6 +245,20 @@ def test_retry_after_is_kept():
     with FakeServer(busy) as server:
         assert scorer(server.url, retries=0).score(batch(1)) == [Part(0.5)]
     assert times[1] - times[0] >= 1
+
+
+def test_a_good_answer_to_another_request_does_not_shorten_the_wait():
+    times = {}
+
+    async def busy(asked):
+        row = asked.body["rows"][0]["id"]
+        times.setdefault(row, []).append(time.monotonic())
+        await asyncio.sleep(0.3 if row == "r1" else 0)
+        return reply(b"", 429, Retry_After="1") if row == "r0" and len(times[row]) == 1 else reply(scored(asked))
+
+    with FakeServer(busy) as server:
+        assert scorer(server.url, batch_rows=1).score(batch(2)) == [Part(0.5)] * 2
+    assert times["r0"][1] - times["r0"][0] >= 1
 
 
 def test_retry_after_beyond_the_time_allowed_ends_the_waiting():
@@ -401,6 +429,9 @@ def test_a_token_that_the_server_repeats_is_told_to_nobody(monkeypatch, caplog):
         reply(CANARY, 500, X_Echo=CANARY),
         reply(CANARY, 401),
         reply(b"", 302, Location=f"http://evil.example/{CANARY}"),
+        reply(b"", Content_Encoding=CANARY),
+        f"HTTP/1.1 200 OK\r\n{CANARY}\r\n\r\n".encode(),
+        reply(json.dumps({"format": 1, "rows": [echo]}).replace("canary", "c\\u0061nary").encode()),
     ]
     told = []
     for answer in answers:
@@ -412,6 +443,6 @@ def test_a_token_that_the_server_repeats_is_told_to_nobody(monkeypatch, caplog):
                 told.append(str(error))
             told.append(repr([client.fingerprint, client.config, vars(client)]))
             assert server.asked[0].headers["authorization"] == f"Bearer {CANARY}"
-    assert len(told) == 14 and "***" in told[0]
+    assert len(told) == 20 and "***" in told[0]
     assert [text for text in told if CANARY in text] == []
     assert CANARY not in caplog.text

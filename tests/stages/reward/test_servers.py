@@ -100,6 +100,12 @@ def test_a_token_must_be_in_its_variable(value, monkeypatch):
     check(section())
 
 
+@pytest.mark.parametrize("host", ["1.2.3.999", "xn--a", "[v1.x]"])
+def test_a_host_that_no_request_can_have_is_refused_before_any(host):
+    with pytest.raises(ConfigError, match="urls|a URL must be"):
+        ServerScorer(section(urls=[f"http://{host}:80/"]))
+
+
 def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
     monkeypatch.setenv("REWARD_KEY", CANARY)
     first = ServerScorer(section()).fingerprint
