@@ -49,20 +49,22 @@ class Batcher:
         return await asyncio.gather(*(future for _, future in added))
 
     async def work(self) -> None:
-        """Score for ever."""
-        with ThreadPoolExecutor(1, thread_name_prefix="score") as thread:
+        """Score until it is cancelled, which does not wait for what is being scored."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="score")
+        try:
             while True:
                 await self._arrived.wait()
                 if len(self._waiting) < self._limits.rows:
                     await asyncio.sleep(self._limits.wait)
                 rows, futures = zip(*self._take(), strict=True)
-                work = asyncio.get_running_loop().run_in_executor(thread, self._score, list(rows))
                 try:
-                    for future, scored in zip(futures, await work, strict=True):
-                        _settle(future, scored)
+                    found = await asyncio.get_running_loop().run_in_executor(thread, self._score, list(rows))
                 except Exception as error:
-                    for future in futures:
-                        _settle(future, error)
+                    found = [error] * len(rows)
+                for future, outcome in zip(futures, found, strict=True):
+                    _settle(future, outcome)
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def _take(self) -> list[tuple[Row, asyncio.Future[Scored]]]:
         """The first rows that have the same columns, at most as many as a batch has."""

@@ -105,11 +105,9 @@ class _Gate:
         headers = dict(scope["headers"])
         if self._token:
             known = hmac.compare_digest(headers.get(b"authorization", b""), self._token)
-            return (
-                None
-                if known or scope["path"] == "/health"
-                else _refuse(401, "SECURITY", "the bearer token is missing or wrong")
-            )
+            if known or scope["path"] == "/health":
+                return None
+            return _refuse(401, "SECURITY", "the bearer token is missing or wrong")
         host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
         name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
         return None if is_loopback(name) else _refuse(403, "SECURITY", "the request names another host than loopback")

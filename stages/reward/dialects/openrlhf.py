@@ -63,7 +63,7 @@ def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
 
 
 class Request(BaseModel):
-    """Rows to score: each query begins with its prompt; what follows is the completion."""
+    """Rows to score: each query holds its prompt, at the beginning or after a token such as <s>; the rest is the completion."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     query: list[str] = Field(min_length=1, max_length=10_000)
@@ -74,14 +74,15 @@ class Request(BaseModel):
     def _even(self) -> Request:
         if not len(self.query) == len(self.prompts) == len(self.labels):
             raise ValueError("query, prompts and labels must have the same length")
-        if not all(query.startswith(prompt) for query, prompt in zip(self.query, self.prompts, strict=True)):
-            raise ValueError("each query must begin with its prompt")
+        if not all(prompt in query for query, prompt in zip(self.query, self.prompts, strict=True)):
+            raise ValueError("each query must hold its prompt")
         return self
 
     def as_rows(self, label: str) -> list[Row]:
         """The rows as they are scored; `label` is the column that the labels become."""
         given = zip(self.query, self.prompts, self.labels, strict=True)
-        return [Row(str(at), prompt, query[len(prompt) :], {label: mark}) for at, (query, prompt, mark) in enumerate(given)]
+        rest = lambda query, prompt: query[query.index(prompt) + len(prompt) :]  # noqa: E731
+        return [Row(str(at), prompt, rest(query, prompt), {label: mark}) for at, (query, prompt, mark) in enumerate(given)]
 
 
 class Answer(BaseModel):

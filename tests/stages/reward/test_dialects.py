@@ -5,6 +5,7 @@ import math
 import random
 
 import pytest
+from pydantic import ValidationError
 
 from stages.reward.dialects import DIALECTS, openrlhf, quiver, slime
 from stages.reward.dialects.rows import Row, Scored, as_batch, as_rows
@@ -364,6 +365,11 @@ def test_what_one_side_writes_the_other_reads():
     rows = openrlhf.Request(**DIALECTS["openrlhf"].encode(ROWS, labelled)).as_rows("answer")
     assert [(row.completion, row.columns) for row in rows] == [("4", {"answer": 4}), ("7", {"answer": 6})]
     assert [part[:2] for part in decode("openrlhf", openrlhf.answer(rows, scored))] == [(0.5, None), (None, "f: it hung")]
+    asked = openrlhf.Request(query=["<s>2 + 2? 4", "7"], prompts=["2 + 2? ", ""], labels=["4", None])
+    assert [row.completion for row in asked.as_rows("answer")] == ["4", "7"]
+    for wrong in ({"query": ["5 4"]}, {"labels": []}, {"prompts": ["2 + 2? ", ""]}):
+        with pytest.raises(ValidationError):
+            openrlhf.Request(**{"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": [None], **wrong})
     for row, found in zip(ROWS, scored, strict=True):
         (asked,) = slime.Request(**DIALECTS["slime"].encode([row], config("slime", label="answer"))).as_rows("answer")
         assert (asked.prompt, asked.completion, asked.columns) == (

@@ -102,7 +102,7 @@ def test_a_token_must_be_in_its_variable(value, monkeypatch):
 
 @pytest.mark.parametrize("host", ["1.2.3.999", "xn--a", "[v1.x]"])
 def test_a_host_that_no_request_can_have_is_refused_before_any(host):
-    with pytest.raises(ConfigError, match="urls|a URL must be"):
+    with pytest.raises(ConfigError, match=r"urls|a URL must be"):
         ServerScorer(section(urls=[f"http://{host}:80/"]))
 
 
