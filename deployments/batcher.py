@@ -1,0 +1,117 @@
+"""Rows of many requests, scored together: collected for a moment, scored in a thread, each answer handed back to its request.
+
+What is said of a row is what the reward stage would write of it: parts, weights, clip, overlong penalty; null is "not scored".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from schemas.errors import BusyError, NumericError
+from stages.reward import tables
+from stages.reward.dialects.rows import Row, Scored, as_batch
+from stages.reward.scoring import Part, Scorer
+from stages.reward.shards import Allowance, score_all
+from stages.reward.stage import Config
+
+
+class Limits(NamedTuple):
+    """What a server takes. `rows` a batch, `wait` seconds for a batch to fill, `queued` rows at most, `bytes` a request."""
+
+    rows: int = 256
+    wait: float = 0.005
+    queued: int = 20_000
+    bytes: int = 64 * 1024 * 1024
+
+
+class Batcher:
+    """Collects rows of requests that come together, and has them scored in a thread, one batch at a time."""
+
+    def __init__(self, score: Callable[[list[Row]], list[Scored]], limits: Limits) -> None:
+        self._score, self._limits = score, limits
+        self._waiting: deque[tuple[Row, asyncio.Future[Scored]]] = deque()
+        self._arrived = asyncio.Event()
+
+    async def score(self, rows: list[Row]) -> list[Scored]:
+        """What is said of each row, in order. BusyError where too many wait; what scoring raises."""
+        if len(self._waiting) + len(rows) > self._limits.queued:
+            raise BusyError("reward server", f"{len(self._waiting)} rows wait already", next="ask again later")
+        loop = asyncio.get_running_loop()
+        added = [(row, loop.create_future()) for row in rows]
+        self._waiting.extend(added)
+        self._arrived.set()
+        return await asyncio.gather(*(future for _, future in added))
+
+    async def work(self) -> None:
+        """Score until it is cancelled, which does not wait for what is being scored."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="score")
+        try:
+            while True:
+                await self._arrived.wait()
+                if len(self._waiting) < self._limits.rows:
+                    await asyncio.sleep(self._limits.wait)
+                rows, futures = zip(*self._take(), strict=True)
+                try:
+                    found = await asyncio.get_running_loop().run_in_executor(thread, self._score, list(rows))
+                except Exception as error:
+                    found = [error] * len(rows)
+                for future, outcome in zip(futures, found, strict=True):
+                    _settle(future, outcome)
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _take(self) -> list[tuple[Row, asyncio.Future[Scored]]]:
+        """The first rows that have the same columns, at most as many as a batch has."""
+        taken, left = [], []
+        names = self._waiting[0][0].columns.keys()
+        while self._waiting and len(taken) < self._limits.rows:
+            item = self._waiting.popleft()
+            (taken if item[0].columns.keys() == names else left).append(item)
+        self._waiting.extendleft(reversed(left))
+        if not self._waiting:
+            self._arrived.clear()
+        return taken
+
+
+def _settle(future: asyncio.Future[Scored], outcome: Scored | Exception) -> None:
+    if future.done():  # the request was given up
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[Scored]:
+    """What the section says of rows that have the same columns. ConfigError where a scorer needs another column."""
+    for scorer in scorers:
+        scorer.require(rows[0].columns)
+    found: dict[str, list[Part]] = {}
+    batch = as_batch([row._replace(id=str(at)) for at, row in enumerate(rows)])  # ids of different requests may be the same
+    score_all(scorers, [(0, batch)], Allowance(math.inf), lambda _, parts: found.update(parts))
+    return [_weigh(config, row, {name: parts[at] for name, parts in found.items()}) for at, row in enumerate(rows)]
+
+
+def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
+    """The reward of one row as the reward stage makes it: weights, clip, overlong penalty."""
+    errors = {name: part.error for name, part in parts.items() if part.error is not None}
+    extra = {name: json.loads(part.extra) for name, part in parts.items() if part.extra is not None}
+    numbers = {name: part.value for name, part in parts.items()}
+    reward, error = None, "; ".join(f"{name}: {text}" if len(parts) > 1 else text for name, text in errors.items()) or None
+    try:
+        reward = tables.weigh(parts, {each.name: each.weight for each in config.scorers}, config.reward_clip)
+    except NumericError as wrong:
+        error = wrong.message
+    if config.overlong:
+        if row.completion_ids is None:
+            return Scored(None, "overlong counts completion_ids, which the request has not", numbers, extra)
+        penalty = tables.overlong(len(row.completion_ids), config.overlong.max_tokens, config.overlong.cache)
+        numbers[tables.OVERLONG] = penalty
+        reward = None if reward is None else reward + config.overlong.weight * penalty
+    return Scored(reward, error, numbers, extra)

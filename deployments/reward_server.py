@@ -1,0 +1,261 @@
+"""Serve a recipe's [reward] section over HTTP: python -m deployments.reward_server RECIPE.toml
+
+    POST /v1/score     dialect quiver       rows with ids, columns and token ids; parts, errors and extras apart from numbers
+    POST /get_reward   dialect openrlhf     queries, prompts and labels
+    POST /slime        dialect slime        one row
+    GET  /health, /openapi.json
+
+The protocols are those of `stages/reward/dialects`, so any of these dialects in [[reward.servers]] scores here as the section would
+score by itself, row by row: weights, clip and the overlong penalty included. Labels reach functions as the column `--label`.
+Rows of requests that come together are scored together. A row that fails is an error in the answer, never a number.
+
+It listens on loopback; anywhere else it wants `--token env:NAME`, which requests must carry as bearer token. Without a token it
+answers only requests that name a loopback host, so that no web page can reach it through a browser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import json
+import logging
+import signal
+import socket
+import sys
+import tomllib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response, Security
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
+from stages.common.config import parse
+from stages.reward.dialects import openrlhf, quiver, slime
+from stages.reward.dialects.strict import MalformedError, read_json
+from stages.reward.scoring import Scorer
+from stages.reward.servers import is_loopback, secret
+from stages.reward.stage import Config, open_scorers
+
+from .batcher import Batcher, Limits, score_rows
+
+log = logging.getLogger(__name__)
+_BODY_SECONDS = 30.0
+"""Longest time for a request's body to arrive."""
+DEFAULT = Limits()
+_STATUS = {"E-CONFIG": 422, "E-BUSY": 503, "E-REMOTE": 502}
+
+
+# -- HTTP ---------------------------------------------------------------------------------------------------------------------
+
+
+class _StrictRequest(Request):
+    """Its body is limited in size and time, and read as strict JSON."""
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            found = bytearray()
+            try:
+                async with asyncio.timeout(_BODY_SECONDS):
+                    async for chunk in self.stream():
+                        found += chunk
+                        if len(found) > self.app.state.limits.bytes:
+                            raise HTTPException(413, f"the body has more than {self.app.state.limits.bytes} bytes")
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
+            self._body = bytes(found)
+        return self._body
+
+    async def json(self) -> Any:
+        try:
+            return read_json(await self.body())
+        except MalformedError as error:
+            raise HTTPException(400, f"the body {error}") from None
+
+
+class _StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strictly(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return strictly
+
+
+class _Gate:
+    """Lets nobody in without the token; where there is none, nobody who does not name a loopback host."""
+
+    def __init__(self, app: Any, token: str) -> None:
+        self._app, self._token = app, f"Bearer {token}".encode() if token else b""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Any) -> Response | None:
+        headers = dict(scope["headers"])
+        if self._token:
+            known = hmac.compare_digest(headers.get(b"authorization", b""), self._token)
+            if known or scope["path"] == "/health":
+                return None
+            return _refuse(401, "SECURITY", "the bearer token is missing or wrong")
+        host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
+        name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
+        return None if is_loopback(name) else _refuse(403, "SECURITY", "the request names another host than loopback")
+
+
+def _refuse(status: int, code: str, message: str, next: str = "see /openapi.json") -> Response:
+    error = {"code": f"E-{code}", "object": "reward server", "message": printable(message), "next": next}
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
+    return _json({"error": error}, status, headers)
+
+
+def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(data, allow_nan=False), status, headers, media_type="application/json")
+
+
+class Error(BaseModel):
+    """Why a request was refused."""
+
+    error: dict[str, str]
+
+
+def make_app(
+    config: Config, scorers: list[Scorer], *, token: str = "", label: str = "answer", limits: Limits = DEFAULT
+) -> FastAPI:
+    """The application. `label` is the column that labels of openrlhf and slime become."""
+    batcher = Batcher(lambda rows: score_rows(config, scorers, rows), limits)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        work = asyncio.create_task(batcher.work())
+        yield
+        work.cancel()
+
+    app = FastAPI(title="Quiver reward server", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.limits = limits
+    app.router.route_class = _StrictRoute
+    app.add_middleware(_Gate, token=token)
+    _tell_errors(app)
+    bearer = [Security(HTTPBearer(auto_error=False))] if token else []
+    refusals = {status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)}
+    told = {"responses": refusals, "dependencies": bearer}
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        """Whether the server is there."""
+        return {"status": "ok", "format": quiver.FORMAT}
+
+    @app.post(quiver.PATH, response_model=quiver.Answer, **told)
+    async def score(request: quiver.Request) -> Response:
+        """Score rows, told apart by their ids."""
+        rows = request.as_rows()
+        return _json(quiver.answer(rows, await batcher.score(rows)))
+
+    @app.post(openrlhf.PATH, response_model=openrlhf.Answer, **told)
+    async def get_reward(request: openrlhf.Request) -> Response:
+        """Score queries that begin with their prompts, as OpenRLHF asks."""
+        rows = request.as_rows(label)
+        return _json(openrlhf.answer(rows, await batcher.score(rows)))
+
+    @app.post(slime.PATH, response_model=slime.Answer, **told)
+    async def score_one(request: slime.Request) -> Response:
+        """Score one response, as slime asks."""
+        rows = request.as_rows(label)
+        return _json(slime.answer(rows, await batcher.score(rows)))
+
+    return app
+
+
+def _tell_errors(app: FastAPI) -> None:
+    """Every refusal is an `Error`, and repeats nothing of what was sent but the place."""
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return _refuse(422, "CONFIG", f"{place}: {first['msg']}")
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(_: Request, error: StarletteHTTPException) -> Response:
+        return _refuse(error.status_code, "CONFIG", str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        known = error if isinstance(error, QuiverError) else unexpected("reward server", error)
+        status = _STATUS.get(known.code, 500)
+        headers = {"Retry-After": "1"} if status == 503 else None
+        return _json({"error": {key: text for key, text in known.to_dict().items() if key != "state"}}, status, headers)
+
+    app.add_exception_handler(QuiverError, failed)
+
+
+# -- command line -------------------------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Config:
+    """The [reward] section of a TOML file, which may hold nothing else. ConfigError."""
+    try:
+        section = tomllib.loads(path.read_text(encoding="utf-8")).get("reward")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"recipe {path}", printable(error), next="name a recipe, e.g. deployments/recipes/demo.toml"
+        ) from None
+    if not isinstance(section, dict):
+        raise ConfigError(f"recipe {path}", "has no section [reward]", next="name a recipe that has one")
+    return parse(Config, section, "reward")
+
+
+def listen(host: str, port: int, token: str) -> socket.socket:
+    """A socket at `host`. SecurityError: anywhere but on loopback without a token. ConfigError: it can not be had."""
+    if not token and not is_loopback(host):
+        raise SecurityError(
+            f"reward server on {printable(host)}", "others could reach it without a token", next="give --token env:NAME"
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise ConfigError(f"reward server on {printable(host)}:{port}", printable(error), next="choose another port") from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until a signal, then end in order; the exit code is the error's, or 143 for SIGTERM and 130 for SIGINT."""
+    parser = argparse.ArgumentParser(prog="python -m deployments.reward_server", description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", type=Path, help="TOML file with a [reward] section")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8700, help="0: any that is free")
+    parser.add_argument("--token", default="", help="env:NAME of the bearer token that requests must carry")
+    parser.add_argument("--label", default="answer", help="column that labels of openrlhf and slime become")
+    parser.add_argument("--rows", type=int, default=DEFAULT.rows, help="most rows scored together")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        config, token = load(given.recipe), secret(given.token, "reward server")
+        with listen(given.host, given.port, token) as listener, open_scorers(config) as scorers:
+            app = make_app(config, scorers, token=token, label=given.label, limits=DEFAULT._replace(rows=max(1, given.rows)))
+            log.info("rewards are served on http://%s:%d", given.host, listener.getsockname()[1])
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends by it in order, then raises it anew
+            server = uvicorn.Server(
+                uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=5)
+            )
+            server.run(sockets=[listener])
+    except QuiverError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

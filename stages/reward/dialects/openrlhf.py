@@ -1,0 +1,100 @@
+"""Dialect `openrlhf`: the remote reward server of OpenRLHF. Texts only, many rows a request, matched by position.
+
+    POST /get_reward
+    {"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": ["4"]}  →  {"rewards": [1.0], "scores": [1.0], "extra_logs": {}}
+
+`query` is prompt and completion in one. The protocol has no word for a row that failed, so a null in `rewards` is an error;
+where `extra_logs` has a list `error`, as this project's own server writes it, text there is the row's failure, and null beside a
+null reward means that nothing applies to the row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..scoring import Part
+from .quiver import part_or_error
+from .rows import Row, Scored, as_text, fill
+from .strict import as_dict, as_list
+
+if TYPE_CHECKING:
+    from ..servers import ServerConfig
+
+PATH = "/get_reward"
+
+# -- the side that asks -------------------------------------------------------------------------------------------------------
+
+
+def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
+    """The request for `rows`; a conversation is written out by the config's templates."""
+    prompts = [_prompt(row, config) for row in rows]
+    return {
+        "query": [prompt + row.completion for prompt, row in zip(prompts, rows, strict=True)],
+        "prompts": prompts,
+        "labels": [row.columns[config.label] if config.label else None for row in rows],
+    }
+
+
+def _prompt(row: Row, config: ServerConfig) -> str:
+    if isinstance(row.prompt, str):
+        return row.prompt
+    return as_text(row.prompt, config.message_template) + fill(config.reply_template, {})
+
+
+def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
+    """The parts of `rows`. MalformedError: no list of the right length where one belongs."""
+    found, count = as_dict(answer, "the answer"), len(rows)
+    key = config.score_key or "rewards"
+    numbers = as_list(found.get(key), key, count)
+    beside = {} if found.get("extra_logs") is None else as_dict(found["extra_logs"], "extra_logs")
+    lists = {**beside, **{name: found[name] for name in ("scores",) if name in found}}
+    logs = {name: values for name, values in lists.items() if isinstance(values, list) and len(values) == count}
+    parts = []
+    for at, value in enumerate(numbers):
+        told = {name: values[at] for name, values in logs.items()}
+        extra = {name: item for name, item in told.items() if item is not None} or None
+        parts.append(part_or_error(value, told, config, extra))
+    return parts
+
+
+# -- the side that answers ----------------------------------------------------------------------------------------------------
+
+
+class Request(BaseModel):
+    """Rows to score: each query holds its prompt, at the beginning or after a token such as <s>; the rest is the completion."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    query: list[str] = Field(min_length=1, max_length=10_000)
+    prompts: list[str]
+    labels: list[Any]
+
+    @model_validator(mode="after")
+    def _even(self) -> Request:
+        if not len(self.query) == len(self.prompts) == len(self.labels):
+            raise ValueError("query, prompts and labels must have the same length")
+        if not all(prompt in query for query, prompt in zip(self.query, self.prompts, strict=True)):
+            raise ValueError("each query must hold its prompt")
+        return self
+
+    def as_rows(self, label: str) -> list[Row]:
+        """The rows as they are scored; `label` is the column that the labels become."""
+        given = zip(self.query, self.prompts, self.labels, strict=True)
+        rest = lambda query, prompt: query[query.index(prompt) + len(prompt) :]  # noqa: E731
+        return [Row(str(at), prompt, rest(query, prompt), {label: mark}) for at, (query, prompt, mark) in enumerate(given)]
+
+
+class Answer(BaseModel):
+    """One item a row in each list. `extra_logs` holds `error` and one list a part."""
+
+    rewards: list[float | None]
+    scores: list[float | None]
+    extra_logs: dict[str, list[Any]]
+
+
+def answer(rows: list[Row], scored: list[Scored]) -> dict[str, Any]:
+    """The answer for `rows`, of which there is at least one."""
+    rewards = [found.reward for found in scored]
+    parts = {name: [found.parts[name] for found in scored] for name in scored[0].parts}
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {**parts, "error": [found.error for found in scored]}}

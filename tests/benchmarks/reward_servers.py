@@ -1,0 +1,50 @@
+"""How fast rows are scored over HTTP: python -m tests.benchmarks.reward_servers
+
+1,000 rows, one a request, 64 at a time, on a loopback server in another process that answers each in 50 ms. The server's own
+waiting is 16 rounds of 50 ms, 0.8 s; the rest is the client's. Goal: at most 1.5 s.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import time
+
+from stages.reward.remote import ServerScorer
+from stages.reward.servers import ServerConfig
+from tests.stages.reward.fake_server import FakeServer, reply
+
+ROWS, SECONDS = 1000, 0.05
+
+
+def serve(pipe) -> None:
+    """Answer each request after 50 ms, until the other end of the pipe says so."""
+
+    async def score(asked):
+        await asyncio.sleep(SECONDS)
+        return reply({"reward": 0.5})
+
+    with FakeServer(score) as server:
+        pipe.send(server.url)
+        pipe.recv()
+
+
+def main() -> None:
+    """Print one JSON object a round."""
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+    child.start()
+    scorer = ServerScorer(ServerConfig(dialect="slime", score_key="reward", urls=[ours.recv()], concurrency=64))
+    rows = [str(row) for row in range(ROWS)]
+    batch = {"prompts": rows, "completions": ["word " * 100] * ROWS, "rollout_ids": rows, "finish_reason": ["stop"] * ROWS}
+    for _ in range(3):
+        start = time.perf_counter()
+        parts = scorer.score(batch)
+        seconds = time.perf_counter() - start
+        assert [part.value for part in parts] == [0.5] * ROWS
+        print(json.dumps({"rows": ROWS, "seconds": round(seconds, 3), "goal": 1.5}))
+    ours.send("done")
+    child.join(10)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A reward server on loopback that misbehaves on demand: what it sends is written byte by byte, so nothing is too broken to send.
+
+with FakeServer(lambda asked: reply({"rewards": [1.0]})) as server:
+    server.url, server.asked
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
+
+Bytes = bytes | Iterator[bytes] | AsyncIterator[bytes] | None
+"""What is sent: whole, in pieces, in pieces with pauses; None cuts the connection by a reset."""
+
+
+class Asked(NamedTuple):
+    """One request. `number` counts from 0 over all connections."""
+
+    number: int
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+class FakeServer:
+    """Answers each request with what `behave` makes of it; a coroutine function may wait first."""
+
+    def __init__(self, behave: Callable[[Asked], Any]) -> None:
+        self.behave, self.asked = behave, []
+        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> "FakeServer":
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _serve(self) -> None:
+        server = self._loop.run_until_complete(asyncio.start_server(self._connection, "127.0.0.1", 0, limit=2**26))
+        self.port = server.sockets[0].getsockname()[1]
+        self._ready.set()
+        self._loop.run_forever()
+        server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                headers = {name.lower(): text for name, _, text in (line.partition(": ") for line in head[1:] if line)}
+                body = await reader.readexactly(int(headers["content-length"]))
+                asked = Asked(len(self.asked), head[0].split()[1], headers, json.loads(body))
+                self.asked.append(asked)
+                answer = self.behave(asked)
+                if not await self._send(writer, await answer if asyncio.iscoroutine(answer) else answer):
+                    return
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
+            pass
+        finally:
+            writer.close()
+
+    async def _send(self, writer: asyncio.StreamWriter, answer: Bytes) -> bool:
+        if answer is None:
+            writer.transport.abort()
+            return False
+        if isinstance(answer, bytes):
+            writer.write(answer)
+        elif hasattr(answer, "__aiter__"):
+            async for piece in answer:
+                writer.write(piece)
+                await writer.drain()
+        else:
+            for piece in answer:
+                writer.write(piece)
+                await writer.drain()
+        await writer.drain()
+        return b"\r\nconnection: close" not in answer.lower() if isinstance(answer, bytes) else False
+
+
+def reply(body: Any, status: int = 200, **headers: str) -> bytes:
+    """A whole answer: `body` as JSON, or as it is where it is bytes."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"HTTP/1.1 {status} Whatever", "Content-Type: application/json", f"Content-Length: {len(raw)}"]
+    lines += [f"{name.replace('_', '-')}: {text}" for name, text in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + raw
+
+
+def scored(asked: Asked, reward: float = 0.5) -> dict[str, Any]:
+    """A good answer of dialect quiver: the same reward for each row."""
+    return {"format": 1, "rows": [{"id": row["id"], "reward": reward} for row in asked.body["rows"]]}

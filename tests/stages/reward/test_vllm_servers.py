@@ -1,0 +1,93 @@
+"""Dialects `vllm-classify` and `vllm-score` against a real vLLM server with a tiny reward model, compared with transformers."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from transformers import Qwen3ForSequenceClassification
+
+from stages.reward.remote import ServerScorer
+from stages.reward.servers import ServerConfig
+from tests.tiny import _config, tokenizer
+
+pytestmark = pytest.mark.vllm
+CHATS = [[{"role": "user", "content": f"{a} + 1?"}] for a in range(4)]
+BATCH = {
+    "prompts": [*CHATS, "what is 7? "],
+    "completions": ["1", "two", "it is 3", "four", "seven"],
+    "rollout_ids": list("abcde"),
+    "finish_reason": ["stop"] * 5,
+}
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny reward model with one scalar, and its folder."""
+    folder = tmp_path_factory.mktemp("rm")
+    config = _config("qwen3", 320)
+    config.num_labels = 1
+    torch.manual_seed(0)
+    made = Qwen3ForSequenceClassification(config).float().eval()
+    for parameter in made.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    made.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return made, folder
+
+
+@pytest.fixture(scope="module")
+def url(model, tmp_path_factory):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = f"--runner pooling --dtype float32 --enforce-eager --max-model-len {CONTEXT} --host 127.0.0.1 --port {port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model[1], *options.split()]
+    quick = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    log = tmp_path_factory.mktemp("log") / "vllm.log"
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | quick) as server:
+        try:
+            deadline = time.monotonic() + 300
+            while not ready(f"http://127.0.0.1:{port}/health"):
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def ready(health: str) -> bool:
+    try:
+        return urllib.request.urlopen(health, timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def logit(model, ids: list[int]) -> float:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, 0].item()
+
+
+def test_a_reward_model_behind_vllm_scores_as_it_does_alone(url, model):
+    parts = ServerScorer(ServerConfig(dialect="vllm-classify", urls=[url])).score(BATCH)
+    asked = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(CHATS, BATCH["completions"], strict=False)]
+    rendered = [tokenizer().apply_chat_template(messages, return_dict=False) for messages in asked]
+    wanted = [logit(model[0], ids) for ids in [*rendered, tokenizer()("what is 7? seven")["input_ids"]]]
+    assert [part.value for part in parts] == pytest.approx(wanted, abs=1e-4)
+    squashed = ServerScorer(ServerConfig(dialect="vllm-classify", urls=[url], use_activation=True)).score(BATCH)
+    assert [part.value for part in squashed] == pytest.approx(torch.tensor(wanted).sigmoid().tolist(), abs=1e-4)
+
+
+def test_pairs_of_texts_and_a_row_that_is_too_long(url, model):
+    config = ServerConfig(dialect="vllm-score", urls=[url], message_template="{content}")
+    completions = [*BATCH["completions"][:2], "x" * 1000, *BATCH["completions"][3:]]
+    parts = ServerScorer(config).score({**BATCH, "completions": completions})
+    assert parts[2].value is None and "maximum context length" in parts[2].error
+    pairs = [tokenizer()(f"{a} + 1?", completions[a])["input_ids"] for a in (0, 1, 3)]
+    assert [parts[a].value for a in (0, 1, 3)] == pytest.approx([logit(model[0], ids) for ids in pairs], abs=1e-4)
