@@ -16,6 +16,7 @@ from typing import NamedTuple
 from schemas.errors import BusyError, NumericError
 from stages.reward import tables
 from stages.reward.dialects.rows import Row, Scored, as_batch
+from stages.reward.functions import overlong_penalty
 from stages.reward.scoring import Part, Scorer
 from stages.reward.shards import Allowance, score_all
 from stages.reward.stage import Config
@@ -111,7 +112,7 @@ def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
     if config.overlong:
         if row.completion_ids is None:
             return Scored(None, "overlong counts completion_ids, which the request has not", numbers, extra)
-        penalty = tables.overlong(len(row.completion_ids), config.overlong.max_tokens, config.overlong.cache)
+        penalty = overlong_penalty(len(row.completion_ids), config.overlong.max_tokens, config.overlong.cache)
         numbers[tables.OVERLONG] = penalty
         reward = None if reward is None else reward + config.overlong.weight * penalty
     return Scored(reward, error, numbers, extra)

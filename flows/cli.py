@@ -240,11 +240,16 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
 
 @app.command()
 def rewards(json: Json = False, debug: Debug = False) -> None:
-    """The reward functions that come with Quiver."""
+    """What can score: functions that come with Quiver, and the dialects in which servers are asked."""
+    from stages.reward.dialects import DIALECTS
     from stages.reward.functions import FUNCTIONS
 
-    shipped = FUNCTIONS.items()
-    _list("rewards", [{"name": n, "description": f.description, "arguments": f.arguments} for n, f in shipped], json)
+    shipped = [
+        {"name": name, "kind": "function", "description": found.description, "arguments": found.arguments}
+        for name, found in FUNCTIONS.items()
+    ]
+    spoken = [{"name": name, "kind": "server", "description": found.description} for name, found in DIALECTS.items()]
+    _list("rewards", [*shipped, *spoken], json)
 
 
 @app.command()

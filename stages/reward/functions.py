@@ -127,22 +127,32 @@ def length(completion_ids: Sequence[Sequence[int]], target: int, tolerance: int 
 
 
 def overlong(completion_ids: Sequence[Sequence[int]], max_tokens: int, cache: int) -> list[float | None]:
-    """The soft penalty on completions of nearly `max_tokens` tokens, in [−1, 0].
+    """The soft penalty on completions of nearly `max_tokens` tokens, in [−1, 0]: `overlong_penalty` of each.
 
-        reward_i = −clip((T_i − (max_tokens − cache)) / cache, 0, 1)        T_i = number of completion tokens, end token included
-
-    It tells the policy that it runs out of room before it does, where cutting alone says it in a jump; `cache` = 1 is that jump.
-    As in the paper, whose L_max and L_cache these are. As a function it is weighed and clipped with the others; `[reward.overlong]`
-    adds the same number after the clip.
-
-    Reference: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
+    As a function it is weighed and clipped with the others; `[reward.overlong]` adds the same number after the clip.
 
     >>> overlong([[5] * 12, [5] * 14, [5] * 20, [5] * 25], max_tokens=20, cache=8)
     [0.0, -0.25, -1.0, -1.0]
     """
     if not 1 <= cache <= max_tokens:
         raise ValueError(f"cache must be from 1 to max_tokens = {max_tokens}, got {cache}")
-    return [0.0 - min(max((len(ids) - (max_tokens - cache)) / cache, 0.0), 1.0) for ids in completion_ids]
+    return [overlong_penalty(len(ids), max_tokens, cache) for ids in completion_ids]
+
+
+def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
+    """The soft penalty of a completion of `length` tokens, end token included, in [−1, 0].
+
+        penalty = −clip((length − (max_tokens − cache)) / cache, 0, 1)
+
+    It tells the policy that it runs out of room before it does, where cutting alone says it in a jump; `cache` = 1 is that jump.
+    As in the paper, whose L_max and L_cache these are.
+
+    Reference: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
+
+    >>> [overlong_penalty(length, max_tokens=20, cache=8) for length in (12, 14, 20, 25)]
+    [0.0, -0.25, -1.0, -1.0]
+    """
+    return 0.0 - min(max((length - (max_tokens - cache)) / cache, 0.0), 1.0)
 
 
 def repetition(completion_ids: Sequence[Sequence[int]], n: int = 4) -> list[float | None]:

@@ -1,9 +1,9 @@
-"""reward: rollouts become rewards/1, by functions that a recipe names; null is "not scored", never 0.
+"""reward: rollouts become rewards/1, by functions and servers that a recipe names; null is "not scored", never 0.
 
-Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`pool`). A row where
-one failed has no reward; more such rows than `max_invalid` allows end the stage with RewardError as soon as that is certain, and
-finished shards are kept. The code of a user's functions enters the run_key by the hash of its file, so an edited function scores
-anew.
+Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`pool`), servers are
+asked over HTTP (`remote`). A row where one failed has no reward; more such rows than `max_invalid` allows end the stage with
+RewardError as soon as that is certain, and finished shards are kept. The code of a user's functions enters the run_key by the
+hash of its file, so an edited function scores anew.
 
     ref = run(Config(functions=[{"use": "numeric"}, {"use": "mine.py:polite", "weight": 0.2}]), store, rollouts="arith/rollouts@3")
     ref = run(config, store, rollouts="arith/rollouts@3", retry=ref)      # only what has no reward yet
@@ -30,11 +30,12 @@ from .measures import summary
 from .pool import Pool
 from .retry import require_same
 from .scoring import Scorer
+from .servers import ServerConfig
 from .shards import Shards
 from .together import Allowance
 
 STAGE_VERSION = 1
-SCORERS = ("functions",)
+SCORERS = ("functions", "servers")
 """The lists of scorers in Config, in the order of their parts."""
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class Config(Base):
     """How rollouts are scored."""
 
     functions: tuple[FunctionConfig, ...] = ()
-    """The reward is the weighted sum of their parts; a function that returns None is left out of it."""
+    """The reward is the weighted sum of all parts; a function that returns None is left out of it."""
+    servers: tuple[ServerConfig, ...] = ()
+    """Servers that score over HTTP, each with a part of its own."""
     reward_clip: tuple[float, float] | None = None
     """Lowest and highest reward, applied to the sum before the overlong penalty."""
     overlong: Overlong | None = None
@@ -76,7 +79,7 @@ class Config(Base):
     """Most rows a call. What a function says of a row must not depend on the others in its call."""
 
     @property
-    def scorers(self) -> tuple[FunctionConfig, ...]:
+    def scorers(self) -> tuple[FunctionConfig | ServerConfig, ...]:
         """Everything that scores, of every kind."""
         return tuple(each for kind in SCORERS for each in getattr(self, kind))
 
@@ -89,12 +92,12 @@ class Config(Base):
     def _own_columns(self) -> Config:
         names = [each.name for each in self.scorers]
         if not names:
-            raise ValueError("nothing scores: name at least one function under [[reward.functions]]")
+            raise ValueError("nothing scores: name a function under [[reward.functions]] or a server under [[reward.servers]]")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"name {twice[0]} stands twice: give each function a name of its own")
+            raise ValueError(f"name {twice[0]} stands twice: give each a name of its own")
         if self.overlong and tables.OVERLONG in names:
-            raise ValueError(f"name {tables.OVERLONG} is the penalty's column in parts: give that function another name")
+            raise ValueError(f"name {tables.OVERLONG} is the penalty's column in parts: give what scores another name")
         return self
 
     @field_validator("reward_clip")
@@ -116,6 +119,10 @@ def open_scorers(config: Config, notice: Notice = lambda *_: None) -> Iterator[l
         try:
             for each in config.functions:
                 scorers.append(FunctionScorer(each, pool, config.batch_rows, notice))
+            for each in config.servers:
+                from .remote import ServerScorer
+
+                scorers.append(ServerScorer(each, notice))
             yield scorers
         finally:
             for scorer in scorers:
@@ -185,12 +192,12 @@ def _pinned(config: Config, scorers: list[Scorer]) -> Config:
     for each in config.scorers:
         if each.fingerprint not in ("", found[each.name]):
             raise ConfigError(
-                f"reward function {each.name}",
+                f"reward {each.name}",
                 f"fingerprint expected {printable(each.fingerprint)}, found {found[each.name]}",
-                next="restore the function's file, or take the fingerprint out of the recipe",
+                next="restore what scored then, or take the fingerprint out of the recipe",
             )
 
-    def pin(each: FunctionConfig) -> FunctionConfig:
+    def pin(each):
         return each.model_copy(update={"fingerprint": found[each.name]})
 
     return config.model_copy(update={kind: tuple(map(pin, getattr(config, kind))) for kind in SCORERS})

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from schemas import rewards
 from schemas.errors import LineageError, NumericError, printable
 
+from .functions import overlong_penalty
 from .scoring import LARGEST, OFFERED, Part
 
 OVERLONG = "overlong"
@@ -70,22 +71,6 @@ _COLUMN_OF = {
 }
 
 
-def overlong(length: int, max_tokens: int, cache: int) -> float:
-    """The soft penalty of a completion of `length` tokens, end token included, in [−1, 0].
-
-        penalty = −clip((length − (max_tokens − cache)) / cache, 0, 1)
-
-    It tells the policy that it runs out of room before it does, where cutting alone says it in a jump; `cache` = 1 is that jump.
-    As in the paper, whose L_max and L_cache these are.
-
-    Reference: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
-
-    >>> [overlong(length, max_tokens=20, cache=8) for length in (12, 14, 20, 25)]
-    [0.0, -0.25, -1.0, -1.0]
-    """
-    return 0.0 - min(max((length - (max_tokens - cache)) / cache, 0.0), 1.0)
-
-
 def as_rewards(
     rollouts: pa.Table,
     parts: dict[str, list[Part]],
@@ -103,7 +88,7 @@ def as_rewards(
     parts = {name: parts[name] for name in weights}
     if penalty is not None:
         lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
-        shaped = [overlong(length, penalty["max_tokens"], penalty["cache"]) for length in lengths]
+        shaped = [overlong_penalty(length, penalty["max_tokens"], penalty["cache"]) for length in lengths]
         parts[OVERLONG] = [Part(value) for value in shaped]
         sums = [None if r is None else _storable(r + penalty["weight"] * v) for r, v in zip(sums, shaped, strict=True)]
     schema = rewards.schema_for(list(parts), extras)

@@ -227,7 +227,7 @@ def test_a_body_is_strict_json_and_not_too_large(local):
 
 ANSWERS = {"/v1/score": quiver.Answer, "/get_reward": openrlhf.Answer, "/slime": slime.Answer}
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )

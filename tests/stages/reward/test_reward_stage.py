@@ -10,9 +10,10 @@ import pytest
 from schemas.errors import ConfigError, LineageError, NumericError, RewardError
 from stages.common.config import parse
 from stages.common.work import ROWS_PER_SHARD
+from stages.reward.functions import overlong_penalty
 from stages.reward.scoring import Part
 from stages.reward.stage import Config, FunctionConfig, check_functions, run
-from stages.reward.tables import overlong, weigh
+from stages.reward.tables import weigh
 
 MINE = """
 def polite(completions, **columns):
@@ -86,11 +87,11 @@ def test_weigh_by_hand():
 
 def test_overlong_by_hand():
     """Room 10, cache 4: nothing up to 6, a quarter a token, whole from 10 on."""
-    found = [overlong(length, max_tokens=10, cache=4) for length in (0, 6, 7, 8, 9, 10, 11, 1000)]
+    found = [overlong_penalty(length, max_tokens=10, cache=4) for length in (0, 6, 7, 8, 9, 10, 11, 1000)]
     assert found == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0, -1.0]
-    assert [overlong(length, 3, 1) for length in (1, 2, 3, 4)] == [0.0, 0.0, -1.0, -1.0]
-    assert [overlong(length, 4, 4) for length in (0, 1, 4)] == [0.0, -0.25, -1.0]
-    assert str(overlong(0, 3, 1)) == "0.0"  # and not -0.0
+    assert [overlong_penalty(length, 3, 1) for length in (1, 2, 3, 4)] == [0.0, 0.0, -1.0, -1.0]
+    assert [overlong_penalty(length, 4, 4) for length in (0, 1, 4)] == [0.0, -0.25, -1.0]
+    assert str(overlong_penalty(0, 3, 1)) == "0.0"  # and not -0.0
 
 
 def test_the_overlong_penalty_comes_after_weights_and_clip(store, sample):

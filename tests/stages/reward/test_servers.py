@@ -1,18 +1,21 @@
-"""[[reward.servers]]: what is refused before anything is asked, and that no message shows a secret."""
+"""[[reward.servers]]: what is refused before anything is asked, that no message shows a secret, and servers in the stage."""
 
 import pytest
 from pydantic import ValidationError
 
-from schemas.errors import ConfigError
-from stages.common.config import Config, parse
+from schemas.errors import ConfigError, RemoteError
+from stages.common import config as common
+from stages.common.config import parse
 from stages.reward.remote import ServerScorer
 from stages.reward.servers import ServerConfig, check
+from stages.reward.stage import Config, run
+from tests.stages.reward.fake_server import FakeServer, reply
 
 CANARY = "sk-canary-5f1d"
 HERE = "http://127.0.0.1:8700"
 
 
-class Section(Config):
+class Section(common.Config):
     """A recipe's section around it, so that errors are those that a user reads."""
 
     servers: tuple[ServerConfig, ...]
@@ -128,3 +131,44 @@ def test_columns_that_are_sent_must_be_there():
         with pytest.raises(ConfigError, match=r"sends answer.*did you mean answers\?"):
             ServerScorer(section(**options)).require(["answers"])
     ServerScorer(section()).require([])
+
+
+# -- in the stage --------------------------------------------------------------------------------------------------------------
+
+
+def scored_by(asked):
+    """Half a point a word; a completion of one word is an error there."""
+    rows = asked.body["rows"]
+    found = [{"id": row["id"], "reward": len(row["completion"].split()) / 2, "extra": {"n": 1}} for row in rows]
+    failed = [{"id": row["id"], "error": "too short"} for row in rows if len(row["completion"].split()) == 1]
+    return reply({"format": 1, "rows": [each for each in found if each["id"] not in {f["id"] for f in failed}] + failed})
+
+
+def test_the_stage_adds_a_server_s_part_to_those_of_functions(sample, store, monkeypatch):
+    monkeypatch.setenv("REWARD_KEY", "canary-0123456789")
+    rollouts = sample([["one two", "one"], ["a b c", "d e"]], {"answer": [1, 2]})
+    with FakeServer(scored_by) as server:
+        section = {"name": "words", "dialect": "quiver", "urls": [server.url], "token": "env:REWARD_KEY", "extra": True}
+        functions = [{"use": "length", "arguments": {"target": 2}, "weight": 10.0}]
+        config = parse(Config, {"functions": functions, "servers": [{**section, "weight": 2.0}], "max_invalid": 0.25}, "reward")
+        version = store.open(run(config, store, rollouts=rollouts.ref))
+        asked = len(server.asked)
+        assert str(run(config, store, rollouts=rollouts.ref)) == str(version.ref)  # found by its key, nobody asked
+        assert len(server.asked) == asked
+        assert server.asked[0].headers["authorization"] == "Bearer canary-0123456789"
+    table = {row["rollout_id"]: row for row in version.table().to_pylist()}
+    assert table["0-sum-0-0"]["reward"] == 10 * 1 + 2 * 1.0
+    assert table["0-sum-0-0"]["extra"] == {"words": '{"extra": {"n": 1}}'}
+    assert table["0-sum-1-0"]["reward"] == 10 * 0 + 2 * 1.5
+    assert table["0-sum-0-1"]["reward"] is None and "too short" in table["0-sum-0-1"]["errors"]["words"]
+    assert version.manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
+    assert "canary" not in (version.path / "manifest.json").read_text()
+
+
+def test_a_server_that_refuses_ends_the_stage_and_keeps_nothing_half(sample, store):
+    rollouts = sample([["a", "b"]], {"answer": [1]})
+    with FakeServer(lambda asked: reply({}, 401)) as server:
+        config = parse(Config, {"servers": [{"name": "s", "dialect": "quiver", "urls": [server.url]}]}, "reward")
+        with pytest.raises(RemoteError, match="401"):
+            run(config, store, rollouts=rollouts.ref)
+    assert store.numbers("arith", "rewards") == []
