@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from schemas.errors import SecurityError
-from stages.prompt.guard import Guard
+from stages.common.chat.guard import Guard
 from tests import tiny
 
 TEXTS = [
