@@ -25,11 +25,9 @@ Messages = list[dict[str, str]]
 class Template:
     """A compiled template in its child process; after a rendering that ended the child, the next one starts another."""
 
-    def __init__(
-        self, source: str, variables: dict[str, Any], seconds: float = 10.0, name: str = "prompt.template"
-    ) -> None:
+    def __init__(self, source: str, variables: dict[str, Any], seconds: float = 10.0, name: str = "prompt.template") -> None:
         """`variables`: what the template sees beside `messages`. `name`: what errors about the template itself call it."""
-        self._seconds, self._name = seconds, name
+        self._seconds, self._name, self._closed = seconds, name, False
         self._first = {"template": source, "variables": variables, "seconds": seconds, "bytes": MEMORY}
         self._start()
 
@@ -51,12 +49,13 @@ class Template:
 
     def close(self) -> None:
         """End the child and wait for it."""
+        self._closed = True
         self._child.kill()
         self._child.communicate()
 
     def render(self, name: str, messages: Messages, **variables: Any) -> str:
         """The text of `messages`, with other `variables` for this once. ConfigError names the prompt and says what was raised."""
-        if self._child.poll() is not None:
+        if self._child.poll() is not None and not self._closed:
             self._start()
         return self._ask(name, {**variables, "messages": messages})
 
@@ -68,7 +67,7 @@ class Template:
         except BrokenPipeError:
             line = ""
         answer = json.loads(line) if line else {"error": self._death()}
-        wrong = bad_text(answer.get("text", ""))
+        wrong = bad_text(answer.get("text", "").replace("\0", ""))  # what a policy wrote may hold a NUL
         if wrong or "error" in answer:
             raise ConfigError(
                 name,

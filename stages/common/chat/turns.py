@@ -10,7 +10,6 @@ with the turn that the same template writes for an assistant's message; `prefill
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Sequence
 
 from schemas.errors import ConfigError
@@ -54,8 +53,9 @@ def _try(render: Render, messages: Messages, generation: bool) -> str:
 
 
 def _shared(tail: str, header: str, token_ends: Callable[[str], list[int]]) -> str:
-    """The beginning that both have. Where they part in the middle (`<think>` and `</think>`), it ends where a token of `tail` does."""
-    same = os.path.commonprefix([tail, header])
-    if len(same) in (len(tail), len(header)):
-        return same
-    return tail[: max((end for end in token_ends(tail) if end <= len(same)), default=0)]
+    """The beginning that both have. Where they part (`<think>` and `</think>`), it ends where a token of `tail` does."""
+    shorter = min(len(tail), len(header))
+    same = next((at for at in range(shorter) if tail[at] != header[at]), shorter)
+    if same == shorter:
+        return tail[:same]
+    return tail[: max((end for end in token_ends(tail) if end <= same), default=0)]
