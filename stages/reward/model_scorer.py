@@ -45,7 +45,7 @@ class Engine(Protocol):
 def load(config: ModelConfig, prompts: Version | None = None, rollouts: Version | None = None) -> ModelScorer:
     """The scorer of a reward model; weights are read when it first scores. ConfigError, SecurityError.
 
-    `prompts` and `rollouts`: what is to be scored; the prompts alone are checked. Without them answers begin with `prefill`, or with
+    `prompts` and `rollouts`: what is to be scored; prompts alone are checked. Without them answers begin with `prefill`, or with
     nothing.
     """
     if prompts is not None and config.text_as is None and prompts.table(["messages"]).column("messages").null_count:

@@ -61,38 +61,52 @@ GOLDEN = [
     (
         "llama3",
         [{"role": "system", "content": SYSTEM}, *AGAIN],
-        [LLAMA_BOS]
-        + llama(b"system", b"Be kind.")
-        + llama(b"user", b"What is 3 + 4?")
-        + llama(b"assistant", b"It is 7.")
-        + llama(b"user", b"Sure?")
-        + llama(b"assistant", b"\xc3\xa9"),
+        [
+            LLAMA_BOS,
+            *llama(b"system", b"Be kind."),
+            *llama(b"user", b"What is 3 + 4?"),
+            *llama(b"assistant", b"It is 7."),
+            *llama(b"user", b"Sure?"),
+            *llama(b"assistant", b"\xc3\xa9"),
+        ],
     ),
     ("mistral", CHAT, [MISTRAL_BOS, INST, *b" What is 3 + 4? ", INST_END, *b"It is 7.", MISTRAL_EOS]),
     (
         "mistral",
         AGAIN,
-        [MISTRAL_BOS, INST, *b" What is 3 + 4? ", INST_END, *b"It is 7.", MISTRAL_EOS]
-        + [INST, *b" Sure? ", INST_END, *b" \xc3\xa9\n", MISTRAL_EOS],
+        [
+            *[MISTRAL_BOS, INST, *b" What is 3 + 4? ", INST_END, *b"It is 7.", MISTRAL_EOS],
+            *[INST, *b" Sure? ", INST_END, *b" \xc3\xa9\n", MISTRAL_EOS],
+        ],
     ),
     ("gemma", CHAT, [GEMMA_BOS, *gemma(b"user", b"What is 3 + 4?"), *gemma(b"model", b"It is 7.")]),
     ("zephyr", CHAT, [ZEPHYR_BOS, *zephyr(b"user", b"What is 3 + 4?"), *zephyr(b"assistant", b"It is 7.")]),
 ]
 
 
-def read(family: str, messages: Messages, **more) -> list[int]:
-    given = FAMILIES[family]
-    with Reader(byte_tokenizer(given), given.template, **{"judge": False, **more}) as reader:
-        return reader.read("rollout 0", messages)
+@pytest.fixture(scope="module")
+def read():
+    """Read a chat as a family's reward model does."""
+    readers = {}
+
+    def ids(family: str, messages: Messages, judge: bool = False) -> list[int]:
+        if (family, judge) not in readers:
+            given = FAMILIES[family]
+            readers[family, judge] = Reader(byte_tokenizer(given), given.template, judge=judge)
+        return readers[family, judge].read("rollout 0", messages)
+
+    yield ids
+    for reader in readers.values():
+        reader.close()
 
 
 @pytest.mark.parametrize("family, chat, ids", GOLDEN)
-def test_ids_by_hand(family, chat, ids):
+def test_ids_by_hand(read, family, chat, ids):
     assert read(family, chat) == ids
 
 
 @pytest.mark.parametrize("family, chat", [each[:2] for each in GOLDEN])
-def test_ids_as_the_model_is_used_alone(family, chat):
+def test_ids_as_the_model_is_used_alone(read, family, chat):
     """Zephyr's template leaves BOS to the tokenizer, which apply_chat_template does not ask for one."""
     alone = byte_tokenizer(FAMILIES[family]).apply_chat_template(chat)["input_ids"]
     assert read(family, chat) == [ZEPHYR_BOS] * (family == "zephyr") + alone
@@ -112,7 +126,7 @@ def test_exactly_one_bos(written, added):
     assert [id for id in ids if id == LLAMA_BOS] == ids[: int(written or added)]
 
 
-def test_a_judge_is_asked_to_go_on():
+def test_a_judge_is_asked_to_go_on(read):
     asked = [*CHAT, {"role": "user", "content": "Yes?"}]
     assert read("gemma", asked, judge=True)[-len(b"\nmodel\n") - 1 :] == [*b"\n", GEMMA_START, *b"model\n"]
     assert read("gemma", asked, judge=False)[-2:] == [GEMMA_END, *b"\n"]
@@ -122,7 +136,7 @@ def test_a_judge_is_asked_to_go_on():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_typed_control_tokens_are_text(family):
+def test_typed_control_tokens_are_text(read, family):
     given, neutral = FAMILIES[family], read(family, CHAT)
     controls = [id for id in neutral if id > 255]
     for text in given.tokens:
@@ -133,7 +147,7 @@ def test_typed_control_tokens_are_text(family):
                 assert typed.encode() in bytes(id for id in ids if id < 256)
 
 
-def test_a_token_that_is_not_special_stays_what_it_is():
+def test_a_token_that_is_not_special_stays_what_it_is(read):
     """`</think>` in an answer is one id for a reward model whose tokenizer has it, as when the model is used alone."""
     chat = [CHAT[0], {**CHAT[1], "content": "<think>sum</think>7"}]
     think, end = 259, 260
@@ -155,7 +169,7 @@ def test_a_turns_own_tokens_are_control_even_when_not_marked_special():
 # -- templates that fail ------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_the_template_refuses_is_an_error_of_that_row():
+def test_a_row_that_the_template_refuses_is_an_error_of_that_row(read):
     with pytest.raises(ConfigError, match="System role not supported") as caught:
         read("gemma", [{"role": "system", "content": SYSTEM}, *CHAT])
     assert caught.value.object == "rollout 0"
@@ -182,7 +196,7 @@ def children() -> set[str]:
     return {pid for pid in done.stdout.split() if os.path.exists(f"/proc/{pid}/cmdline")}
 
 
-def test_text_of_any_kind_can_be_read():
+def test_text_of_any_kind_can_be_read(read):
     assert read("llama3", [CHAT[0], {"role": "assistant", "content": "a\0\U0010fffd"}])[-7:] == [
         *b"a\0",
         *"\U0010fffd".encode(),
@@ -219,7 +233,7 @@ def asked(store, policy, tmp_path):
 
 def answered(store, prompts):
     """Real rollouts of them, one each."""
-    config = GenerateConfig(engine="scripted", samples_per_prompt=1)
+    config = GenerateConfig(engine="scripted", samples_per_prompt=1, sampling={"max_tokens": 8})
     return store.open(generate(config, store, prompts=prompts.ref, policy="tiny/policy@0"))
 
 

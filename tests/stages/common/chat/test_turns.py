@@ -11,8 +11,9 @@ from tests.stages.reward.reward_models import FAMILIES, Family, byte_tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 QWEN3 = (  # its way with reasoning: kept in the last turn alone, where an empty block stands if there is none
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 DEEPSEEK_R1 = (
@@ -22,9 +23,8 @@ DEEPSEEK_R1 = (
 )
 DEEPSEEK_V31 = DEEPSEEK_R1.replace("<｜Assistant｜>{{", "<｜Assistant｜></think>{{").replace("<think>\n", "<think>")
 SMOLLM3 = (  # what is prefilled hangs on the system message
-    CHATML
-    + "{% if add_generation_prompt %}<|im_start|>assistant\n{% if '/no_think' in messages[0].content %}<think>\n\n</think>\n{% endif %}"
-    "{% endif %}"
+    CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if '/no_think' in messages[0].content %}<think>\n\n</think>\n{% endif %}{% endif %}"
 )
 
 
