@@ -125,7 +125,7 @@ class Forward:
             ids[mask.bool()] = torch.tensor([id for row in rows for id in inputs[row]], device=self.device)
             if self.headed:
                 states = self.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-                values = self._head(states[torch.arange(len(rows)), lengths - 1])
+                values = self._head(states[torch.arange(len(rows), device=self.device), lengths - 1])
             else:
                 values = self.model(input_ids=ids, attention_mask=mask).logits.float()
             found |= dict(zip(rows, values, strict=True))
@@ -150,7 +150,7 @@ class Forward:
         rows = _probe(inputs, groups)
         probe = [inputs[row] for row in rows], [groups[row] for row in rows]
         own = self._run("single", *probe)
-        bound = TOLERANCE[self.model.dtype] * max(1.0, float(own.abs().max()))
+        bound = TOLERANCE.get(self.model.dtype, max(TOLERANCE.values())) * max(1.0, float(own.abs().max()))
         for way in ways[:-1]:
             try:
                 gap = float((self._run(way, *probe) - own).abs().max())

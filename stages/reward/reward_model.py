@@ -45,9 +45,9 @@ class ModelConfig(Config):
     against: str | None = None
     """The other word, such as No: probability among the two. None: over the whole vocabulary."""
     template: str | None = None
-    """File with a jinja chat template. None: the model's own."""
+    """File with a jinja chat template. None: the model's own. An encoder's writes the token that ends an input, such as [SEP]."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """More variables for the template."""
+    """More variables for the template, such as date_string for one that would ask for today's date."""
     text_as: Literal["user"] | None = None
     """How prompts that are plain text are read: as one user message. None: they are an error."""
     prefill: str | None = None
