@@ -40,9 +40,9 @@ class ModelConfig(Config):
     """Of a classifier's logits; softmax is over its labels."""
     question: str = "Is the answer above correct? Reply with Yes or No."
     """What a judge is asked: one more user message behind the conversation. Empty: the template file asks, or nobody does."""
-    token: str = "Yes"
+    token: str = Field(default="Yes", min_length=1)
     """The word whose probability as the judge's next token is the reward."""
-    against: str | None = None
+    against: str | None = Field(default=None, min_length=1)
     """The other word, such as No: probability among the two. None: over the whole vocabulary."""
     template: str | None = None
     """File with a jinja chat template. None: the model's own. An encoder's writes the token that ends an input, such as [SEP]."""
