@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,30 +99,30 @@ def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -
         return work.commit(number=None if force else 0, metrics=metrics).ref
 
 
-def _locate(config: PolicyConfig) -> tuple[Path, Path | None, str]:
+def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, Path | None, str]:
     """The folder that holds the model, the GGUF file in it where it is one, and the commit of a hub model."""
     name = config.model
     if name.startswith("package:"):
         package, _, inner = name.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ConfigError(f"policy.model {name}", f"package {package} is not installed", next="make setup")
+            raise ConfigError(f"{field} {name}", f"package {package} is not installed", next="make setup")
         path = Path(spec.submodule_search_locations[0]) / inner
     else:
         path = Path(name).expanduser().absolute()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ConfigError(f"policy.model {name}", f"there is no file {path.name}", next="correct policy.model")
+            raise ConfigError(f"{field} {name}", f"there is no file {path.name}", next=f"correct {field}")
         return path.parent, path, ""
     if path.is_dir():
         return path, None, ""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ConfigError(f"policy.model {name}", "there is no such directory", next="correct policy.model")
-    folder = _download(config)
+        raise ConfigError(f"{field} {name}", "there is no such directory", next=f"correct {field}")
+    folder = _download(config, field)
     return folder, None, folder.name  # the hub's cache names a snapshot by its commit
 
 
-def _download(config: PolicyConfig) -> Path:
+def _download(config: PolicyConfig, field: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -129,7 +130,7 @@ def _download(config: PolicyConfig) -> Path:
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many types; each means that the model can not be had
         raise ConfigError(
-            f"policy.model {config.model}",
+            f"{field} {config.model}",
             f"no directory of that name, and the hub gave none ({type(error).__name__})",
             next="name a model directory, or check the hub id, HF_HUB_OFFLINE and the network",
         ) from error
@@ -216,15 +217,34 @@ def _count_parameters(folder: Path) -> int:
 # -- what a checkpoint is ----------------------------------------------------------------------------------------------------
 
 
+def find_folder(model: str, revision: str | None, field: str) -> Path:
+    """The whole model directory that `field` of a recipe names: a directory, or a hub id. ConfigError, SecurityError."""
+    folder, gguf, _ = _locate(PolicyConfig(model=model, revision=revision), field)
+    if gguf:
+        raise ConfigError(f"{field} {model}", "is a GGUF file; safetensors are needed", next=f"name a directory in {field}")
+    check_folder(folder, model)
+    return folder
+
+
+def folder_as_model(role: str, name: str, folder: Path) -> Model:
+    """`as_model` for a directory that lies outside any store: its files are hashed here."""
+    paths = sorted(path for path in folder.iterdir() if _wanted(path))
+    with ThreadPoolExecutor(4) as pool:  # a large file is hashed at the speed of one core
+        return _as_model(role, name, [(p.name, sha) for p, sha in zip(paths, pool.map(files.sha256, paths), strict=True)])
+
+
 def as_model(role: str, version: Version) -> Model:
     """The manifest entry of a policy version: hashes of weights + config, of the tokenizer, and of the chat template."""
-    entries = [(entry.name, entry.sha256) for entry in version.manifest.files]
+    return _as_model(role, str(version.ref), [(entry.name, entry.sha256) for entry in version.manifest.files])
+
+
+def _as_model(role: str, ref: str, entries: list[tuple[str, str]]) -> Model:
     weights = [
         e for e in entries if "/" not in e[0] and (e[0].endswith((".safetensors", ".index.json")) or e[0] == "config.json")
     ]
     return Model(
         role=role,
-        ref=str(version.ref),
+        ref=ref,
         weights=digest(weights),
         tokenizer=digest([e for e in entries if e[0] in _TOKENIZER]),
         template=digest([e for e in entries if e[0] in _TEMPLATE]),
@@ -272,7 +292,11 @@ def vocabulary_size(version: Version) -> int:
 
 def context_length(version: Version) -> int | None:
     """Most tokens of prompt and completion together; None where positions are relative (T5)."""
-    config = model_config(version)
+    return context_of(model_config(version))
+
+
+def context_of(config: dict[str, Any]) -> int | None:
+    """The same from a model's config.json."""
     length = {**config, **config.get("text_config", {})}.get("max_position_embeddings")
     return int(length) if length else None
 
@@ -295,16 +319,20 @@ def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
     """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked."""
     for name in _CARRIED:
         version.verify(name)
-    if (
-        _read_json(version, "tokenizer_config.json").get("tokenizer_class") in _PLAIN
-        and (version.path / "tokenizer.json").is_file()
-    ):
+    return load_folders_tokenizer(version.path)
+
+
+def load_folders_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model directory, with its template."""
+    about = folder / "tokenizer_config.json"
+    named = json.loads(about.read_bytes()).get("tokenizer_class") if about.is_file() else None
+    if named in _PLAIN and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast  # what AutoTokenizer would choose, without its import of every model
 
-        return PreTrainedTokenizerFast.from_pretrained(version.path, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(version.path, local_files_only=True, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:

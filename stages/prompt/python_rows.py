@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from schemas.errors import ConfigError, printable
 from schemas.manifest import no_key_twice
+from stages.common.chat.template import bad_text
 
 CHUNK = 1024
 
@@ -62,14 +63,6 @@ def _require_text(where: str, value: Any) -> None:
             raise wrong(where, why)
     for item in value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else ():
         _require_text(where, item)
-
-
-def bad_text(text: str) -> str:
-    """What keeps `text` from being a prompt: NUL or a lone surrogate. Empty when nothing does."""
-    if "\0" in text:
-        return f"has a NUL character in its text, at position {text.index(chr(0))}"
-    surrogate = next((c for c in text if "\ud800" <= c <= "\udfff"), None) if not text.isascii() else None
-    return f"has a lone surrogate {surrogate!a} in its text, at position {text.index(surrogate)}" if surrogate else ""
 
 
 def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Table:

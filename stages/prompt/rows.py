@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from schemas import fields, prompts
 from schemas.errors import ConfigError, printable
 from stages.common import checkpoints
+from stages.common.chat.guard import Guard, Rendering
+from stages.common.chat.template import Messages, Template, bad_text
+from stages.common.chat.turns import learn_start
 from stages.common.store import Version
 
-from .guard import Guard, Rendering
-from .python_rows import bad_text
 from .sources import Source
-from .templates import Messages, Template
 
 if TYPE_CHECKING:
     from .stage import Config
@@ -62,6 +64,14 @@ class Renderer:
 
         return self.guard.encode(name, roles, [message["content"] for message in messages], render)
 
+    def assistant_start(self, roles: Iterable[str]) -> str | None:
+        """What stands between the last message, of a chat with these roles, and the assistant's own text; None: can not be told."""
+
+        def render(messages: Messages, generation: bool) -> str:
+            return self._template.render("prompt.template", messages, add_generation_prompt=generation)
+
+        return learn_start(render, tuple(roles), self.guard.token_ends)
+
     def plain(self, name: str, text: str) -> Rendering:
         """`text` as it is."""
         return self.guard.encode(name, (), [text], lambda contents: contents[0])
@@ -98,6 +108,23 @@ def render_rows(config: Config, source: Source, rows: list[int], groups: pa.Arra
     schema = fields.with_struct(prompts.SCHEMA, columns=struct.type)
     rendered = [pa.array([row[at] for row in made], schema.field(at + 1).type) for at in range(3)]
     return pa.table([groups.take(indices), *rendered, struct], schema=schema)
+
+
+def assistant_starts(messages: pa.ChunkedArray, renderer: Renderer) -> dict[str, str | None]:
+    """For each role that a chat of `messages` ends with, what stands between that message and the assistant's own text.
+
+    Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to that message already.
+    """
+    found: dict[str, str | None] = {}
+    for chunk in messages.chunks:
+        roles = chunk.flatten().field("role")
+        ends = np.cumsum(pc.list_value_length(chunk.drop_null()).to_numpy())
+        last = roles.take(pa.array(ends - 1)).to_pylist()
+        starts = [0, *ends.tolist()]
+        for role in [role for role in dict.fromkeys(last) if role not in found]:
+            row = last.index(role)
+            found[role] = renderer.assistant_start(roles[starts[row] : starts[row + 1]].to_pylist())
+    return found
 
 
 def _fits(config: Config, name: str, ids: list[int], vocabulary: int) -> bool:

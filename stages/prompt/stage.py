@@ -23,11 +23,11 @@ from schemas.errors import ConfigError, printable
 from schemas.manifest import Model, digest
 from schemas.refs import Ref
 from stages.common import checkpoints
+from stages.common.chat.template import bad_text
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, begin
 
 from . import sources
-from .python_rows import bad_text
 from .sources import INPUTS, SourceConfig
 from .templates import TemplateConfig
 
@@ -46,7 +46,7 @@ class Config(SourceConfig, TemplateConfig):
 
 def run(config: Config, store: Store, *, policy: str | Ref, into: str | None = None, force: bool = False) -> Ref:
     """Write the prompts that `config` names for `policy`'s tokenizer. ConfigError, SecurityError."""
-    from .rows import Renderer, render_rows
+    from .rows import Renderer, assistant_starts, render_rows
 
     version = store.open(policy)
     source = sources.read(config)
@@ -73,8 +73,10 @@ def run(config: Config, store: Store, *, policy: str | Ref, into: str | None = N
                 if not work.has(index):
                     work.write(index, render_rows(resolved, source, rows, groups, renderer))
                 log.info("prompts: shard %d of %d", index + 1, len(shards))
-        tables = [work.read(index).select(["group_id", "prompt_ids"]) for index in range(len(shards))]
-        return work.commit(**_summary(resolved, source, groups.take(pa.array(chosen)), pa.concat_tables(tables))).ref
+            tables = [work.read(index).select(["group_id", "messages", "prompt_ids"]) for index in range(len(shards))]
+            table = pa.concat_tables(tables)
+            starts = assistant_starts(table.column("messages"), renderer)
+        return work.commit(**_summary(resolved, source, groups.take(pa.array(chosen)), table, starts)).ref
 
 
 def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]:
@@ -186,8 +188,10 @@ def _model(policy: Version, template: str | None) -> Model:
     return model.model_copy(update=changed)
 
 
-def _summary(config: Config, source: sources.Source, groups: pa.Array, table: pa.Table) -> dict[str, Any]:
-    """What the manifest says: lengths, and which prompts were left out. ConfigError when none is left."""
+def _summary(
+    config: Config, source: sources.Source, groups: pa.Array, table: pa.Table, starts: dict[str, str | None]
+) -> dict[str, Any]:
+    """What the manifest says: lengths, which prompts were left out, where answers begin. ConfigError when none is left."""
     kept = table.column("group_id")
     dropped = groups.filter(pc.invert(pc.is_in(groups, kept.combine_chunks()))).to_pylist()
     if not table.num_rows:
@@ -199,4 +203,5 @@ def _summary(config: Config, source: sources.Source, groups: pa.Array, table: pa
     lengths = pc.list_value_length(table.column("prompt_ids"))
     tokens = {"min": pc.min(lengths).as_py(), "mean": pc.mean(lengths).as_py(), "max": pc.max(lengths).as_py()}
     metrics = {"prompt_tokens": tokens, "source_rows": source.table.num_rows, "dropped_group_ids": dropped}
+    metrics["assistant_starts"] = starts
     return {"metrics": metrics, "status": {"kept": table.num_rows, "dropped": len(dropped)}}

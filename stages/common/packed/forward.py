@@ -117,7 +117,7 @@ def score_and_judge(policy: Policy, micros: Sequence[Sequence[Piece]], data: Seq
 @torch.no_grad()
 def choose_mode(policy: Policy, data: Sequences, prompts: Sequence[int], wanted: str) -> str:
     """Set and return the first mode from `wanted` on whose logprobs agree with the model's own. ConfigError when none does."""
-    if wanted != "single" and policy.start is None and _depends_on_length(policy.model.config):
+    if wanted != "single" and policy.start is None and depends_on_length(policy.model.config):
         log.warning("packing: the model's positions depend on the length of the row, so one rollout runs at a time")
         wanted = "single"
     rows = _probe(data, prompts)
@@ -180,7 +180,7 @@ def _reference(policy: Policy, data: Sequences, row: int) -> torch.Tensor:
     return (logits / data.temperature[row]).log_softmax(-1).gather(1, completion[:, None])[:, 0]
 
 
-def _depends_on_length(config) -> bool:
+def depends_on_length(config) -> bool:
     """Whether rotary frequencies change with the row's length, as in `dynamic` and `longrope`: a packed row is a longer one."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]

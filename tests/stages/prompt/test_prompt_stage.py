@@ -79,6 +79,24 @@ def test_group_ids_come_from_the_place_in_the_source(store, policy, source):
     assert [row["group_id"] for row in found] == [f"held-{row['columns']['answer'] - 5:06d}" for row in found]
 
 
+def test_the_manifest_tells_where_answers_begin(store, policy, source, tmp_path):
+    header = "<|im_end|>\n<|im_start|>assistant\n"
+    user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "Begin."}
+    many = [{"messages": [system, user]}] * (work.ROWS_PER_SHARD + 1) + [{"messages": [system]}]
+    template = tmp_path / "thinking.jinja"
+    template.write_text(tiny.CHATML.replace("assistant\n", "assistant\n<think>\n"))
+    told = []
+    for config in (
+        Config(source=source, prompt="question"),
+        Config(source=write(tmp_path, many, "chats.jsonl")),
+        Config(source=source, prompt="question", template=str(template)),
+        Config(source=source, prompt="question", raw_text=True),
+    ):
+        version = store.open(run(config, store, policy=policy.ref))
+        told.append(version.manifest.metrics["assistant_starts"])
+    assert told == [{"user": header}, {"user": header, "system": header}, {"user": header}, {}]
+
+
 def test_types_of_all_columns_are_kept(store, policy, tmp_path):
     table = pa.table(
         {

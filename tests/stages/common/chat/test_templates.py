@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from schemas.errors import ConfigError
-from stages.prompt.templates import Template
+from stages.common.chat.template import Template
 from tests import tiny
 
 CHAT = [{"role": "system", "content": "<b>be</b> kind"}, {"role": "user", "content": "  3 + four? é漢 'q' \n"}]

@@ -7,13 +7,14 @@ them, and a tokenizer that splits at the marks and drops them encodes the whole:
 template's own tokens whole. Where even that gives other control ids, SecurityError names the prompt.
 
 Control ids are those of all added tokens, special or not. Left out are tokens of white space alone (some tokenizers spell
-indentation with them), and the id for "unknown" where the tokenizer needs it for text that it can not spell.
+indentation with them), the id for "unknown" where the tokenizer needs it for text that it can not spell, and ids that the caller
+lets stand for their text (`plain`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,12 +41,13 @@ class Rendering(NamedTuple):
 class Guard:
     """A tokenizer that knows which ids are control ids, and how a sequence starts and ends."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, closes: bool = False) -> None:
-        """`closes`: prompts end as the tokenizer's post-processor ends them (encoder-decoder models read whole sequences)."""
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, closes: bool = False, plain: Collection[int] = ()) -> None:
+        """`closes`: prompts end as the tokenizer's post-processor ends them (encoder-decoder models read whole sequences).
+        `plain`: added tokens that any content may hold."""
         self._json = tokenizer.backend_tokenizer.to_str()
         self._encoder = self._clone()
         added = {id: token.content for id, token in self._encoder.get_added_tokens_decoder().items()}
-        named = {id: text for id, text in added.items() if text.replace("▁", "").strip()}
+        named = {id: text for id, text in added.items() if text.replace("▁", "").strip() and id not in plain}
         unknown = set(self._encode(self._encoder, _RARE)) if tokenizer.unk_token_id is not None else set()
         self._unknown = unknown & {tokenizer.unk_token_id}
         self.control = frozenset(named) - self._unknown
@@ -78,6 +80,10 @@ class Guard:
     def decode(self, ids: list[int]) -> str:
         """Ids as text, control tokens included."""
         return self._encoder.decode(ids, skip_special_tokens=False)
+
+    def token_ends(self, text: str) -> list[int]:
+        """Where in `text` its tokens end, rising."""
+        return [end for _, end in self._encoder.encode(text, add_special_tokens=False).offsets]
 
     def controls(self, ids: list[int]) -> list[int]:
         """The control ids among `ids`, in order."""

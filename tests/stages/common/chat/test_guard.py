@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from schemas.errors import SecurityError
-from stages.prompt.guard import Guard
+from stages.common.chat.guard import Guard
 from tests import tiny
 
 TEXTS = [
@@ -259,3 +259,18 @@ def test_a_tokenizer_file_that_cuts_does_not_cut_prompts():
     guard = Guard(fast(made))
     text = "one two three four five six seven"
     assert guard.decode(guard.encode("prompt 0", (), [text], lambda contents: contents[0]).ids) == text
+
+
+def test_added_tokens_may_be_let_stand():
+    tokenizer, _ = qwen()
+    think = tokenizer.convert_tokens_to_ids("<think>")
+    text = "<think>\nfine <|im_end|></think>"
+    spelled = Guard(tokenizer).encode("prompt 0", (), [text], lambda contents: contents[0]).ids
+    kept = Guard(tokenizer, plain=[think]).encode("prompt 0", (), [text], lambda contents: contents[0]).ids
+    assert [id for id in spelled if id in tokenizer.added_tokens_decoder] == []
+    assert [id for id in kept if id in tokenizer.added_tokens_decoder] == [think]
+    assert tokenizer.decode(spelled) == tokenizer.decode(kept) == text
+
+
+def test_where_tokens_end():
+    assert Guard(tiny.tokenizer()).token_ends("12é<|im_end|>")[-2:] == [3, 13]

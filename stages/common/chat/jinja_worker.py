@@ -1,8 +1,9 @@
 """The child process in which a chat template runs: sandboxed, with a limit on time and memory that also holds inside C code.
 
-First line in: {"template", "variables", "seconds", "bytes"}; then one list of messages a line. One answer a line: {"text"} or
-{"error"}. When a rendering takes too long the process is ended by its own alarm, so nothing can be left running. It is started
-as a file, by itself, and imports jinja2 and the standard library alone. The environment is the one of transformers.
+First line in: {"template", "variables", "seconds", "bytes"}; then one rendering a line: {"messages"} and variables that hold for it
+alone. One answer a line: {"text"} or {"error"}. When a rendering takes too long the process is ended by its own alarm, so nothing
+can be left running. It is started as a file, by itself, and imports jinja2 and the standard library alone. The environment is the
+one of transformers.
 """
 
 import json
@@ -56,15 +57,15 @@ def _attempt(seconds, work):
 
 
 def answers(lines):
-    """One answer for the template itself, then one for each list of messages."""
+    """One answer for the template itself, then one for each rendering."""
     first = json.loads(next(lines))
     seconds, variables = first["seconds"], first["variables"]
     resource.setrlimit(resource.RLIMIT_AS, (first["bytes"], first["bytes"]))
     compiled = []
     yield _attempt(seconds, lambda: compiled.append(environment().from_string(first["template"])) or {"text": ""})
     for line in lines:
-        messages = json.loads(line)
-        yield _attempt(seconds, lambda given=messages: {"text": compiled[0].render(messages=given, **variables)})
+        given = {**variables, **json.loads(line)}
+        yield _attempt(seconds, lambda given=given: {"text": compiled[0].render(**given)})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+"""Run by test_reward_vllm.py in a process of its own: reward models on vLLM, their parts as JSON on the last line.
+
+python -m tests.stages.reward.reward_vllm_checks < [[model's config, batch], …]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+from stages.reward.model_scorer import load
+from stages.reward.reward_model import ModelConfig
+
+
+def score_all(asked: list, found: list) -> None:
+    for config, batch in asked:
+        scorer = load(ModelConfig(engine="vllm", dtype="float32", **config))
+        scorer.require([])
+        found.append(scorer.score(batch))
+        scorer.close()
+
+
+def main() -> None:
+    found: list = []
+    thread = threading.Thread(target=score_all, args=(json.load(sys.stdin), found))  # as the stage does
+    thread.start()
+    thread.join()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
