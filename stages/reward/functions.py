@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from . import answers, verifiers
+from .programs import code
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 
@@ -223,5 +224,21 @@ FUNCTIONS: dict[str, Shipped] = {
         1,
         "1 where the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
+    ),
+    "code": Shipped(
+        code,
+        1,
+        "share of the column `tests` that the program in the completion passes, run in a sandbox",
+        {
+            "timeout_seconds": "of one test",
+            "memory_mib": "of one program",
+            "all": "true: 1 for all tests, else 0",
+            "entry": "the function to call",
+            "language": "python",
+            "isolation": "full, or process, which protects less",
+            "sandbox_python": "an interpreter with packages",
+            "sandbox_url": "a server that runs programs",
+            "sandbox_token": "env:NAME",
+        },
     ),
 }

@@ -1,9 +1,9 @@
-"""reward: rollouts become rewards/1, by functions and servers that a recipe names; null is "not scored", never 0.
+"""reward: rollouts become rewards/1, by functions, models and servers that a recipe names; null is "not scored", never 0.
 
-Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`pool`), servers are
-asked over HTTP (`remote`). A row where one failed has no reward; more such rows than `max_invalid` allows end the stage with
-RewardError as soon as that is certain, and finished shards are kept. The code of a user's functions enters the run_key by the
-hash of its file, so an edited function scores anew.
+Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`pool`), models in
+this one (`model_scorer`), servers are asked over HTTP (`remote`). A row where one failed has no reward; more such rows than
+`max_invalid` allows end the stage with RewardError as soon as that is certain, and finished shards are kept. The code of a
+user's functions enters the run_key by the hash of its file, so an edited function scores anew.
 
     ref = run(Config(functions=[{"use": "numeric"}, {"use": "mine.py:polite", "weight": 0.2}]), store, rollouts="arith/rollouts@3")
     ref = run(config, store, rollouts="arith/rollouts@3", retry=ref)      # only what has no reward yet
@@ -27,15 +27,18 @@ from stages.common.work import ROWS_PER_SHARD, begin
 from . import tables
 from .function_scorer import FunctionConfig, FunctionScorer, Notice
 from .measures import summary
+from .model_scorer import ModelScorer
+from .model_scorer import load as load_model
 from .pool import Pool
 from .retry import require_same
+from .reward_model import ModelConfig
 from .scoring import Scorer
 from .servers import ServerConfig
 from .shards import Shards
 from .together import Allowance
 
 STAGE_VERSION = 1
-SCORERS = ("functions", "servers")
+SCORERS = ("functions", "models", "servers")
 """The lists of scorers in Config, in the order of their parts."""
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,8 @@ class Config(Base):
 
     functions: tuple[FunctionConfig, ...] = ()
     """The reward is the weighted sum of all parts; a function that returns None is left out of it."""
+    models: tuple[ModelConfig, ...] = ()
+    """Reward models, each with a part of its own."""
     servers: tuple[ServerConfig, ...] = ()
     """Servers that score over HTTP, each with a part of its own."""
     reward_clip: tuple[float, float] | None = None
@@ -79,7 +84,7 @@ class Config(Base):
     """Most rows a call. What a function says of a row must not depend on the others in its call."""
 
     @property
-    def scorers(self) -> tuple[FunctionConfig | ServerConfig, ...]:
+    def scorers(self) -> tuple[FunctionConfig | ModelConfig | ServerConfig, ...]:
         """Everything that scores, of every kind."""
         return tuple(each for kind in SCORERS for each in getattr(self, kind))
 
@@ -92,7 +97,9 @@ class Config(Base):
     def _own_columns(self) -> Config:
         names = [each.name for each in self.scorers]
         if not names:
-            raise ValueError("nothing scores: name a function under [[reward.functions]] or a server under [[reward.servers]]")
+            raise ValueError(
+                "nothing scores: name something under [[reward.functions]], [[reward.models]] or [[reward.servers]]"
+            )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"name {twice[0]} stands twice: give each a name of its own")
@@ -109,16 +116,20 @@ class Config(Base):
 
 
 @contextmanager
-def open_scorers(config: Config, notice: Notice = lambda *_: None) -> Iterator[list[Scorer]]:
-    """The scorers that `config` names, in its order; what they hold is let go of at the end.
+def open_scorers(
+    config: Config, notice: Notice = lambda *_: None, prompts: Version | None = None, rollouts: Version | None = None
+) -> Iterator[list[Scorer]]:
+    """The scorers that `config` names, in the order of their parts; what they hold is let go of at the end.
 
-    `notice` hears at once of rows in which a function failed. ConfigError where one of them is not there.
+    `notice` hears at once of rows that failed; `prompts` and `rollouts` are what is to be scored, where that is known. ConfigError
+    where one of them is not there.
     """
     with Pool(config.workers, config.max_memory_gib) as pool:
         scorers: list[Scorer] = []
         try:
             for each in config.functions:
                 scorers.append(FunctionScorer(each, pool, config.batch_rows, notice))
+            scorers += [load_model(each, prompts, rollouts) for each in config.models]
             for each in config.servers:
                 from .remote import ServerScorer
 
@@ -162,7 +173,7 @@ def run(
             return earlier.ref
     allowance = Allowance(config.max_invalid * version.manifest.rows)
     with (
-        open_scorers(config, allowance.notice) as scorers,
+        open_scorers(config, allowance.notice, prompts, version) as scorers,
         begin(
             store,
             into or version.ref.run,
@@ -170,6 +181,7 @@ def run(
             stage="reward",
             stage_version=STAGE_VERSION,
             config=_pinned(config, scorers),
+            models=tuple(scorer.about for scorer in scorers if isinstance(scorer, ModelScorer)),
             inputs={"rollouts": version, "prompts": prompts, **({"retry": earlier} if earlier else {})},
             force=force,
         ) as work,

@@ -1,0 +1,160 @@
+"""Judges a program by its tests: the source that `code` gives to `run_program`, so: stdlib only.
+
+    judge          has the tests, never runs a line of the program, and alone can write the verdict
+    └── candidate  has its own interpreter, the program and no test; it is asked by a pipe: to load, for a function, for its value
+
+So `assert f(2) == 4` compares plain values here, whatever the program did to `==`, to builtins or to its own exit. The program may
+call the functions that a test hands it, and can do nothing else to this process.
+
+Stdin: JSON `{"program", "tests", "calls", "entry", "seconds", "all", "candidate"}`, the last being the text of candidate.py.
+Stdout: how many tests there are (or why there are none), before the program is loaded; then, as they end, one 1 or 0 for each.
+Those that are missing at the end were not passed.
+"""
+
+import ast
+import builtins
+import json
+import os
+import signal
+import sys
+import types
+
+
+class TimeUp(BaseException):
+    """A test's time is up."""
+
+
+def main():
+    """Judge the job of stdin."""
+    sys.set_int_max_str_digits(0)
+    job = json.loads(sys.stdin.buffer.read())
+    out = os.dup(1)
+    os.dup2(2, 1)  # what tests print is no verdict
+    signal.signal(signal.SIGALRM, ring)
+    judge(job, lambda text: os.write(out, text.encode()))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def ring(number, frame):
+    raise TimeUp
+
+
+def judge(job, say):
+    """Run the tests of a job; `say` takes the verdicts as text."""
+    try:
+        steps, wanted = plan_calls(job) if job["calls"] else plan_statements(job)
+        total = sum(counted for _, counted in steps)
+        if not total:
+            raise ValueError("the tests hold no assert, no function test_… and no call of a function of theirs")
+    except (SyntaxError, ValueError) as error:
+        say(f"{type(error).__name__}: {error}".replace("\n", " ") + "\n")
+        return
+    say(f"{total}\n")
+    wire = start_program(job["candidate"])
+    space = {"__name__": "__tests__"}
+    passed, in_time = attempt(lambda: enter(wire, job, wanted, space), job["seconds"])
+    for step, counted in steps if passed else ():
+        passed, in_time = attempt(lambda step=step: step(space), job["seconds"])
+        passed = passed and not wire.ended  # a test may catch anything
+        if counted:
+            say("01"[passed])
+        if not in_time or wire.ended or (job["all"] and counted and not passed):
+            break
+
+
+def start_program(source):
+    """The wire to a new process, which has the text of candidate.py, two pipes and nothing else of this process."""
+    candidate = types.ModuleType("candidate")
+    exec(compile(source, "candidate.py", "exec"), candidate.__dict__)
+    hear, say_back = os.pipe()
+    listen, say = os.pipe()
+    for handle in (listen, say_back):
+        os.set_inheritable(handle, True)
+    command = [sys.executable, *(["-S"] if sys.flags.no_site else []), "-c", source, str(listen), str(say_back)]
+    actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
+    os.posix_spawn(command[0], command, os.environ, file_actions=actions)
+    os.close(listen)
+    os.close(say_back)
+    calls = {"iter": iter, "next": next, "call": lambda f, args, kwargs: [f(*args, **kwargs), [None] * len(args)]}
+    return candidate.Wire(hear, say, calls, passing=(candidate.Ended, TimeUp))
+
+
+def enter(wire, job, wanted, space):
+    """Load the program and give the tests what they use of it; they may also import it as `solution`."""
+    wire.ask("load", job["program"])
+    space |= wire.ask("names", sorted(wanted))
+    if job["entry"]:
+        space["candidate"] = space[job["entry"]] = wire.ask("entry", job["entry"])
+    sys.modules["solution"] = types.ModuleType("solution")
+    sys.modules["solution"].__getattr__ = lambda name: attribute(wire, name)
+
+
+def attribute(wire, name):
+    """A name of the program's, for `from solution import name`."""
+    found = wire.ask("names", [name])
+    if name not in found:
+        raise AttributeError(name)
+    return found[name]
+
+
+def attempt(step, seconds):
+    """Whether the step passed, and whether it ended in time."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        step()
+        return True, True
+    except TimeUp:
+        return False, False
+    except BaseException as error:
+        print(f"{type(error).__name__}: {str(error)[:500]}", file=sys.stderr)
+        return False, True
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def plan_calls(job):
+    """One step a call: its value must be what is expected, where lists and tuples are the same."""
+
+    def step(call):
+        def run(space):
+            assert same(space["candidate"](*call[0])) == same(call[1]), "another value was expected"
+
+        return run
+
+    return [(step(call), True) for call in job["calls"]], set()
+
+
+def same(value):
+    if isinstance(value, list | tuple):
+        return [same(item) for item in value]
+    return {key: same(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def plan_statements(job):
+    """The top-level statements in order, then the functions test_… that they do not call themselves, then check(entry).
+
+    Counted are statements that hold an assert or call a function of the tests' own, and those functions.
+    """
+    tree = ast.parse(job["tests"])
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    steps, called = [], set()
+    for node in tree.body:
+        code = compile(ast.Module([node], []), "<tests>", "exec")
+        target = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        name = target.id if isinstance(target, ast.Name) and target.id in functions else None
+        defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        counted = not defines and any(isinstance(part, ast.Assert) for part in ast.walk(node))
+        steps.append((lambda space, code=code: exec(code, space), counted or name is not None))
+        called.add(name)
+    for name, node in functions.items():
+        if name.startswith("test_") and name not in called and not node.args.args:
+            steps.append((lambda space, name=name: space[name](), True))
+    if job["entry"] and "check" in functions and "check" not in called:
+        steps.append((lambda space: space["check"](space["candidate"]), True))
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return steps, used - set(dir(builtins))
+
+
+if __name__ == "__main__":
+    main()

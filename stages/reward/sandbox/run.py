@@ -1,0 +1,276 @@
+"""Runs a Python program that nobody trusts: what a model wrote is executed here and nowhere else.
+
+    finished = run_program("print(input()[::-1])", stdin="abc", limits=Limits(seconds=2))
+    finished.exit_code, finished.stdout      # 0, "cba\\n"
+
+With isolation "full" (the default) each program gets an interpreter of its own, with the standard library alone, in new user,
+mount, process, network, IPC and UTS namespaces: a read-only root in memory with nothing of the host but the interpreter's files,
+an empty /tmp of limited size, no /proc, no network, the user nobody without privileges, limits on time, memory, processes and
+files, a clean environment, and (x86_64, aarch64) a filter of system calls. It ends with everything that it started.
+Where the system does not permit a layer, SecurityError names it, and nothing is run.
+
+Isolation "process" is for systems that permit no namespaces. It gives a session of its own, an empty folder, a clean environment,
+no new privileges, and limits on time, memory and file size. It does NOT protect: files (the program reads and writes whatever the
+user who runs Quiver may, `/proc` of Quiver's own processes with their environment included), the network, other processes (it may
+signal and trace those of the same user), the number of processes (a fork bomb), the disk. Whoever chooses it should do so inside
+a container or a machine that holds nothing of worth.
+
+Needs Linux; "full" needs Linux 5.12 and user namespaces, for root and for other users alike.
+"""
+
+from __future__ import annotations
+
+import errno
+import marshal
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from schemas.errors import ConfigError, ResourceError, SecurityError, printable
+
+from . import interpreter
+from .launcher import seccomp
+
+Isolation = Literal["full", "process"]
+_LAUNCHER = Path(__file__).with_name("launcher")
+_MIB = 1 << 20
+_PATIENCE_SECONDS = 90  # beyond the program's own limit; the launcher gives up by itself before that
+# What a script expects of `python script.py` and -S leaves out (-S keeps installed packages out of sight); no name is left behind.
+_START = """\
+def start():
+    import builtins, sys
+    from _sitebuiltins import Quitter
+    builtins.exit = builtins.quit = Quitter("exit", "Ctrl-D")
+    del sys.argv[0]  # "-c"
+    (path,) = sys.argv
+    space = sys.modules["__main__"].__dict__
+    del space["start"]
+    space["__file__"] = path
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, space)
+start()
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use. ConfigError when a value is out of range."""
+
+    seconds: float = 10.0
+    """Wall-clock time from the start of its interpreter, and CPU time of each of its processes."""
+    memory_mib: int = 512
+    """Address space of each process, and resident memory of all together."""
+    processes: int = 16
+    """Processes and threads at once (isolation "full" only)."""
+    files_mib: int = 16
+    """Space in its /tmp, and the largest file that it may write."""
+    open_files: int = 64
+    """File descriptors of each process."""
+    output_kib: int = 64
+    """How much is kept of its stdout, and of its stderr; the rest is read and thrown away."""
+
+    def __post_init__(self) -> None:
+        least = {"seconds": 0.01, "memory_mib": 64, "processes": 2, "files_mib": 1, "open_files": 16, "output_kib": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not low <= value <= 1 << 20:
+                raise ConfigError(
+                    f"limits.{name}", f"must be between {low} and {1 << 20}, got {value!r}", next=f"correct limits.{name}"
+                )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended.
+
+    `exit_code`: as of subprocess, −N when signal N ended it. `killed_by`: `time`, `cpu` or `memory` when a limit ended it, the
+    name of a signal when one did, else None. `stdout`, `stderr`: what is kept of them, decoded as UTF-8, invalid bytes replaced.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    killed_by: str | None
+    seconds: float
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether its time was up: by the clock, or of the processor."""
+        return self.killed_by in ("time", "cpu")
+
+
+def run_program(
+    program: str, *, stdin: str = "", limits: Limits | None = None, isolation: Isolation = "full", python: str = ""
+) -> Finished:
+    """Run Python source as `__main__` and wait for it. Safe to call from several threads.
+
+    `python`: another interpreter, with what is installed in its environment; empty: this one, with the standard library alone.
+    What the program does wrong is in the result. SecurityError: the system does not permit a layer of the isolation, nothing was
+    run. ResourceError: the sandbox itself failed, which says nothing about the program.
+    """
+    if isolation not in ("full", "process"):
+        raise ConfigError("isolation", f"must be full or process, got {printable(repr(isolation))}", next="correct isolation")
+    if not sys.platform.startswith("linux"):
+        raise _refused("Linux", f"this is {sys.platform}")
+    limits = limits or Limits()
+    found = interpreter.find(python)
+    if isolation == "full":
+        done = _launch(_job(program, stdin, limits, found, ""), limits)
+    else:
+        with tempfile.TemporaryDirectory(prefix="quiver-", ignore_cleanup_errors=True) as folder:
+            done = _launch(_job(program, stdin, limits, found, folder), limits)
+    return _finished(*done)
+
+
+def _job(program: str, stdin: str, limits: Limits, found: interpreter.Interpreter, folder: str) -> dict[str, Any]:
+    """What the launcher is told; `folder` is empty for isolation "full", where the program lives in a root of its own."""
+    home = os.path.join(folder, "tmp") if folder else "/tmp"
+    if folder:
+        os.mkdir(home)
+    return {
+        "isolation": "process" if folder else "full",
+        "command": [*found.command, "-c", _START],
+        "environment": {
+            "PATH": "/usr/bin:/bin",
+            "HOME": home,
+            "TMPDIR": home,
+            "LANG": "C.UTF-8",
+            "PYTHONUTF8": "1",
+            "PYTHONSAFEPATH": "1",
+            "PYTHONNOUSERSITE": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONHASHSEED": "0",  # the same program on the same input does the same
+        },
+        "paths": list(found.paths),
+        "folder": folder,
+        "cwd": home,
+        "program": program.encode(errors="surrogatepass"),
+        "stdin": stdin.encode(errors="surrogatepass"),
+        "seconds": float(limits.seconds),
+        "cpu_seconds": int(-(-limits.seconds // 1)),
+        "memory_bytes": limits.memory_mib * _MIB,
+        "tmp_bytes": limits.files_mib * _MIB,
+        "processes": limits.processes,
+        "open_files": limits.open_files,
+    }
+
+
+def _launch(job: dict[str, Any], limits: Limits) -> tuple[dict[str, Any], str, str]:
+    """Start the launcher with a job and wait for it: its report, and the program's stdout and stderr, cut."""
+    report_read, report_write = os.pipe()
+    life_read, life_write = os.pipe()
+    with tempfile.TemporaryFile() as file, open(report_read, "rb", buffering=0) as report:
+        try:
+            file.write(marshal.dumps(job))
+            file.seek(0)
+            base = interpreter.find().command[0]
+            child = subprocess.Popen(
+                [base, "-I", "-S", str(_LAUNCHER), str(report_write), str(life_read)],
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(report_write, life_read),
+                start_new_session=True,
+                cwd="/",
+                env={},
+            )
+        except BaseException:
+            os.close(life_write)
+            raise
+        finally:
+            os.close(report_write)
+            os.close(life_read)
+        try:
+            said = _read([report, child.stdout, child.stderr], limits)
+        finally:
+            os.close(life_write)  # the launcher then ends everything, if it has not yet
+            _end(child)
+    answer, stdout, stderr = said
+    if not answer:
+        raise _failed(f"its launcher died with exit code {child.returncode}: {printable(stderr.decode(errors='replace'))}")
+    return marshal.loads(answer), stdout.decode(errors="replace"), stderr.decode(errors="replace")
+
+
+def _read(files: list[Any], limits: Limits) -> list[bytes]:
+    """All that comes from the files until each is closed, of each at most as much as is kept."""
+    kept = {file: bytearray() for file in files}
+    deadline = time.monotonic() + limits.seconds + _PATIENCE_SECONDS
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(deadline - time.monotonic())
+            if not ready:
+                raise _failed("its launcher hangs")
+            for key, _ in ready:
+                data = os.read(key.fd, 65536)
+                if not data:
+                    selector.unregister(key.fileobj)
+                room = limits.output_kib * 1024 - len(kept[key.fileobj])
+                kept[key.fileobj] += data[: max(0, room)]
+    return [bytes(kept[file]) for file in files]
+
+
+def _end(child: subprocess.Popen) -> None:
+    try:
+        child.wait(5)
+    except subprocess.TimeoutExpired:
+        child.kill()  # whoever it started dies with it
+        child.wait()
+    child.stdout.close()
+    child.stderr.close()
+
+
+def _finished(report: dict[str, Any], stdout: str, stderr: str) -> Finished:
+    if "refused" in report:
+        name, number, why = report["refused"]
+        raise _refused(name, "none are left, or none allowed, by /proc/sys/user" if number == errno.ENOSPC else why)
+    if "failed" in report:
+        raise _failed(printable(report["failed"]))
+    code, killed_by = report["exit_code"], report["killed_by"]
+    if killed_by is None and code < 0:
+        killed_by = "cpu" if -code == signal.SIGXCPU else signal.Signals(-code).name
+    return Finished(code, stdout, stderr, killed_by, report["seconds"])
+
+
+def _failed(why: str) -> ResourceError:
+    return ResourceError(
+        "sandbox", why, state="the program was not judged.", next="run again; quiver doctor shows what the machine has"
+    )
+
+
+def _refused(name: str, why: str) -> SecurityError:
+    return SecurityError(
+        "sandbox",
+        f'the system does not permit the layer {name}: {printable(why)}; isolation = "process" asks for less',
+        state="no program was run.",
+        next="permit user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+        "kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile), use a remote sandbox, or set "
+        'isolation = "process" in arguments, which protects neither files nor network',
+    )
+
+
+@lru_cache(maxsize=8)
+def describe(isolation: Isolation = "full", python: str = "") -> dict[str, str]:
+    """The layers in force on this system, once a program has run. SecurityError where one is missing."""
+    finished = run_program("print('ready')", isolation=isolation, python=python)
+    if finished.stdout != "ready\n":
+        raise _failed(f"a program that does nothing failed: {printable(finished.stderr[-200:])}")
+    if isolation == "process":
+        return dict.fromkeys(("user", "files", "network", "processes"), "those of the user") | {"calls": "all"}
+    return {
+        "user": "nobody" if os.geteuid() == 0 else f"uid {os.geteuid()}, shown as nobody",
+        "files": "a root in memory, read-only, with the interpreter alone; /tmp",
+        "network": "none",
+        "processes": "a namespace of their own, counted",
+        "calls": "filtered" if seccomp.supported() else f"all: there is no filter for {os.uname().machine}",
+    }

@@ -1,0 +1,451 @@
+"""The reward function `code`: what counts as the program, as a test and as passed, and that a program can not pass by cheating."""
+
+import doctest
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from schemas.errors import ConfigError, SecurityError
+from stages.reward import programs
+from stages.reward.programs import extract, read_tests
+from stages.reward.sandbox import describe, run_program
+from stages.reward.stage import Config, check_functions
+from stages.reward.stage import run as run_stage
+
+
+@functools.cache
+def isolation() -> str:
+    """The verdict does not depend on it: where the system permits no full isolation, these tests run with less."""
+    try:
+        describe("full")
+    except SecurityError:
+        return "process"
+    return "full"
+
+
+def code(completions, tests, **arguments) -> list[float | None]:
+    return programs.code(completions, tests, **{"isolation": isolation(), **arguments})
+
+
+DOUBLE = "def double(x):\n    return 2 * x\n"
+ASSERTS = ["assert double(2) == 4", "assert double(-1) == -2"]
+
+
+@pytest.mark.skipif(isolation() != "full", reason="the example of `code` asks for full isolation, which this system refuses")
+def test_examples_in_docstrings():
+    result = doctest.testmod(programs)
+    assert result.attempted >= 3 and result.failed == 0
+
+
+# -- what the program is ----------------------------------------------------------------------------------------------------
+
+COMPLETIONS = {
+    "marked": "Here:\n```python\nx = 1\n```\nDone.",
+    "last one counts": "```python\nx = 0\n```\nBetter:\n```py\nx = 1\n```",
+    "not marked": "```\nx = 1\n```",
+    "other languages do not count": "```Python\nx = 1\n```\nIt prints\n```text\nx\n```\nby\n```bash\npython x.py\n```",
+    "indented": "1. so\n   ```python\nx = 1\n   ```",
+    "cut by its length": "thus ```x``` is\n```python\nx = 1\n",
+    "with a title": '```python title="a.py"\nx = 1\n```',
+    "no fence": "x = 1\n",
+}
+
+
+@pytest.mark.parametrize("completion", COMPLETIONS.values(), ids=COMPLETIONS)
+def test_the_program_in_a_completion(completion):
+    assert extract(completion).strip() == "x = 1"
+
+
+# -- what the tests are -----------------------------------------------------------------------------------------------------
+
+
+def test_stdin_and_stdout():
+    tests = [{"input": "1 2", "output": "3"}, {"input": "4\n5\n", "output": " 9 \n\n"}, {"input": "0 0", "output": "1"}]
+    adder = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
+    assert code([adder], [tests]) == [pytest.approx(2 / 3)]
+    assert code([adder, adder], [tests, tests[:2]], all=True) == [0.0, 1.0]
+    columns = {"inputs": [["1", "2"], "3 4"], "outputs": [["3"], "7"]}
+    assert code([adder, adder], [columns, json.dumps(columns)]) == [1.0, 1.0]
+    assert code([adder + "\nexit(1)", adder.replace("print(", "print('sum', "), "print(3"], [tests] * 3) == [0.0] * 3
+
+
+def test_a_large_output_is_compared_to_its_end():
+    numbers = " ".join(map(str, range(40_000)))
+    tests = [{"input": "", "output": numbers}]
+    assert code(["print(*range(40000))", "print(*range(39999))"], [tests] * 2) == [1.0, 0.0]
+
+
+def test_calls_of_a_function():
+    add = "def add(a, b):\n    return a + b\n"
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+    tests = [{"input": [1, 2], "output": 3}, {"input": "[1]\n[2]", "output": "[1, 2]"}, {"input": ["a", "b"], "output": "ba"}]
+    assert code([add, method, "def plus(): pass"], [tests] * 3, entry="add") == [
+        pytest.approx(2 / 3),
+        pytest.approx(2 / 3),
+        0.0,
+    ]
+    named = json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
+    assert code([add], [named]) == [1.0]
+    pairs = [{"input": [[3, 1]], "output": [[1, 3], {"a": [1]}]}]
+    assert code(["def f(x):\n    return (sorted(x), x), {'a': (1,)}"], [pairs], entry="f") == [0.0]
+    assert code(["def f(x):\n    return tuple(sorted(x)), {'a': (1,)}"], [pairs], entry=["f"]) == [1.0]
+    assert code([add, "print(input())"], [tests[:1], [{"input": "x", "output": "x"}]], entry=["add", None]) == [1.0, 1.0]
+
+
+STATEMENTS = {
+    "one by one": (1.0, DOUBLE, ASSERTS),
+    "as text": (1.0, DOUBLE, "\n".join(ASSERTS)),
+    "half": (0.5, "def double(x): return 4", ASSERTS),
+    "a failing one does not stop the next": (0.5, DOUBLE, ["assert double(1) == 1", "assert missing(1)", *ASSERTS]),
+    "set-up is not counted": (
+        1.0,
+        DOUBLE,
+        """
+import math
+x = double(2)
+assert x == 4
+assert math.isclose(double(.1), .2)
+""",
+    ),
+    "functions of a test": (
+        0.5,
+        DOUBLE,
+        """
+def test_a():
+    assert double(1) == 2
+def test_b():
+    assert double(1) == 3
+""",
+    ),
+    "imported": (
+        1.0,
+        DOUBLE,
+        """
+from solution import double as d
+import solution
+assert d(2) == solution.double(2) == 4
+""",
+    ),
+    "exceptions": (
+        0.5,
+        """
+def f(x):
+    raise KeyError(x) if x else ZeroDivisionError("no")
+""",
+        """
+try:
+    f(0)
+    assert False
+except ArithmeticError as error:
+    assert str(error) == "no"
+try:
+    f(1)
+    assert False
+except ValueError:
+    pass
+""",
+    ),
+    "changed in place": (
+        1.0,
+        """
+def f(x, d, s):
+    x.sort()
+    d["n"] = len(x)
+    s |= {5}
+""",
+        """
+x, d, s = [3, 1], {}, set()
+f(x, d, s)
+assert x == [1, 3]
+assert d == {"n": 2}
+assert s == {5}
+""",
+    ),
+    "functions given": (
+        1.0,
+        """
+def apply(f, x):
+    return [f(one) for one in x]
+""",
+        """
+assert apply(lambda x: x + 1, (1, 2)) == [2, 3]
+assert apply(str, iter([1])) == ["1"]
+""",
+    ),
+    "iterators": (
+        1.0,
+        """
+def f(x):
+    yield from x
+""",
+        """
+assert list(f(iter("ab"))) == ["a", "b"]
+assert "b" in f("ab") and "c" not in f("ab")
+""",
+    ),
+    "objects": (
+        1.0,
+        """
+class Stack(list):
+    size = 0
+    def push(self, x):
+        self.append(x)
+        self.size += 1
+class Point:
+    def __init__(self, x):
+        self.x = x
+    def __eq__(self, other):
+        return self.x == other.x
+""",
+        """
+s = Stack()
+s.push(1)
+s.push([2])
+assert s == [1, [2]]
+assert s < [2]
+assert s.size == len(s) == 2
+assert s[1] == [2]
+assert s.pop() == [2]
+s.size = 7
+assert s.size == 7
+assert Point(1) == Point(1) and Point(1) != Point(2)
+assert Point(3).x > 2
+""",
+    ),
+    "the main block is left out": (
+        1.0,
+        DOUBLE
+        + """
+if __name__ == "__main__":
+    raise SystemExit(input())
+""",
+        ASSERTS,
+    ),
+    "names of the program": (
+        1.0,
+        """
+import math
+LIMIT = 7
+""",
+        """
+assert LIMIT == 7
+assert math.floor(1.5) == 1
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize(("expected", "program", "tests"), STATEMENTS.values(), ids=STATEMENTS)
+def test_statements(expected, program, tests):
+    assert code([program], [tests]) == [expected]
+
+
+IMPORTS = "from collections import *\nfrom datetime import *\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+VALUES = """[
+    None, True, 10**5000, float("inf"), 1j, "é\\ud800", b"x", bytearray(b"y"), (1,), [[]], {1, 2}, frozenset("a"), range(1, 9, 2),
+    {(1, 2): {None: 3}}, Counter("aa"), OrderedDict(a=1), defaultdict(int, b=2), deque([1]), Decimal(".1"), Fraction(1, 3),
+    date(2020, 1, 2), datetime(2020, 1, 2, 3), timedelta(1, 2, 3),
+]"""
+
+
+def test_values_arrive_as_they_are():
+    program = f"{IMPORTS}def f():\n    return {VALUES}"
+    tests = f"{IMPORTS}x = f()\nassert x == {VALUES}\nassert x[0] is None and x[1] is True and type(x[8]) is tuple"
+    assert code([program], [tests]) == [1.0]
+
+
+def test_check_functions_of_an_entry():
+    tests = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
+    assert code([DOUBLE, DOUBLE.replace("2 *", "4 +"), DOUBLE], [tests, tests, tests + "check(double)"], entry="double") == [
+        1,
+        0,
+        1,
+    ]
+    assert code([DOUBLE], [tests + "check(double)"]) == [1.0]
+
+
+def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
+    assert code([DOUBLE, DOUBLE], [None, ASSERTS]) == [None, 1.0]
+    bad = [
+        [],
+        {},
+        7,
+        "x = 1",
+        "assert (",
+        [{"input": "1"}],
+        "[1, 2",
+        {"inputs": ["1"], "outputs": []},
+        "def f():\n    assert f",
+    ]
+    for tests in bad:
+        with pytest.raises(ValueError):
+            code([DOUBLE], [tests])
+    with pytest.raises(ValueError, match="a list of arguments, got 3"):
+        read_tests([{"input": 3, "output": 3}], "double")
+    with pytest.raises(ValueError, match="language must be python, got rust"):
+        code([DOUBLE], [ASSERTS], language=["rust"])
+
+
+# -- cheats -----------------------------------------------------------------------------------------------------------------
+
+EQUAL = "class Equal:\n    def __getattr__(self, name): return self\n    def __call__(self, *a): return self\n"
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    EQUAL += f"    def __{_name}__(self, other): return True\n"
+EQUAL += "    __hash__ = object.__hash__\n"
+FORGE = """
+import json, os
+line = json.dumps(["value", ["builtins.list", [True, ["builtins.list", []]]]]).encode() + b"\\n"
+def everywhere(text):
+    for handle in range(1, 64):
+        try:
+            os.write(handle, text)
+        except OSError:
+            pass
+"""
+CHEATS = {
+    "leave by sys.exit": "import sys\nsys.exit(0)",
+    "leave by os._exit": "import os\nos._exit(0)",
+    "leave when called": "import os\ndef double(x):\n    os._exit(0)",
+    "raise SystemExit when called": "def double(x):\n    raise SystemExit(0)",
+    "be equal to everything": EQUAL + "def double(x):\n    return Equal()",
+    "be a number equal to everything": EQUAL.replace("class Equal", "class Equal(int)") + "def double(x):\n    return Equal(7)",
+    "be the function itself": EQUAL + "double = Equal()",
+    "patch builtins": """
+import builtins
+builtins.all = builtins.abs = builtins.AssertionError = lambda *a: True
+def double(x):
+    return 7
+""",
+    "shadow what tests use": "abs = len = isinstance = lambda *a: True\nAssertionError = True\ndef double(x):\n    return 7",
+    "print verdicts": FORGE + "everywhere(b'2\\n11')\nprint('2\\n11')\neverywhere(b'11')\nos._exit(0)",
+    "print verdicts when called": FORGE + "def double(x):\n    everywhere(b'1')\n    os._exit(0)",
+    "answer beforehand": FORGE + "everywhere(line * 10)\ndef double(x):\n    return 7",
+    "look for the tests": """
+import gc, inspect, os, sys
+seen = [repr(one) for one in gc.get_objects() if isinstance(one, (str, dict, list))]
+frame = sys._getframe()
+while frame:
+    seen.append(repr(frame.f_globals) + repr(frame.f_locals) + repr(frame.f_code.co_consts))
+    frame = frame.f_back
+for handle in range(64):
+    try:
+        seen.append(repr(os.pread(handle, 1 << 20, 0)))
+    except OSError:
+        pass
+seen += [open(path).read() for path in ("/stdin", "/program.py", "/proc/self/cmdline", sys.argv[0]) if os.path.exists(path)]
+seen += sys.argv + sys.orig_argv + list(os.environ.values())
+found = " ".join(["double(-1)", "==", "-2"]) in "".join(seen)
+def double(x):
+    return {2: 4, -1: -2}[x] if found else 7
+""",
+    "end the judge": "import os, signal\ndef double(x):\n    os.kill(os.getppid(), signal.SIGKILL)",
+    "interrupt the judge": "import os, signal, time\ndef double(x):\n    os.kill(os.getppid(), signal.SIGALRM)\n    time.sleep(9)",
+    "change the judge's limits": """
+import os, resource
+def double(x):
+    resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))
+""",
+    "raise what a test expects": "def double(x):\n    raise AssertionError()",
+    "return the wire's words": "def double(x):\n    return ['value', True]",
+    "nothing there": "",
+    "no Python": "I would double it.",
+    "no text": "def double(x): return '\ud800\0'",
+    "hang": "def double(x):\n    while True: pass",
+    "hang at once": "while True: pass",
+    "an endless value": "def double(x):\n    while True: yield x",
+    "a value that refers to itself": "x = []\nx.append(x)\ndef double(y):\n    return x",
+    "a value without end": "def double(x):\n    return [0] * 10**8",
+}
+
+
+@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
+def test_cheating_wins_nothing(program):
+    assert code([program], [ASSERTS], timeout_seconds=1.5) == [0.0]
+
+
+@pytest.mark.parametrize("name", ["leave by sys.exit", "leave by os._exit", "leave when called", "be equal to everything",
+                                  "look for the tests"])  # fmt: skip
+def test_the_same_cheats_win_where_program_and_tests_share_an_interpreter(name):
+    """The control: such a harness takes the exit code for the verdict."""
+    program = CHEATS[name] + "\n" + "\n".join(ASSERTS)
+    assert run_program(program, isolation=isolation()).exit_code == 0
+
+
+def test_honest_work_wins_under_the_same_limit():
+    assert code([DOUBLE], [ASSERTS], timeout_seconds=1.5) == [1.0]
+
+
+EXPECTS = "try:\n    double('x')\nexcept Exception:\n    pass\nelse:\n    assert False\n"
+
+
+def test_the_end_of_the_process_is_no_exception_of_the_program():
+    assert code(["def double(x):\n    raise TypeError", "import os\ndef double(x):\n    os._exit(0)"], [EXPECTS] * 2) == [
+        1.0,
+        0.0,
+    ]
+
+
+def test_cheating_on_outputs_wins_nothing():
+    tests = [{"input": "2", "output": "4"}]
+    cheats = [
+        "import sys, os\nos._exit(0)",
+        "print('4 4')",
+        "print(open('/proc/self/cmdline').read())",
+        "import sys\nsys.stderr.write('4')",
+    ]
+    assert code(cheats, [tests] * 4) == [0.0] * 4
+    calls = [{"input": [2], "output": 4}, {"input": [3], "output": 6}]
+    assert (
+        code([EQUAL + "def double(x):\n    return Equal()", FORGE + "everywhere(line * 9)"], [calls] * 2, entry="double")
+        == [0.0] * 2
+    )
+
+
+def test_after_a_test_that_takes_too_long_the_others_are_not_run():
+    slow = "def double(x):\n    while x == 0: pass\n    return 2 * x"
+    tests = ["assert double(1) == 2", "assert double(0) == 0", "assert double(2) == 4", "assert double(3) == 6"]
+    assert code([slow], [tests], timeout_seconds=1) == [0.25]
+    echo = "x = input()\nwhile x == '0': pass\nprint(x)"
+    assert code([echo], [[{"input": c, "output": c} for c in "1023"]], timeout_seconds=1) == [0.25]
+    assert code([echo], [[{"input": c, "output": c} for c in "123"]], timeout_seconds=1, all=True) == [1.0]
+
+
+# -- in the stage -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_programs_comes_from_the_recipe_alone():
+    for name in ("sandbox_url", "sandbox_python", "sandbox_token", "isolation", "timeout_seconds"):
+        with pytest.raises(ConfigError, match=f"{name} must be set in arguments, not by a column"):
+            code([DOUBLE], [ASSERTS], **{name: ["http://127.0.0.1:1"]})
+
+
+def test_in_the_stage(store, sample):
+    arguments = {"isolation": isolation(), "timeout_seconds": 5}
+    config = Config(functions=[{"use": "code", "arguments": arguments}], max_invalid=0.5)
+    check_functions(config, ["tests"])
+    with pytest.raises(ConfigError, match="needs tests"):
+        check_functions(config, ["answer"])
+    texts = [[f"So:\n```python\n{DOUBLE}```", "def double(x): return 4"], ["print(1)", "no"]]
+    rollouts = sample(texts, {"tests": [ASSERTS, ["broken ("]]})
+    rewards = store.open(run_stage(config, store, rollouts=rollouts.ref)).table().to_pylist()
+    found = {row["rollout_id"]: (row["reward"], row["errors"]["code"]) for row in rewards}
+    assert found["0-sum-0-0"] == (1.0, None) and found["0-sum-0-1"] == (0.5, None)
+    assert [value for value, _ in (found["0-sum-1-0"], found["0-sum-1-1"])] == [None, None]
+    assert "was never closed" in found["0-sum-1-0"][1]
+
+
+def test_many_rows_at_once():
+    """More rows than cores, each with its own answer."""
+    texts = [f"def double(x):\n    return 2 * x if x < {row} else 0" for row in range(6)]
+    tests = [f"assert double({x}) == {2 * x}" for x in range(1, 5)]
+    assert code(texts, [tests] * 6) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_functions_stay_cheap_to_import():
+    script = "import sys, stages.reward.functions; print({'httpx', 'subprocess', 'stages.reward.sandbox'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env={**os.environ})
+    assert done.stdout == "set()\n"

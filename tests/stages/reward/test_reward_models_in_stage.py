@@ -1,0 +1,52 @@
+"""Reward models through the stage: parts beside those of functions, which model it was, and when nothing is done again."""
+
+import json
+
+import pytest
+
+from schemas.errors import ConfigError, RewardError
+from stages.common.config import parse
+from stages.reward.model_scorer import load
+from stages.reward.reward_model import ModelConfig
+from stages.reward.stage import Config, run
+from tests.stages.reward.reward_models import make_model
+
+
+@pytest.fixture
+def rollouts(sample):
+    return sample([["7", "8"], ["It is 7", ""]], {"answer": [7, 7]})
+
+
+def config(folder, **more) -> Config:
+    given = {"model": str(folder), "name": "rm", "weight": 0.5, "prefill": "", **more}
+    return parse(Config, {"functions": [{"use": "numeric"}], "models": [given]}, "reward")
+
+
+def test_a_models_part_is_its_value_and_the_manifest_names_it(store, rollouts, tmp_path):
+    folder = make_model(tmp_path / "rm", labels=3)
+    version = store.open(run(config(folder, label=1, extra=True), store, rollouts=rollouts.ref))
+    scorer = load(ModelConfig(model=str(folder), label=1))
+    for row, rollout in zip(version.table().to_pylist(), rollouts.table().to_pylist(), strict=True):
+        chat = [{"role": "user", "content": f"ask {row['group_id']}"}]
+        batch = {"prompts": [chat], "completions": [rollout["completion_text"]], "rollout_ids": ["r"]}
+        (part,) = scorer.score(batch)
+        assert row["parts"]["rm"] == pytest.approx(part.value, abs=1e-5)
+        assert row["reward"] == pytest.approx(row["parts"]["numeric"] + 0.5 * part.value, abs=1e-5)
+        assert json.loads(row["extra"]["rm"])["LABEL_1"] == pytest.approx(part.value, abs=1e-5)
+    scorer.close()
+    assert version.manifest.model("reward:rm").weights == scorer.about.weights
+    assert version.manifest.config["models"][0]["fingerprint"] == scorer.fingerprint
+    assert version.manifest.metrics["functions"]["rm"]["seconds"] > 0
+
+
+def test_another_model_scores_anew_and_the_same_one_elsewhere_does_not(store, rollouts, tmp_path):
+    first = run(config(make_model(tmp_path / "rm")), store, rollouts=rollouts.ref)
+    assert run(config(make_model(tmp_path / "moved"), token_budget=7), store, rollouts=rollouts.ref) == first
+    assert run(config(make_model(tmp_path / "moved", seed=1)), store, rollouts=rollouts.ref) != first
+
+
+def test_rows_that_a_model_can_not_score_count_as_failed(store, rollouts, tmp_path):
+    with pytest.raises(RewardError, match="the input has"):
+        run(config(make_model(tmp_path / "rm"), max_tokens=36), store, rollouts=rollouts.ref)
+    with pytest.raises(ConfigError, match="beginning of the answer"):
+        run(config(make_model(tmp_path / "rm"), prefill=None), store, rollouts=rollouts.ref)
