@@ -1,8 +1,9 @@
 """optimize: saved rollouts and their rewards turn a checkpoint into the next one.
 
-It reads datasets and weights, nothing else: no engine, no tokenizer. Refused: rollouts of another policy (unless
-`max_staleness` allows), rewards or logprobs that do not name exactly these rollouts, greedy rows, truncated sampling (unless
-`allow_biased_sampling`), a KL term without reference logprobs, and logprobs that the trainer can not reproduce (the audit).
+It reads datasets and weights, nothing else: no engine, no tokenizer. Several versions of rollouts may be given (replay), each
+with its own rewards and logprobs. Refused: rollouts of another policy (unless `max_staleness` allows), rewards or logprobs that
+do not name exactly these rollouts, greedy rows, truncated sampling (unless `allow_biased_sampling`), a KL term without reference
+logprobs, and logprobs that the trainer can not reproduce (the audit).
 Written, together or not at all: the policy with its optimizer state, advantages and updates. When every advantage is 0 there is
 nothing to learn: the same weights become the next policy, and its metrics say so.
 
@@ -29,6 +30,7 @@ from stages.common.store import Store, Version
 from stages.common.work import Work, begin
 
 from . import algorithms
+from .inputs import Refs, open_inputs
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -219,19 +221,21 @@ def run(
     store: Store,
     *,
     policy: str | Ref,
-    rollouts: str | Ref,
-    rewards: str | Ref,
-    ref_logprobs: str | Ref | None = None,
-    prox_logprobs: str | Ref | None = None,
+    rollouts: Refs,
+    rewards: Refs,
+    ref_logprobs: Refs | None = None,
+    prox_logprobs: Refs | None = None,
     into: str | None = None,
     force: bool = False,
 ) -> Ref:
     """Train `policy` on `rollouts` with `rewards`; the next policy's reference. Into the policy's run by default.
 
+    Of several versions of rollouts each has its own rewards and logprobs, found by what their manifests name, in any order. A
+    policy may have sampled any of them that is at most `max_staleness` older than `policy`.
+
     Raises ConfigError, LineageError, NumericError (nothing is committed then), ResourceError when memory is short.
     """
-    named = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref": ref_logprobs, "prox": prox_logprobs}
-    inputs = {role: store.open(ref) for role, ref in named.items() if ref is not None}
+    inputs = open_inputs(store, policy, rollouts, {"rewards": rewards, "ref": ref_logprobs, "prox": prox_logprobs})
     config = config.resolved()
     _check(config, inputs)
     about = {"stage": "optimize", "stage_version": STAGE_VERSION, "config": config, "inputs": inputs}

@@ -58,9 +58,9 @@ class Batch:
     """[N] float32"""
     prox: torch.Tensor | None
     ref: torch.Tensor | None
-    stale: bool = False
-    """The rollouts are of an older policy than the starting checkpoint: their logprobs differ by right, so the audit only
-    reports."""
+    stale: torch.Tensor | None = None
+    """[K] bool: sampled by an older policy than the starting checkpoint, so that their logprobs differ by right and the audit
+    only reports them. None: no rollout."""
     rewards: torch.Tensor | None = None
     """[K] float32, for a critic"""
     cut: torch.Tensor | None = None
@@ -84,7 +84,7 @@ class Outcome:
     """Rows of updates/1."""
     logprobs: torch.Tensor
     """[N] under the policy when the rollout was last trained on (`score_after`: under the new one); NaN where it never was."""
-    audit: dict[str, float]
+    audit: dict[str, Any]
     skipped: int
     step: int
     """Optimizer steps over the policy's whole life, this iteration's included."""
@@ -160,7 +160,7 @@ class Trainer:
         self.optimizer = make_optimizer(config, model, head)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self.logprobs = torch.full((len(batch.old),), torch.nan)
-        self.audit: dict[str, float] = {}
+        self.audit: dict[str, Any] = {}
         self.updates: list[dict[str, Any]] = []
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
@@ -257,16 +257,25 @@ class Trainer:
         return into.index_copy(0, places, summed[places])
 
     def _audit(self, logprobs: torch.Tensor, rows: list[int]) -> None:
+        """Measure; rollouts of the starting checkpoint must be within the limit. With stale ones beside them these are measured
+        apart, under `stale`."""
+        stale = self.batch.stale.tolist() if self.batch.stale is not None else [False] * len(self.batch.groups)
+        fresh, older = [row for row in rows if not stale[row]], [row for row in rows if stale[row]]
+        self.audit = self._measure(logprobs, fresh or older)
+        if fresh and older:
+            self.audit["stale"] = self._measure(logprobs, older)
+        if fresh:
+            audit.require(self.audit, self.config.audit.max_mean_gap, "optimize audit")
+
+    def _measure(self, logprobs: torch.Tensor, rows: list[int]) -> dict[str, Any]:
         own = self.batch.data.completions.with_values(self.batch.old).take(torch.tensor(rows))
         found = logprobs[self._places(torch.tensor(rows))]
         bounds = self.options.get("clip_low", 0.2), self.options.get("clip_high", 0.2)
-        self.audit = audit.measure(found, own.values, own.offsets, *bounds)
+        report = audit.measure(found, own.values, own.offsets, *bounds)
         log.info(
-            "audit: mean gap %(mean_gap).1e, largest %(max_gap).1e, effective sample size %(effective_sample_size).3f",
-            self.audit,
+            "audit: mean gap %(mean_gap).1e, largest %(max_gap).1e, effective sample size %(effective_sample_size).3f", report
         )
-        if not self.batch.stale:
-            audit.require(self.audit, self.config.audit.max_mean_gap, "optimize audit")
+        return report
 
     # -- one step -----------------------------------------------------------------------------------------------------------
 
