@@ -109,8 +109,12 @@ class Config(Base):
     kl_in_reward: bool = False
     """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward instead: of each token's with a
     critic, else of the rollout's."""
+    critic: Literal["trunk", "model"] = "trunk"
+    """`trunk`: a value head on the policy's last hidden states, whose gradient moves the policy's trunk too. `model`: a trunk of
+    its own below the head, at first a copy of the policy, which the critic's loss alone moves; it takes the policy's memory once
+    more, moments included. This and what follows is for algorithms with a critic (ppo)."""
     value_coef: float = Field(default=0.1, ge=0)
-    """Weight of the critic's loss. This and what follows is for algorithms with a critic (ppo)."""
+    """Weight of the critic's loss. With `critic = "model"` it competes with nothing."""
     value_clip: float | None = Field(default=0.2, ge=0)
     """How far a value may move from what it was before the first update, in units of reward. None: any distance."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -120,9 +124,9 @@ class Config(Base):
     bootstrap_length: bool = False
     """A completion cut by length is worth the critic's value of its last state. False: nothing follows it."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
-    """Of the value head, with the policy's warm-up and schedule. None: `learning_rate`."""
+    """Of the critic, with the policy's warm-up and schedule. None: `learning_rate`."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of the policy's life in which the value head learns alone and the policy stays as it is."""
+    """Optimizer steps of the policy's life in which the critic learns alone and the policy stays as it is."""
     correction: Correction = Correction()
     """Off-policy weights; they apply only where proximal logprobs are given."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -132,7 +136,7 @@ class Config(Base):
     total_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps over the policy's life at which linear and cosine end."""
     grad_clip: float = Field(default=1.0, gt=0)
-    """Largest global norm of the gradient."""
+    """Largest global norm of the gradient; a critic that is a model of its own has its own norm, with the same limit."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decay of matrices."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -332,13 +336,14 @@ def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Load
     from .trainer import Trainer
 
     policy = inputs["policy"]
-    model = load_model(policy, dtype=torch.float32, device=accelerator.device)
+    critic = loaded.config.critic if row.critic else None
+    load = partial(load_model, policy, dtype=torch.float32, device=accelerator.device)
+    model, trunk = load(), value_head.trunk_of(load()) if critic == "model" else None
     step = int(policy.manifest.metrics.get("step", 0))
-    made = Trainer(loaded.config, model, loaded.batch, row, accelerator, step=step)
+    made = Trainer(loaded.config, model, loaded.batch, row, accelerator, step=step, value_trunk=trunk)
     state = results.load_optimizer(policy) if loaded.config.load_optimizer else None
     if state:
         load_state(made.optimizer, model, state)
-    head = value_head.load(policy) if row.critic else None
-    if head:
-        value_head.restore(made.policy.value_head, made.optimizer, head, moments=loaded.config.load_optimizer)
+    if critic:
+        value_head.resume(made.judge, made.optimizer, policy, critic, moments=loaded.config.load_optimizer)
     return made, model

@@ -29,7 +29,7 @@ from stages.common.ragged import Ragged
 from . import audit, critic, losses
 from .algorithms import Algorithm, part
 from .optimizer import learning_rate, make_optimizer
-from .value_head import ValueHead
+from .value_head import ValueHead, with_trunk
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -134,7 +134,15 @@ class Trainer:
     """Loop, optimizer and counters over one batch: `prepare()`, then `train()`, once each."""
 
     def __init__(
-        self, config: Config, model: nn.Module, batch: Batch, algorithm: Algorithm, accelerator: Accelerator, *, step: int = 0
+        self,
+        config: Config,
+        model: nn.Module,
+        batch: Batch,
+        algorithm: Algorithm,
+        accelerator: Accelerator,
+        *,
+        step: int = 0,
+        value_trunk: nn.Module | None = None,
     ) -> None:
         self.config, self.model, self.batch, self.accelerator, self.step = config, model, batch, accelerator, step
         device = accelerator.device
@@ -150,15 +158,20 @@ class Trainer:
         self.active = [row for row in range(len(batch.groups)) if row not in idle]
         self.budget = config.token_budget or token_budget(device)
         if config.activation_checkpointing:
-            model.train()  # transformers checkpoints in train mode only; every dropout is 0
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for trunk in (model, value_trunk):
+                if trunk is not None:
+                    trunk.train()  # transformers checkpoints in train mode only; every dropout is 0
+                    trunk.gradient_checkpointing_enable({"use_reentrant": False})
         self.precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
         head = ValueHead(model.get_output_embeddings().weight.shape[1]).to(device) if self.critic else None
-        self.policy = Policy(model, autocast=self.precision == "bf16", value_head=head)
+        self.judge = with_trunk(head, value_trunk) if self.critic else None
+        self.policy = Policy(model, autocast=self.precision == "bf16", value_head=head, value_trunk=value_trunk)
         self.mode = choose_mode(self.policy, batch.data, batch.prompts, config.packing) if batch.groups else config.packing
         self.wrapped = accelerator.prepare_model(self.policy)
-        self.optimizer = make_optimizer(config, model, head)
+        self.optimizer = make_optimizer(config, model, self.judge)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        parts = [self.policy] if value_trunk is None else [model, self.judge]
+        self.clipped = [[p for p in part.parameters() if p.requires_grad] for part in parts]
         self.logprobs = torch.full((len(batch.old),), torch.nan)
         self.audit: dict[str, Any] = {}
         self.updates: list[dict[str, Any]] = []
@@ -361,13 +374,15 @@ class Trainer:
     def _apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Clip and step when loss and gradient are finite; they are the same numbers on every rank, so all decide alike."""
         rate = learning_rate(self.config, self.step)
-        if self.warming:  # the value head's gradient knows nothing of the policy's loss
+        if self.warming:  # the critic's gradient knows nothing of the policy's loss
             for parameter in self.model.parameters():
                 parameter.grad = None
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        applied = math.isfinite(row["loss"]) and math.isfinite(norm)
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in self.clipped]
+        norm = norms[-1 if self.warming else 0]
+        applied = math.isfinite(row["loss"]) and all(map(math.isfinite, norms))
         if applied:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.grad_clip, norm)
+            for part, own in zip(self.clipped, norms, strict=True):
+                torch.nn.utils.clip_grads_with_norm_(part, self.config.grad_clip, own)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("scale", 1.0)
             self.optimizer.step()
