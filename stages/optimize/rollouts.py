@@ -30,7 +30,7 @@ from .algorithms import Algorithm, part
 from .checks import Sampled, check_lineage, check_rows, require_own_ids
 from .inputs import sets
 from .losses import log_ratio
-from .trainer import Batch
+from .objective import Batch
 
 if TYPE_CHECKING:
     from .stage import Config

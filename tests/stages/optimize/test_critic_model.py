@@ -253,6 +253,7 @@ run(config, Store(store), policy=f"{run_name}/policy@0", rollouts=rollouts, rewa
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("made", ["t5"], indirect=True)
 def test_two_ranks_train_as_one(store, made, tmp_path):
     one = _run(store, made, _config(minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0, critic_warmup_steps=1))
     script = tmp_path / "train.py"
