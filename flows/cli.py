@@ -39,6 +39,7 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last 
 Debug = Annotated[bool, typer.Option("--debug", help="traceback of an error")]
 Force = Annotated[bool, typer.Option("--force", help="do it anew, even where a finished version exists")]
 Given = typer.Option(help="run/kind@version; default: the run's latest")
+Several = typer.Option(help="run/kind@version; default: the run's latest. For optimize it may stand several times (replay)")
 
 
 def _recipe(path: Path, settings: list[str] | None, store: str | None):
@@ -102,8 +103,8 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> None:
     def command(
         recipe: RecipeFile,
         prompts: Annotated[str | None, Given] = None,
-        rollouts: Annotated[str | None, Given] = None,
-        rewards: Annotated[str | None, Given] = None,
+        rollouts: Annotated[list[str] | None, Several] = None,
+        rewards: Annotated[list[str] | None, Several] = None,
         retry: Annotated[str | None, typer.Option(help="reward: score again only the rows that have none in these")] = None,
         policy: Annotated[str | None, Given] = None,
         iteration: Annotated[int, typer.Option(help="whose prompts and seeds are meant")] = 1,

@@ -32,7 +32,8 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     baseline = measure(recipe, policy, 0, forced)
     iterations, policies = [], [policy]
     for iteration in range(1, recipe.iterations + 1):
-        done = improve(recipe, policies, iteration, forced)
+        earlier = iterations[: -recipe.optimize.replay - 1 : -1]  # newest first
+        done = improve(recipe, policies, iteration, forced, earlier)
         policy = done["policy"]
         policies.append(policy)
         every = recipe.evaluate.every
@@ -42,11 +43,16 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     return {"run": recipe.run, "baseline": _numbers(baseline), "iterations": iterations}
 
 
-def improve(recipe: Recipe, policies: list[str], iteration: int, forced: set[str]) -> dict[str, Any]:
-    """One iteration, from the last of `policies` (the starting policy of every iteration so far) to the next."""
+def improve(
+    recipe: Recipe, policies: list[str], iteration: int, forced: set[str], earlier: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """One iteration, from the last of `policies` (the starting policy of every iteration so far) to the next.
+
+    What `earlier` iterations (as this function returned them) sampled is trained on again, beside this one's.
+    """
     policy = policies[-1]
 
-    def stage(name: str, config: Any, **refs: str) -> Outcome:
+    def stage(name: str, config: Any, **refs: str | list[str]) -> Outcome:
         return perform(recipe, f"{name} {iteration}/{recipe.iterations}", name, config, refs, recipe.run, name in forced)
 
     prompts = stage("prompt", recipe.prompt_config(iteration), policy=policy)
@@ -54,27 +60,36 @@ def improve(recipe: Recipe, policies: list[str], iteration: int, forced: set[str
     rollouts = stage("generate", recipe.generate_config(iteration), prompts=prompts.ref, policy=policy)
     rewards = stage("reward", recipe.reward, rollouts=rollouts.ref)
     scored = {}
-    if recipe.optimize.kl_coef > 0:
-        reference = _reference(recipe, policies, iteration)
+    reference = _reference(recipe, policies, iteration) if recipe.optimize.kl_coef > 0 else None
+    if reference:
         scored["ref"] = stage("logprobs", recipe.logprobs_config("ref"), rollouts=rollouts.ref, policy=reference)
     if recipe.logprobs.prox:
         scored["prox"] = stage("logprobs", recipe.logprobs_config("prox"), rollouts=rollouts.ref, policy=policy)
     extra = {f"{role}_logprobs": outcome.ref for role, outcome in scored.items()}
-    refs = {"policy": policy, "rollouts": rollouts.ref, "rewards": rewards.ref, **extra}
-    updated = stage("optimize", recipe.optimize_config(), **refs)
+    own = {"rollouts": rollouts.ref, "rewards": rewards.ref, **extra}
+    replayed = [_replayed(recipe, done, reference) for done in earlier]
+    refs = {role: [ref, *(each[role] for each in replayed)] if replayed else ref for role, ref in own.items()}
+    updated = stage("optimize", recipe.optimize_config(), policy=policy, **refs)
     seconds = {"prompt": prompts, "generate": rollouts, "reward": rewards, "optimize": updated}
     seconds |= {f"logprobs {role}": outcome for role, outcome in scored.items()}
     return {
         "iteration": iteration,
         "prompts": prompts.ref,
-        "rollouts": rollouts.ref,
-        "rewards": rewards.ref,
-        **extra,
+        **own,
         "policy": updated.ref,
         "reward_mean": rewards.metrics.get("reward_mean"),
         "evaluation": None,
         "seconds": {name: outcome.seconds for name, outcome in seconds.items()},
     }
+
+
+def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> dict[str, Any]:
+    """What iteration `done` sampled, as optimize takes it; scored under the present reference where that has moved since."""
+    if reference is None:
+        return done
+    config, refs = recipe.logprobs_config("ref"), {"rollouts": done["rollouts"], "policy": reference}
+    label = f"logprobs of {done['iteration']}/{recipe.iterations}"
+    return {**done, "ref_logprobs": perform(recipe, label, "logprobs", config, refs, recipe.run, False).ref}
 
 
 def _reference(recipe: Recipe, policies: list[str], iteration: int) -> str:

@@ -71,6 +71,14 @@ class Logprobs(PassConfig):
     """Score under the sampling policy with the trainer's numerics, and take that as the ratio's denominator."""
 
 
+class Optimize(OptimizeConfig):
+    """How the policy learns, and from how many iterations' rollouts."""
+
+    replay: Runtime[int] = Field(0, ge=0)
+    """Train on the rollouts of up to this many earlier iterations besides the current ones, each row with its own old logprobs.
+    `max_staleness` must be at least as large."""
+
+
 class Evaluate(ScoreConfig):
     """When and how the policy is measured on the held-out rows."""
 
@@ -115,7 +123,7 @@ class Recipe(Config):
     """The policy that the KL term holds on to."""
     logprobs: Logprobs = Logprobs()
     """How saved completions are scored again."""
-    optimize: OptimizeConfig = OptimizeConfig()
+    optimize: Optimize = Optimize()
     """Algorithm and optimizer."""
     evaluate: Evaluate = Evaluate()
     """Held-out measurement."""
@@ -158,7 +166,8 @@ class Recipe(Config):
 
     def optimize_config(self) -> OptimizeConfig:
         """The optimize stage's config."""
-        return OptimizeConfig(**{"seed": self.seed, **self.optimize.model_dump(exclude_unset=True)})
+        own = self.optimize.model_dump(exclude_unset=True, exclude={"replay"})
+        return OptimizeConfig(**{"seed": self.seed, **own})
 
     def logprobs_config(self, role: str) -> LogprobsConfig:
         """The logprobs stage's config, for role `ref` or `prox`."""
@@ -172,7 +181,7 @@ class Recipe(Config):
         return self.generate_config(0, evaluation=evaluation).sampling.max_tokens
 
 
-def _check_training(generate: GenerateConfig, optimize: OptimizeConfig) -> None:
+def _check_training(generate: GenerateConfig, optimize: Optimize) -> None:
     sampling, neutral = generate.sampling, type(generate.sampling)()
     if sampling.temperature == 0:
         raise ValueError("generate.sampling.temperature must be > 0: greedy rows have no probability to train on")
@@ -182,6 +191,11 @@ def _check_training(generate: GenerateConfig, optimize: OptimizeConfig) -> None:
         raise ValueError(
             f"generate.sampling.{biased[0]} makes the sampled distribution another than the policy's: leave it out, "
             "or set optimize.allow_biased_sampling = true"
+        )
+    if optimize.replay > optimize.max_staleness:
+        raise ValueError(
+            f"optimize.max_staleness must be >= optimize.replay = {optimize.replay}, got {optimize.max_staleness}: "
+            "the policies that sampled earlier are that much older"
         )
     row = ALGORITHMS.get(optimize.algorithm)
     if row and row.advantage in _GROUP_ADVANTAGES and generate.samples_per_prompt < 2:

@@ -30,7 +30,9 @@ def stage_task(label: str, call: Call, python: str | None, timeout: float | None
     return outcome
 
 
-def perform(recipe: Recipe, label: str, stage: str, config: Any, refs: dict[str, str], into: str, force: bool) -> Outcome:
+def perform(
+    recipe: Recipe, label: str, stage: str, config: Any, refs: dict[str, str | list[str]], into: str, force: bool
+) -> Outcome:
     """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a person reads is logged."""
     call = Call(stage, config.model_dump(mode="json"), str(recipe.store), refs, into, force)
     place = recipe.placement

@@ -4,7 +4,7 @@
 |---|---|---|
 | step, epoch, minibatch | | `step` counts over the policy's whole life |
 | loss, policy_loss, kl_loss | | as minimised; means over what the aggregation says, over the whole step |
-| grad_norm | | before clipping, over all parameters |
+| grad_norm | | before clipping, over all parameters, those of a critic with a trunk of its own left out unless it learns alone |
 | learning_rate | | of this step |
 | clip_fraction | share of tokens | the surrogate's clipped branch was the one taken |
 | approx_kl | nats a token | k3 estimate of KL(old ‖ current), mean over tokens |

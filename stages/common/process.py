@@ -52,12 +52,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Call:
-    """What to run: the stage, its config as plain JSON, the store, and the references by the names that `run` gives them."""
+    """What to run: the stage, its config as plain JSON, the store, and the references (one, or several) by the names that `run`
+    gives them."""
 
     stage: str
     config: dict[str, Any]
     store: Path | str
-    refs: dict[str, str] = field(default_factory=dict)
+    refs: dict[str, str | list[str]] = field(default_factory=dict)
     into: str | None = None
     force: bool = False
 

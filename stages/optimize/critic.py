@@ -21,8 +21,8 @@ from . import advantages
 from .losses import log_ratio
 
 if TYPE_CHECKING:
+    from .objective import Batch
     from .stage import Config
-    from .trainer import Batch
 
 
 def with_next_state(data: Sequences, cut: torch.Tensor) -> tuple[Sequences, torch.Tensor]:

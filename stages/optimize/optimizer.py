@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,19 +21,22 @@ if TYPE_CHECKING:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_optimizer(config: Config, model: nn.Module, value_head: nn.Module | None = None) -> torch.optim.Optimizer:
-    """AdamW over all trainable weights; decay on matrices only. A value head's rate is `scale` times the policy's."""
-    weights = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    if value_head is not None:
-        scale = (config.critic_learning_rate or config.learning_rate) / config.learning_rate
-        groups.append({"params": list(value_head.parameters()), "weight_decay": 0.0, "scale": scale})
+def make_optimizer(config: Config, model: nn.Module, critic: nn.Module | None = None) -> torch.optim.Optimizer:
+    """AdamW over all trainable weights; decay on matrices only. A critic's rate is `scale` times the policy's."""
+    groups = _groups(config, model)
+    if critic is not None:
+        groups += _groups(config, critic, scale=(config.critic_learning_rate or config.learning_rate) / config.learning_rate)
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
     )
+
+
+def _groups(config: Config, model: nn.Module, **common: Any) -> list[dict[str, Any]]:
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay, **common},
+        {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, **common},
+    ]
 
 
 def learning_rate(config: Config, step: int) -> float:

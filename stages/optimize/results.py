@@ -55,8 +55,8 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
             save_file(state, folder / "state.safetensors")
             about = {"format": _FORMAT, "optimizer": "adamw", "step": trainer.step}
             files.write_bytes(folder / "state.json", json.dumps(about).encode())
-        if trainer.critic:
-            value_head.save(trainer.policy.value_head, trainer.optimizer, work.folder, moments=config.save_optimizer)
+        if trainer.judge is not None:
+            value_head.save(trainer.judge, trainer.optimizer, work.folder, config.critic, moments=config.save_optimizer)
 
 
 def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:

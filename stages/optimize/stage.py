@@ -1,8 +1,9 @@
 """optimize: saved rollouts and their rewards turn a checkpoint into the next one.
 
-It reads datasets and weights, nothing else: no engine, no tokenizer. Refused: rollouts of another policy (unless
-`max_staleness` allows), rewards or logprobs that do not name exactly these rollouts, greedy rows, truncated sampling (unless
-`allow_biased_sampling`), a KL term without reference logprobs, and logprobs that the trainer can not reproduce (the audit).
+It reads datasets and weights, nothing else: no engine, no tokenizer. Several versions of rollouts may be given (replay), each
+with its own rewards and logprobs. Refused: rollouts of another policy (unless `max_staleness` allows), rewards or logprobs that
+do not name exactly these rollouts, greedy rows, truncated sampling (unless `allow_biased_sampling`), a KL term without reference
+logprobs, and logprobs that the trainer can not reproduce (the audit).
 Written, together or not at all: the policy with its optimizer state, advantages and updates. When every advantage is 0 there is
 nothing to learn: the same weights become the next policy, and its metrics say so.
 
@@ -29,6 +30,7 @@ from stages.common.store import Store, Version
 from stages.common.work import Work, begin
 
 from . import algorithms
+from .inputs import Refs, open_inputs
 from .lora import Lora, attach, check_installed, moments_fit, with_base
 
 if TYPE_CHECKING:
@@ -108,8 +110,12 @@ class Config(Base):
     kl_in_reward: bool = False
     """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward instead: of each token's with a
     critic, else of the rollout's."""
+    critic: Literal["trunk", "model"] = "trunk"
+    """`trunk`: a value head on the policy's last hidden states, whose gradient moves the policy's trunk too. `model`: a trunk of
+    its own below the head, at first a copy of the policy, which the critic's loss alone moves; it takes the policy's memory once
+    more, moments included. This and what follows is for algorithms with a critic (ppo)."""
     value_coef: float = Field(default=0.1, ge=0)
-    """Weight of the critic's loss. This and what follows is for algorithms with a critic (ppo)."""
+    """Weight of the critic's loss. With `critic = "model"` it competes with nothing."""
     value_clip: float | None = Field(default=0.2, ge=0)
     """How far a value may move from what it was before the first update, in units of reward. None: any distance."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -119,9 +125,9 @@ class Config(Base):
     bootstrap_length: bool = False
     """A completion cut by length is worth the critic's value of its last state. False: nothing follows it."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
-    """Of the value head, with the policy's warm-up and schedule. None: `learning_rate`."""
+    """Of the critic, with the policy's warm-up and schedule. None: `learning_rate`."""
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of the policy's life in which the value head learns alone and the policy stays as it is."""
+    """Optimizer steps of the policy's life in which the critic learns alone and the policy stays as it is."""
     correction: Correction = Correction()
     """Off-policy weights; they apply only where proximal logprobs are given."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -131,7 +137,7 @@ class Config(Base):
     total_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps over the policy's life at which linear and cosine end."""
     grad_clip: float = Field(default=1.0, gt=0)
-    """Largest global norm of the gradient."""
+    """Largest global norm of the gradient; a critic that is a model of its own has its own norm, with the same limit."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decay of matrices."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -222,20 +228,23 @@ def run(
     store: Store,
     *,
     policy: str | Ref,
-    rollouts: str | Ref,
-    rewards: str | Ref,
-    ref_logprobs: str | Ref | None = None,
-    prox_logprobs: str | Ref | None = None,
+    rollouts: Refs,
+    rewards: Refs,
+    ref_logprobs: Refs | None = None,
+    prox_logprobs: Refs | None = None,
     into: str | None = None,
     force: bool = False,
 ) -> Ref:
     """Train `policy` on `rollouts` with `rewards`; the next policy's reference. Into the policy's run by default.
 
+    Of several versions of rollouts each has its own rewards and logprobs, found by what their manifests name, in any order. A
+    policy may have sampled any of them that is at most `max_staleness` older than `policy`.
+
     Raises ConfigError, LineageError, NumericError (nothing is committed then), ResourceError when memory is short.
     """
-    named = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref": ref_logprobs, "prox": prox_logprobs}
+    inputs = open_inputs(store, policy, rollouts, {"rewards": rewards, "ref": ref_logprobs, "prox": prox_logprobs})
     config = config.resolved()
-    inputs = with_base(config.lora, store, {role: store.open(ref) for role, ref in named.items() if ref is not None})
+    inputs = with_base(config.lora, store, inputs)
     _check(config, inputs)
     about = {"stage": "optimize", "stage_version": STAGE_VERSION, "config": config, "inputs": inputs}
     about["models"] = (checkpoints.as_model("policy", inputs["policy"]),)
@@ -331,17 +340,18 @@ def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Load
     from .trainer import Trainer
 
     policy, lora = inputs["policy"], loaded.config.lora
+    critic = loaded.config.critic if row.critic else None
     if lora:
         check_installed()
-    model = load_model(inputs.get("base", policy), dtype=torch.float32, device=accelerator.device)
+    load = partial(load_model, dtype=torch.float32, device=accelerator.device)
+    model, trunk = load(inputs.get("base", policy)), value_head.trunk_of(load(policy)) if critic == "model" else None
     if lora:
         attach(lora, model, policy, seed=loaded.config.seed)
     step = int(policy.manifest.metrics.get("step", 0))
-    made = Trainer(loaded.config, model, loaded.batch, row, accelerator, step=step)
+    made = Trainer(loaded.config, model, loaded.batch, row, accelerator, step=step, value_trunk=trunk)
     state = results.load_optimizer(policy) if loaded.config.load_optimizer and moments_fit(lora, policy) else None
     if state:
         load_state(made.optimizer, model, state)
-    head = value_head.load(policy) if row.critic else None
-    if head:
-        value_head.restore(made.policy.value_head, made.optimizer, head, moments=loaded.config.load_optimizer)
+    if critic:
+        value_head.resume(made.judge, made.optimizer, policy, critic, moments=loaded.config.load_optimizer)
     return made, model

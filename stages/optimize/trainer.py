@@ -7,7 +7,6 @@ in a row stop the stage. Before the first update the logprobs are audited agains
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import os
@@ -21,15 +20,14 @@ import torch
 from torch import nn
 
 from schemas.errors import ConfigError, NumericError
-from stages.common.packed.attention import Sequences
 from stages.common.packed.forward import Policy, choose_mode, score, score_and_judge, token_budget
 from stages.common.packed.packing import Piece, minibatches
-from stages.common.ragged import Ragged
 
-from . import audit, critic, losses
+from . import audit, critic
 from .algorithms import Algorithm, part
+from .objective import NUM_SUMS, Batch, Objective
 from .optimizer import learning_rate, make_optimizer
-from .value_head import ValueHead
+from .value_head import ValueHead, with_trunk
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,43 +35,7 @@ if TYPE_CHECKING:
     from .stage import Config
 
 MAX_SKIPPED = 3
-_LOSSES = ("policy_loss", "kl_loss", "value_loss")
-_MEANS = ("clip_fraction", "approx_kl", "entropy")
-_MOMENTS = ("returns", "squares", "errors", "error_squares")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The K rollouts that take part, N completion tokens."""
-
-    data: Sequences
-    groups: list[int]
-    """[K] rollouts of one prompt bear one number."""
-    prompts: list[int]
-    """[K] rollouts with the same number have the same prompt ids, so they can share them."""
-    advantages: torch.Tensor
-    """[K] float32; with a critic [N], NaN until it has judged"""
-    old: torch.Tensor
-    """[N] float32"""
-    prox: torch.Tensor | None
-    ref: torch.Tensor | None
-    stale: bool = False
-    """The rollouts are of an older policy than the starting checkpoint: their logprobs differ by right, so the audit only
-    reports."""
-    rewards: torch.Tensor | None = None
-    """[K] float32, for a critic"""
-    cut: torch.Tensor | None = None
-    """[K] bool: ended by `length`, for a critic"""
-    old_values: torch.Tensor | None = None
-    """[N] float32, once a critic has judged"""
-    returns: torch.Tensor | None = None
-    """[N] float32, likewise"""
-
-    @property
-    def anchor(self) -> torch.Tensor:
-        """[N] the ratio's denominator."""
-        return self.old if self.prox is None else self.prox
 
 
 @dataclass(frozen=True)
@@ -84,7 +46,7 @@ class Outcome:
     """Rows of updates/1."""
     logprobs: torch.Tensor
     """[N] under the policy when the rollout was last trained on (`score_after`: under the new one); NaN where it never was."""
-    audit: dict[str, float]
+    audit: dict[str, Any]
     skipped: int
     step: int
     """Optimizer steps over the policy's whole life, this iteration's included."""
@@ -136,33 +98,41 @@ class Trainer:
     """Loop, optimizer and counters over one batch: `prepare()`, then `train()`, once each."""
 
     def __init__(
-        self, config: Config, model: nn.Module, batch: Batch, algorithm: Algorithm, accelerator: Accelerator, *, step: int = 0
+        self,
+        config: Config,
+        model: nn.Module,
+        batch: Batch,
+        algorithm: Algorithm,
+        accelerator: Accelerator,
+        *,
+        step: int = 0,
+        value_trunk: nn.Module | None = None,
     ) -> None:
         self.config, self.model, self.batch, self.accelerator, self.step = config, model, batch, accelerator, step
         device = accelerator.device
-        self.options = {**algorithm.defaults, **config.surrogate_options()}
-        self.options.pop("drop_zero_variance", None)
-        self.surrogate: Callable[..., Any] = part("losses", algorithm.surrogate)
-        _check_options(self.surrogate, self.options, algorithm.name)
-        self.aggregate: Callable[..., Any] = part("losses", config.aggregation or algorithm.aggregation)
+        self.objective = Objective(config, algorithm)
         self.critic: Callable[..., Any] | None = part("advantages", algorithm.advantage) if algorithm.critic else None
-        self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
-        skip = algorithm.zero_is_idle and self.kl_coef == 0 and not self.critic
+        skip = algorithm.zero_is_idle and self.objective.kl_coef == 0 and not self.critic
         idle = {row for row, weight in enumerate(batch.advantages.tolist()) if weight == 0} if skip else set()
         self.active = [row for row in range(len(batch.groups)) if row not in idle]
         self.budget = config.token_budget or token_budget(device)
         if config.activation_checkpointing:
-            model.train()  # transformers checkpoints in train mode only; every dropout is 0
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for trunk in (model, value_trunk):
+                if trunk is not None:
+                    trunk.train()  # transformers checkpoints in train mode only; every dropout is 0
+                    trunk.gradient_checkpointing_enable({"use_reentrant": False})
         self.precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
         head = ValueHead(model.get_output_embeddings().weight.shape[1]).to(device) if self.critic else None
-        self.policy = Policy(model, autocast=self.precision == "bf16", value_head=head)
+        self.judge = with_trunk(head, value_trunk) if self.critic else None
+        self.policy = Policy(model, autocast=self.precision == "bf16", value_head=head, value_trunk=value_trunk)
         self.mode = choose_mode(self.policy, batch.data, batch.prompts, config.packing) if batch.groups else config.packing
         self.wrapped = accelerator.prepare_model(self.policy)
-        self.optimizer = make_optimizer(config, model, head)
+        self.optimizer = make_optimizer(config, model, self.judge)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        parts = [self.policy] if value_trunk is None else [model, self.judge]
+        self.clipped = [[p for p in part.parameters() if p.requires_grad] for part in parts]
         self.logprobs = torch.full((len(batch.old),), torch.nan)
-        self.audit: dict[str, float] = {}
+        self.audit: dict[str, Any] = {}
         self.updates: list[dict[str, Any]] = []
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
@@ -260,16 +230,25 @@ class Trainer:
         return into.index_copy(0, places, summed[places])
 
     def _audit(self, logprobs: torch.Tensor, rows: list[int]) -> None:
+        """Measure; rollouts of the starting checkpoint must be within the limit. With stale ones beside them these are measured
+        apart, under `stale`."""
+        stale = self.batch.stale.tolist() if self.batch.stale is not None else [False] * len(self.batch.groups)
+        fresh, older = [row for row in rows if not stale[row]], [row for row in rows if stale[row]]
+        self.audit = self._measure(logprobs, fresh or older)
+        if fresh and older:
+            self.audit["stale"] = self._measure(logprobs, older)
+        if fresh:
+            audit.require(self.audit, self.config.audit.max_mean_gap, "optimize audit")
+
+    def _measure(self, logprobs: torch.Tensor, rows: list[int]) -> dict[str, Any]:
         own = self.batch.data.completions.with_values(self.batch.old).take(torch.tensor(rows))
         found = logprobs[self._places(torch.tensor(rows))]
-        bounds = self.options.get("clip_low", 0.2), self.options.get("clip_high", 0.2)
-        self.audit = audit.measure(found, own.values, own.offsets, *bounds)
+        bounds = (self.objective.options.get(name, 0.2) for name in ("clip_low", "clip_high"))
+        report = audit.measure(found, own.values, own.offsets, *bounds)
         log.info(
-            "audit: mean gap %(mean_gap).1e, largest %(max_gap).1e, effective sample size %(effective_sample_size).3f",
-            self.audit,
+            "audit: mean gap %(mean_gap).1e, largest %(max_gap).1e, effective sample size %(effective_sample_size).3f", report
         )
-        if not self.batch.stale:
-            audit.require(self.audit, self.config.audit.max_mean_gap, "optimize audit")
+        return report
 
     # -- one step -----------------------------------------------------------------------------------------------------------
 
@@ -278,13 +257,9 @@ class Trainer:
 
         `members` count in the denominators; only `active` are passed through the model.
         """
-        completions = self.batch.data.completions
-        chosen = torch.tensor(members)
-        weights = torch.zeros(len(self.batch.old), dtype=torch.float64)
-        weights[self._places(chosen)] = self.aggregate(completions.lengths[chosen], self.config.max_completion_tokens)
-        micros, found = self._micros(active), torch.zeros_like(self.logprobs)
+        weights, micros = self.objective.weights(self.batch, members), self._micros(active)
+        found, sums = torch.zeros_like(self.logprobs), torch.zeros(NUM_SUMS, dtype=torch.float64)
         own, ratio_max = self._own(micros), 0.0
-        sums = torch.zeros(len((*_LOSSES, *_MEANS, *_MOMENTS)), dtype=torch.float64)
         self.optimizer.zero_grad(set_to_none=True)
         with self.policy.context():
             for index, (micro, counts) in enumerate(own):
@@ -293,75 +268,36 @@ class Trainer:
                     layout = self.policy.layout(micro, self.batch.data)
                     places = self._places(layout.rows)
                     found_here = self.wrapped(layout)
-                    loss, numbers, ratio = self._loss(found_here, layout.rows, places, weights[places] * counts)
+                    loss, numbers, ratio = self.objective.loss(self.batch, found_here, layout.rows, weights[places] * counts)
                     self.accelerator.backward(loss * self.accelerator.num_processes)
                 if counts:
                     sums += numbers
                     ratio_max = max(ratio_max, ratio)
                     found[places] = found_here[0].detach().cpu()
         self.logprobs = self._merge(found, active, self.logprobs)
-        tokens = int(completions.lengths[torch.tensor(active)].sum())
-        return self._numbers(sums, ratio_max, tokens, active, len(micros))
+        return self._numbers(sums, ratio_max, active, len(micros))
 
-    def _loss(self, found, rows, places, weights) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Weighted loss of one micro-batch of which the policy `found` (logprobs, entropy, values); its share of the step's sums;
-        its largest ratio."""
-        logprobs, entropy, values = found
-        batch, device = self.batch, logprobs.device
-        old, anchor = batch.old[places].to(device), batch.anchor[places].to(device)
-        lengths = batch.data.completions.lengths[rows]
-        offsets = Ragged.from_lengths(old, lengths.to(device)).offsets
-        advantages = batch.advantages[places] if self.critic else batch.advantages[rows].repeat_interleave(lengths)
-        weights = weights.to(device, torch.float32)
-        costs, clipped = self.surrogate(losses.Tokens(logprobs, anchor, advantages.to(device), offsets), **self.options)
-        if batch.prox is not None:
-            costs = costs * losses.correction(anchor, old, offsets, **self.config.correction.model_dump())
-        policy_loss = loss = (weights * costs).sum()
-        kl_loss = value_loss = torch.zeros((), device=device)
-        if batch.ref is not None:
-            kl = losses.kl(logprobs, batch.ref[places].to(device), self.config.kl_estimator, self.config.kl_unbiased)
-            kl_loss = (weights * kl).sum()
-            loss = policy_loss + self.kl_coef * kl_loss
-        moments = [kl_loss.new_zeros(())] * len(_MOMENTS)
-        if self.critic:
-            old_values, returns = (column[places].to(device) for column in (batch.old_values, batch.returns))
-            value_loss = (weights * losses.value_loss(values, old_values, returns, self.config.value_clip)).sum()
-            loss = loss + self.config.value_coef * value_loss
-            moments = critic.moments(values, returns)
-        with torch.no_grad():
-            ratio = losses.log_ratio(logprobs, old)
-            parts = [policy_loss, kl_loss, value_loss]
-            parts += [clipped.sum(), (torch.expm1(ratio) - ratio).sum(), entropy.sum(), *moments]
-            return loss, torch.stack([part.double() for part in parts]).cpu(), float(ratio.max().exp())
-
-    def _numbers(self, sums: torch.Tensor, ratio_max: float, tokens: int, active: list[int], micros: int) -> dict[str, Any]:
-        device = self.accelerator.device
+    def _numbers(self, sums: torch.Tensor, ratio_max: float, active: list[int], micros: int) -> dict[str, Any]:
+        """The step's numbers of all ranks."""
+        device, rows = self.accelerator.device, torch.tensor(active)
         sums = self.accelerator.reduce(sums.to(device), "sum").cpu()
-        each = dict(zip((*_LOSSES, *_MEANS, *_MOMENTS), sums.tolist(), strict=True))
         largest = self.accelerator.gather(torch.tensor([ratio_max], device=device)).max()
-        for name in (*_MEANS, *_MOMENTS):
-            each[name] /= tokens
-        loss = each["policy_loss"] + self.kl_coef * each["kl_loss"]
-        moments = [each.pop(name) for name in _MOMENTS]
-        if self.critic:
-            loss = (0.0 if self.warming else loss) + self.config.value_coef * each["value_loss"]
-            each["explained_variance"] = critic.explained_variance(*moments)
-        else:
-            each["value_loss"] = None
-        prompts = self.batch.data.prompts.lengths[torch.tensor(active)]
-        counts = {"tokens": tokens, "prompt_tokens": int(prompts.sum()), "rollouts": len(active), "microbatches": micros}
-        return {"loss": loss, **each, "ratio_max": float(largest), **counts}
+        prompts, tokens = (int(part.lengths[rows].sum()) for part in (self.batch.data.prompts, self.batch.data.completions))
+        counts = {"tokens": tokens, "prompt_tokens": prompts, "rollouts": len(active), "microbatches": micros}
+        return {**self.objective.numbers(sums, tokens, self.warming), "ratio_max": float(largest), **counts}
 
     def _apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Clip and step when loss and gradient are finite; they are the same numbers on every rank, so all decide alike."""
         rate = learning_rate(self.config, self.step)
-        if self.warming:  # the value head's gradient knows nothing of the policy's loss
+        if self.warming:  # the critic's gradient knows nothing of the policy's loss
             for parameter in self.model.parameters():
                 parameter.grad = None
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        applied = math.isfinite(row["loss"]) and math.isfinite(norm)
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in self.clipped]
+        norm = norms[-1 if self.warming else 0]
+        applied = math.isfinite(row["loss"]) and all(map(math.isfinite, norms))
         if applied:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.grad_clip, norm)
+            for part, own in zip(self.clipped, norms, strict=True):
+                torch.nn.utils.clip_grads_with_norm_(part, self.config.grad_clip, own)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate * group.get("scale", 1.0)
             self.optimizer.step()
@@ -369,15 +305,6 @@ class Trainer:
         else:
             log.warning("step %d left out: loss %s, gradient norm %s", row["step"], row["loss"], float(norm))
         return {"grad_norm": float(norm), "learning_rate": rate, "applied": applied}
-
-
-def _check_options(surrogate: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
-    try:
-        inspect.signature(surrogate).bind(None, **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"optimize.algorithm {name}", f"its surrogate does not take these options: {error}", next="correct optimize.options"
-        ) from None
 
 
 def _not_finite(message: str) -> NumericError:

@@ -1,5 +1,6 @@
 """The main flow through the command line: a tiny model, real stages in child processes, Prefect's embedded server."""
 
+import itertools
 import json
 import os
 import shutil
@@ -13,7 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from flows.recipe import load
+from flows.rerun import rerun
 from flows.summary import next_commands
+from schemas.errors import ConfigError
 from stages.common.checkpoints import PolicyConfig, as_model
 from stages.common.checkpoints import run as run_policy
 from stages.common.store import Store
@@ -124,10 +127,13 @@ def test_a_retry_scores_what_has_no_reward_and_diff_says_what_became_of_it(workp
 
 
 def test_references_and_proximal_logprobs(workplace, result):
-    """`every` 1: the reference of an iteration is the policy that it starts from, so its logprobs are the proximal ones."""
-    options = [part for setting in ("run=kl", "optimize.kl_coef=0.05", "logprobs.prox=true", "data.held_out=null")
-               for part in ("--set", setting)]  # fmt: skip
-    every = ["--set", "reference.rule=every"]
+    """`every` 1: the reference of an iteration is the policy that it starts from, so its logprobs are the proximal ones.
+
+    What is replayed is scored under the reference of the present iteration; its proximal logprobs stay those of its own policy.
+    """
+    settings = ("run=kl", "optimize.kl_coef=0.05", "optimize.max_staleness=1", "logprobs.prox=true", "data.held_out=null")
+    options = [part for setting in settings for part in ("--set", setting)]
+    every = ["--set", "reference.rule=every", "--set", "optimize.replay=1"]
     done = quiver(workplace, "run", "recipe.toml", *options, *every)["iterations"]
     store = Store(workplace / "store")
     for iteration, each in enumerate(done):
@@ -137,6 +143,9 @@ def test_references_and_proximal_logprobs(workplace, result):
         roles = {entry.role: entry.ref for entry in store.open(each["policy"]).manifest.inputs}
         assert (roles["ref"], roles["prox"]) == (each["ref_logprobs"], each["prox_logprobs"])
         assert {"logprobs ref", "logprobs prox"} <= set(each["seconds"])
+    assert roles["prox.2"] == done[0]["prox_logprobs"]
+    assert store.open(roles["ref.2"]).manifest.model("ref").ref == "kl/policy@1"
+    assert store.open(roles["ref.2"]).manifest.input("rollouts").ref == roles["rollouts.2"] == done[0]["rollouts"]
     ema = ["--set", "reference.rule=ema", "--set", "reference.rate=0.5", "--set", "logprobs.prox=false"]
     moving = quiver(workplace, "run", "recipe.toml", *options, *ema)["iterations"]
     followed = [store.open(each["ref_logprobs"]).manifest.model("ref").ref for each in moving]
@@ -228,6 +237,50 @@ def test_a_reward_that_can_not_be_called_is_found_before_generation(workplace, r
     error = quiver(workplace, "run", "recipe.toml", *arguments, code=2)["error"]
     assert error["code"] == "E-CONFIG" and "anwser" in error["message"] and "answer" in error["message"]
     assert names(Store(workplace / "store")) - before == {"strict/policy@0", "strict.eval/prompts@1"}
+
+
+def test_replay_trains_on_the_iteration_before_too(workplace, result):
+    """Of three iterations the second and third also take the rollouts before theirs; what was sampled is not sampled again."""
+    store = Store(workplace / "store")
+    settings = ("optimize.replay=1", "optimize.max_staleness=1", "data.held_out=null", "iterations=3")
+    options = [part for setting in settings for part in ("--set", setting)]
+    done = quiver(workplace, "run", "recipe.toml", *options)["iterations"]
+    assert done[0]["rollouts"] == result["iterations"][0]["rollouts"]
+    for before, now in itertools.pairwise([None, *done]):
+        manifest = store.open(now["policy"]).manifest
+        roles = {entry.role: entry.ref for entry in manifest.inputs if entry.role != "policy"}
+        expected = {"rollouts": now["rollouts"], "rewards": now["rewards"]}
+        if before:
+            expected |= {"rollouts.2": before["rollouts"], "rewards.2": before["rewards"]}
+            audit = manifest.metrics["audit"]
+            assert audit["mean_gap"] < 0.1 and audit["stale"]["mean_gap"] > audit["mean_gap"]
+        assert roles == expected
+    traced = json.dumps(quiver(workplace, "lineage", done[2]["policy"]))
+    assert all(f'"{done[at][name]}"' in traced for at in (1, 2) for name in ("rollouts", "rewards"))
+    versions = names(store)
+    again = quiver(workplace, "run", "recipe.toml", *options)["iterations"]
+    assert [each["policy"] for each in again] == [each["policy"] for each in done]
+    assert names(store) == versions
+
+
+def test_replay_by_hand(workplace, result, monkeypatch):
+    """Rewards and the policy are found for several rollouts as for one."""
+    monkeypatch.chdir(workplace)
+    first, second = ({name: each[name] for name in ("rollouts", "rewards")} for each in result["iterations"])
+    options = ["--rollouts", first["rollouts"], "--rollouts", second["rollouts"], "--set", "optimize.max_staleness=1"]
+    trained = quiver(workplace, "optimize", "recipe.toml", *options)
+    roles = {entry.role: entry.ref for entry in Store("store").open(trained["ref"]).manifest.inputs}
+    assert roles.pop("policy") == result["iterations"][0]["policy"], "the newest policy that sampled"
+    assert roles == {**first, **{f"{role}.2": ref for role, ref in second.items()}}
+    recipe, takes = load("recipe.toml", ["optimize.max_staleness=1"]), ("policy", "rollouts", "rewards")
+    both = {"rollouts": [first["rollouts"], second["rollouts"]], "rewards": [second["rewards"], first["rewards"]]}
+    assert rerun(recipe, "optimize", takes, both).ref == trained["ref"]
+    found = rerun(recipe, "optimize", takes, {"rewards": both["rewards"][::-1]})
+    assert (found.ref, found.cached) == (trained["ref"], True)
+    with pytest.raises(ConfigError, match="is given twice"):
+        rerun(recipe, "optimize", takes, {"rollouts": [first["rollouts"]] * 2})
+    with pytest.raises(ConfigError, match="quiver reward takes one, got 2"):
+        rerun(recipe, "reward", ("rollouts",), {"rollouts": both["rollouts"]})
 
 
 SLOW_GENERATION = [

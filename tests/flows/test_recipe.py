@@ -39,6 +39,8 @@ def recipe(tmp_path):
         ("generate.sampling.top_p=0.9", "allow_biased_sampling"),
         ("generate.sampling.temperature=0", "temperature"),
         ("logprobs.role=ref", "unknown key logprobs.role"),
+        ("optimize.replay=1", "optimize.max_staleness must be >= optimize.replay = 1, got 0"),
+        ("optimize.replay=-1", "optimize.replay: Input should be greater than or equal to 0"),
         ("reference.rule=sometimes", "reference.rule: Input should be 'fixed', 'every' or 'ema'"),
     ],
 )
@@ -92,6 +94,13 @@ def test_seeds_come_from_the_recipe_unless_a_section_has_its_own(recipe):
     assert loaded.generate_config(2).iteration == 2
     assert loaded.prompt_config(2).iteration == 1
     assert loaded.optimize_config().seed == 3
+
+
+def test_replay_is_the_flows_and_not_the_stages(recipe):
+    """It decides which versions optimize is given, so it is no part of the stage's config, nor of its run_key."""
+    plain, replaying = (load(recipe, ["optimize.max_staleness=2", *more]) for more in ([], ["optimize.replay=2"]))
+    assert replaying.optimize.replay == 2
+    assert replaying.optimize_config().key() == plain.optimize_config().key()
 
 
 def test_evaluation_has_its_own_rows_and_sampling_and_the_same_seeds_each_time(recipe):

@@ -33,12 +33,21 @@ class Policy(nn.Module):
     asked.
 
     Causal and encoder-decoder models differ in their layout (`layout`, `microbatches`) and their hidden states alone. A value
-    head, hidden states [n, d] -> values [n], reads the same hidden states as the output embedding.
+    head, hidden states [n, d] -> values [n], reads the same hidden states as the output embedding, or those of `value_trunk`,
+    another model of the same architecture.
     """
 
-    def __init__(self, model: nn.Module, *, autocast: bool, value_head: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        autocast: bool,
+        value_head: nn.Module | None = None,
+        value_trunk: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.model, self.value_head, self.autocast, self.mode = model, value_head, autocast, "single"
+        self.model, self.autocast, self.mode = model, autocast, "single"
+        self.value_head, self.value_trunk = value_head, value_trunk
         self.shaping = Shaping.of(model.config)
         self.start = decoder_start_id(model) if model.config.is_encoder_decoder else None
 
@@ -48,7 +57,9 @@ class Policy(nn.Module):
 
     def set_mode(self, mode: str) -> None:
         """`shared`, `packed` or `single`: see attention.py. An encoder-decoder model always attends in its own way."""
-        set_mode(self.model, mode if self.start is None else "single")
+        for trunk in (self.model, self.value_trunk):
+            if trunk is not None:
+                set_mode(trunk, mode if self.start is None else "single")
         self.mode = mode
 
     def layout(self, pieces: Sequence[Piece], data: Sequences) -> Layout | Pairs:
@@ -70,17 +81,18 @@ class Policy(nn.Module):
 
     def forward(self, layout: Layout | Pairs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         with self.context():
-            hidden = self._hidden(layout)
-            values = None if self.value_head is None else self.value_head(hidden)
+            hidden = self._hidden(self.model, layout)
+            judged = hidden if self.value_trunk is None else self._hidden(self.value_trunk, layout)
+            values = None if self.value_head is None else self.value_head(judged)
             head, offset = self.model.get_output_embeddings(), getattr(self.model, "final_logits_bias", None)
             offset = None if offset is None else offset.flatten()
             found = completion_logprobs(hidden, head, layout.targets, layout.temperature, self.shaping, offset)
             return *found, values
 
-    def _hidden(self, layout: Layout | Pairs) -> torch.Tensor:
+    def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> torch.Tensor:
         if self.start is not None:
-            return decoder_states(self.model, layout)
-        return (single_hidden_states if self.mode == "single" else hidden_states)(self.model, layout)
+            return decoder_states(trunk, layout)
+        return (single_hidden_states if self.mode == "single" else hidden_states)(trunk, layout)
 
 
 def pieces_of(mode: str, rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int) -> list[Piece]:

@@ -134,7 +134,7 @@ def test_rewards_stand_on_the_last_token_and_the_kl_on_each():
 
 def test_a_head_of_another_width_is_refused():
     head = ValueHead(8)
-    with pytest.raises(ConfigError, match="16 hidden units, the model has 8"):
+    with pytest.raises(ConfigError, match=r"weight was saved as \[16\], the model has \[8\]"):
         restore(head, torch.optim.AdamW(head.parameters()), {"weight": torch.zeros(16), "bias": torch.zeros(1)}, moments=True)
 
 

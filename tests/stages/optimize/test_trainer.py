@@ -12,9 +12,10 @@ from stages.common.models import load_model
 from stages.common.packed.attention import Sequences
 from stages.common.ragged import Ragged
 from stages.optimize.algorithms import ALGORITHMS, part, resolve
+from stages.optimize.objective import Batch
 from stages.optimize.optimizer import learning_rate, load_state, make_optimizer, state
 from stages.optimize.stage import Config
-from stages.optimize.trainer import Batch, Trainer, make_accelerator
+from stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
 
 MOST = 11

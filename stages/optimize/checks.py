@@ -1,0 +1,171 @@
+"""What one version of rollouts must be before it is trained on: of an allowed policy, unbiased, joined by id, readable.
+
+With several versions each is looked at by itself; what they must be towards each other is that no rollout stands in two of them.
+Names, manifests and columns are all that is read here: no torch, no weights.
+
+    sampled = Sampled({"policy": …, "rollouts": …, "rewards": …})        # one of `inputs.sets`
+    check_lineage(config, store, sampled); sampled.column("rewards", "reward")
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from schemas.errors import ConfigError, LineageError, SchemaError
+from stages.common import checkpoints
+from stages.common.store import Store, Version
+
+if TYPE_CHECKING:
+    from .stage import Config
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One version of rollouts with what belongs to it."""
+
+    inputs: dict[str, Version]
+    """policy, rollouts, rewards and, where given, ref and prox"""
+
+    @property
+    def rollouts(self) -> Version:
+        """The version itself."""
+        return self.inputs["rollouts"]
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """rollouts/1"""
+        return self.rollouts.table()
+
+    @property
+    def stale(self) -> bool:
+        """Whether another policy than the starting checkpoint sampled them."""
+        start = checkpoints.as_model("policy", self.inputs["policy"])
+        return self.rollouts.manifest.model("policy").weights != start.weights
+
+    def column(self, role: str, name: str) -> pa.ChunkedArray:
+        """Column `name` of the rewards or logprobs, in the order of the rollouts. LineageError."""
+        return join(self.rollouts, self.table["rollout_id"], self.inputs[role])[name]
+
+
+def check_lineage(config: Config, store: Store, own: Sampled) -> list[str]:
+    """Refuse rollouts of a policy that is too old or foreign, proximal logprobs of another policy than theirs, biased sampling.
+
+    Returns the biases of sampling that were allowed.
+    """
+    inputs, policy, rollouts = own.inputs, own.inputs["policy"], own.rollouts
+    sampled = rollouts.manifest.model("policy")
+    allowed = [checkpoints.as_model("policy", version) for version in ancestors(store, policy, config.max_staleness)]
+    if sampled is None or sampled.weights not in [model.weights for model in allowed]:
+        found = f"{sampled.weights[:12]}… ({sampled.ref})" if sampled else "no policy at all"
+        raise LineageError(
+            str(rollouts.ref),
+            f"sampled by weights {found}, expected {' or '.join(f'{m.weights[:12]}… ({m.ref})' for m in allowed)}; "
+            f"optimize.max_staleness is {config.max_staleness}",
+            next="generate with the starting checkpoint, start from the one that sampled, or raise optimize.max_staleness",
+        )
+    scored = {model.weights for model in inputs["prox"].manifest.models} if "prox" in inputs else {sampled.weights}
+    if scored != {sampled.weights}:
+        found = ", ".join(f"{weights[:12]}…" for weights in sorted(scored)) or "no model"
+        raise LineageError(
+            str(inputs["prox"].ref),
+            f"proximal logprobs are those of the policy that sampled, expected weights {sampled.weights[:12]}…, found {found}",
+            next=f"score {rollouts.ref} under {sampled.ref}",
+        )
+    biased = biases(rollouts.manifest.config)
+    if biased and not config.allow_biased_sampling:
+        raise ConfigError(
+            str(rollouts.ref),
+            f"sampled with {', '.join(biased)}: its tokens do not follow the policy's own distribution",
+            next="generate without truncation and penalties, or set optimize.allow_biased_sampling = true",
+        )
+    return biased
+
+
+def ancestors(store: Store, policy: Version, count: int) -> list[Version]:
+    """The policy and up to `count` policies that it was made of, newest first."""
+    found = [policy]
+    while len(found) <= count and (entry := found[-1].manifest.input("policy")) is not None:
+        found.append(store.open(entry.ref))
+    return found
+
+
+def biases(config: dict[str, Any]) -> list[str]:
+    """The sampling settings of a rollouts manifest that make the sampled distribution another one than the policy's."""
+    sampling = {**config, **(config.get("sampling") or {})}
+    wrong = {
+        "top_p": lambda v: v < 1,
+        "top_k": lambda v: v > 0,
+        "min_p": lambda v: v > 0,
+        "min_tokens": lambda v: v > 0,
+        "presence_penalty": lambda v: v != 0,
+        "frequency_penalty": lambda v: v != 0,
+        "repetition_penalty": lambda v: v != 1,
+    }
+    return [
+        f"{name} = {sampling[name]}" for name, test in wrong.items() if sampling.get(name) is not None and test(sampling[name])
+    ]
+
+
+def join(rollouts: Version, ids: pa.ChunkedArray, other: Version) -> pa.Table:
+    """The rows of `other` in the order of `ids`. LineageError unless it names each rollout exactly once, and no other."""
+    table = other.table()
+    places = pc.index_in(ids, value_set=table["rollout_id"].combine_chunks())
+    if places.null_count or len(table) != len(ids):
+        missing = ids.filter(pc.is_null(places))
+        unknown = table["rollout_id"].filter(pc.invert(pc.is_in(table["rollout_id"], value_set=ids.combine_chunks())))
+        problems = [
+            f"{len(column)} {what}, such as {column[0].as_py()!r}"
+            for what, column in ((f"rollouts of {rollouts.ref} are missing", missing), ("ids are unknown there", unknown))
+            if len(column)
+        ]
+        raise LineageError(str(other.ref), "; ".join(problems), next=f"quiver lineage {other.ref}")
+    return table.take(places)
+
+
+def require_own_ids(versions: Sequence[Sampled]) -> None:
+    """No rollout stands in two versions: the same generation done again makes the same ids."""
+    for one, other in itertools.combinations(versions, 2):
+        ids = one.table["rollout_id"]
+        both = ids.filter(pc.is_in(ids, value_set=other.table["rollout_id"].combine_chunks()))
+        if len(both):
+            what = f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as {both[0].as_py()!r}"
+            raise LineageError(str(one.rollouts.ref), what, next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both")
+
+
+def check_rows(config: Config, own: Sampled) -> None:
+    """Rows that no policy gradient can be taken of, or that the model can not read."""
+    table, name, policy = own.table, str(own.rollouts.ref), own.inputs["policy"]
+    if not len(table):
+        return
+    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
+    if greedy:
+        raise ConfigError(
+            name,
+            f"{greedy} rows were sampled at temperature 0, where no token has a probability",
+            next="generate at temperature > 0",
+        )
+    prompts, completions = (pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids"))
+    if pc.min(prompts).as_py() == 0:
+        raise SchemaError(
+            name, "a prompt has no ids, so nothing predicts its completion's first token", next=f"quiver show {name}"
+        )
+    size, longest = checkpoints.vocabulary_size(policy), checkpoints.context_length(policy)
+    for column in ("prompt_ids", "completion_ids"):
+        largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0)
+        if largest >= size:
+            raise SchemaError(
+                name, f"{column} holds {largest}, the policy knows ids below {size}", next=f"quiver lineage {name}"
+            )
+    if checkpoints.is_encoder_decoder(policy):  # a context each; the value of a cut state needs the last id read as well
+        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py() + config.bootstrap_length)
+    else:
+        most = pc.max(pc.add(prompts, completions)).as_py()
+    if longest is not None and most > longest:
+        raise SchemaError(name, f"a rollout has {most} tokens, the policy reads {longest}", next=f"quiver show {name}")
