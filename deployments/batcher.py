@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from schemas.errors import BusyError, NumericError
 from stages.reward import tables
-from stages.reward.dialects.rows import Row, Scored, as_batch
 from stages.reward.functions import overlong_penalty
 from stages.reward.scoring import Part, Scorer
+from stages.reward.servers.dialects.rows import Row, Scored, as_batch
 from stages.reward.shards import Allowance, score_all
 from stages.reward.stage import Config
 

@@ -5,9 +5,9 @@
     POST /slime        dialect slime        one row
     GET  /health, /openapi.json
 
-The protocols are those of `stages/reward/dialects`, so any of these dialects in [[reward.servers]] scores here as the section would
-score by itself, row by row: weights, clip and the overlong penalty included. Labels reach functions as the column `--label`.
-Rows of requests that come together are scored together. A row that fails is an error in the answer, never a number.
+The protocols are those of `stages/reward/servers/dialects`, so any of these dialects in [[reward.servers]] scores here as the
+section would score by itself, row by row: weights, clip and the overlong penalty included. Labels reach functions as the column
+`--label`. Rows of requests that come together are scored together. A row that fails is an error in the answer, never a number.
 
 It listens on loopback; anywhere else it wants `--token env:NAME`, which requests must carry as bearer token. Without a token it
 answers only requests that name a loopback host, so that no web page can reach it through a browser.
@@ -39,10 +39,10 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from stages.common.config import parse
-from stages.reward.dialects import openrlhf, quiver, slime
-from stages.reward.dialects.strict import MalformedError, read_json
 from stages.reward.scoring import Scorer
-from stages.reward.servers import is_loopback, secret
+from stages.reward.servers.config import is_loopback, secret
+from stages.reward.servers.dialects import openrlhf, quiver, slime
+from stages.reward.servers.dialects.strict import MalformedError, read_json
 from stages.reward.stage import Config, open_scorers
 
 from .batcher import Batcher, Limits, score_rows

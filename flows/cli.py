@@ -242,8 +242,8 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
 @app.command()
 def rewards(json: Json = False, debug: Debug = False) -> None:
     """What can score: functions that come with Quiver, and the dialects in which servers are asked."""
-    from stages.reward.dialects import DIALECTS
     from stages.reward.functions import FUNCTIONS
+    from stages.reward.servers.dialects import DIALECTS
 
     shipped = [
         {"name": name, "kind": "function", "description": found.description, "arguments": found.arguments}

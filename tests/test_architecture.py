@@ -66,7 +66,7 @@ def test_imports_go_one_way(path):
     ("library", "allowed"),
     [
         ("prefect", ("flows.", "deployments.")),
-        ("vllm", ("stages.generate.vllm_engine", "stages.reward.reward_vllm")),
+        ("vllm", ("stages.generate.vllm_engine", "stages.reward.models.vllm_pooling")),
         ("accelerate", ("stages.optimize.", "stages.logprobs.")),
         ("typer", ("flows.cli",)),
     ],

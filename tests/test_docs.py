@@ -91,7 +91,7 @@ def test_the_reward_in_the_readme_scores():
 
 @pytest.mark.parametrize(
     "module",
-    ["schemas.errors", "schemas.refs", "stages.reward.functions", "stages.reward.answers", "stages.reward.tables",
+    ["schemas.errors", "schemas.refs", "stages.reward.functions", "stages.reward.functions.answers", "stages.reward.tables",
      "stages.optimize.algorithms", "stages.evaluate.estimators", "deployments.recipes.larger"],
 )  # fmt: skip
 def test_examples_in_docstrings(module):

@@ -25,17 +25,17 @@ from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, begin
 
 from . import tables
-from .function_scorer import FunctionConfig, FunctionScorer, Notice
 from .measures import summary
-from .model_scorer import ModelScorer
-from .model_scorer import load as load_model
-from .pool import Pool
+from .models.config import ModelConfig
+from .models.scorer import ModelScorer
+from .models.scorer import load as load_model
 from .retry import require_same
-from .reward_model import ModelConfig
 from .scoring import Scorer
-from .servers import ServerConfig
+from .servers.config import ServerConfig
 from .shards import Shards
 from .together import Allowance
+from .workers.pool import Pool
+from .workers.scorer import FunctionConfig, FunctionScorer, Notice
 
 STAGE_VERSION = 1
 SCORERS = ("functions", "models", "servers")
@@ -131,7 +131,7 @@ def open_scorers(
                 scorers.append(FunctionScorer(each, pool, config.batch_rows, notice))
             scorers += [load_model(each, prompts, rollouts) for each in config.models]
             for each in config.servers:
-                from .remote import ServerScorer
+                from .servers.scorer import ServerScorer
 
                 scorers.append(ServerScorer(each, notice))
             yield scorers

@@ -17,11 +17,11 @@ from starlette.testclient import TestClient
 from deployments.batcher import Batcher, Limits, score_rows
 from deployments.reward_server import listen, load, main, make_app
 from schemas.errors import BusyError, ConfigError, SecurityError
-from stages.reward.dialects import openrlhf, quiver, slime
-from stages.reward.dialects.rows import Row, Scored
-from stages.reward.dialects.strict import read_json
-from stages.reward.remote import ServerScorer
-from stages.reward.servers import ServerConfig
+from stages.reward.servers.config import ServerConfig
+from stages.reward.servers.dialects import openrlhf, quiver, slime
+from stages.reward.servers.dialects.rows import Row, Scored
+from stages.reward.servers.dialects.strict import read_json
+from stages.reward.servers.scorer import ServerScorer
 from stages.reward.stage import Config, open_scorers
 
 CANARY = "sk-canary-5f1d"

@@ -9,8 +9,8 @@ import json
 import sys
 import threading
 
-from stages.reward.model_scorer import load
-from stages.reward.reward_model import ModelConfig
+from stages.reward.models.config import ModelConfig
+from stages.reward.models.scorer import load
 
 
 def score_all(asked: list, found: list) -> None:

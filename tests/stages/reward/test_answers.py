@@ -5,7 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from stages.reward import answers, functions
+from stages.reward import functions
+from stages.reward.functions import answers
 
 
 @pytest.mark.parametrize("module", [answers, functions])

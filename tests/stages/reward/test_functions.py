@@ -4,8 +4,9 @@ import doctest
 
 import pytest
 
-from stages.reward import functions, verifiers
-from stages.reward.answers import chosen
+from stages.reward import functions
+from stages.reward.functions import verifiers
+from stages.reward.functions.answers import chosen
 
 
 def test_every_function_has_an_example_that_runs():

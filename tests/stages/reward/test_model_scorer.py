@@ -18,8 +18,8 @@ from stages.generate.stage import Config as GenerateConfig
 from stages.generate.stage import run as generate
 from stages.prompt.stage import Config as PromptConfig
 from stages.prompt.stage import run as make_prompts
-from stages.reward.model_scorer import load
-from stages.reward.reward_model import ModelConfig, check
+from stages.reward.models.config import ModelConfig, check
+from stages.reward.models.scorer import load
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, make_model
 
@@ -263,7 +263,7 @@ def test_nothing_is_left_running(model, opened):
 def test_checks_load_no_torch(model):
     folder = model()
     code = (
-        "import sys; from stages.reward.model_scorer import load; from stages.reward.reward_model import ModelConfig\n"
+        "import sys; from stages.reward.models.scorer import load; from stages.reward.models.config import ModelConfig\n"
         f"scorer = load(ModelConfig(model={str(folder)!r})); scorer.require([]); print(scorer.fingerprint)\n"
         "scorer.close(); print('torch' in sys.modules)"
     )

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from schemas.errors import ConfigError, SecurityError
-from stages.reward import programs
-from stages.reward.programs import extract, read_tests
+from stages.reward.functions import programs
+from stages.reward.functions.programs import extract, read_tests
 from stages.reward.sandbox import describe, run_program
 from stages.reward.stage import Config, check_functions
 from stages.reward.stage import run as run_stage

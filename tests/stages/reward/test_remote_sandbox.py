@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from schemas.errors import ConfigError, RemoteError, ResourceError
-from stages.reward.programs import code
+from stages.reward.functions.programs import code
 from stages.reward.sandbox import Finished, Limits, remote, run_program
 
 GOOD = {"stdout": "out", "stderr": "err", "exit_code": 3, "timed_out": False}

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from schemas.errors import ConfigError
-from stages.reward.reward_forward import WAYS, Forward
+from stages.reward.models.forward import WAYS, Forward
 from tests.stages.reward.reward_models import make_model
 
 ATOL = 1e-5

@@ -6,8 +6,8 @@ import pytest
 
 from schemas.errors import ConfigError, RewardError
 from stages.common.config import parse
-from stages.reward.model_scorer import load
-from stages.reward.reward_model import ModelConfig
+from stages.reward.models.config import ModelConfig
+from stages.reward.models.scorer import load
 from stages.reward.stage import Config, run
 from tests.stages.reward.reward_models import make_model
 

@@ -15,7 +15,7 @@ from stages.generate.stage import Config as GenerateConfig
 from stages.generate.stage import run as generate
 from stages.prompt.stage import Config as PromptConfig
 from stages.prompt.stage import run as make_prompts
-from stages.reward.reward_template import Reader, prefills, token_id
+from stages.reward.models.template import Reader, prefills, token_id
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, byte_tokenizer
 

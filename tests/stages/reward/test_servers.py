@@ -6,8 +6,8 @@ from pydantic import ValidationError
 from schemas.errors import ConfigError, RemoteError
 from stages.common import config as common
 from stages.common.config import parse
-from stages.reward.remote import ServerScorer
-from stages.reward.servers import ServerConfig, check
+from stages.reward.servers.config import ServerConfig, check
+from stages.reward.servers.scorer import ServerScorer
 from stages.reward.stage import Config, run
 from tests.stages.reward.fake_server import FakeServer, reply
 
@@ -140,7 +140,7 @@ def scored_by(asked):
     """Half a point a word; a completion of one word is an error there."""
     rows = asked.body["rows"]
     found = [{"id": row["id"], "reward": len(row["completion"].split()) / 2, "extra": {"n": 1}} for row in rows]
-    failed = [{"id": row["id"], "error": "too short"} for row in rows if len(row["completion"].split()) == 1]
+    failed = [{"id": row["id"], "reward": None, "error": "too short"} for row in rows if len(row["completion"].split()) == 1]
     return reply({"format": 1, "rows": [each for each in found if each["id"] not in {f["id"] for f in failed}] + failed})
 
 

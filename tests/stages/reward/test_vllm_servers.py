@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3ForSequenceClassification
 
-from stages.reward.remote import ServerScorer
-from stages.reward.servers import ServerConfig
+from stages.reward.servers.config import ServerConfig
+from stages.reward.servers.scorer import ServerScorer
 from tests.tiny import _config, tokenizer
 
 pytestmark = pytest.mark.vllm

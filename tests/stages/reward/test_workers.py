@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import ConfigError, ResourceError
-from stages.reward import jobs, pool
-from stages.reward.function_scorer import FunctionConfig, FunctionScorer
-from stages.reward.pool import Pool
 from stages.reward.scoring import Part
+from stages.reward.workers import jobs, pool
+from stages.reward.workers.pool import Pool
+from stages.reward.workers.scorer import FunctionConfig, FunctionScorer
 
 FAULTS = '''
 import asyncio, ctypes, json, os, re, signal, subprocess, sys, time
@@ -197,7 +197,7 @@ def children() -> list[int]:
             command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
         except OSError:
             continue
-        if b"reward/worker.py" in command and folder == os.getcwd() and alive(int(path.parent.name)):
+        if b"workers/worker.py" in command and folder == os.getcwd() and alive(int(path.parent.name)):
             found.append(int(path.parent.name))
     return found
 
@@ -341,8 +341,8 @@ def test_a_killed_worker_leaves_nobody(empty):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_stage_that_ends_leaves_nobody(empty, end):
     code = """
-        from stages.reward.function_scorer import FunctionConfig, FunctionScorer
-        from stages.reward.pool import Pool
+        from stages.reward.workers.scorer import FunctionConfig, FunctionScorer
+        from stages.reward.workers.pool import Pool
         pool = Pool(2)
         rows = {"completions": ["good", "bad"], "rollout_ids": ["a", "b"]}
         FunctionScorer(FunctionConfig(use="faults.py:leaves_daemon"), pool, 256).score(rows)

@@ -22,14 +22,14 @@ from schemas.errors import ConfigError, SecurityError, printable
 from schemas.manifest import Model, canonical, digest
 from stages.common import checkpoints
 from stages.common.store import Version
+from stages.reward.scoring import Batch, Part
 
-from .reward_model import ModelConfig, check, who
-from .scoring import Batch, Part
+from .config import ModelConfig, check, who
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from .reward_template import Reader
+    from .template import Reader
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def load(config: ModelConfig, prompts: Version | None = None, rollouts: Version 
         raise ConfigError(who(config), f"reads chats, and {prompts.ref} holds plain text", next='set text_as = "user"')
     prefill: Callable[[str], str] = lambda _: config.prefill or ""  # noqa: E731
     if config.prefill is None and prompts is not None:
-        from .reward_template import prefills
+        from .template import prefills
 
         prefill = prefills(prompts, rollouts)
     return ModelScorer(config, prefill)
@@ -89,7 +89,7 @@ class ModelScorer:
 
     @cached_property
     def _reader(self) -> Reader:
-        from .reward_template import Reader
+        from .template import Reader
 
         config, template = self.config, self.found.template
         try:
@@ -108,7 +108,7 @@ class ModelScorer:
 
     @cached_property
     def _targets(self) -> list[int]:
-        from .reward_template import token_id
+        from .template import token_id
 
         words = {"token": self.config.token, "against": self.config.against} if self.config.kind == "token" else {}
         return [token_id(self._tokenizer, f"{who(self.config)}: {field}", word) for field, word in words.items() if word]
@@ -118,10 +118,10 @@ class ModelScorer:
         config, found = self.config, self.found
         log.info("reward model %s: loading", config.name)
         if config.engine == "vllm":
-            from .reward_vllm import Pooling
+            from .vllm_pooling import Pooling
 
             return Pooling(found.folder, config, [self._tokenizer.convert_ids_to_tokens(id) for id in self._targets])
-        from .reward_forward import Forward
+        from .forward import Forward
 
         return Forward(
             found.folder, targets=self._targets, dtype=config.dtype, device=config.device, budget=config.token_budget

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from schemas.errors import printable
+from stages.reward.scoring import Part
 
-from ..scoring import Part
 from .rows import Row, Scored
 from .strict import MalformedError, as_dict, as_list, as_part, shape
 
 if TYPE_CHECKING:
-    from ..servers import ServerConfig
+    from ..config import ServerConfig
 
 FORMAT = 1
 PATH = "/v1/score"

@@ -19,9 +19,8 @@ from typing import Any
 
 from schemas.errors import ConfigError, printable
 from stages.common import dotted
-
-from .functions import FUNCTIONS
-from .scoring import LARGEST, Part
+from stages.reward.functions import FUNCTIONS
+from stages.reward.scoring import LARGEST, Part
 
 EXTRA_BYTES = 10_000
 Columns = dict[str, list[Any]]

@@ -16,7 +16,7 @@ from stages.common import vllm_setup
 if TYPE_CHECKING:
     import numpy as np
 
-    from .reward_model import ModelConfig
+    from .config import ModelConfig
 
 _CPU_SEQUENCES = 64  # that the cache of a CPU has room for
 

@@ -12,11 +12,11 @@ from pydantic import Field, model_validator
 from schemas.errors import ConfigError
 from stages.common import files
 from stages.common.config import Config, Runtime
+from stages.reward.scoring import Batch, Part, require_columns
 
 from . import calls
 from .jobs import About, Function
 from .pool import Pool
-from .scoring import Batch, Part, require_columns
 
 Notice = Callable[[str, str, str], None]
 """Hears of a failed row at once: name of the function, rollout_id, error. What it raises ends the scoring."""

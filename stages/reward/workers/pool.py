@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 from schemas.errors import ConfigError, ResourceError, from_dict, printable, unexpected
+from stages.reward.scoring import LARGEST, Part
 
 from .jobs import BATCH_SECONDS, About, Function, Job
-from .scoring import LARGEST, Part
-from .workers import Ended, Late, Worker
+from .process import Ended, Late, Worker
 
 LOAD_SECONDS = 120.0
 _START_SECONDS = 0.1  # of work that is worth a process

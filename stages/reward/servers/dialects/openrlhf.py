@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..scoring import Part
+from stages.reward.scoring import Part
+
 from .quiver import part_or_error
 from .rows import Row, Scored, as_text, fill
 from .strict import as_dict, as_list
 
 if TYPE_CHECKING:
-    from ..servers import ServerConfig
+    from ..config import ServerConfig
 
 PATH = "/get_reward"
 

@@ -31,7 +31,7 @@ from schemas.errors import ConfigError, RemoteError, printable
 from .dialects.strict import MalformedError
 
 if TYPE_CHECKING:
-    from .servers import ServerConfig
+    from .config import ServerConfig
 
 log = logging.getLogger(__name__)
 for _chatty in ("httpx", "httpcore"):  # a line a request, and at DEBUG the headers that servers send

@@ -50,7 +50,7 @@ class ServerConfig(Base):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     dialect: Literal["quiver", "openrlhf", "slime", "vllm-classify", "vllm-score", "openai-judge"]
-    """How it is asked and answers; `stages/reward/dialects` describes each."""
+    """How it is asked and answers; `stages/reward/servers/dialects` describes each."""
     urls: tuple[str, ...] = Field(min_length=1)
     """One URL a host, asked in turn. Without any path, not even /, the dialect's own is taken. No user, query or fragment."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")

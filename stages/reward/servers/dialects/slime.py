@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from schemas.errors import printable
+from stages.reward.scoring import Part
 
-from ..scoring import Part
 from .quiver import Message, part_or_error
 from .rows import Row, Scored
 from .strict import MalformedError
 
 if TYPE_CHECKING:
-    from ..servers import ServerConfig
+    from ..config import ServerConfig
 
 PATH = "/slime"
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..scoring import Part
+from stages.reward.scoring import Part
+
 from .rows import Row, as_text
 from .strict import MalformedError, as_dict, as_list, as_part, by_index
 
 if TYPE_CHECKING:
-    from ..servers import ServerConfig
+    from ..config import ServerConfig
 
 CLASSIFY, SCORE = "/classify", "/score"
 

@@ -18,13 +18,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import printable
+from stages.reward.scoring import Part
 
-from ..scoring import Part
 from .rows import Row, as_text, fill
 from .strict import MalformedError, as_dict, as_list, as_part, shape
 
 if TYPE_CHECKING:
-    from ..servers import ServerConfig
+    from ..config import ServerConfig
 
 PATH = "/v1/chat/completions"
 OFFERED = {"prompt", "completion", "finish_reason"}

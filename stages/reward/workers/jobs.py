@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from stages.reward.scoring import Part
+
 from .calls import late
-from .scoring import Part
-from .workers import Ended, Late
+from .process import Ended, Late
 
 BATCH_SECONDS = 3.0
 _AIM_SECONDS = 1.0  # of one call

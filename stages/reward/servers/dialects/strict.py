@@ -6,7 +6,7 @@ The same reader serves both sides: answers of servers that score for us, and req
 {'score': 0.5}
 >>> read_json(b'{"score": NaN}')
 Traceback (most recent call last):
-stages.reward.dialects.strict.MalformedError: is not JSON: NaN is not JSON: '{"score": NaN}'
+stages.reward.servers.dialects.strict.MalformedError: is not JSON: NaN is not JSON: '{"score": NaN}'
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 from schemas.errors import printable
 from schemas.manifest import no_key_twice
-
-from ..scoring import LARGEST, Part
+from stages.reward.scoring import LARGEST, Part
 
 MAX_DEPTH = 64
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)  # possessive: linear in whatever comes, closed or not

@@ -22,12 +22,12 @@ from urllib.parse import urlsplit
 
 from schemas.errors import ConfigError, ResourceError, printable
 from schemas.manifest import digest
+from stages.reward.scoring import OFFERED, Batch, Part
 
+from .config import ServerConfig, secret
 from .dialects import DIALECTS, judge
 from .dialects.rows import Row, as_rows, fields, to_json
 from .dialects.strict import read_json
-from .scoring import OFFERED, Batch, Part
-from .servers import ServerConfig, secret
 from .transport import ExhaustedError, RefusedError, Transport
 
 VERSION = 1

@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..scoring import Part
+from stages.reward.scoring import Part
+
 from . import judge, openrlhf, quiver, slime, vllm
 from .rows import Row
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from schemas.errors import ConfigError, ResourceError, printable
 
 if TYPE_CHECKING:
-    from .sandbox import Finished, Limits
+    from stages.reward.sandbox import Finished, Limits
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "py", "python", "python3")
@@ -71,7 +71,7 @@ def code(
     >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [["assert double(2) == 4", "assert double(1) == 3"]])
     [0.5]
     """
-    from .sandbox import Limits
+    from stages.reward.sandbox import Limits
 
     rows = len(completions)
     _refuse_columns(isolation=isolation, sandbox_python=sandbox_python, sandbox_url=sandbox_url, sandbox_token=sandbox_token)
@@ -179,7 +179,7 @@ def _call(given: Any, wanted: Any) -> tuple[list[Any], Any]:
 
 def _runner(isolation: str, python: str, url: str, token: str) -> Run:
     """What runs a program; that it can run any is tried first, so that no program is blamed for a sandbox that fails."""
-    from .sandbox import describe, remote, run_program
+    from stages.reward.sandbox import describe, remote, run_program
 
     if url:
         remote.check(url, token)

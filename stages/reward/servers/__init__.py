@@ -1,0 +1,1 @@
+"""Reward servers: one client, six dialects, and no way for a failure to become a number."""
