@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.errors import ConfigError, printable
 from stages.common import dotted
+
+from .own import held
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def resolve(name: str) -> Algorithm:
         check_name(name)
     except ValueError as error:
         raise ConfigError("optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms") from None
-    return dotted.load(name, "optimize.algorithm", Algorithm)[0]
+    return held(dotted.load(name, "optimize.algorithm", Algorithm)[0], name)
 
 
 def source_hash(name: str) -> str:
@@ -178,5 +181,14 @@ def source_hash(name: str) -> str:
 
 
 def part(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a row means: itself, or the one of that name in `advantages` or `losses`."""
-    return chosen if callable(chosen) else getattr(importlib.import_module(f"stages.optimize.{module}"), chosen)
+    """The function that a row means: itself, or the one of that name in `advantages` or `losses`. ConfigError."""
+    if callable(chosen):
+        return chosen
+    found = getattr(importlib.import_module(f"stages.optimize.{module}"), chosen, None)
+    if not inspect.isfunction(found):
+        raise ConfigError(
+            "optimize.algorithm",
+            f"expected a function or the name of one of {module}.py, found {printable(repr(chosen))}",
+            next="correct the algorithm's row",
+        )
+    return found
