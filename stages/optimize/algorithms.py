@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +153,24 @@ ALGORITHMS = {
         ),
     )
 }
+
+
+_BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
+OPTIONS = {
+    "clipped": _BOUNDS,
+    "sequence_clipped": (*_BOUNDS, "token_form"),
+    "cispo": ("clip_max",),
+    "sapo": ("tau_positive", "tau_negative"),
+    "reinforce": (),
+}
+"""What each surrogate takes, so that a recipe is told without loading torch."""
+
+
+def check_options(name: str, given: Iterable[str]) -> None:
+    """ValueError for an option that the surrogate of the row called `name` does not take. A user's own is asked later."""
+    known = OPTIONS[ALGORITHMS[name].surrogate] if name in ALGORITHMS else given
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"{unknown[0]} is no option of algorithm {name!r}: leave it out; it takes {', '.join(known)}")
 
 
 def check_name(name: str) -> str:
