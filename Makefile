@@ -4,7 +4,7 @@ LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.loc
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow gpu lint lock
+.PHONY: setup demo test slow gpu oracle lint lock
 
 setup: $(STAMP)
 
@@ -27,6 +27,16 @@ slow: setup
 
 gpu: setup
 	$(PYTEST) -m gpu
+
+# The other systems that tests/oracles compares with, in a folder of their own; without them those tests skip
+ORACLES := 'trl==1.16.*' 'verl==0.9.1' 'tensordict==0.10.*' ray msgpack omegaconf pyvers codetiming
+.oracles/verl: $(STAMP)
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .oracles $(ORACLES)
+	rm -rf .oracles/tests .oracles/scripts
+	touch $@
+
+oracle: .oracles/verl
+	PYTHONPATH=.oracles $(PYTEST) -m oracle tests/oracles
 
 lint: setup
 	.venv/bin/ruff check .

@@ -28,6 +28,7 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     `quiver run --json` prints: the run, and for each iteration its references, mean reward, evaluation and seconds by stage.
     """
     forced = set(STAGES[STAGES.index(first_forced) :]) if first_forced else set()
+    recipe.optimize_config().resolved()  # a user's own algorithm is told what is wrong with it before anything is made
     policy = perform(recipe, "import policy", "policy", recipe.policy, {}, recipe.run, False).ref
     baseline = measure(recipe, policy, 0, forced)
     iterations, policies = [], [policy]

@@ -21,7 +21,9 @@ from stages.reward.functions import FUNCTIONS
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted(
-    path for path in ROOT.rglob("*.md") if not {".venv", ".git", ".pytest_cache"} & set(path.relative_to(ROOT).parts)
+    path
+    for path in ROOT.rglob("*.md")
+    if not {".venv", ".git", ".pytest_cache", ".oracles"} & set(path.relative_to(ROOT).parts)
 )
 COMMANDS = set(get_command(app).commands)
 

@@ -149,7 +149,9 @@ def gae(
     """
     v, r = values.detach().double(), rewards.double()
     starts, ends = offsets[:-1], offsets[1:] - 1
-    following = torch.zeros(len(starts), dtype=v.dtype, device=v.device) if last_values is None else last_values.double()
+    following = torch.zeros(len(starts), dtype=v.dtype, device=v.device)
+    if last_values is not None:
+        following.copy_(last_values)  # a tensor of its own: it is written below
     running, advantages = torch.zeros_like(following), torch.zeros_like(v)
     for back in range(int(offsets.diff().max()) if len(starts) else 0):
         rows = (ends - back >= starts).nonzero()[:, 0]

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from schemas.errors import ConfigError, printable
 from stages.common import dotted
+
+from .own import held
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,24 @@ ALGORITHMS = {
 }
 
 
+_BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
+OPTIONS = {
+    "clipped": _BOUNDS,
+    "sequence_clipped": (*_BOUNDS, "token_form"),
+    "cispo": ("clip_max",),
+    "sapo": ("tau_positive", "tau_negative"),
+    "reinforce": (),
+}
+"""What each surrogate takes, so that a recipe is told without loading torch."""
+
+
+def check_options(name: str, given: Iterable[str]) -> None:
+    """ValueError for an option that the surrogate of the row called `name` does not take. A user's own is asked later."""
+    known = OPTIONS[ALGORITHMS[name].surrogate] if name in ALGORITHMS else given
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"{unknown[0]} is no option of algorithm {name!r}: leave it out; it takes {', '.join(known)}")
+
+
 def check_name(name: str) -> str:
     """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
     if name in ALGORITHMS or ":" in name:
@@ -169,7 +190,7 @@ def resolve(name: str) -> Algorithm:
         check_name(name)
     except ValueError as error:
         raise ConfigError("optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms") from None
-    return dotted.load(name, "optimize.algorithm", Algorithm)[0]
+    return held(dotted.load(name, "optimize.algorithm", Algorithm)[0], name)
 
 
 def source_hash(name: str) -> str:
@@ -178,5 +199,14 @@ def source_hash(name: str) -> str:
 
 
 def part(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a row means: itself, or the one of that name in `advantages` or `losses`."""
-    return chosen if callable(chosen) else getattr(importlib.import_module(f"stages.optimize.{module}"), chosen)
+    """The function that a row means: itself, or the one of that name in `advantages` or `losses`. ConfigError."""
+    if callable(chosen):
+        return chosen
+    found = getattr(importlib.import_module(f"stages.optimize.{module}"), chosen, None)
+    if not inspect.isfunction(found):
+        raise ConfigError(
+            "optimize.algorithm",
+            f"expected a function or the name of one of {module}.py, found {printable(repr(chosen))}",
+            next="correct the algorithm's row",
+        )
+    return found

@@ -226,7 +226,7 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
     """0.5 · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²): the critic's squared error, with the policy's caution.
 
     The larger of both, so a token has no gradient once V has moved by more than c towards its return. With c = None it is half
-    the squared error. TRL and verl take the same.
+    the squared error. verl takes the same.
 
     Args:
         values: [N] V_t, with gradient.

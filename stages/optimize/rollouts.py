@@ -77,6 +77,7 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
         shaped = scores - config.kl_coef * _divergence(table, extra["ref"])
     weights = scores if algorithm.critic else part("advantages", algorithm.advantage)(shaped, groups)
     if bool(weights.isnan().all()):
+        _require_groups(config.algorithm, groups, int((~scores.isnan()).sum()))
         raise _nothing(versions, len(scores), int((~scores.isnan()).sum()))
     reasons = _reasons(config, table, shaped, groups, weights)
     kept = torch.tensor([i for i, reason in enumerate(reasons) if reason is None], dtype=torch.int64)
@@ -142,6 +143,16 @@ def _reasons(config, table, scores, groups, weights) -> list[str | None]:
         codes[tests[code][1]] = code
     names = [*[name for name, _ in tests], None]
     return [names[code] for code in codes.tolist()]
+
+
+def _require_groups(algorithm: str, groups: torch.Tensor, scored: int) -> None:
+    """ConfigError where rollouts are scored, but every prompt has one only."""
+    if scored >= 2 and int(groups.bincount().max()) < 2:
+        raise ConfigError(
+            f"optimize.algorithm {algorithm}",
+            f"needs two rollouts of a prompt at least, found one of each of {len(groups)} prompts",
+            next="set generate.samples_per_prompt >= 2, or use reinforce_pp or ppo, which need no group",
+        )
 
 
 def _nothing(versions: Sequence[Sampled], count: int, scored: int) -> NumericError:

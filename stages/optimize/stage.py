@@ -201,6 +201,7 @@ class Config(Base):
             raise ValueError("trackers need tracker_folder, the folder that they write to")
         if self.delta is not None and self.clip_high is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(f"delta must be > 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}")
+        algorithms.check_options(self.algorithm, self.surrogate_options())
         return self
 
     def key(self) -> dict[str, Any]:

@@ -283,6 +283,18 @@ def test_replay_by_hand(workplace, result, monkeypatch):
         rerun(recipe, "reward", ("rollouts",), {"rollouts": both["rollouts"]})
 
 
+def test_an_algorithm_that_can_not_be_called_is_found_before_anything_is_made(workplace, result):
+    before = names(Store(workplace / "store"))
+    (workplace / "wrong.py").write_text(
+        "from stages.optimize.algorithms import Algorithm\n"
+        "MINE = Algorithm('mine', lambda rewards: rewards, 'clipped', 'token_mean')\n"
+    )
+    arguments = ["--set", "optimize.algorithm='wrong.py:MINE'", "--set", "run='wrong'"]
+    error = quiver(workplace, "run", "recipe.toml", *arguments, code=2)["error"]
+    assert error["object"] == "optimize.algorithm wrong.py:MINE advantage" and "(rewards, groups)" in error["message"]
+    assert names(Store(workplace / "store")) == before
+
+
 SLOW_GENERATION = [
     "--iterations", "1", "--set", "generate.rows_per_shard=2", "--set", "generate.samples_per_prompt=16",
     "--set", "generate.sampling.max_tokens=60", "--set", "generate.sampling.ignore_eos=true", "--set", "data.held_out=null",

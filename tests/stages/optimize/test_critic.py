@@ -81,6 +81,14 @@ def test_gae_of_no_rollouts_and_of_empty_ones():
     assert found.tolist() == [3.0, 2.0]
 
 
+def test_gae_writes_into_nothing_that_it_is_given():
+    """Also not in float64, where `.double()` makes no copy."""
+    given = [torch.tensor(x, dtype=torch.float64) for x in (REWARDS, VALUES, LAST)]
+    kept = [each.clone() for each in given]
+    advantages.gae(given[0], given[1], torch.tensor(OFFSETS), last_values=given[2])
+    assert all(torch.equal(one, other) for one, other in zip(given, kept, strict=True))
+
+
 def test_whitened():
     found = advantages.whitened(torch.tensor(VALUES, dtype=torch.float32))
     np.testing.assert_allclose(found.numpy(), (VALUES - VALUES.mean()) / VALUES.std(ddof=1), atol=1e-6)

@@ -251,9 +251,8 @@ def test_all_rewards_equal_commits_the_same_weights_and_says_so(store, policy, m
     assert all(torch.equal(a, b) for a, b in zip(_weights(done).values(), _weights(policy).values(), strict=True))
 
 
-@pytest.mark.parametrize("each, reward", [(4, None), (1, 1.0)])
-def test_without_any_advantage_it_stops(store, policy, each, reward):
-    made = world.make(store, policy, lambda row: reward, each=each)
+def test_without_any_advantage_it_stops(store, policy):
+    made = world.make(store, policy, lambda row: None)
     with pytest.raises(NumericError, match="no advantage can be computed"):
         _run(store, policy, made)
     assert store.numbers("tiny", "policy") == [0]
@@ -463,11 +462,6 @@ def test_importing_the_stage_is_cheap():
     code = "import sys, stages.optimize.stage; print([n for n in ('torch', 'transformers', 'accelerate') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_options_that_the_surrogate_does_not_take_are_refused(store, policy, made):
-    with pytest.raises(ConfigError, match="clip_max"):
-        _run(store, policy, made, _config(options={"clip_max": 5.0}))
 
 
 def test_bf16_autocast_trains_and_keeps_weights_in_float32(store, policy, made):

@@ -1,0 +1,261 @@
+"""Bad input as a table: each ends in an error that names its code, its object, what is wrong and what to do, and changes nothing.
+
+After every refusal the same versions are there, whole, and the next run on good input succeeds with no clean-up.
+"""
+
+import sys
+import tempfile
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from schemas.errors import QuiverError
+from stages.common.models import load_model
+from stages.common.store import Store
+from stages.optimize.stage import Config, run
+from tests.stages.optimize import world
+from tests.tiny import make_policy
+
+OWN = """
+import torch
+from stages.optimize.algorithms import Algorithm
+from stages.optimize.losses import clipped, token_mean
+
+def good(tokens, **options):
+    return clipped(tokens, clip_low=0.2, clip_high=0.2)
+
+seen = []
+def poisoned(tokens, *, after, grad_only=False):
+    loss, taken = good(tokens)
+    seen.append(1)
+    if len(seen) <= after:
+        return loss, taken
+    if grad_only:  # 0 where it stands, but its slope is infinite times 0
+        return loss + (tokens.logprobs - tokens.logprobs.detach()).square().sqrt(), taken
+    return loss * float("nan"), taken
+
+def no_tokens():
+    return None
+
+def loss_alone(tokens):
+    return good(tokens)[0]
+
+def a_mean(tokens):
+    loss, taken = good(tokens)
+    return loss.mean(), taken
+
+def detached(tokens):
+    loss, taken = good(tokens)
+    return loss.detach(), taken
+
+def counts(tokens):
+    loss, taken = good(tokens)
+    return loss, taken.float()
+
+def rewards_alone(rewards):
+    return rewards
+
+def of_groups(rewards, groups):
+    return rewards[:1]
+
+def critics(rewards, values, offsets, gamma, gae_lambda):
+    return rewards, values
+
+def lengths_alone(lengths):
+    return token_mean(lengths)
+
+def of_rollouts(lengths, max_completion_tokens):
+    return torch.ones(len(lengths))
+
+def row(advantage="group_normalized", surrogate=good, aggregation="token_mean", **more):
+    return Algorithm("mine", advantage, surrogate, aggregation, **more)
+
+FINE = row()
+POISONED = row(surrogate=poisoned)
+NO_TOKENS, LOSS_ALONE, A_MEAN = row(surrogate=no_tokens), row(surrogate=loss_alone), row(surrogate=a_mean)
+DETACHED, COUNTS, NO_SUCH = row(surrogate=detached), row(surrogate=counts), row(surrogate="clip")
+REWARDS_ALONE, OF_GROUPS = row(advantage=rewards_alone), row(advantage=of_groups)
+CRITICS = row(advantage=critics, critic=True)
+LENGTHS_ALONE, OF_ROLLOUTS = row(aggregation=lengths_alone), row(aggregation=of_rollouts)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    """The module `bad_algo` with a user's own algorithms."""
+    (tmp_path / "bad_algo.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("bad_algo", None)
+
+
+class Case(NamedTuple):
+    """One bad input: the config, what becomes of the rollouts and their rewards, and what is said of it."""
+
+    code: str
+    exit_code: int
+    object: str
+    says: list[str]
+    next: str
+    config: dict[str, Any] = {}  # noqa: RUF012
+    rows: Any = lambda row: row
+    score: Any = world.even_share
+    sampling: dict[str, Any] = {}  # noqa: RUF012
+
+
+def own_algorithm(name: str, part: str, *says: str, **config: Any) -> Case:
+    told = "correct the function; stages/optimize/README.md"
+    return Case(
+        "E-CONFIG", 2, f"optimize.algorithm bad_algo:{name} {part}", [*says], told, {"algorithm": f"bad_algo:{name}", **config}
+    )
+
+
+def poisoned(after: int, **options: Any) -> Case:
+    says = ["3 optimizer steps in a row", "not finite"]
+    config = {"algorithm": "bad_algo:POISONED", "epochs": 9, "options": {"after": after, **options}}
+    return Case("E-NUMERIC", 8, "optimize", says, "lower optimize.learning_rate", config)
+
+
+def alone(row: dict) -> dict:
+    return {**row, "group_id": row["rollout_id"]}
+
+
+def heated(row: dict) -> dict:
+    """Half of the rows say that they were sampled at another temperature than they were."""
+    return {**row, "temperature": 3.0} if row["sample_index"] % 2 else row
+
+
+CASES = {
+    "group too small": Case(
+        "E-CONFIG", 2, "optimize.algorithm grpo", ["two rollouts of a prompt", "one of each of 16"],
+        "samples_per_prompt >= 2", rows=alone,
+    ),
+    "kl_coef without a reference": Case(
+        "E-CONFIG", 2, "optimize.kl_coef", ["0.1 needs the reference's logprobs"], "set kl_coef = 0", {"kl_coef": 0.1}
+    ),
+    "kl_in_reward without a reference": Case(
+        "E-CONFIG", 2, "optimize.kl_coef", ["0.1 needs the reference's logprobs"], "set kl_coef = 0",
+        {"kl_coef": 0.1, "kl_in_reward": True, "algorithm": "ppo"},
+    ),
+    "biased sampling": Case(
+        "E-CONFIG", 2, "tiny/rollouts@1", ["top_p = 0.9", "min_p = 0.1"], "optimize.allow_biased_sampling = true",
+        sampling={"top_p": 0.9, "min_p": 0.1},
+    ),
+    "temperature 0": Case(
+        "E-CONFIG", 2, "tiny/rollouts@1", ["1 rows were sampled at temperature 0"], "generate at temperature > 0",
+        rows=lambda row: {**row, "temperature": 0.0} if row["rollout_id"] == "r-001-2" else row,
+    ),
+    "temperatures that the logprobs were not sampled at": Case(
+        "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], "quiver lineage", rows=heated
+    ),
+    "no scored rollout": Case(
+        "E-NUMERIC", 8, "tiny/rewards@1", ["0 of 16 rollouts are scored"], "quiver show tiny/rewards@1", score=lambda row: None
+    ),
+    "one scored rollout": Case(
+        "E-NUMERIC", 8, "tiny/rewards@1", ["1 of 16 rollouts are scored"], "quiver show tiny/rewards@1",
+        {"algorithm": "reinforce_pp"}, score=lambda row: 1.0 if row["rollout_id"] == "r-000-0" else None,
+    ),
+    "NaN from the first step on": poisoned(0),
+    "NaN from the third step on": poisoned(2),
+    "NaN in the gradient alone": poisoned(1, grad_only=True),
+    "own algorithm: takes no tokens": own_algorithm("NO_TOKENS", "surrogate", "(tokens, **options)", "too many positional"),
+    "own algorithm: returns the loss alone": own_algorithm("LOSS_ALONE", "surrogate", "loss and clipped", "float32 ["),
+    "own algorithm: returns a mean": own_algorithm("A_MEAN", "surrogate", "expected loss as float [", "found float32 []"),
+    "own algorithm: has no gradient": own_algorithm("DETACHED", "surrogate", "no gradient", "tokens.logprobs"),
+    "own algorithm: clipped is no bool": own_algorithm("COUNTS", "surrogate", "clipped as bool ["),
+    "own algorithm: advantage of rewards alone": own_algorithm("REWARDS_ALONE", "advantage", "(rewards, groups)"),
+    "own algorithm: advantage a group": own_algorithm("OF_GROUPS", "advantage", "advantages as float [16]", "float32 [1]"),
+    "own algorithm: critic without last_values": own_algorithm("CRITICS", "advantage", "last_values"),
+    "own algorithm: weights of lengths alone": own_algorithm("LENGTHS_ALONE", "aggregation", "max_completion_tokens"),
+    "own algorithm: weights a rollout": own_algorithm("OF_ROLLOUTS", "aggregation", "weights as float [", "float32 [16]"),
+    "own algorithm: names a surrogate that is not there": Case(
+        "E-CONFIG", 2, "optimize.algorithm", ["losses.py, found 'clip'"], "correct the algorithm's row",
+        {"algorithm": "bad_algo:NO_SUCH"},
+    ),
+    "own algorithm: an option that it does not take": Case(
+        "E-CONFIG", 2, "optimize.algorithm mine", ["does not take these options", "cap"], "correct optimize.options",
+        {"algorithm": "bad_algo:A_MEAN", "options": {"cap": 2.0}},
+    ),
+    "own algorithm: an option that it needs": Case(
+        "E-CONFIG", 2, "optimize.algorithm mine", ["missing a required", "after"], "correct optimize.options",
+        {"algorithm": "bad_algo:POISONED"},
+    ),
+    "own algorithm: no such file": Case(
+        "E-CONFIG", 2, "optimize.algorithm nowhere.py", ["there is no file"], "correct optimize.algorithm",
+        {"algorithm": "nowhere.py:MINE"},
+    ),
+}  # fmt: skip
+
+
+@cache
+def sampled() -> list[dict]:
+    """Sixteen rollouts of the tiny policy, whose weights are the same in every test."""
+    with tempfile.TemporaryDirectory() as folder:
+        policy = make_policy(Store(folder))
+        return world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
+
+
+def prepared(store, policy, case: Case) -> dict[str, str]:
+    """References of the policy and of rollouts and rewards as the case has them."""
+    rollouts = world.write_rollouts(store, policy, [case.rows(row) for row in sampled()], sampling=case.sampling)
+    return {"policy": policy.ref, "rollouts": rollouts.ref, "rewards": world.write_rewards(store, rollouts, case.score).ref}
+
+
+def versions(store) -> dict[str, str]:
+    """Content hash of every version that there is."""
+    kinds = ("policy", "rollouts", "rewards", "advantages", "updates", "logprobs")
+    found = [store.open(f"tiny/{kind}@{number}") for kind in kinds for number in store.numbers("tiny", kind)]
+    return {str(version.ref): version.manifest.content_hash for version in found}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_bad_input(store, policy, case):
+    refs = prepared(store, policy, case)
+    before = versions(store)
+    with pytest.raises(QuiverError) as caught:
+        run(Config(device="cpu", **case.config), store, **refs)
+    error = caught.value
+    assert (error.code, error.exit_code, error.object) == (case.code, case.exit_code, case.object)
+    assert all(part in error.message for part in case.says), error.message
+    assert case.next in error.next, error.next
+    assert any(word in error.state for word in ("nothing was changed", "intact", "no version was written")), error.state
+    assert versions(store) == before and store.verify()[1] == []
+    good = prepared(store, policy, Case("", 0, "", [], ""))
+    assert str(run(Config(device="cpu", algorithm="bad_algo:FINE"), store, **good)) == "tiny/policy@1"
+
+
+# -- what is not an error ------------------------------------------------------------------------------------------------------
+
+
+def test_equal_rewards_are_said_and_go_on_with_the_same_weights(store, policy, caplog):
+    refs = prepared(store, policy, Case("", 0, "", [], "", score=lambda row: 0.5))
+    done = store.open(run(Config(device="cpu"), store, **refs))
+    assert done.manifest.metrics["all_advantages_zero"] and done.manifest.metrics["steps"] == 0
+    assert "every advantage is 0" in caplog.text
+    before, after = (dict(load_model(version, dtype=torch.float32).named_parameters()) for version in (policy, done))
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_fewer_than_three_bad_steps_are_left_out(store, policy):
+    """Two good steps, then two that are not finite: not three in a row, so what was learnt before is kept."""
+    refs = prepared(store, policy, Case("", 0, "", [], ""))
+    config = Config(device="cpu", algorithm="bad_algo:POISONED", epochs=4, options={"after": 2})
+    done = store.open(run(config, store, **refs))
+    rows = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert [row["applied"] for row in rows] == [True, True, False, False]
+    assert done.manifest.metrics["skipped_steps"] == 2
+
+
+def test_rows_of_different_temperatures_are_each_taken_at_their_own(store, policy):
+    model = load_model(policy, dtype=torch.float32)
+    rows = [
+        {**row, "rollout_id": f"{temperature}-{row['rollout_id']}", "group_id": f"{temperature}-{row['group_id']}"}
+        for temperature in (0.6, 1.0, 1.7)
+        for row in world.sample(model, world.prompts(3), 4, temperature=temperature)
+    ]
+    rollouts = world.write_rollouts(store, policy, rows)
+    rewards = world.write_rewards(store, rollouts, world.even_share)
+    done = store.open(run(Config(device="cpu"), store, policy=policy.ref, rollouts=rollouts.ref, rewards=rewards.ref))
+    assert done.manifest.metrics["audit"]["max_gap"] < 1e-4 and done.manifest.metrics["audit"]["rollouts"] > 30
