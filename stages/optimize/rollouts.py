@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from schemas.errors import LineageError, NumericError, SchemaError
+from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
 from stages.common.packed.attention import Sequences, prompt_numbers
 from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
