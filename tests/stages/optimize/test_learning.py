@@ -10,7 +10,7 @@ from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
 
-ITERATIONS = 12
+ITERATIONS = 10
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ ITERATIONS = 12
 def test_it_learns_to_prefer_even_ids(store, kind, algorithm):
     """Each iteration samples anew from the policy as it is and takes four steps, so that bounds are met."""
     policy = make_policy(store, kind, kind)
-    config = {"learning_rate": 1e-2, "minibatches": 4, "device": "cpu"}
+    config = {"learning_rate": 2e-2, "minibatches": 4, "device": "cpu"}
     shares = []
     for iteration in range(ITERATIONS + 1):
         rollouts = sampled(store, policy, groups=6, each=16, seed=iteration, temperature=1.0, tokens=8)
