@@ -56,8 +56,9 @@ class PolicyConfig(Config):
 
     model: str = Field(min_length=1)
     """A model directory, a .gguf file, `package:NAME/FILE.gguf` (a file inside an installed package), a hub id, or a function of
-    yours that makes the model, `module:function` or `file.py:function`. It is called once, as `function(folder, **arguments)`
-    with a `pathlib.Path`, and writes config, safetensors, tokenizer and generation config there, by `save_pretrained` say."""
+    yours that makes the model, `module:function` or `file.py:function`. It is called once a run, as
+    `function(folder, **arguments)` with a `pathlib.Path`, and writes config, safetensors, tokenizer and generation config there,
+    by `save_pretrained` say."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function. They and the bytes of its file say which base model it is, so what it draws at random
     must follow from a seed among them. Sums may differ in their last bits on another machine: the store keeps what was made."""
@@ -103,16 +104,17 @@ def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -
 
 def _from_function(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]:
     """Hash of the function that makes the model and of its arguments, no commit, and what fills a folder."""
+    function, source_hash = made.load(config.model, config.model_dump(mode="json")["arguments"])
 
     def fill(folder: Path) -> None:
         log.info("making the base model by %s, once", printable(config.model))
-        made.make(config.model, config.arguments, folder)
+        made.make(config.model, function, config.arguments, folder)
         check_folder(folder, config.model)
         for path in folder.iterdir():  # as of a directory, only what makes the model is taken
             if not _wanted(path):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    return made.source_hash(config.model, config.model_dump(mode="json")["arguments"]), "", fill
+    return source_hash, "", fill
 
 
 def _from_files(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]:

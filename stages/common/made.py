@@ -1,18 +1,19 @@
 """A base model that a function of the user's makes: `module:function` or `file.py:function` in place of a model's name.
 
-The function is called once, as `function(folder, **arguments)` with a `pathlib.Path`, and writes a model directory there. Its
+The function is called once a run, as `function(folder, **arguments)` with a `pathlib.Path`, and writes a model directory there. Its
 file and the arguments say which model is meant, so it is found in the store before anything is called again. Whatever it raises
 is a ConfigError that names it. The parent process imports the file too, to hash it: heavy imports belong inside the function.
 
     if is_function(name):
-        key = source_hash(name, {"seed": 0})
-        make(name, {"seed": 0}, folder)
+        function, key = load(name, {"seed": 0})
+        make(name, function, {"seed": 0}, folder)
 """
 
 from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ def is_function(name: str) -> bool:
     return bool(_FUNCTION.fullmatch(name)) and not Path(name).expanduser().is_dir()
 
 
-def source_hash(name: str, arguments: dict[str, Any]) -> str:
-    """sha256 of the function's name, the bytes of its file, and the arguments (plain JSON). ConfigError: no such function."""
-    return digest([name.rpartition(":")[2], dotted.load(name, _FIELD)[1], arguments])
+def load(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., None], str]:
+    """The function, and the sha256 of its name, the bytes of its file and the arguments (plain JSON). ConfigError."""
+    function, sha256 = dotted.load(name, _FIELD)
+    return function, digest([name.rpartition(":")[2], sha256, arguments])
 
 
-def make(name: str, arguments: dict[str, Any], folder: Path) -> None:
+def make(name: str, function: Callable[..., None], arguments: dict[str, Any], folder: Path) -> None:
     """Call the function. ConfigError with what it raised; a full disk or memory is not its fault and rises as it is."""
-    function, _ = dotted.load(name, _FIELD)
     try:
         function(folder, **arguments)
     except (QuiverError, MemoryError):
