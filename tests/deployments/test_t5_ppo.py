@@ -1,6 +1,7 @@
 """The recipe t5_ppo: its rows, its reward, its base model; a small run of every stage; and, slow, that it gets better."""
 
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -44,8 +45,6 @@ def test_the_reward_is_the_share_of_digits_in_place(completion, answer, share):
 
 
 def test_a_careless_teacher_swaps_neighbours_only():
-    import random
-
     rng, shown = random.Random(0), Counter()
     for _ in range(3000):
         shown[t5_digits._taught("321", 0.25, rng)] += 1
