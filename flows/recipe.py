@@ -19,6 +19,7 @@ from schemas.errors import ConfigError, printable
 from schemas.refs import NAME
 from stages.common.checkpoints import PolicyConfig
 from stages.common.config import Config, Runtime, parse
+from stages.common.made import is_function
 from stages.evaluate.stage import Config as ScoreConfig
 from stages.generate.stage import Config as GenerateConfig
 from stages.logprobs.stage import Config as LogprobsConfig
@@ -141,7 +142,8 @@ class Recipe(Config):
     @property
     def online(self) -> bool:
         """Whether a hub may be reached: only when the recipe names a hub model or dataset."""
-        hub_model = not Path(self.policy.model).expanduser().exists() and not self.policy.model.startswith("package:")
+        here = Path(self.policy.model).expanduser().exists() or self.policy.model.startswith("package:")
+        hub_model = not here and not is_function(self.policy.model)
         sources = (self.data.source, (self.data.held_out or {}).get("source", ""))
         return hub_model or any(source.startswith("datasets:") for source in sources)
 

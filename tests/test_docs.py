@@ -94,7 +94,9 @@ def test_the_reward_in_the_readme_scores():
 @pytest.mark.parametrize(
     "module",
     ["schemas.errors", "schemas.refs", "stages.reward.functions", "stages.reward.functions.answers", "stages.reward.tables",
-     "stages.optimize.algorithms", "stages.evaluate.estimators", "deployments.recipes.larger"],
+     "stages.optimize.algorithms", "stages.evaluate.estimators", "stages.reward.servers.dialects.strict",
+     "stages.reward.servers.dialects.rows", "stages.reward.servers.dialects.judge", "stages.reward.functions.programs",
+     "deployments.recipes.larger", "deployments.recipes.t5_digits"],
 )  # fmt: skip
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module))

@@ -14,17 +14,18 @@ import importlib.util
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from schemas.errors import ConfigError, ConflictError, LineageError, SecurityError, printable
 from schemas.manifest import Model, digest
 from schemas.refs import Ref
 
-from . import files
+from . import files, made
 from .config import Config
 from .store import Store, Version
 from .work import begin
@@ -57,11 +58,23 @@ class PolicyConfig(Config):
     """Where the base model comes from. It becomes `policy@0` of the run."""
 
     model: str = Field(min_length=1)
-    """A model directory, a .gguf file, `package:NAME/FILE.gguf` (a file inside an installed package), or a hub id."""
+    """A model directory, a .gguf file, `package:NAME/FILE.gguf` (a file inside an installed package), a hub id, or a function of
+    yours that makes the model, `module:function` or `file.py:function`. It is called once a run, as
+    `function(folder, **arguments)` with a `pathlib.Path`, and writes config, safetensors, tokenizer and generation config there,
+    by `save_pretrained` say."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function. They and the bytes of its file say which base model it is, so what it draws at random
+    must follow from a seed among them. Sums may differ in their last bits on another machine: the store keeps what was made."""
     revision: str | None = None
     """Commit or tag of a hub id. Without it the hub's default branch is taken. The manifest's metrics say which commit it was."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What a GGUF file's quantized weights become. A directory or hub model keeps the dtype that it has."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> PolicyConfig:
+        if self.arguments and not made.is_function(self.model):
+            raise ValueError(f"arguments are for a function, module:function or file.py:function; model is {self.model!r}")
+        return self
 
 
 class _Pinned(PolicyConfig):
@@ -75,11 +88,8 @@ class _Pinned(PolicyConfig):
 
 def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -> Ref:
     """Import the base model as `into/policy@0`; the same bytes again are a cache hit. ConfigError, SecurityError."""
-    source, weights, commit = _locate(config)
-    if weights is None:
-        check_folder(source, config.model)
-    chosen = [weights] if weights else sorted(p for p in source.iterdir() if _wanted(p))
-    pinned = _Pinned(**config.model_dump(), source_hash=digest([[p.name, files.sha256(p)] for p in chosen]))
+    source_hash, commit, fill = _from_function(config) if made.is_function(config.model) else _from_files(config)
+    pinned = _Pinned(**config.model_dump(), source_hash=source_hash)
     with begin(
         store, into, "policy", stage="policy", stage_version=STAGE_VERSION, config=pinned, inputs={}, force=force
     ) as work:
@@ -89,14 +99,42 @@ def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -
             what = f"the run starts from another base model than {printable(config.model)}"
             raise ConflictError(f"{into}/policy@0", what, next="choose another name for the run")
         with work.phase("import"), files.storage(f"{into}/policy@0"):
-            if weights:
-                _convert_gguf(weights, work.folder, config.dtype)
-            else:
-                for path in chosen:
-                    shutil.copyfile(path, work.folder / path.name)
+            fill(work.folder)
             check_folder(work.folder, config.model)
         metrics = {"parameters": _count_parameters(work.folder), **({"commit": commit} if commit else {})}
         return work.commit(number=None if force else 0, metrics=metrics).ref
+
+
+def _from_function(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]:
+    """Hash of the function that makes the model and of its arguments, no commit, and what fills a folder."""
+    function, source_hash = made.load(config.model, config.model_dump(mode="json")["arguments"])
+
+    def fill(folder: Path) -> None:
+        log.info("making the base model by %s, once", printable(config.model))
+        made.make(config.model, function, config.arguments, folder)
+        check_folder(folder, config.model)
+        for path in folder.iterdir():  # as of a directory, only what makes the model is taken
+            if not _wanted(path):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return source_hash, "", fill
+
+
+def _from_files(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]:
+    """Hash of the model's files, the commit of a hub model, and what fills a folder with them."""
+    source, weights, commit = _locate(config)
+    if weights is None:
+        check_folder(source, config.model)
+    chosen = [weights] if weights else sorted(p for p in source.iterdir() if _wanted(p))
+
+    def fill(folder: Path) -> None:
+        if weights:
+            _convert_gguf(weights, folder, config.dtype)
+            return
+        for path in chosen:
+            shutil.copyfile(path, folder / path.name)
+
+    return digest([[p.name, files.sha256(p)] for p in chosen]), commit, fill
 
 
 def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, Path | None, str]:

