@@ -266,7 +266,10 @@ def test_replay_trains_on_the_iteration_before_too(workplace, result):
 def test_replay_by_hand(workplace, result, monkeypatch):
     """Rewards and the policy are found for several rollouts as for one."""
     monkeypatch.chdir(workplace)
-    first, second = ({name: each[name] for name in ("rollouts", "rewards")} for each in result["iterations"])
+    made = [each["rollouts"] for each in result["iterations"]]
+    first, second = (
+        {"rollouts": r, "rewards": quiver(workplace, "reward", "recipe.toml", "--rollouts", r)["ref"]} for r in made
+    )
     options = ["--rollouts", first["rollouts"], "--rollouts", second["rollouts"], "--set", "optimize.max_staleness=1"]
     trained = quiver(workplace, "optimize", "recipe.toml", *options)
     roles = {entry.role: entry.ref for entry in Store("store").open(trained["ref"]).manifest.inputs}

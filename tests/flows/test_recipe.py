@@ -150,5 +150,6 @@ def test_errors_on_the_command_line(recipe, tmp_path):
 
 def test_what_there_is(tmp_path):
     assert {row["name"] for row in quiver(tmp_path, "algorithms")["algorithms"]} >= {"grpo", "dapo", "rloo"}
-    assert {row["name"] for row in quiver(tmp_path, "rewards")["rewards"]} == {"exact_match", "numeric", "format", "length"}
+    rewards = {row["name"]: row["kind"] for row in quiver(tmp_path, "rewards")["rewards"]}
+    assert (rewards["numeric"], rewards["math"], rewards["code"], rewards["openrlhf"]) == ("function",) * 3 + ("server",)
     assert {row["name"] for row in quiver(tmp_path, "engines")["engines"]} == {"vllm", "transformers", "scripted"}
