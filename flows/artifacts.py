@@ -19,10 +19,8 @@ def publish(call: Call, outcome: Outcome) -> None:
     """Leave what there is to see of `outcome` with the task that runs now; nothing for a version that was there already."""
     if outcome.cached or call.stage != "reward":
         return
-    rows = reward_rows(outcome.metrics)
-    create_table_artifact(
-        table=rows, key=_key("rewards", call.into), description=f"Rewards {outcome.ref}, {outcome.rows} rollouts"
-    )
+    description = f"Rewards {outcome.ref}, {outcome.rows} rollouts{_correlations(outcome.metrics)}"
+    create_table_artifact(table=reward_rows(outcome.metrics), key=_key("rewards", call.into), description=description)
 
 
 def reward_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
@@ -31,6 +29,11 @@ def reward_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
         {"function": name, **{column: found.get(column) for column in _COLUMNS}} for name, found in metrics["functions"].items()
     ]
     return [*each, {"function": "reward", **{column: metrics.get(f"reward_{column}") for column in _COLUMNS}}]
+
+
+def _correlations(metrics: dict[str, Any]) -> str:
+    found = [f"{pair} {value:.2f}" for pair, value in (metrics.get("correlation") or {}).items() if value is not None]
+    return "; correlation: " + ", ".join(found) if found else ""
 
 
 def _key(kind: str, run: str | None) -> str:

@@ -142,10 +142,9 @@ class Recipe(Config):
     @property
     def online(self) -> bool:
         """Whether a hub may be reached: only when the recipe names a hub model or dataset."""
-        here = Path(self.policy.model).expanduser().exists() or self.policy.model.startswith("package:")
-        hub_model = not here and not is_function(self.policy.model)
+        models = (self.policy.model, *(scorer.model for scorer in self.reward.models))
         sources = (self.data.source, (self.data.held_out or {}).get("source", ""))
-        return hub_model or any(source.startswith("datasets:") for source in sources)
+        return any(map(_on_hub, models)) or any(source.startswith("datasets:") for source in sources)
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same rows each time)."""
@@ -181,6 +180,10 @@ class Recipe(Config):
 
     def _reserve(self, evaluation: bool) -> int:
         return self.generate_config(0, evaluation=evaluation).sampling.max_tokens
+
+
+def _on_hub(model: str) -> bool:
+    return not (Path(model).expanduser().exists() or model.startswith("package:") or is_function(model))
 
 
 def _check_training(generate: GenerateConfig, optimize: Optimize) -> None:

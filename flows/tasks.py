@@ -42,9 +42,10 @@ def perform(
 
 
 def check_rewards(recipe: Recipe, prompts: str) -> None:
-    """ConfigError when a reward function asks for a column that `prompts` do not have: told before the engine starts."""
-    columns = Store(recipe.store).open(prompts).table().schema.field("columns").type
-    check_functions(recipe.reward, [field.name for field in columns])
+    """ConfigError when something that scores is missing, or can not score `prompts`: told before the engine starts."""
+    version = Store(recipe.store).open(prompts)
+    columns = version.table().schema.field("columns").type
+    check_functions(recipe.reward, [field.name for field in columns], version)
 
 
 def describe(label: str, outcome: Outcome) -> str:

@@ -140,10 +140,13 @@ def open_scorers(
                 scorer.close()
 
 
-def check_functions(config: Config, columns: Iterable[str]) -> None:
-    """ConfigError unless each scorer exists and can be called with the prompts' `columns`: asked before any generation."""
+def check_functions(config: Config, columns: Iterable[str], prompts: Version | None = None) -> None:
+    """ConfigError unless each scorer exists and can be called with the prompts' `columns`: asked before any generation.
+
+    `prompts`, where they are there already: reward models look at them too.
+    """
     columns = list(columns)
-    with open_scorers(config) as scorers:
+    with open_scorers(config, prompts=prompts) as scorers:
         _pinned(config, scorers)
         for scorer in scorers:
             scorer.require(columns)

@@ -13,8 +13,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from . import answers, verifiers
-from .embedding import similarity
-from .programs import code
+from .embedding import model_is_there, similarity
+from .programs import code, sandbox_is_there
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 
@@ -183,6 +183,8 @@ class Shipped(NamedTuple):
     version: int
     description: str
     arguments: dict[str, str]
+    ready: Callable[[dict[str, Any]], None] = lambda _: None
+    """Raises where the function can not work on this system with these arguments: asked before anything is generated."""
 
 
 FUNCTIONS: dict[str, Shipped] = {
@@ -231,6 +233,7 @@ FUNCTIONS: dict[str, Shipped] = {
         1,
         "cosine of the embeddings of the completion and of the column `answer`",
         {"model": "a directory, package: or hub id", "pooling": "mean or cls", "cut": "true: read long texts in part"},
+        model_is_there,
     ),
     "code": Shipped(
         code,
@@ -247,5 +250,6 @@ FUNCTIONS: dict[str, Shipped] = {
             "sandbox_url": "a server that runs programs",
             "sandbox_token": "env:NAME",
         },
+        sandbox_is_there,
     ),
 }

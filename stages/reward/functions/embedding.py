@@ -63,6 +63,13 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
     return torch.nn.functional.normalize(torch.cat(found), dim=-1)
 
 
+def model_is_there(arguments: dict[str, Any]) -> None:
+    """ConfigError, SecurityError unless `arguments` name a whole model directory."""
+    from stages.common.checkpoints import find_folder
+
+    find_folder(str(arguments.get("model", "")), None, "reward function similarity: model")
+
+
 @functools.cache
 def _load(model: str) -> tuple[Any, Any, int]:
     """Tokenizer, encoder, and how many tokens they read."""

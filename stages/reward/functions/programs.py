@@ -235,3 +235,11 @@ def _judge(program: str, tests: Tests, run: Run, limits: Limits, all: bool) -> t
 def _harness() -> tuple[str, str]:
     folder = Path(__file__).with_name("harness")
     return tuple((folder / name).read_text(encoding="utf-8") for name in ("judge.py", "candidate.py"))
+
+
+def sandbox_is_there(arguments: dict[str, Any]) -> None:
+    """SecurityError where this system does not permit a layer of the sandbox that `arguments` of `code` ask for."""
+    if not arguments.get("sandbox_url"):
+        from stages.reward.sandbox import describe
+
+        describe(arguments.get("isolation", "full"), arguments.get("sandbox_python", ""))

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from schemas.errors import ConfigError
 from stages.common import files
 from stages.common.config import Config, Runtime
+from stages.reward.functions import FUNCTIONS
 from stages.reward.scoring import Batch, Part, require_columns
 
 from . import calls
@@ -85,11 +86,13 @@ class FunctionScorer:
         return self._function.spent
 
     def require(self, columns: Iterable[str]) -> None:
-        """ConfigError unless the function exists and everything that it needs is offered or among `columns`."""
+        """ConfigError unless the function exists, can work here, and everything that it needs is offered or among `columns`."""
         about = self._pool.describe(self._function)
         if about.fingerprint != self.fingerprint:
             raise ConfigError(f"reward function {self.name}", "its file changes while it is read", next="run again")
         require_columns(self.name, about.needs, columns)
+        if self._function.use in FUNCTIONS:
+            FUNCTIONS[self._function.use].ready(self._function.arguments)
 
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""

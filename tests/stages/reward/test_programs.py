@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from schemas.errors import ConfigError, SecurityError
+from schemas.errors import ConfigError, QuiverError, SecurityError
 from stages.reward.functions import programs
 from stages.reward.functions.programs import extract, read_tests
 from stages.reward.sandbox import describe, run_program
@@ -421,6 +421,15 @@ def test_what_runs_programs_comes_from_the_recipe_alone():
     for name in ("sandbox_url", "sandbox_python", "sandbox_token", "isolation", "timeout_seconds"):
         with pytest.raises(ConfigError, match=f"{name} must be set in arguments, not by a column"):
             code([DOUBLE], [ASSERTS], **{name: ["http://127.0.0.1:1"]})
+
+
+def test_a_sandbox_that_is_not_permitted_is_told_before_any_generation(monkeypatch, tmp_path):
+    monkeypatch.setattr("stages.reward.sandbox.run._LAUNCHER", tmp_path / "missing")
+    config = Config(functions=[{"use": "code", "arguments": {"isolation": "process"}}])
+    with pytest.raises(QuiverError, match="sandbox"):
+        check_functions(config, ["tests"])
+    elsewhere = Config(functions=[{"use": "code", "arguments": {"sandbox_url": "http://127.0.0.1:1"}}])
+    check_functions(elsewhere, ["tests"])  # a server's sandbox is the server's matter
 
 
 def test_in_the_stage(store, sample):
