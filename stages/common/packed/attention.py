@@ -29,6 +29,8 @@ _MASK_ITEMS = 32 * 1024 * 1024
 """Most items of one block's mask."""
 _SHORT = 256
 """Longest block for which a CPU keeps the attention weights instead of calling the fused kernel."""
+_KEPT_ITEMS = 6 * 1024 * 1024
+"""Most attention weights of one block that a CPU keeps in bfloat16 however long it is: the fused kernel takes twice the time."""
 _SIMILAR = 0.75
 """A sequence joins a block when it has at least this share of its longest sequence's length."""
 
@@ -222,7 +224,7 @@ def block_attention(
     outputs = []
     for block in layout.blocks:
         q, k, v = (_rows(states, block.queries if i == 0 else block.keys) for i, states in enumerate(flat))
-        if query.device.type == "cpu" and block.keys.shape[1] <= _SHORT:
+        if query.device.type == "cpu" and _is_small(block, query.shape[1], value.dtype):
             out = _by_products(q, k, v, block.mask(sliding_window, query.dtype, always=True), scaling)
         else:
             mask, times = block.mask(sliding_window, query.dtype), q.shape[1] // k.shape[1]
@@ -235,6 +237,13 @@ def block_attention(
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return _take(joined, layout.gather)[None], None
+
+
+def _is_small(block: Block, heads: int, dtype: torch.dtype) -> bool:
+    """Whether a CPU computes this block by plain products. Under autocast only the values are in bfloat16 yet."""
+    (n, queries), keys = block.queries.shape, block.keys.shape[1]
+    kept = dtype == torch.bfloat16 and heads * n * queries * keys <= _KEPT_ITEMS
+    return keys <= _SHORT or kept
 
 
 def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float | None) -> torch.Tensor:
