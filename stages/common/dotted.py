@@ -8,6 +8,7 @@ Only a recipe may name code; a path is never taken from data. The hash covers th
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -92,8 +93,8 @@ def _forget_stale_bytecode(name: str) -> None:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """A module of its own for each content of the file, so that an edited file is not mistaken for the old one."""
-    name = f"{path.stem}_{files.sha256(path)[:12]}"
+    """A module of its own for each file and content: neither an edited file nor its copy elsewhere is mistaken for another."""
+    name = f"{path.stem}_{files.sha256(path)[:12]}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
