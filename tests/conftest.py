@@ -1,7 +1,10 @@
 """Fixtures for all tests: offline, one thread, a store in the test's own folder, a tiny policy in it."""
 
 import os
+import signal
 
+# a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would wait for nothing
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
