@@ -3,8 +3,6 @@
 import os
 import signal
 
-# a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would wait for nothing
-signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
@@ -18,6 +16,9 @@ os.environ.update(
 import pytest
 
 from stages.common.store import Store, Version
+
+# a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would wait for nothing
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
