@@ -1,7 +1,7 @@
 """reward: rollouts become rewards/1, by functions, models and servers that a recipe names; null is "not scored", never 0.
 
-Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`pool`), models in
-this one (`model_scorer`), servers are asked over HTTP (`remote`). A row where one failed has no reward; more such rows than
+Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`workers`), models
+in this one (`models`), servers are asked over HTTP (`servers`). A row where one failed has no reward; more such rows than
 `max_invalid` allows end the stage with RewardError as soon as that is certain, and finished shards are kept. The code of a
 user's functions enters the run_key by the hash of its file, so an edited function scores anew.
 

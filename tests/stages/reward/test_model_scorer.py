@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from schemas.errors import ConfigError, SecurityError
+from schemas.errors import ConfigError, ResourceError, SecurityError
 from stages.common.config import parse
 from stages.generate.stage import Config as GenerateConfig
 from stages.generate.stage import run as generate
@@ -255,6 +255,24 @@ def test_nothing_is_left_running(model, opened):
     scorer.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_a_scorer_that_is_closed_while_it_scores_begins_nothing_anew(model, opened):
+    """`close` comes from another thread when something else has failed: no template's process, no model is made after it."""
+    scorer = opened(model())
+    scorer.score(batch_of(["7"]))
+
+    class Closing(list):
+        def __getitem__(self, row):
+            if row == 1:
+                scorer.close()
+            return super().__getitem__(row)
+
+    with pytest.raises(ResourceError, match="was closed"):
+        scorer.score({**batch_of(["7", "8", "9"]), "completions": Closing(["7", "8", "9"])})
+    assert not {"_reader", "_engine"} & set(vars(scorer))
+    with pytest.raises(ResourceError, match="was closed"):
+        scorer.score(batch_of(["7"]))
 
 
 # -- what is told before anything runs --------------------------------------------------------------------------------------
