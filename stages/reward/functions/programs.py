@@ -238,8 +238,13 @@ def _harness() -> tuple[str, str]:
 
 
 def sandbox_is_there(arguments: dict[str, Any]) -> None:
-    """SecurityError where this system does not permit a layer of the sandbox that `arguments` of `code` ask for."""
-    if not arguments.get("sandbox_url"):
-        from stages.reward.sandbox import describe
+    """SecurityError where this system does not permit a layer of the sandbox that `arguments` of `code` ask for.
 
+    ConfigError where that is on a server and its token's variable holds none.
+    """
+    from stages.reward.sandbox import describe, remote
+
+    if arguments.get("sandbox_url"):
+        remote.secret(arguments.get("sandbox_token", ""))
+    else:
         describe(arguments.get("isolation", "full"), arguments.get("sandbox_python", ""))
