@@ -122,7 +122,7 @@ def open_scorers(
     """The scorers that `config` names, in the order of their parts; what they hold is let go of at the end.
 
     `notice` hears at once of rows that failed; `prompts` and `rollouts` are what is to be scored, where that is known. ConfigError
-    where one of them is not there.
+    where one of them is not there, or has another fingerprint than `config` says.
     """
     with Pool(config.workers, config.max_memory_gib) as pool:
         scorers: list[Scorer] = []
@@ -134,6 +134,7 @@ def open_scorers(
                 from .servers.scorer import ServerScorer
 
                 scorers.append(ServerScorer(each, notice))
+            _require_fingerprints(config, scorers)
             yield scorers
         finally:
             for scorer in scorers:
@@ -201,16 +202,20 @@ def run(
         return work.commit(metrics=metrics, status=status).ref
 
 
-def _pinned(config: Config, scorers: list[Scorer]) -> Config:
-    """`config` with the fingerprints of what scores. ConfigError where it asks for another."""
-    found = {scorer.name: scorer.fingerprint for scorer in scorers}
-    for each in config.scorers:
-        if each.fingerprint not in ("", found[each.name]):
+def _require_fingerprints(config: Config, scorers: list[Scorer]) -> None:
+    """ConfigError where `config` asks for another code or model than there is."""
+    for each, scorer in zip(config.scorers, scorers, strict=True):
+        if each.fingerprint and each.fingerprint != scorer.fingerprint:
             raise ConfigError(
                 f"reward {each.name}",
-                f"fingerprint expected {printable(each.fingerprint)}, found {found[each.name]}",
+                f"fingerprint expected {printable(each.fingerprint)}, found {scorer.fingerprint}",
                 next="restore what scored then, or take the fingerprint out of the recipe",
             )
+
+
+def _pinned(config: Config, scorers: list[Scorer]) -> Config:
+    """`config` with the fingerprints of what scores."""
+    found = {scorer.name: scorer.fingerprint for scorer in scorers}
 
     def pin(each):
         return each.model_copy(update={"fingerprint": found[each.name]})

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from . import answers, verifiers
-from .embedding import model_is_there, similarity
+from .embedding import model_hash, similarity
 from .programs import code, sandbox_is_there
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -185,6 +185,8 @@ class Shipped(NamedTuple):
     arguments: dict[str, str]
     ready: Callable[[dict[str, Any]], None] = lambda _: None
     """Raises where the function can not work on this system with these arguments: asked before anything is generated."""
+    holds: Callable[[dict[str, Any]], str] = lambda _: ""
+    """Hash of the files that the arguments name and that decide the numbers."""
 
 
 FUNCTIONS: dict[str, Shipped] = {
@@ -233,7 +235,7 @@ FUNCTIONS: dict[str, Shipped] = {
         1,
         "cosine of the embeddings of the completion and of the column `answer`",
         {"model": "a directory, package: or hub id", "pooling": "mean or cls", "cut": "true: read long texts in part"},
-        model_is_there,
+        holds=model_hash,
     ),
     "code": Shipped(
         code,

@@ -63,11 +63,16 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
     return torch.nn.functional.normalize(torch.cat(found), dim=-1)
 
 
-def model_is_there(arguments: dict[str, Any]) -> None:
-    """ConfigError, SecurityError unless `arguments` name a whole model directory."""
-    from stages.common.checkpoints import find_folder
+def model_hash(arguments: dict[str, Any]) -> str:
+    """Hash of the model that `arguments` name; empty where they name none. ConfigError, SecurityError: it is not whole."""
+    from schemas.manifest import digest
+    from stages.common.checkpoints import find_folder, folder_as_model
 
-    find_folder(str(arguments.get("model", "")), None, "reward function similarity: model")
+    if not arguments.get("model"):
+        return ""
+    name = str(arguments["model"])
+    about = folder_as_model("similarity", name, find_folder(name, None, "reward function similarity: model"))
+    return digest([about.weights, about.tokenizer])
 
 
 @functools.cache

@@ -65,12 +65,6 @@ class ModelScorer:
         """`prefill`: the beginning of the answer that a rollout, by its id, was given. ConfigError, SecurityError."""
         self.config, self.name, self.weight, self.seconds = config, config.name, config.weight, 0.0
         self.found, self._prefill, self._closed = check(config), prefill, False
-        if config.fingerprint and config.fingerprint != self.fingerprint:
-            raise ConfigError(
-                who(config),
-                f"fingerprint expected {printable(config.fingerprint)}, found {self.fingerprint}",
-                next="restore the model's files, or take the fingerprint out of the recipe",
-            )
 
     @cached_property
     def about(self) -> Model:

@@ -20,6 +20,7 @@ from stages.prompt.stage import Config as PromptConfig
 from stages.prompt.stage import run as make_prompts
 from stages.reward.models.config import ModelConfig, check
 from stages.reward.models.scorer import load
+from stages.reward.stage import Config, open_scorers
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, make_model
 
@@ -390,8 +391,9 @@ def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, opened, tmp
     assert opened(model("zephyr", name="words")).fingerprint != first
     (tmp_path / "own.jinja").write_text(FAMILIES["zephyr"].template)
     assert opened(folder, template=str(tmp_path / "own.jinja")).fingerprint != first
-    with pytest.raises(ConfigError, match="fingerprint expected"):
-        opened(model(name="other", seed=1), fingerprint=first)
+    other = {"model": str(model(name="other", seed=1)), "fingerprint": first}
+    with pytest.raises(ConfigError, match="fingerprint expected"), open_scorers(Config(models=[other])):
+        pass
 
 
 def test_the_run_key_holds_what_decides_and_nothing_else():
