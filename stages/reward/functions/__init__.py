@@ -32,6 +32,8 @@ def exact_match(
     >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7]), exact_match(["so <answer>Yes</answer>"], ["yes"], "tag", True)
     ([1.0, 0.0], [1.0])
     """
+    if extract not in _EXTRACT:
+        raise ValueError(f"extract must be {', '.join(_EXTRACT)}, got {extract!r}")
     found = [_EXTRACT[extract](text) for text in completions]
     fold = str.casefold if ignore_case else str
     return [
@@ -104,9 +106,9 @@ def format(
     >>> format(["<think>3 + 4</think> <answer>7</answer>", "7"]), format(["so 7", "none"], pattern=r"\d", match="search")
     ([1.0, 0.0], [1.0, 0.0])
     """
-    bits = re.RegexFlag(0)
-    for letter in flags:
-        bits |= {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}[letter]
+    if match not in ("full", "search") or not set(flags) <= set("imsx"):
+        raise ValueError(f"match must be full or search, flags letters of imsx, got {match!r} and {flags!r}")
+    bits = sum((getattr(re, letter.upper()) for letter in set(flags)), re.RegexFlag(0))
     wanted = re.compile(_THINK_ANSWER if pattern == "think_answer" else pattern, bits)
     test = {"full": wanted.fullmatch, "search": wanted.search}[match]
     return [float(test(text) is not None) for text in completions]
@@ -192,7 +194,7 @@ class Shipped(NamedTuple):
 FUNCTIONS: dict[str, Shipped] = {
     "exact_match": Shipped(
         exact_match,
-        1,
+        2,
         "1 where the completion says the column `answer`",
         {"extract": "text, tag or boxed", "ignore_case": "false"},
     ),
@@ -201,7 +203,7 @@ FUNCTIONS: dict[str, Shipped] = {
     ),
     "math": Shipped(verifiers.math, 1, "1 where the completion's mathematical answer equals the column `answer`", {}),
     "choice": Shipped(
-        choice, 1, "1 where the completion chooses the letter in the column `answer`", {"choices": "the letters, ABCD"}
+        choice, 2, "1 where the completion chooses the letter in the column `answer`", {"choices": "the letters, ABCD"}
     ),
     "format": Shipped(
         format,

@@ -36,6 +36,8 @@ def similarity(
     if pooling not in ("mean", "cls"):
         raise ValueError(f"pooling must be mean or cls, got {pooling!r}")
     wanted = [None if want is None else str(want) for want in answer]
+    if not completions:
+        return []
     texts = sorted({*(text for text in wanted if text is not None), *completions}, key=len)
     found = dict(zip(texts, _embed(texts, model, pooling, cut), strict=True))
     pairs = zip(completions, wanted, strict=True)

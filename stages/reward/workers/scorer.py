@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, QuiverError, printable
 from stages.common import files
 from stages.common.config import Config, Runtime
-from stages.reward.functions import FUNCTIONS
+from stages.reward.functions import FUNCTIONS, Shipped
 from stages.reward.scoring import Batch, Part, require_columns
 from stages.reward.servers.config import refuse_token, refuse_url
 
@@ -106,7 +106,18 @@ class FunctionScorer:
             raise ConfigError(f"reward function {self.name}", "its file changes while it is read", next="run again")
         require_columns(self.name, about.needs, columns)
         if self._function.use in FUNCTIONS:
-            FUNCTIONS[self._function.use].ready(self._function.arguments)
+            self._try(FUNCTIONS[self._function.use])
+
+    def _try(self, shipped: Shipped) -> None:
+        """Call it on no rows: a wrong argument is told before anything is generated."""
+        shipped.ready(self._function.arguments)
+        try:
+            shipped.function(**dict.fromkeys(self._function.about.needs, ()), **self._function.arguments)
+        except QuiverError:
+            raise
+        except Exception as error:
+            message = f"refuses its arguments: {type(error).__name__}: {printable(error)}"
+            raise ConfigError(f"reward function {self.name}", message, next="quiver rewards --json lists them") from error
 
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""
