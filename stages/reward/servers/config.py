@@ -93,7 +93,7 @@ class ServerConfig(Base):
     """Raise it when the model behind the URL changes: rewards are then made anew."""
     fingerprint: str = ""
     """Filled in by the stage: of everything above that decides the number. If set, the section must have it."""
-    allow_plain_http: bool = False
+    allow_plain_http: Runtime[bool] = False
     """Send a token over http to a host other than this one."""
     batch_rows: Runtime[int] = Field(default=16, ge=1, le=10_000)
     """Rows a request, where the dialect takes several."""

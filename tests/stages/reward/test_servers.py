@@ -111,7 +111,15 @@ def test_a_host_that_no_request_can_have_is_refused_before_any(host):
 def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
     monkeypatch.setenv("REWARD_KEY", CANARY)
     first = ServerScorer(section()).fingerprint
-    for same in ({"name": "x"}, {"weight": 2}, {"extra": True}, {"retries": 9}, {"batch_rows": 1}, {"token": "env:REWARD_KEY"}):
+    for same in (
+        {"name": "x"},
+        {"weight": 2},
+        {"extra": True},
+        {"retries": 9},
+        {"batch_rows": 1},
+        {"token": "env:REWARD_KEY"},
+        {"allow_plain_http": True},
+    ):
         assert ServerScorer(section(**same)).fingerprint == first
     for other in (
         {"revision": "2"},
