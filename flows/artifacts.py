@@ -12,7 +12,7 @@ from prefect.artifacts import create_table_artifact
 
 from stages.common.process import Call, Outcome
 
-_COLUMNS = ("mean", "std", "min", "max", "null", "errors", "seconds")
+_COLUMNS = ("mean", "std", "min", "max", "null", "null_rate", "errors", "seconds")
 
 
 def publish(call: Call, outcome: Outcome) -> None:

@@ -142,7 +142,8 @@ class Recipe(Config):
     @property
     def online(self) -> bool:
         """Whether a hub may be reached: only when the recipe names a hub model or dataset."""
-        models = (self.policy.model, *(scorer.model for scorer in self.reward.models))
+        embedders = (str(each.arguments.get("model", ".")) for each in self.reward.functions if each.use == "similarity")
+        models = (self.policy.model, *(scorer.model for scorer in self.reward.models), *embedders)
         sources = (self.data.source, (self.data.held_out or {}).get("source", ""))
         return any(map(_on_hub, models)) or any(source.startswith("datasets:") for source in sources)
 

@@ -1,7 +1,7 @@
 """What a scorer is: something that says of each row a number, nothing, or why it failed. A failure never becomes a number.
 
-Kinds of scorers: functions in worker processes (`function_scorer`). The stage knows them by this protocol alone. This module is
-light, because each worker imports it.
+There are three kinds: functions (`workers`), models (`models`) and servers (`servers`). The stage knows them by this protocol
+alone. This module is light, because each worker imports it.
 """
 
 from __future__ import annotations

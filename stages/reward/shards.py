@@ -90,7 +90,8 @@ class Shards:
         return RewardError(
             f"{self._work.run}/rewards",
             f"{len(allowance.failed)} of {self._rollouts.num_rows} rows failed so far, more than reward.max_invalid allows; first: "
-            f"function {name}, rollout {printable(rollout)}: {error}",
-            state=f"{finished} finished shards are kept and taken up again; no version was written.",
-            next="correct the function and run again, or raise reward.max_invalid",
+            f"{name}, rollout {printable(rollout)}: {error}",
+            state=f"{finished} finished shards are kept, and taken up where [reward] and its code stay as they are; "
+            "no version was written.",
+            next=f"correct {name} and run again, or raise reward.max_invalid, which scores all rows anew",
         )

@@ -1,7 +1,7 @@
 """reward: rollouts become rewards/1, by functions, models and servers that a recipe names; null is "not scored", never 0.
 
-Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`pool`), models in
-this one (`model_scorer`), servers are asked over HTTP (`remote`). A row where one failed has no reward; more such rows than
+Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker processes (`workers`), models
+in this one (`models`), servers are asked over HTTP (`servers`). A row where one failed has no reward; more such rows than
 `max_invalid` allows end the stage with RewardError as soon as that is certain, and finished shards are kept. The code of a
 user's functions enters the run_key by the hash of its file, so an edited function scores anew.
 
@@ -122,7 +122,7 @@ def open_scorers(
     """The scorers that `config` names, in the order of their parts; what they hold is let go of at the end.
 
     `notice` hears at once of rows that failed; `prompts` and `rollouts` are what is to be scored, where that is known. ConfigError
-    where one of them is not there.
+    where one of them is not there, or has another fingerprint than `config` says.
     """
     with Pool(config.workers, config.max_memory_gib) as pool:
         scorers: list[Scorer] = []
@@ -134,6 +134,7 @@ def open_scorers(
                 from .servers.scorer import ServerScorer
 
                 scorers.append(ServerScorer(each, notice))
+            _require_fingerprints(config, scorers)
             yield scorers
         finally:
             for scorer in scorers:
@@ -201,16 +202,20 @@ def run(
         return work.commit(metrics=metrics, status=status).ref
 
 
-def _pinned(config: Config, scorers: list[Scorer]) -> Config:
-    """`config` with the fingerprints of what scores. ConfigError where it asks for another."""
-    found = {scorer.name: scorer.fingerprint for scorer in scorers}
-    for each in config.scorers:
-        if each.fingerprint not in ("", found[each.name]):
+def _require_fingerprints(config: Config, scorers: list[Scorer]) -> None:
+    """ConfigError where `config` asks for another code or model than there is."""
+    for each, scorer in zip(config.scorers, scorers, strict=True):
+        if each.fingerprint and each.fingerprint != scorer.fingerprint:
             raise ConfigError(
                 f"reward {each.name}",
-                f"fingerprint expected {printable(each.fingerprint)}, found {found[each.name]}",
+                f"fingerprint expected {printable(each.fingerprint)}, found {scorer.fingerprint}",
                 next="restore what scored then, or take the fingerprint out of the recipe",
             )
+
+
+def _pinned(config: Config, scorers: list[Scorer]) -> Config:
+    """`config` with the fingerprints of what scores."""
+    found = {scorer.name: scorer.fingerprint for scorer in scorers}
 
     def pin(each):
         return each.model_copy(update={"fingerprint": found[each.name]})

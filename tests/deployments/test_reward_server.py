@@ -135,6 +135,13 @@ def test_the_whole_section_makes_the_reward(tmp_path):
     assert found[3].error.startswith("numeric: ") and found[4].reward is None and found[4].error
 
 
+def test_what_scores_must_be_what_the_recipe_pins(tmp_path, capsys):
+    path = tmp_path / "recipe.toml"
+    path.write_text('[reward]\n[[reward.functions]]\nuse = "numeric"\nfingerprint = "quiver:0"\n')
+    assert main([str(path), "--port", "0"]) == 2
+    assert "fingerprint expected quiver:0, found quiver:1" in capsys.readouterr().err
+
+
 # -- who may ask --------------------------------------------------------------------------------------------------------------
 
 

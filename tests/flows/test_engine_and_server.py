@@ -93,7 +93,7 @@ def test_the_same_flow_with_a_server(tmp_path, server):
     evenness, reward = json.loads(shown["data"])
     assert (shown["key"], shown["type"], evenness["function"]) == ("rewards-tiny", "table", "evenness")
     assert evenness["mean"] == reward["mean"] == metrics["reward_mean"]
-    assert (evenness["errors"], evenness["null"]) == (0, 0)
+    assert (evenness["errors"], evenness["null"], evenness["null_rate"]) == (0, 0, 0)
 
 
 @pytest.mark.prefect

@@ -129,6 +129,8 @@ def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
     assert load(recipe, ["data.source='datasets:gsm8k'"]).online
     assert load(recipe, ["reward.models=[{model='somebody/reward-model'}]"]).online
     assert not load(recipe, [f"reward.models=[{{model='{tmp_path}'}}]"]).online
+    assert load(recipe, ["reward.functions=[{use='similarity', arguments={model='somebody/embedder'}}]"]).online
+    assert not load(recipe, [f"reward.functions=[{{use='similarity', arguments={{model='{tmp_path}'}}}}]"]).online
     assert load(recipe, ["data.held_out={source='datasets:gsm8k'}"]).online
 
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from . import answers, verifiers
-from .embedding import model_is_there, similarity
+from .embedding import model_hash, similarity
 from .programs import code, sandbox_is_there
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
@@ -32,6 +32,8 @@ def exact_match(
     >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7]), exact_match(["so <answer>Yes</answer>"], ["yes"], "tag", True)
     ([1.0, 0.0], [1.0])
     """
+    if extract not in _EXTRACT:
+        raise ValueError(f"extract must be {', '.join(_EXTRACT)}, got {extract!r}")
     found = [_EXTRACT[extract](text) for text in completions]
     fold = str.casefold if ignore_case else str
     return [
@@ -104,9 +106,9 @@ def format(
     >>> format(["<think>3 + 4</think> <answer>7</answer>", "7"]), format(["so 7", "none"], pattern=r"\d", match="search")
     ([1.0, 0.0], [1.0, 0.0])
     """
-    bits = re.RegexFlag(0)
-    for letter in flags:
-        bits |= {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}[letter]
+    if match not in ("full", "search") or not set(flags) <= set("imsx"):
+        raise ValueError(f"match must be full or search, flags letters of imsx, got {match!r} and {flags!r}")
+    bits = sum((getattr(re, letter.upper()) for letter in set(flags)), re.RegexFlag(0))
     wanted = re.compile(_THINK_ANSWER if pattern == "think_answer" else pattern, bits)
     test = {"full": wanted.fullmatch, "search": wanted.search}[match]
     return [float(test(text) is not None) for text in completions]
@@ -185,12 +187,14 @@ class Shipped(NamedTuple):
     arguments: dict[str, str]
     ready: Callable[[dict[str, Any]], None] = lambda _: None
     """Raises where the function can not work on this system with these arguments: asked before anything is generated."""
+    holds: Callable[[dict[str, Any]], str] = lambda _: ""
+    """Hash of the files that the arguments name and that decide the numbers."""
 
 
 FUNCTIONS: dict[str, Shipped] = {
     "exact_match": Shipped(
         exact_match,
-        1,
+        2,
         "1 where the completion says the column `answer`",
         {"extract": "text, tag or boxed", "ignore_case": "false"},
     ),
@@ -199,7 +203,7 @@ FUNCTIONS: dict[str, Shipped] = {
     ),
     "math": Shipped(verifiers.math, 1, "1 where the completion's mathematical answer equals the column `answer`", {}),
     "choice": Shipped(
-        choice, 1, "1 where the completion chooses the letter in the column `answer`", {"choices": "the letters, ABCD"}
+        choice, 2, "1 where the completion chooses the letter in the column `answer`", {"choices": "the letters, ABCD"}
     ),
     "format": Shipped(
         format,
@@ -233,7 +237,7 @@ FUNCTIONS: dict[str, Shipped] = {
         1,
         "cosine of the embeddings of the completion and of the column `answer`",
         {"model": "a directory, package: or hub id", "pooling": "mean or cls", "cut": "true: read long texts in part"},
-        model_is_there,
+        holds=model_hash,
     ),
     "code": Shipped(
         code,

@@ -19,7 +19,7 @@ _NUMBER = re.compile(
 _SAID = re.compile(r"answer(?:\s+is|\s*:)[\s*:]*", re.IGNORECASE)
 _ENDED = re.compile(r"\s*(?:$|[)\]}.:,;*$\\–-]|(?:because|since|as)\b)")
 _AROUND = " \t\n*_`.()[]{}$\"'"
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def numbers(text: str) -> list[Fraction]:
@@ -69,7 +69,7 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """What stands in the last <answer>…</answer> of `text`, without white space around it.
+    """What stands in the last <answer>…</answer> of `text`, without white space around it. A tag that is only spoken of opens none.
 
     >>> tagged("<answer>6</answer> no, <answer> 7 </answer>"), tagged("7")
     ('7', None)

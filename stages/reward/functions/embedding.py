@@ -36,6 +36,8 @@ def similarity(
     if pooling not in ("mean", "cls"):
         raise ValueError(f"pooling must be mean or cls, got {pooling!r}")
     wanted = [None if want is None else str(want) for want in answer]
+    if not completions:
+        return []
     texts = sorted({*(text for text in wanted if text is not None), *completions}, key=len)
     found = dict(zip(texts, _embed(texts, model, pooling, cut), strict=True))
     pairs = zip(completions, wanted, strict=True)
@@ -63,11 +65,16 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
     return torch.nn.functional.normalize(torch.cat(found), dim=-1)
 
 
-def model_is_there(arguments: dict[str, Any]) -> None:
-    """ConfigError, SecurityError unless `arguments` name a whole model directory."""
-    from stages.common.checkpoints import find_folder
+def model_hash(arguments: dict[str, Any]) -> str:
+    """Hash of the model that `arguments` name; empty where they name none. ConfigError, SecurityError: it is not whole."""
+    from schemas.manifest import digest
+    from stages.common.checkpoints import find_folder, folder_as_model
 
-    find_folder(str(arguments.get("model", "")), None, "reward function similarity: model")
+    if not arguments.get("model"):
+        return ""
+    name = str(arguments["model"])
+    about = folder_as_model("similarity", name, find_folder(name, None, "reward function similarity: model"))
+    return digest([about.weights, about.tokenizer])
 
 
 @functools.cache

@@ -82,9 +82,11 @@ def code(
         None if given is None else read_tests(given, name or "", tongue)
         for given, name, tongue in zip(tests, entries, spoken, strict=True)
     ]
-    run = _runner(isolation, sandbox_python, sandbox_url, sandbox_token)
     limits = Limits(seconds=timeout_seconds, memory_mib=memory_mib)
-    with ThreadPoolExecutor(max(1, min(rows, _cores()))) as pool:
+    if not rows:
+        return []
+    run = _runner(isolation, sandbox_python, sandbox_url, sandbox_token)
+    with ThreadPoolExecutor(min(rows, _cores())) as pool:
         waiting = [
             None if wanted is None else pool.submit(_score, extract(text), wanted, run, limits, all)
             for text, wanted in zip(completions, read, strict=True)
@@ -238,8 +240,13 @@ def _harness() -> tuple[str, str]:
 
 
 def sandbox_is_there(arguments: dict[str, Any]) -> None:
-    """SecurityError where this system does not permit a layer of the sandbox that `arguments` of `code` ask for."""
-    if not arguments.get("sandbox_url"):
-        from stages.reward.sandbox import describe
+    """SecurityError where this system does not permit a layer of the sandbox that `arguments` of `code` ask for.
 
+    ConfigError where that is on a server and its token's variable holds none.
+    """
+    from stages.reward.sandbox import describe, remote
+
+    if arguments.get("sandbox_url"):
+        remote.secret(arguments.get("sandbox_token", ""))
+    else:
         describe(arguments.get("isolation", "full"), arguments.get("sandbox_python", ""))

@@ -1,6 +1,6 @@
 r"""Reward functions that stand on a library: `math` on math-verify, `json_schema` on jsonschema. Each imports its own when called.
 
-They are called as those in `functions.py` are, and listed there. Nothing here fetches anything, and nothing of a completion is run.
+They are called as those in `__init__.py` are, and listed there. Nothing here fetches anything, and nothing of a completion is run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A reward model as a scorer: a classifier's logit, or how probable a judge finds a word such as Yes.
 
-It reads each conversation as if it were used alone (`reward_template`): the prompt's messages and the decoded completion, never the
+It reads each conversation as if it were used alone (`template`): the prompt's messages and the decoded completion, never the
 policy's ids. An input that is too long, a text that its template refuses, or a logit that is not finite costs its row; nothing is
 cut. The weights are read when it first scores.
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from schemas.errors import ConfigError, SecurityError, printable
+from schemas.errors import ConfigError, ResourceError, SecurityError, printable
 from schemas.manifest import Model, canonical, digest
 from stages.common import checkpoints
 from stages.common.store import Version
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What runs the model: `reward_forward.Forward`, `reward_vllm.Pooling`."""
+    """What runs the model: `forward.Forward`, `vllm_pooling.Pooling`."""
 
     def score(self, inputs: list[list[int]], groups: list[int]) -> Any:
         """[inputs, values]: logits of all labels, or log-probabilities of `token` and `against`. Groups begin alike."""
@@ -64,13 +64,7 @@ class ModelScorer:
     def __init__(self, config: ModelConfig, prefill: Callable[[str], str] = lambda _: "") -> None:
         """`prefill`: the beginning of the answer that a rollout, by its id, was given. ConfigError, SecurityError."""
         self.config, self.name, self.weight, self.seconds = config, config.name, config.weight, 0.0
-        self.found, self._prefill = check(config), prefill
-        if config.fingerprint and config.fingerprint != self.fingerprint:
-            raise ConfigError(
-                who(config),
-                f"fingerprint expected {printable(config.fingerprint)}, found {self.fingerprint}",
-                next="restore the model's files, or take the fingerprint out of the recipe",
-            )
+        self.found, self._prefill, self._closed = check(config), prefill, False
 
     @cached_property
     def about(self) -> Model:
@@ -142,7 +136,10 @@ class ModelScorer:
             _ = self._targets
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row. ResourceError or ConfigError where the model itself fails; a row's own failure is its error."""
+        """One part a row. ResourceError or ConfigError where the model itself fails; a row's own failure is its error.
+
+        ResourceError after `close`, which may come from another thread.
+        """
         start = time.monotonic()
         try:
             read = [self._read(batch, row) for row in range(len(batch["completions"]))]
@@ -152,11 +149,18 @@ class ModelScorer:
             for ids, prompt in zip(read, prompts, strict=True):
                 if not isinstance(ids, Part):
                     inputs.setdefault(ids, prompt)
+            self._require_open()
             values = self._engine.score([list(ids) for ids in inputs], list(inputs.values())).tolist() if inputs else []
             parts = {ids: self._part(found) for ids, found in zip(inputs, values, strict=True)}
             return [ids if isinstance(ids, Part) else parts[ids] for ids in read]
         finally:
             self.seconds += time.monotonic() - start
+            if self._closed:
+                self._release()  # what was in the making when `close` came
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ResourceError(who(self.config), "was closed while it scored", next="run again")
 
     def _read(self, batch: Batch, row: int) -> tuple[int, ...] | Part:
         """The ids of one row, or why there are none."""
@@ -168,6 +172,7 @@ class ModelScorer:
         if self.config.kind == "token" and self.config.question:
             messages.append({"role": "user", "content": self.config.question})
         try:
+            self._require_open()  # else a reader would be made anew
             ids = self._reader.read(f"rollout {rollout}", messages)
         except (ConfigError, SecurityError) as error:
             return Part(error=printable(error.message))
@@ -189,6 +194,10 @@ class ModelScorer:
 
     def close(self) -> None:
         """End the template's process and let go of the model."""
+        self._closed = True
+        self._release()
+
+    def _release(self) -> None:
         for made in ("_reader", "_engine"):
             held = self.__dict__.pop(made, None)
             if hasattr(held, "close"):

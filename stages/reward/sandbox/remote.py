@@ -73,7 +73,9 @@ def check(url: str, token: str) -> None:
 
 
 def secret(token: str) -> str:
-    """The value of the environment's variable that `env:NAME` names."""
+    """The value of the environment's variable that `env:NAME` names; empty where `token` is. ConfigError."""
+    if not token:
+        return ""
     kind, _, name = token.partition(":")
     if kind != "env" or not name:
         raise ConfigError("sandbox_token", "must be env:NAME; a secret never stands in a recipe", next="export it, name it")

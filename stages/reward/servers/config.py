@@ -4,7 +4,7 @@
     dialect = "quiver"
     urls = ["http://127.0.0.1:8700"]
 
-`ServerConfig` refuses what can be told from the text alone, `check` what needs this machine: the token's variable. A token is
+`ServerConfig` refuses what can be told from the text alone, `secret` what needs this machine: the token's variable. A token is
 named, as `env:NAME`, never written, and no message here shows what was written in its place.
 
 What the config can not see is the model behind a URL: raise `revision` when it changes, so that rewards are made anew.
@@ -93,7 +93,7 @@ class ServerConfig(Base):
     """Raise it when the model behind the URL changes: rewards are then made anew."""
     fingerprint: str = ""
     """Filled in by the stage: of everything above that decides the number. If set, the section must have it."""
-    allow_plain_http: bool = False
+    allow_plain_http: Runtime[bool] = False
     """Send a token over http to a host other than this one."""
     batch_rows: Runtime[int] = Field(default=16, ge=1, le=10_000)
     """Rows a request, where the dialect takes several."""
@@ -125,12 +125,9 @@ class ServerConfig(Base):
         if not isinstance(data, dict):
             return data
         token, urls = data.get("token", ""), data.get("urls", ())
-        if token and not (isinstance(token, str) and TOKEN.fullmatch(token)):
-            raise ValueError(
-                "token must be env:NAME, the environment variable that holds it: a recipe is no place for a secret"
-            )
+        refuse_token(token)
         for url in urls if isinstance(urls, list | tuple) else [urls]:
-            _refuse_url(url, bool(token) and not data.get("allow_plain_http"))
+            refuse_url(url, bool(token) and not data.get("allow_plain_http"))
         defaults = {"name": data.get("dialect", "")}
         if data.get("dialect") == "openai-judge":
             defaults |= {"rubric": judge.RUBRIC, "score_pattern": judge.PATTERN}
@@ -179,7 +176,13 @@ def _check_key(dialect: str, key: str) -> None:
         raise ValueError(f"score_key must be the number of a class for vllm-classify, got {key!r}")
 
 
-def _refuse_url(url: Any, needs_tls: bool) -> None:
+def refuse_token(token: Any, name: str = "token") -> None:
+    """ValueError, about `name`, unless `token` is empty or names a variable."""
+    if token and not (isinstance(token, str) and TOKEN.fullmatch(token)):
+        raise ValueError(f"{name} must be env:NAME, the environment variable that holds it: a recipe is no place for a secret")
+
+
+def refuse_url(url: Any, needs_tls: bool) -> None:
     """ValueError unless `url` is one that can be asked; it shows the host at most, as anything else may hold a secret."""
     try:
         parts = urlsplit(url) if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url else None
@@ -200,11 +203,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def check(config: ServerConfig) -> None:
-    """ConfigError unless this machine has what the server needs: asked before any generation."""
-    secret(config.token, f"reward server {config.name}")
 
 
 def secret(reference: str, owner: str) -> str:

@@ -63,7 +63,8 @@ def load(use: str, name: str, arguments: dict[str, Any], extra: bool = False) ->
         call, sha256 = dotted.load(use, "reward function")
         fingerprint = f"sha256:{sha256}"
     elif use in FUNCTIONS:
-        call, fingerprint = FUNCTIONS[use].function, f"quiver:{FUNCTIONS[use].version}"
+        shipped = FUNCTIONS[use]
+        call, fingerprint = shipped.function, ":".join(filter(None, ["quiver", str(shipped.version), shipped.holds(arguments)]))
     else:
         near = difflib.get_close_matches(use, FUNCTIONS, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FUNCTIONS)}"

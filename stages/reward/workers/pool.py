@@ -116,6 +116,8 @@ class Pool:
         finally:
             self._end(worker)
             with self._changed:
+                self._closing = True  # one lane that failed is missing for ever: better none than calls that wait for it
+                self._changed.notify_all()
                 for job in self._jobs[:]:
                     job.error = job.error or failure
                     self._finish(job)

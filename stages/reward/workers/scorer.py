@@ -7,13 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, QuiverError, printable
 from stages.common import files
 from stages.common.config import Config, Runtime
-from stages.reward.functions import FUNCTIONS
+from stages.reward.functions import FUNCTIONS, Shipped
 from stages.reward.scoring import Batch, Part, require_columns
+from stages.reward.servers.config import refuse_token, refuse_url
 
 from . import calls
 from .jobs import About, Function
@@ -25,6 +26,8 @@ Notice = Callable[[str, str, str], None]
 
 class FunctionConfig(Config):
     """One reward function."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     use: str = Field(min_length=1)
     """A function that comes with Quiver (`quiver rewards`), `module:function`, or `file.py:function` seen from the working
@@ -43,6 +46,17 @@ class FunctionConfig(Config):
     """Rows of an async function that wait together. Others: see `reward.workers`."""
     fingerprint: str = ""
     """Filled in by the stage: which code scored. If set, the function must have it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_secret(cls, data: Any) -> Any:
+        """With the whole section as its input, so that no message shows what was written."""
+        given = data.get("arguments") if isinstance(data, dict) and data.get("use") == "code" else None
+        if isinstance(given, dict):
+            refuse_token(given.get("sandbox_token"), "sandbox_token")
+            if given.get("sandbox_url"):
+                refuse_url(given["sandbox_url"], needs_tls=False)
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +106,18 @@ class FunctionScorer:
             raise ConfigError(f"reward function {self.name}", "its file changes while it is read", next="run again")
         require_columns(self.name, about.needs, columns)
         if self._function.use in FUNCTIONS:
-            FUNCTIONS[self._function.use].ready(self._function.arguments)
+            self._try(FUNCTIONS[self._function.use])
+
+    def _try(self, shipped: Shipped) -> None:
+        """Call it on no rows: a wrong argument is told before anything is generated."""
+        shipped.ready(self._function.arguments)
+        try:
+            shipped.function(**dict.fromkeys(self._function.about.needs, ()), **self._function.arguments)
+        except QuiverError:
+            raise
+        except Exception as error:
+            message = f"refuses its arguments: {type(error).__name__}: {printable(error)}"
+            raise ConfigError(f"reward function {self.name}", message, next="quiver rewards --json lists them") from error
 
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""

@@ -70,6 +70,8 @@ def test_boxed(text, expected):
 def test_tagged_takes_the_last_pair():
     assert answers.tagged("<answer>1</answer><ANSWER>\n2\n</answer>") == "2"
     assert answers.tagged("<answer>1") is None
+    assert answers.tagged("I put it into <answer> tags: <answer>7</answer>, as <answer> wants") == "7"
+    assert answers.tagged("<answer>" * 100_000) is None  # read once, not once a tag
 
 
 def test_numeric_reads_text_and_number_answers():

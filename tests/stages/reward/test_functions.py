@@ -1,14 +1,18 @@
 """The shipped functions where they are hard to get right; their simple cases are the examples in their docstrings."""
 
 import doctest
+import json
+import shutil
 
 import pytest
 
 from schemas.errors import ConfigError
+from stages.common.checkpoints import find_folder
 from stages.reward import functions
 from stages.reward.functions import verifiers
 from stages.reward.functions.answers import chosen
 from stages.reward.stage import Config, check_functions
+from stages.reward.workers.calls import load
 
 
 def test_every_function_has_an_example_that_runs():
@@ -151,3 +155,18 @@ def test_an_embedding_model_that_is_not_there_is_told_before_any_generation(tmp_
         config = Config(functions=[{"use": "similarity", "arguments": {"model": model}}])
         with pytest.raises(ConfigError, match=says):
             check_functions(config, ["answer"])
+
+
+def test_another_embedding_model_under_the_same_name_is_another_function(tmp_path):
+    folder = shutil.copytree(find_folder(MINILM, None, "model"), tmp_path / "model")
+
+    def fingerprint() -> str:
+        return load("similarity", "similarity", {"model": str(folder)}).fingerprint
+
+    first = fingerprint()
+    assert first.startswith("quiver:1:") and fingerprint() == first
+    (folder / "README.md").write_text("says nothing")
+    assert fingerprint() == first
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "layer_norm_eps": 0.1}))
+    assert fingerprint() != first

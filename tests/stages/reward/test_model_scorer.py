@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from schemas.errors import ConfigError, SecurityError
+from schemas.errors import ConfigError, ResourceError, SecurityError
 from stages.common.config import parse
 from stages.generate.stage import Config as GenerateConfig
 from stages.generate.stage import run as generate
@@ -20,6 +20,7 @@ from stages.prompt.stage import Config as PromptConfig
 from stages.prompt.stage import run as make_prompts
 from stages.reward.models.config import ModelConfig, check
 from stages.reward.models.scorer import load
+from stages.reward.stage import Config, open_scorers
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, make_model
 
@@ -257,6 +258,24 @@ def test_nothing_is_left_running(model, opened):
         os.kill(child, 0)
 
 
+def test_a_scorer_that_is_closed_while_it_scores_begins_nothing_anew(model, opened):
+    """`close` comes from another thread when something else has failed: no template's process, no model is made after it."""
+    scorer = opened(model())
+    scorer.score(batch_of(["7"]))
+
+    class Closing(list):
+        def __getitem__(self, row):
+            if row == 1:
+                scorer.close()
+            return super().__getitem__(row)
+
+    with pytest.raises(ResourceError, match="was closed"):
+        scorer.score({**batch_of(["7", "8", "9"]), "completions": Closing(["7", "8", "9"])})
+    assert not {"_reader", "_engine"} & set(vars(scorer))
+    with pytest.raises(ResourceError, match="was closed"):
+        scorer.score(batch_of(["7"]))
+
+
 # -- what is told before anything runs --------------------------------------------------------------------------------------
 
 
@@ -372,8 +391,9 @@ def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, opened, tmp
     assert opened(model("zephyr", name="words")).fingerprint != first
     (tmp_path / "own.jinja").write_text(FAMILIES["zephyr"].template)
     assert opened(folder, template=str(tmp_path / "own.jinja")).fingerprint != first
-    with pytest.raises(ConfigError, match="fingerprint expected"):
-        opened(model(name="other", seed=1), fingerprint=first)
+    other = {"model": str(model(name="other", seed=1)), "fingerprint": first}
+    with pytest.raises(ConfigError, match="fingerprint expected"), open_scorers(Config(models=[other])):
+        pass
 
 
 def test_the_run_key_holds_what_decides_and_nothing_else():

