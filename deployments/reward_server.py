@@ -6,7 +6,8 @@
     GET  /health, /openapi.json
 
 The protocols are those of `stages/reward/servers/dialects`, so any of these dialects in [[reward.servers]] scores here as the
-section would score by itself, row by row: weights, clip and the overlong penalty included. Labels reach functions as the column
+section would score by itself, row by row: weights, clip and the overlong penalty included; but a reward model here is told what
+the policy was given to continue by its own `prefill` alone. Labels reach functions as the column
 `--label`. Rows of requests that come together are scored together. A row that fails is an error in the answer, never a number.
 
 It listens on loopback; anywhere else it wants `--token env:NAME`, which requests must carry as bearer token. Without a token it

@@ -131,9 +131,10 @@ def open_scorers(
                 scorers.append(FunctionScorer(each, pool, config.batch_rows, notice))
             scorers += [load_model(each, prompts, rollouts) for each in config.models]
             for each in config.servers:
+                from .models.template import beginnings
                 from .servers.scorer import ServerScorer
 
-                scorers.append(ServerScorer(each, notice))
+                scorers.append(ServerScorer(each, notice, beginnings(each.begins_with, prompts, rollouts)))
             _require_fingerprints(config, scorers)
             yield scorers
         finally:

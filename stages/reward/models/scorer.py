@@ -50,12 +50,9 @@ def load(config: ModelConfig, prompts: Version | None = None, rollouts: Version 
     """
     if prompts is not None and config.text_as is None and prompts.table(["messages"]).column("messages").null_count:
         raise ConfigError(who(config), f"reads chats, and {prompts.ref} holds plain text", next='set text_as = "user"')
-    prefill: Callable[[str], str] = lambda _: config.prefill or ""  # noqa: E731
-    if config.prefill is None and prompts is not None:
-        from .template import prefills
+    from .template import beginnings
 
-        prefill = prefills(prompts, rollouts)
-    return ModelScorer(config, prefill)
+    return ModelScorer(config, beginnings(config.prefill, prompts, rollouts))
 
 
 class ModelScorer:

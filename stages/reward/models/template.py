@@ -106,6 +106,13 @@ def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:
 # -- what the policy was given to continue ------------------------------------------------------------------------------------
 
 
+def beginnings(given: str | None, prompts: Version | None, rollouts: Version | None) -> Callable[[str], str]:
+    """From a rollout_id to what the policy was given to continue: `given` where a recipe says it, else what `prompts` tell."""
+    if given is None and prompts is not None:
+        return prefills(prompts, rollouts)
+    return lambda _: given or ""
+
+
 def prefills(prompts: Version, rollouts: Version | None) -> Callable[[str], str]:
     """From a rollout_id to the end of its prompt that is the answer's own beginning, such as `<think>`; mostly empty.
 
@@ -131,6 +138,6 @@ def _prefill(prompts: Version, row: dict[str, Any], starts: Mapping[str, str | N
             f"{prompts.ref} prompt {printable(row['group_id'])}",
             "can not tell how much of its text is the beginning of the answer: its template shows no turn of an assistant, or the "
             "prompts were rendered before that was noted",
-            next='set prefill of the reward model: "" where the policy was given nothing to continue',
+            next='set prefill of the reward model or server: "" where the policy was given nothing to continue',
         )
     return found

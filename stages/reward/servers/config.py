@@ -36,6 +36,7 @@ _BELONGS = {
     "model": ("vllm-classify", "vllm-score", "openai-judge"),
     "message_template": ("openrlhf", "vllm-score", "openai-judge"),
     "reply_template": ("openrlhf",),
+    "prefill": ("openrlhf", "slime", "vllm-classify", "vllm-score", "openai-judge"),
     "rubric": ("openai-judge",),
     "score_pattern": ("openai-judge",),
     "max_tokens": ("openai-judge",),
@@ -85,6 +86,9 @@ class ServerConfig(Base):
     """How each message of a conversation becomes text, for openrlhf, vllm-score and openai-judge."""
     reply_template: str = "assistant: "
     """What stands between a conversation and the completion in openrlhf's query."""
+    prefill: str | None = None
+    """What the policy was given to continue, as the beginning of each answer that is sent. None: what the prompts' manifest tells
+    of each. Dialect quiver sends completions as they are: functions behind it get what they get here."""
     use_activation: bool = False
     """Whether a vLLM server puts its scores through the model's activation (usually a sigmoid)."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -117,6 +121,11 @@ class ServerConfig(Base):
     """How long it rests before one request tries it again."""
     max_bytes: Runtime[int] = Field(default=16 * 1024 * 1024, ge=1)
     """Largest answer that is read."""
+
+    @property
+    def begins_with(self) -> str | None:
+        """`prefill`, and nothing for a dialect that sends completions as they are."""
+        return "" if self.dialect == "quiver" else self.prefill
 
     @model_validator(mode="before")
     @classmethod

@@ -40,9 +40,14 @@ _NO_MATTER = {"name", "weight", "extra", "fingerprint"}  # to what the server sa
 class ServerScorer:
     """Scores batches on a server. `score` is called from one thread at a time, `close` from any."""
 
-    def __init__(self, config: ServerConfig, notice: Notice = lambda *_: None) -> None:
-        """`notice` hears at once of rows that failed. ConfigError: the token's variable holds none."""
-        self.config, self.name, self.weight, self._notice = config, config.name, config.weight, notice
+    def __init__(
+        self, config: ServerConfig, notice: Notice = lambda *_: None, prefill: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        """`notice` hears at once of rows that failed; `prefill`: the beginning of the answer that a rollout, by its id, was given.
+
+        ConfigError: the token's variable holds none.
+        """
+        self.config, self.name, self.weight, self._notice, self._prefill = config, config.name, config.weight, notice, prefill
         decides = {key: value for key, value in config.key().items() if key not in _NO_MATTER}
         self.fingerprint = f"server:{digest([VERSION, decides])}"
         self.seconds = 0.0
@@ -79,6 +84,7 @@ class ServerScorer:
         """
         start = time.monotonic()
         rows = as_rows(batch, sorted(self._columns(batch)), ids=self.config.dialect == "quiver")
+        rows = [row._replace(completion=self._prefill(row.id) + row.completion) for row in rows]
         try:
             return _finish(self._score(rows))
         except asyncio.CancelledError:

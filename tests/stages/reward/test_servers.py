@@ -179,3 +179,25 @@ def test_a_server_that_refuses_ends_the_stage_and_keeps_nothing_half(sample, sto
         with pytest.raises(RemoteError, match="401"):
             run(config, store, rollouts=rollouts.ref)
     assert store.numbers("arith", "rewards") == []
+
+
+@pytest.mark.parametrize("dialect", ["openrlhf", "slime"])
+def test_what_the_policy_was_given_to_continue_begins_the_answer(dialect):
+    batch = {"prompts": ["2 + 2?"], "completions": ["so</think>4"], "completion_ids": [[5]], "finish_reason": ["stop"],
+             "rollout_ids": ["r"]}  # fmt: skip
+    with FakeServer(lambda asked: reply({}, 400)) as server:
+        ServerScorer(section(dialect=dialect, urls=[server.url]), prefill=lambda rollout: f"<{rollout}>").score(batch)
+    body = server.asked[0].body
+    sent = {
+        "quiver": lambda: body["rows"][0]["completion"],
+        "openrlhf": lambda: body["query"][0],
+        "slime": lambda: body["response"],
+    }
+    assert sent[dialect]().endswith("<r>so</think>4")
+
+
+def test_only_dialects_that_send_text_begin_answers():
+    assert section(dialect="slime", prefill="<think>").begins_with == "<think>"
+    assert (section(dialect="slime").begins_with, section().begins_with) == (None, "")
+    with pytest.raises(ConfigError, match="prefill"):
+        section(prefill="<think>")
