@@ -10,7 +10,7 @@ Names, manifests and columns are all that is read here: no torch, no weights.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -61,8 +61,12 @@ def check_lineage(config: Config, store: Store, own: Sampled) -> list[str]:
     """
     inputs, policy, rollouts = own.inputs, own.inputs["policy"], own.rollouts
     sampled = rollouts.manifest.model("policy")
-    allowed = [checkpoints.as_model("policy", version) for version in ancestors(store, policy, config.max_staleness)]
-    if sampled is None or sampled.weights not in [model.weights for model in allowed]:
+    allowed = []
+    for version in ancestors(store, policy, config.max_staleness):
+        allowed.append(checkpoints.as_model("policy", version))
+        if sampled and sampled.weights == allowed[-1].weights:
+            break
+    else:
         found = f"{sampled.weights[:12]}… ({sampled.ref})" if sampled else "no policy at all"
         raise LineageError(
             str(rollouts.ref),
@@ -88,12 +92,16 @@ def check_lineage(config: Config, store: Store, own: Sampled) -> list[str]:
     return biased
 
 
-def ancestors(store: Store, policy: Version, count: int) -> list[Version]:
-    """The policy and up to `count` policies that it was made of, newest first."""
-    found = [policy]
-    while len(found) <= count and (entry := found[-1].manifest.input("policy")) is not None:
-        found.append(store.open(entry.ref))
-    return found
+def ancestors(store: Store, policy: Version, count: int) -> Iterator[Version]:
+    """The policy and up to `count` policies that it was made of, newest first; each opened when it is asked for, so that one
+    that is gone is an error only to rollouts as old."""
+    yield policy
+    for _ in range(count):
+        entry = policy.manifest.input("policy")
+        if entry is None:
+            return
+        policy = store.open(entry.ref)
+        yield policy
 
 
 def biases(config: dict[str, Any]) -> list[str]:

@@ -89,12 +89,14 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
         "kept": len(kept),
         "dropped": dict(sorted(Counter(reason for reason in reasons if reason).items())),
         "zero_advantage": 0 if algorithm.critic else int((weights[kept] == 0).sum()),
-        "all_advantages_zero": not (algorithm.critic or bool((weights[kept] != 0).any())),
+        "all_advantages_zero": not (bool((weights[kept] != 0).any()) or (algorithm.critic and len(kept))),
         "biased_sampling": biased,
     }
     if len(versions) > 1:
         summary["versions"] = _by_version(versions, scores, reasons)
-    if summary["all_advantages_zero"]:
+    if not len(kept):
+        log.warning("no rollout is left to learn from (%s): there is nothing to learn, the weights stay", _counted(summary))
+    elif summary["all_advantages_zero"]:
         log.warning("every advantage is 0 (each group's rewards are equal): there is nothing to learn from these rollouts")
     filled = config.model_copy(update={"max_completion_tokens": config.max_completion_tokens or max(map(_longest, versions))})
     stale = torch.cat([torch.full((len(own.table),), own.stale) for own in versions])
@@ -143,6 +145,10 @@ def _reasons(config, table, scores, groups, weights) -> list[str | None]:
         codes[tests[code][1]] = code
     names = [*[name for name, _ in tests], None]
     return [names[code] for code in codes.tolist()]
+
+
+def _counted(summary: dict[str, Any]) -> str:
+    return ", ".join(f"{reason}: {count}" for reason, count in summary["dropped"].items())
 
 
 def _require_groups(algorithm: str, groups: torch.Tensor, scored: int) -> None:
