@@ -1,4 +1,4 @@
-"""What one version of rollouts must be before it is trained on: of an allowed policy, unbiased, joined by id, readable.
+"""What one version of rollouts must be before it is trained on: of an allowed policy, unbiased, joined by id.
 
 With several versions each is looked at by itself; what they must be towards each other is that no rollout stands in two of them.
 Names, manifests and columns are all that is read here: no torch, no weights.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.errors import ConfigError, LineageError, SchemaError
+from schemas.errors import ConfigError, LineageError
 from stages.common import checkpoints
 from stages.common.store import Store, Version
 
@@ -145,35 +145,3 @@ def require_own_ids(versions: Sequence[Sampled]) -> None:
         if len(both):
             what = f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as {both[0].as_py()!r}"
             raise LineageError(str(one.rollouts.ref), what, next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both")
-
-
-def check_rows(config: Config, own: Sampled) -> None:
-    """Rows that no policy gradient can be taken of, or that the model can not read."""
-    table, name, policy = own.table, str(own.rollouts.ref), own.inputs["policy"]
-    if not len(table):
-        return
-    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
-    if greedy:
-        raise ConfigError(
-            name,
-            f"{greedy} rows were sampled at temperature 0, where no token has a probability",
-            next="generate at temperature > 0",
-        )
-    prompts, completions = (pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids"))
-    if pc.min(prompts).as_py() == 0:
-        raise SchemaError(
-            name, "a prompt has no ids, so nothing predicts its completion's first token", next=f"quiver show {name}"
-        )
-    size, longest = checkpoints.vocabulary_size(policy), checkpoints.context_length(policy)
-    for column in ("prompt_ids", "completion_ids"):
-        largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0)
-        if largest >= size:
-            raise SchemaError(
-                name, f"{column} holds {largest}, the policy knows ids below {size}", next=f"quiver lineage {name}"
-            )
-    if checkpoints.is_encoder_decoder(policy):  # a context each; the value of a cut state needs the last id read as well
-        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py() + config.bootstrap_length)
-    else:
-        most = pc.max(pc.add(prompts, completions)).as_py()
-    if longest is not None and most > longest:
-        raise SchemaError(name, f"a rollout has {most} tokens, the policy reads {longest}", next=f"quiver show {name}")

@@ -21,13 +21,14 @@ import pyarrow.compute as pc
 import torch
 
 from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
+from stages.common.models import check_rows
 from stages.common.packed.attention import Sequences, prompt_numbers
 from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
 
 from . import advantages
 from .algorithms import Algorithm, part
-from .checks import Sampled, check_lineage, check_rows, require_own_ids
+from .checks import Sampled, check_lineage, require_own_ids
 from .inputs import sets
 from .losses import log_ratio
 from .objective import Batch
@@ -67,7 +68,7 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
     if not len(scores):
         raise _nothing(versions, 0, 0)
     for own in versions:
-        check_rows(config, own)
+        check_rows(own.table, str(own.rollouts.ref), own.inputs["policy"], ahead=config.bootstrap_length)
     table = pa.concat_tables([own.table for own in versions])
     scores = torch.where(_mask(pc.equal(table["finish_reason"], "abort")), torch.nan, scores)
     groups = _groups(versions)

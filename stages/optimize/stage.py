@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.errors import ConfigError, ResourceError, printable
+from schemas.errors import ConfigError
 from schemas.refs import Ref
 from stages.common import checkpoints
 from stages.common.config import Config as Base
@@ -309,11 +309,13 @@ def _learn(
     accelerator: Accelerator,
 ) -> Ref | None:
     """Load, audit, train; on the writing rank save and commit. The new policy's reference there, None elsewhere."""
+    from stages.common.models import short_of_memory
+
     from . import results, rollouts
 
     phase = work.phase if work else (lambda _: nullcontext())
     row = algorithms.resolve(config.algorithm)
-    with _memory():
+    with short_of_memory("optimize", "lower optimize.token_budget, or set optimize.activation_checkpointing = true"):
         with phase("load"):
             loaded = rollouts.load(config, row, store, inputs)
             made, model = _trainer(row, inputs, loaded, accelerator)
@@ -326,20 +328,6 @@ def _learn(
     with phase("save"):
         results.save(config, inputs["policy"], model, made, work)
     return results.commit(store, run, about, loaded, outcome, work, accelerator, force=force)
-
-
-@contextmanager
-def _memory() -> Iterator[None]:
-    """Turn torch's lack of memory into ResourceError with what helps."""
-    from stages.common.models import is_memory_error
-
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_memory_error(error):
-            raise
-        help = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
-        raise ResourceError("optimize", f"memory is short: {printable(error)}", next=help) from None
 
 
 def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Loaded, accelerator: Accelerator):
