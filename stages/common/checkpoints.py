@@ -192,7 +192,7 @@ def check_folder(folder: Path, name: str) -> None:
         raise SecurityError(f"model {name}", "config.json asks to run code that the model brings (auto_map)", next=next)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        shards = _shards(index, name, next)
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
             raise ConfigError(
@@ -208,6 +208,17 @@ def check_folder(folder: Path, name: str) -> None:
         raise ConfigError(f"model {name}", "the tokenizer's files are missing", next=next)
     for path in sorted(folder.glob("*.safetensors")):
         _check_safetensors(path, name, next)
+
+
+def _shards(index: Path, name: str, next: str) -> list[str]:
+    """The weight files that an index names."""
+    try:
+        found = set(json.loads(index.read_bytes())["weight_map"].values())
+        if all(isinstance(shard, str) for shard in found):
+            return sorted(found)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise ConfigError(f"model {name}", f"{index.name} is no index of weight files", next=next)
 
 
 def _check_safetensors(path: Path, name: str, next: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -24,7 +25,9 @@ _WHY = {
     errno.EPERM: "not permitted",
     errno.EIO: "input/output error",
     errno.EMFILE: "too many open files",
+    errno.EFBIG: "a file is larger than the system allows",
 }
+_RUST = re.compile(r"\(os error (\d+)\)$")
 
 
 @contextlib.contextmanager
@@ -34,15 +37,25 @@ def storage(name: object) -> Iterator[None]:
         yield
     except QuiverError:
         raise
-    except OSError as error:
-        if error.errno not in _WHY:
+    except Exception as error:
+        why = _WHY.get(_number(error))
+        if why is None:
             raise
+        file = getattr(error, "filename", None)
         raise ResourceError(
             str(name),
-            f"{_WHY[error.errno]} ({os.path.basename(str(error.filename))})" if error.filename else _WHY[error.errno],
+            f"{why} ({os.path.basename(str(file))})" if file else why,
             state="every version that was there is intact; finished shards are kept and taken up again.",
             next="make room or make the store writable, then run the same command again",
         ) from error
+
+
+def _number(error: Exception) -> int | None:
+    """The system's number of an error. Libraries in Rust, such as safetensors, raise no OSError, but say it in their text."""
+    if isinstance(error, OSError):
+        return error.errno
+    told = _RUST.search(str(error))
+    return int(told[1]) if told else None
 
 
 class _Hashing:

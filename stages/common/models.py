@@ -1,17 +1,23 @@
 """A checkpoint as a torch module. Local files, safetensors and transformers' own classes only.
 
 model = load_model(store.open("arith/policy@0"), dtype=torch.float32)
+check_rows(table, "arith/rollouts@1", version)     # rows that it can give a probability to
 
 Importing this module loads no torch: an engine sets its environment before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from schemas.errors import ConfigError
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from .checkpoints import check_folder, is_encoder_decoder
+from schemas.errors import ConfigError, ResourceError, SchemaError, printable
+
+from .checkpoints import check_folder, context_length, is_encoder_decoder, vocabulary_size
 from .store import Version
 
 if TYPE_CHECKING:
@@ -74,6 +80,49 @@ def decoder_start_id(model: PreTrainedModel) -> int:
         "no decoder_start_token_id",
         next="add it to the model's config.json and import it again",
     )
+
+
+def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = False) -> None:
+    """Refuse rollouts `name` with rows that have no probability (greedy ones: ConfigError) or that the model of `version` can
+    not read (SchemaError). `ahead`: the state after the last id is asked for too."""
+    if not len(table):
+        return
+    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
+    if greedy:
+        raise ConfigError(
+            name,
+            f"{greedy} rows were sampled at temperature 0, where no token has a probability",
+            next="generate at temperature > 0",
+        )
+    prompts, completions = (pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids"))
+    if pc.min(prompts).as_py() == 0:
+        raise SchemaError(
+            name, "a prompt has no ids, so nothing predicts its completion's first token", next=f"quiver show {name}"
+        )
+    size, longest = vocabulary_size(version), context_length(version)
+    for column in ("prompt_ids", "completion_ids"):
+        largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0)
+        if largest >= size:
+            raise SchemaError(
+                name, f"{column} holds {largest}, the policy knows ids below {size}", next=f"quiver lineage {name}"
+            )
+    if is_encoder_decoder(version):  # a context each
+        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py() + ahead)
+    else:
+        most = pc.max(pc.add(prompts, completions)).as_py()
+    if longest is not None and most > longest:
+        raise SchemaError(name, f"a rollout has {most} tokens, the policy reads {longest}", next=f"quiver show {name}")
+
+
+@contextmanager
+def short_of_memory(name: str, help: str) -> Iterator[None]:
+    """Turn torch's lack of memory inside into ResourceError about `name`, with what helps."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_memory_error(error):
+            raise
+        raise ResourceError(name, f"memory is short: {printable(error)}", next=help) from None
 
 
 def is_memory_error(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 Role `ref`: under the reference policy, for the KL term; a sweep over `kl_coef` then loads no reference model. Role `prox`: under
 the very weights that sampled, with the trainer's numerics, for the ratio's denominator. Each row at its own temperature. Refused:
-`prox` under other weights than those that sampled; greedy rows, which have no probability.
+`prox` under other weights than those that sampled; greedy rows, which have no probability; rows that the model can not read.
 
     ref = run(Config(role="ref"), store, rollouts="arith/rollouts@3", policy="arith/policy@0")
 """
@@ -10,6 +10,7 @@ the very weights that sampled, with the trainer's numerics, for the ratio's deno
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
@@ -83,22 +84,24 @@ def run(
 def _score_shards(config: Config, work: Work, rollouts: Version, model: Version) -> Ref:
     import torch
 
-    from stages.common.models import load_model
+    from stages.common.models import check_rows, load_model, short_of_memory
     from stages.common.packed.forward import Policy
 
     table = rollouts.table(["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"])
-    if pc.any(pc.less_equal(table["temperature"], 0), min_count=0).as_py():
-        raise ConfigError(str(rollouts.ref), "holds rows of temperature 0, which have no probability", next="sample above 0")
+    check_rows(table, str(rollouts.ref), model)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("logprobs.device", "expected cuda, there is none", next='set logprobs.device = "auto"')
     cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
     device = torch.device("cuda" if cuda else "cpu")
-    with work.phase("load"):
+    memory = partial(short_of_memory, "logprobs", "lower logprobs.token_budget")
+    with memory(), work.phase("load"):
         loaded = load_model(model, dtype=torch.float32, device=device)
         policy = Policy(loaded, autocast=config.precision == "bf16" or (config.precision == "auto" and cuda))
     mode = None
     for index, start in enumerate(range(0, max(len(table), 1), ROWS_PER_SHARD)):
         if work.has(index):
             continue
-        with work.phase("score"):
+        with memory(), work.phase("score"):
             part, mode = _score(config, policy, table.slice(start, ROWS_PER_SHARD), mode)
         if pc.any(pc.invert(pc.is_finite(part["logprobs"].combine_chunks().flatten())), min_count=0).as_py():
             raise NumericError(

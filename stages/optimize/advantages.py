@@ -180,13 +180,13 @@ def whitened(advantages: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
 
 
 def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """[B] bool: the rollout's group has at least one scored reward, and all its scored rewards are equal: nothing to learn
-    there."""
+    """[B] bool: the rollout's group has two scored rewards at least, and all its scored rewards are equal: nothing to learn there
+    from a comparison. One alone has no variance: an algorithm that needs no group learns from it."""
     n = int(groups.max()) + 1 if len(groups) else 0
     scored = ~rewards.isnan()
     low = rewards.new_full((n,), torch.inf).scatter_reduce(0, groups[scored], rewards[scored], "amin")
     high = rewards.new_full((n,), -torch.inf).scatter_reduce(0, groups[scored], rewards[scored], "amax")
-    return (low == high)[groups]
+    return ((low == high) & (groups[scored].bincount(minlength=n) >= 2))[groups]
 
 
 def _sums(rewards: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

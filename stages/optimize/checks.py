@@ -1,4 +1,4 @@
-"""What one version of rollouts must be before it is trained on: of an allowed policy, unbiased, joined by id, readable.
+"""What one version of rollouts must be before it is trained on: of an allowed policy, unbiased, joined by id.
 
 With several versions each is looked at by itself; what they must be towards each other is that no rollout stands in two of them.
 Names, manifests and columns are all that is read here: no torch, no weights.
@@ -10,7 +10,7 @@ Names, manifests and columns are all that is read here: no torch, no weights.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.errors import ConfigError, LineageError, SchemaError
+from schemas.errors import ConfigError, LineageError
 from stages.common import checkpoints
 from stages.common.store import Store, Version
 
@@ -61,8 +61,12 @@ def check_lineage(config: Config, store: Store, own: Sampled) -> list[str]:
     """
     inputs, policy, rollouts = own.inputs, own.inputs["policy"], own.rollouts
     sampled = rollouts.manifest.model("policy")
-    allowed = [checkpoints.as_model("policy", version) for version in ancestors(store, policy, config.max_staleness)]
-    if sampled is None or sampled.weights not in [model.weights for model in allowed]:
+    allowed = []
+    for version in ancestors(store, policy, config.max_staleness):
+        allowed.append(checkpoints.as_model("policy", version))
+        if sampled and sampled.weights == allowed[-1].weights:
+            break
+    else:
         found = f"{sampled.weights[:12]}… ({sampled.ref})" if sampled else "no policy at all"
         raise LineageError(
             str(rollouts.ref),
@@ -88,12 +92,16 @@ def check_lineage(config: Config, store: Store, own: Sampled) -> list[str]:
     return biased
 
 
-def ancestors(store: Store, policy: Version, count: int) -> list[Version]:
-    """The policy and up to `count` policies that it was made of, newest first."""
-    found = [policy]
-    while len(found) <= count and (entry := found[-1].manifest.input("policy")) is not None:
-        found.append(store.open(entry.ref))
-    return found
+def ancestors(store: Store, policy: Version, count: int) -> Iterator[Version]:
+    """The policy and up to `count` policies that it was made of, newest first; each opened when it is asked for, so that one
+    that is gone is an error only to rollouts as old."""
+    yield policy
+    for _ in range(count):
+        entry = policy.manifest.input("policy")
+        if entry is None:
+            return
+        policy = store.open(entry.ref)
+        yield policy
 
 
 def biases(config: dict[str, Any]) -> list[str]:
@@ -137,35 +145,3 @@ def require_own_ids(versions: Sequence[Sampled]) -> None:
         if len(both):
             what = f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as {both[0].as_py()!r}"
             raise LineageError(str(one.rollouts.ref), what, next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both")
-
-
-def check_rows(config: Config, own: Sampled) -> None:
-    """Rows that no policy gradient can be taken of, or that the model can not read."""
-    table, name, policy = own.table, str(own.rollouts.ref), own.inputs["policy"]
-    if not len(table):
-        return
-    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
-    if greedy:
-        raise ConfigError(
-            name,
-            f"{greedy} rows were sampled at temperature 0, where no token has a probability",
-            next="generate at temperature > 0",
-        )
-    prompts, completions = (pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids"))
-    if pc.min(prompts).as_py() == 0:
-        raise SchemaError(
-            name, "a prompt has no ids, so nothing predicts its completion's first token", next=f"quiver show {name}"
-        )
-    size, longest = checkpoints.vocabulary_size(policy), checkpoints.context_length(policy)
-    for column in ("prompt_ids", "completion_ids"):
-        largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0)
-        if largest >= size:
-            raise SchemaError(
-                name, f"{column} holds {largest}, the policy knows ids below {size}", next=f"quiver lineage {name}"
-            )
-    if checkpoints.is_encoder_decoder(policy):  # a context each; the value of a cut state needs the last id read as well
-        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py() + config.bootstrap_length)
-    else:
-        most = pc.max(pc.add(prompts, completions)).as_py()
-    if longest is not None and most > longest:
-        raise SchemaError(name, f"a rollout has {most} tokens, the policy reads {longest}", next=f"quiver show {name}")

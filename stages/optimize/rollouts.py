@@ -21,13 +21,14 @@ import pyarrow.compute as pc
 import torch
 
 from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
+from stages.common.models import check_rows
 from stages.common.packed.attention import Sequences, prompt_numbers
 from stages.common.ragged import Ragged
 from stages.common.store import Store, Version
 
 from . import advantages
 from .algorithms import Algorithm, part
-from .checks import Sampled, check_lineage, check_rows, require_own_ids
+from .checks import Sampled, check_lineage, require_own_ids
 from .inputs import sets
 from .losses import log_ratio
 from .objective import Batch
@@ -67,7 +68,7 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
     if not len(scores):
         raise _nothing(versions, 0, 0)
     for own in versions:
-        check_rows(config, own)
+        check_rows(own.table, str(own.rollouts.ref), own.inputs["policy"], ahead=config.bootstrap_length)
     table = pa.concat_tables([own.table for own in versions])
     scores = torch.where(_mask(pc.equal(table["finish_reason"], "abort")), torch.nan, scores)
     groups = _groups(versions)
@@ -89,12 +90,14 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
         "kept": len(kept),
         "dropped": dict(sorted(Counter(reason for reason in reasons if reason).items())),
         "zero_advantage": 0 if algorithm.critic else int((weights[kept] == 0).sum()),
-        "all_advantages_zero": not (algorithm.critic or bool((weights[kept] != 0).any())),
+        "all_advantages_zero": not (bool((weights[kept] != 0).any()) or (algorithm.critic and len(kept))),
         "biased_sampling": biased,
     }
     if len(versions) > 1:
         summary["versions"] = _by_version(versions, scores, reasons)
-    if summary["all_advantages_zero"]:
+    if not len(kept):
+        log.warning("no rollout is left to learn from (%s): there is nothing to learn, the weights stay", _counted(summary))
+    elif summary["all_advantages_zero"]:
         log.warning("every advantage is 0 (each group's rewards are equal): there is nothing to learn from these rollouts")
     filled = config.model_copy(update={"max_completion_tokens": config.max_completion_tokens or max(map(_longest, versions))})
     stale = torch.cat([torch.full((len(own.table),), own.stale) for own in versions])
@@ -143,6 +146,10 @@ def _reasons(config, table, scores, groups, weights) -> list[str | None]:
         codes[tests[code][1]] = code
     names = [*[name for name, _ in tests], None]
     return [names[code] for code in codes.tolist()]
+
+
+def _counted(summary: dict[str, Any]) -> str:
+    return ", ".join(f"{reason}: {count}" for reason, count in summary["dropped"].items())
 
 
 def _require_groups(algorithm: str, groups: torch.Tensor, scored: int) -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.errors import ConfigError, ResourceError, printable
+from schemas.errors import ConfigError
 from schemas.refs import Ref
 from stages.common import checkpoints
 from stages.common.config import Config as Base
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .rollouts import Loaded
 
 STAGE_VERSION = 1
+_Rate = Annotated[float, Field(ge=0, lt=1)]
 _SURROGATE = ("clip_low", "clip_high", "dual_clip", "delta", "clip_max", "tau_positive", "tau_negative", "token_form")
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,12 @@ class Correction(Base):
     """Lower bound, for `mask`."""
     high: float = Field(default=2.0, gt=0)
     """Upper bound."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Correction:
+        if self.low >= self.high:
+            raise ValueError(f"low must be < high = {self.high:g}, got {self.low:g}: every weight would be 0")
+        return self
 
 
 class Config(Base):
@@ -113,7 +120,8 @@ class Config(Base):
     critic: Literal["trunk", "model"] = "trunk"
     """`trunk`: a value head on the policy's last hidden states, whose gradient moves the policy's trunk too. `model`: a trunk of
     its own below the head, at first a copy of the policy, which the critic's loss alone moves; it takes the policy's memory once
-    more, moments included. This and what follows is for algorithms with a critic (ppo)."""
+    more, moments included. This and the fields up to `critic_warmup_steps` are for algorithms with a critic (ppo); others leave
+    them alone."""
     value_coef: float = Field(default=0.1, ge=0)
     """Weight of the critic's loss. With `critic = "model"` it competes with nothing."""
     value_clip: float | None = Field(default=0.2, ge=0)
@@ -140,7 +148,7 @@ class Config(Base):
     """Largest global norm of the gradient; a critic that is a model of its own has its own norm, with the same limit."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decay of matrices."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Rate, _Rate] = (0.9, 0.999)
     """AdamW's decay rates of the moments."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's denominator constant."""
@@ -165,7 +173,7 @@ class Config(Base):
     audit: Audit = Audit()
     """The numeric audit before the first update."""
     seed: int = Field(default=0, ge=0)
-    """Decides which groups go into which mini-batch."""
+    """Decides which groups go into which mini-batch, and what new adapters start from."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the passes; weights stay in float32. auto: bf16 autocast on a GPU, fp32 on a CPU."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
@@ -201,6 +209,9 @@ class Config(Base):
             raise ValueError("trackers need tracker_folder, the folder that they write to")
         if self.delta is not None and self.clip_high is not None and self.delta <= 1 + self.clip_high:
             raise ValueError(f"delta must be > 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}")
+        for name in self.options:
+            if name in (*_SURROGATE, "drop_zero_variance"):  # else the manifest would say a value that did not count
+                raise ValueError(f"options.{name} has a field of its own: set optimize.{name}")
         algorithms.check_options(self.algorithm, self.surrogate_options())
         return self
 
@@ -298,11 +309,13 @@ def _learn(
     accelerator: Accelerator,
 ) -> Ref | None:
     """Load, audit, train; on the writing rank save and commit. The new policy's reference there, None elsewhere."""
+    from stages.common.models import short_of_memory
+
     from . import results, rollouts
 
     phase = work.phase if work else (lambda _: nullcontext())
     row = algorithms.resolve(config.algorithm)
-    with _memory():
+    with short_of_memory("optimize", "lower optimize.token_budget, or set optimize.activation_checkpointing = true"):
         with phase("load"):
             loaded = rollouts.load(config, row, store, inputs)
             made, model = _trainer(row, inputs, loaded, accelerator)
@@ -315,20 +328,6 @@ def _learn(
     with phase("save"):
         results.save(config, inputs["policy"], model, made, work)
     return results.commit(store, run, about, loaded, outcome, work, accelerator, force=force)
-
-
-@contextmanager
-def _memory() -> Iterator[None]:
-    """Turn torch's lack of memory into ResourceError with what helps."""
-    from stages.common.models import is_memory_error
-
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_memory_error(error):
-            raise
-        help = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
-        raise ResourceError("optimize", f"memory is short: {printable(error)}", next=help) from None
 
 
 def _trainer(row: algorithms.Algorithm, inputs: dict[str, Version], loaded: Loaded, accelerator: Accelerator):

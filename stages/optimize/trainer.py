@@ -202,7 +202,7 @@ class Trainer:
 
     def _deal(self) -> list[list[int]]:
         """This epoch's mini-batches: groups shuffled by seed and step, each group whole."""
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
+        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + self.step) % 2**63)
         order = torch.randperm(max(self.batch.groups, default=-1) + 1, generator=generator).tolist()
         return minibatches([order[group] for group in self.batch.groups], self.config.minibatches)
 

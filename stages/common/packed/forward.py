@@ -176,7 +176,8 @@ def _gap(policy: Policy, mode: str, data: Sequences, prompts: Sequence[int], row
     except (NotImplementedError, TypeError) as error:
         log.warning("packing %r: %s", mode, error)
         return float("inf")
-    return max(float((found[row][: len(wanted)] - wanted).abs().max()) for row, wanted in zip(rows, expected, strict=True))
+    gaps = [(found[row][: len(wanted)] - wanted).abs().max() for row, wanted in zip(rows, expected, strict=True)]
+    return float(torch.stack(gaps).max())  # NaN wherever it stands, which Python's max would drop
 
 
 def _reference(policy: Policy, data: Sequences, row: int) -> torch.Tensor:

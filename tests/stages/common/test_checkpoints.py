@@ -1,14 +1,16 @@
 """The base model: imported whole or refused by name; what it is, told by hashes; saved so that others load it."""
 
 import json
+import resource
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from schemas.errors import ConfigError, ConflictError, CorruptError, SecurityError
-from stages.common import checkpoints
+from schemas.errors import ConfigError, ConflictError, CorruptError, ResourceError, SecurityError
+from stages.common import checkpoints, files
 from stages.common.checkpoints import PolicyConfig, as_model, run, save_policy
 from stages.common.models import load_model
 from stages.common.work import begin
@@ -79,6 +81,25 @@ def test_missing_and_cut_weight_files_are_named(store, folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="1 of 2 weight files are missing: model-00002-of-00002"):
         run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_none_is_named(store, folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is no index"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
+    """safetensors' error is no OSError: a limit on the size of files, which Rust meets as Python does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(ResourceError, match="a file is larger than") as caught, files.storage("a/policy"):
+            save_file({"a": torch.zeros(10_000)}, tmp_path / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.object == "a/policy" and "make room" in caught.value.next
 
 
 def test_pickles_and_code_are_refused(store, folder):

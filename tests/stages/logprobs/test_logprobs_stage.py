@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from schemas.errors import ConfigError, LineageError
+from schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
 from stages.common.models import load_model
 from stages.common.ragged import Ragged
 from stages.logprobs.stage import Config, run
@@ -88,3 +88,34 @@ def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, rollouts):
     pairs = zip(rollouts.table()["old_logprobs"].to_pylist(), store.open(scored).table()["logprobs"].to_pylist(), strict=True)
     gaps = [old - ref for olds, refs in pairs for old, ref in zip(olds, refs, strict=True)]
     assert losses == pytest.approx([sum(gaps) / len(gaps)] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"prompt_ids": []}, "a prompt has no ids"),
+        ({"completion_ids": [320], "old_logprobs": [-1.0]}, "completion_ids holds 320, the policy knows ids below 320"),
+        ({"prompt_ids": [5] * 256}, "the policy reads 256"),
+    ],
+)
+def test_rows_that_the_model_can_not_read_are_refused(store, policy, other, change, said):
+    """The last of many: none of those that the packing is tried out with."""
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(6), 3)
+    rollouts = world.write_rollouts(store, policy, [*rows[:-1], rows[-1] | change])
+    with pytest.raises(SchemaError, match=said):
+        run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
+    assert store.numbers("tiny", "logprobs") == []
+
+
+def test_lack_of_memory_says_what_helps(store, policy, rollouts, monkeypatch):
+    monkeypatch.setattr("stages.common.packed.forward.score", lambda *_: torch.empty(1 << 60))
+    with pytest.raises(ResourceError, match="memory is short") as caught:
+        run(Config(), store, rollouts=rollouts.ref, policy=policy.ref)
+    assert "token_budget" in caught.value.next
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there_is_refused(store, policy, rollouts):
+    with pytest.raises(ConfigError, match="there is none") as caught:
+        run(Config(device="cuda"), store, rollouts=rollouts.ref, policy=policy.ref)
+    assert caught.value.object == "logprobs.device"

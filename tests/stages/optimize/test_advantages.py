@@ -133,5 +133,5 @@ def test_the_size_of_a_reward_counts_over_the_batch_and_not_in_the_group():
 
 
 def test_zero_variance_looks_at_scored_rewards_only():
-    found = advantages.zero_variance(torch.tensor([1.0, 1.0, NAN, 0.0, 1.0, NAN]), torch.tensor([0, 0, 0, 1, 1, 2]))
-    assert found.tolist() == [True, True, True, False, False, False]
+    rewards, groups = torch.tensor([1.0, 1.0, NAN, 0.0, 1.0, NAN, 1.0, NAN]), torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
+    assert advantages.zero_variance(rewards, groups).tolist() == [True] * 3 + [False] * 5

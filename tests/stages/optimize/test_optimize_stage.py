@@ -251,6 +251,25 @@ def test_all_rewards_equal_commits_the_same_weights_and_says_so(store, policy, m
     assert all(torch.equal(a, b) for a, b in zip(_weights(done).values(), _weights(policy).values(), strict=True))
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_where_every_rollout_is_left_out_it_says_why(store, policy, caplog, algorithm):
+    rows = [
+        {**row, "finish_reason": "length"} for row in world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    ]
+    rollouts = world.write_rollouts(store, policy, rows)
+    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    done = _run(store, policy, made, _config(algorithm=algorithm, on_length="mask"))
+    assert (done.manifest.metrics["kept"], done.manifest.metrics["steps"]) == (0, 0)
+    assert "no rollout is left to learn from (length: 4)" in caplog.text
+    assert "rewards are equal" not in caplog.text
+
+
+def test_a_group_of_one_has_no_variance_that_could_be_zero(store, policy):
+    made = world.make(store, policy, world.even_share, groups=4, each=1)
+    done = _run(store, policy, made, _config(algorithm="ppo", drop_zero_variance=True))
+    assert done.manifest.metrics["kept"] == 4
+
+
 def test_without_any_advantage_it_stops(store, policy):
     made = world.make(store, policy, lambda row: None)
     with pytest.raises(NumericError, match="no advantage can be computed"):
@@ -293,6 +312,15 @@ def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, po
     stale = _run(store, newer, made, _config(max_staleness=1))
     assert str(stale.ref) == "tiny/policy@2"
     assert stale.manifest.metrics["audit"]["mean_gap"] > 0.01  # said, and not held against them
+
+
+def test_an_ancestor_that_is_gone_matters_to_fresh_rollouts_no_more(store, policy, made):
+    newer = _run(store, policy, made)
+    fresh = world.make(store, newer, world.even_share)
+    policy.path.rename(policy.path.with_name("gone"))
+    assert str(_run(store, newer, fresh, _config(max_staleness=3)).ref) == "tiny/policy@2"
+    with pytest.raises(LineageError, match="tiny/policy@0: there is no such version"):
+        _run(store, newer, made, _config(max_staleness=3))
 
 
 def test_greedy_rows_are_refused(store, policy):

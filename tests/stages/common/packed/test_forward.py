@@ -182,3 +182,11 @@ def test_no_mask_spans_the_whole_row():
     assert len(layout.ids[0]) == sum(len(data.prompts[row]) for row in (0, 3, 4, 8)) + sum(
         len(row) - 1 for row in data.completions
     )
+
+
+def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
+    model, (data, prompts) = _model("llama"), _data()
+    policy = Policy(model, autocast=False)
+    expected = [row.detach() for row in _reference(model, data)][:2]
+    expected[1] = expected[1] * float("nan")
+    assert not forward._gap(policy, "packed", data, prompts, [0, 1], expected) <= forward.TOLERANCE
