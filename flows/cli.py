@@ -236,7 +236,14 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
     from stages.optimize.algorithms import ALGORITHMS
 
     shown = ("name", "description", "advantage", "surrogate", "aggregation", "defaults", "reference")
-    _list("algorithms", [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()], json)
+    entries = [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()]
+    more = [
+        ", ".join(f"{key} = {value}" for key, value in row.defaults.items()) or "no defaults" for row in ALGORITHMS.values()
+    ]
+    lines = [
+        f"{e['name']:<24} {e['description']}\n{'':<24} {told}; {e['reference']}" for e, told in zip(entries, more, strict=True)
+    ]
+    _print(json, {"algorithms": entries}, lines)
 
 
 @app.command()

@@ -31,10 +31,11 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     recipe.optimize_config().resolved()  # a user's own algorithm is told what is wrong with it before anything is made
     policy = perform(recipe, "import policy", "policy", recipe.policy, {}, recipe.run, False).ref
     baseline = measure(recipe, policy, 0, forced)
-    iterations, policies = [], [policy]
+    iterations, policies, reference = [], [policy], None
     for iteration in range(1, recipe.iterations + 1):
         earlier = iterations[: -recipe.optimize.replay - 1 : -1]  # newest first
-        done = improve(recipe, policies, iteration, forced, earlier)
+        reference = _reference(recipe, policies, iteration, reference)
+        done = improve(recipe, policy, reference, iteration, forced, earlier)
         policy = done["policy"]
         policies.append(policy)
         every = recipe.evaluate.every
@@ -45,13 +46,12 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
 
 
 def improve(
-    recipe: Recipe, policies: list[str], iteration: int, forced: set[str], earlier: list[dict[str, Any]]
+    recipe: Recipe, policy: str, reference: str | None, iteration: int, forced: set[str], earlier: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One iteration, from the last of `policies` (the starting policy of every iteration so far) to the next.
+    """One iteration, from `policy` to the next; the KL term, where there is one, holds on to `reference`.
 
     What `earlier` iterations (as this function returned them) sampled is trained on again, beside this one's.
     """
-    policy = policies[-1]
 
     def stage(name: str, config: Any, **refs: str | list[str]) -> Outcome:
         return perform(recipe, f"{name} {iteration}/{recipe.iterations}", name, config, refs, recipe.run, name in forced)
@@ -61,7 +61,6 @@ def improve(
     rollouts = stage("generate", recipe.generate_config(iteration), prompts=prompts.ref, policy=policy)
     rewards = stage("reward", recipe.reward, rollouts=rollouts.ref)
     scored = {}
-    reference = _reference(recipe, policies, iteration) if recipe.optimize.kl_coef > 0 else None
     if reference:
         scored["ref"] = stage("logprobs", recipe.logprobs_config("ref"), rollouts=rollouts.ref, policy=reference)
     if recipe.logprobs.prox:
@@ -93,16 +92,16 @@ def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> di
     return {**done, "ref_logprobs": perform(recipe, label, "logprobs", config, refs, recipe.run, False).ref}
 
 
-def _reference(recipe: Recipe, policies: list[str], iteration: int) -> str:
-    """The policy that the KL term of this iteration holds on to: one of `policies`, or their moving average."""
+def _reference(recipe: Recipe, policies: list[str], iteration: int, before: str | None) -> str | None:
+    """What the KL term of this iteration holds on to: one of `policies` (the starting policy of every iteration so far), or their
+    moving average, made of that of the iteration `before`. None where there is no such term."""
     rule = recipe.reference
-    reference = policies[rule.start(iteration) - 1]
-    if rule.rule == "ema":
-        config, into = AverageConfig(rate=rule.rate), f"{recipe.run}.ref"
-        for number, policy in enumerate(policies[1:], 2):
-            refs = {"reference": reference, "policy": policy}
-            reference = perform(recipe, f"reference {number}/{recipe.iterations}", "average", config, refs, into, False).ref
-    return reference
+    if recipe.optimize.kl_coef == 0:
+        return None
+    if rule.rule != "ema" or before is None:
+        return policies[rule.start(iteration) - 1]
+    refs, label = {"reference": before, "policy": policies[-1]}, f"reference {iteration}/{recipe.iterations}"
+    return perform(recipe, label, "average", AverageConfig(rate=rule.rate), refs, f"{recipe.run}.ref", False).ref
 
 
 def _with_evaluation(done: dict[str, Any], evaluation: Outcome | None, baseline: Outcome | None) -> dict[str, Any]:
