@@ -7,6 +7,8 @@ stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import json
 import logging
 import os
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--lifeline", type=int, help="file descriptor; this process dies when its other end is closed")
     arguments = parser.parse_args()
+    gc.set_threshold(100_000, 50, 100)  # at Python's own, walks over what imports made are a third of their time
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if arguments.lifeline is not None:
         watch_lifeline(arguments.lifeline)
@@ -49,5 +52,13 @@ def main() -> int:
     return code
 
 
+def leave(code: int) -> None:
+    """End the process now. All is written; taking a model and a million objects apart would take seconds that somebody waits."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -75,7 +76,7 @@ class Ragged:
         bounds = self.offsets.tolist()
         return (self.values[start:end] for start, end in itertools.pairwise(bounds))
 
-    @property
+    @cached_property
     def lengths(self) -> torch.Tensor:
         """[B] int64."""
         return self.offsets.diff()
@@ -97,8 +98,15 @@ class Ragged:
         return shift + torch.arange(len(shift), device=shift.device)
 
     def take(self, indices: torch.Tensor) -> Ragged:
-        """Rows `indices` [b] in that order, gathered in one step; a row may be taken twice."""
-        return Ragged(self.values[self.positions(indices)], _offsets(self.lengths[indices]))
+        """Rows `indices` [b] in that order; a row may be taken twice. Neighbours are taken as one, and all rows are a view."""
+        offsets, breaks = _offsets(self.lengths[indices]), (indices.diff() != 1).nonzero()[:, 0]
+        if len(breaks) >= len(indices) / 4:
+            return Ragged(self.values[self.positions(indices)], offsets)
+        edges = indices.new_tensor([-1, len(indices) - 1])
+        first, last = indices[torch.cat([edges[:1], breaks]) + 1], indices[torch.cat([breaks, edges[1:]])]
+        runs = zip(self.offsets[first].tolist(), self.offsets[last + 1].tolist(), strict=True)
+        parts = [self.values[start:end] for start, end in runs]
+        return Ragged(parts[0] if len(parts) == 1 else torch.cat(parts), offsets)
 
     def segment_sum(self) -> torch.Tensor:
         """[B, …] sum of each row; 0 for an empty one. Differentiable."""

@@ -12,7 +12,7 @@ nothing of the shard is written.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -64,6 +64,9 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     base: Version | None = None
     """The weights that the policy's adapter goes on, where `options.lora` asks for that; None: load the policy's own."""
+    verified: Callable[[], object] = lambda: None
+    """Waits until the model's files are checked, which goes on meanwhile: import first, call this, then read them. Raises what is
+    wrong with them."""
 
 
 class Engine(Protocol):

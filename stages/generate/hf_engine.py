@@ -61,6 +61,7 @@ class TransformersEngine:
             raise ConfigError("engine transformers", "device is cuda, but torch sees no GPU", next='device = "auto"')
         self.device = torch.device("cuda" if setup.device == "cuda" or (setup.device == "auto" and cuda) else "cpu")
         dtype = self._dtype()
+        setup.verified()
         attention = self.options.attn_implementation
         self.model = load_model(setup.policy, dtype=dtype, device=self.device, attn_implementation=attention)
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=self.device)

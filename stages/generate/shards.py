@@ -42,7 +42,8 @@ class Shards:
 
     def _size_before(self) -> int | None:
         """Rows a shard of an earlier attempt, told by any finished shard: its size, or where its rows start."""
-        first = next((index for index in range(len(self.rows)) if self.work.has(index)), None)
+        noted = sorted(int(note.name[5:].partition(".")[0]) for note in self.work.notes.glob("part-*.arrow.json"))
+        first = next(filter(self.work.has, noted), None)
         if first is None:
             return None
         table = self.work.read(first)

@@ -10,6 +10,7 @@ is ever cut), an engine's answer that is not whole.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -170,20 +171,30 @@ def _base(config: Config, store: Store, policy: Version) -> Version | None:
     return base
 
 
+def _check_sizes(policy: Version) -> None:
+    """Name a file of the model that is missing or cut at once, before anything is imported."""
+    for entry in policy.manifest.files:
+        path = policy.path / entry.name
+        if "/" not in entry.name and not (path.is_file() and path.stat().st_size == entry.bytes):
+            policy.verify(entry.name)
+
+
 def _generate(config: Config, work: Work, policy: Version, shards: Shards, longest: int) -> dict[str, Any]:
     """Make the shards that are missing; what the engine says of itself. Without a missing shard no engine is started."""
     missing = shards.missing()
     if not missing:
         shards.finish_empty()
         return {"name": config.engine}
-    verify_model(policy)
     stops = {*config.sampling.stop_token_ids, *([] if config.sampling.ignore_eos else checkpoints.end_token_ids(policy))}
     base = _base(config, work.store, policy)
-    setup = engines.Setup(
-        policy, config.sampling, tuple(sorted(stops)), longest, config.dtype, config.device, config.options, base
-    )
-    with work.phase("load"):
-        engine = engines.make_engine(config.engine, setup)
+    made_of = (policy, config.sampling, tuple(sorted(stops)), longest, config.dtype, config.device, config.options, base)
+    _check_sizes(policy)
+    with work.phase("load"), ThreadPoolExecutor(1) as aside:
+        check = aside.submit(verify_model, policy)  # hashing gigabytes takes as long as importing an engine's library
+        try:
+            engine = engines.make_engine(config.engine, engines.Setup(*made_of, verified=check.result))
+        finally:
+            check.result()  # of a torn file this error says more than the engine's own
         shards.tokenizer = checkpoints.load_tokenizer(policy)
     try:
         limits = engines.Limits(config.engine, checkpoints.vocabulary_size(policy), config.sampling.max_tokens)

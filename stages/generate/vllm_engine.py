@@ -11,9 +11,10 @@ the next.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -51,6 +52,8 @@ class VllmEngine:
     def _start(self) -> Any:
         from vllm import LLM
 
+        self.setup.verified()
+        gc.freeze()  # vLLM collects garbage five times as it starts, each time over every object that its import made
         options = self.options
         eager = self.cpu if options.enforce_eager is None else options.enforce_eager
         arguments = {
@@ -162,13 +165,24 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine and its processes."""
-        self.llm.llm_engine.engine_core.shutdown()
+        with _no_collections():
+            self.llm.llm_engine.engine_core.shutdown()
         del self.llm
 
 
 def _fatal(what: str) -> AbstractContextManager[None]:
     next = "run the same command again; for lack of memory, lower options.max_num_seqs or gpu_memory_utilization"
     return vllm_setup.fatal("engine vllm", what, next)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Let vLLM's shutdown ask in vain to collect garbage: two walks over every object there is take a second, and free little."""
+    collect, gc.collect = gc.collect, lambda *_: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
 
 
 def _completion(index: int, output: Any) -> Completion:

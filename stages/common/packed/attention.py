@@ -48,8 +48,9 @@ class Sequences:
 def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
     """[B] equal numbers for rollouts of one group with the same prompt ids: those can share the prompt."""
     keys: dict[tuple[int, bytes], int] = {}
-    rows = zip(groups, prompts, strict=True)
-    return [keys.setdefault((group, row.numpy().tobytes()), len(keys)) for group, row in rows]
+    raw, bounds = prompts.values.numpy().view(np.uint8).data, (prompts.offsets * prompts.values.itemsize).tolist()
+    rows = zip(groups, bounds[:-1], bounds[1:], strict=True)
+    return [keys.setdefault((group, bytes(raw[start:end])), len(keys)) for group, start, end in rows]
 
 
 @dataclass(frozen=True)
@@ -124,29 +125,27 @@ def make_layout(pieces: Sequence[Piece], data: Sequences, device: torch.device |
     starts = np.cumsum(lengths) - lengths
     first = starts[heads + np.arange(len(pieces))]  # of each piece, where its prompt starts
     own = starts[places]  # of each rollout, where its completion starts
-    ids, positions = np.empty(lengths.sum(), np.int64), np.empty(lengths.sum(), np.int64)
-    for source, chosen, at, after in (
-        (data.prompts, rows[heads], first, np.zeros_like(prompts)),
-        (data.completions, rows, own, prompts[piece_of]),
-    ):
-        size = prompts if source is data.prompts else inputs
-        within, target = _ranges(np.zeros_like(size), size), _ranges(at, size)
-        ids[target] = source.values.numpy()[_ranges(source.offsets.numpy()[chosen], size)]
-        positions[target] = within + np.repeat(after, size)
-    predictors = _ranges(own - 1, inputs + 1)
-    predictors[np.cumsum(inputs + 1) - (inputs + 1)] = (first + prompts - 1)[piece_of]
+    ids = np.empty(lengths.sum(), np.int64)
+    for source, chosen, at, size in ((data.prompts, rows[heads], first, prompts), (data.completions, rows, own, inputs)):
+        within = _ranges(np.zeros_like(size), size)
+        ids[within + np.repeat(at, size)] = source.values.numpy()[within + np.repeat(source.offsets.numpy()[chosen], size)]
+    begins = np.zeros_like(lengths)  # the position of each segment's first token
+    begins[places] = prompts[piece_of]
+    positions = np.arange(len(ids)) - np.repeat(starts - begins, lengths)
+    wanted = inputs + 1
+    predictors = _ranges(own - 1, wanted)
+    predictors[np.cumsum(wanted) - wanted] = (first + prompts - 1)[piece_of]
+    targets = data.completions.values.numpy()[_ranges(data.completions.offsets.numpy()[rows], wanted)]
     blocks, gather = _blocks(_spans(counts, piece_of, first, prompts, own, inputs), len(ids))
-    rows = torch.from_numpy(rows)
-    completions = data.completions.take(rows)
     return Layout(
         ids=torch.from_numpy(ids)[None].to(device),
         positions=torch.from_numpy(positions)[None].to(device),
         blocks=tuple(block.to(device) for block in blocks),
         gather=gather.to(device),
-        rows=rows,
+        rows=torch.from_numpy(rows),
         predictors=torch.from_numpy(predictors).to(device),
-        targets=completions.values.long().to(device),
-        temperature=data.temperature[rows].repeat_interleave(completions.lengths).to(device),
+        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
+        temperature=torch.from_numpy(np.repeat(data.temperature.numpy()[rows], wanted)).to(device),
     )
 
 

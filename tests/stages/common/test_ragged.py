@@ -75,6 +75,23 @@ def test_take_sums_and_means_are_those_of_python_lists(seed):
         assert ragged[i].tolist() == rows[i]
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        range(40),
+        range(5, 17),
+        [*range(12), *range(20, 40)],
+        [*range(30, 40), *range(30, 40)],
+        [*range(9), 8, *range(39, 20, -1)],
+    ],
+)
+def test_take_of_neighbours_is_what_python_lists_take(chosen):
+    rows = [list(range(row, row + row % 4)) for row in range(40)]
+    ragged = Ragged.from_arrow(pa.chunked_array([rows[:13], rows[13:]], KIND))
+    taken = ragged.take(torch.tensor(chosen))
+    assert [row.tolist() for row in taken] == [rows[row] for row in chosen]
+
+
 def test_segment_mean_spreads_its_gradient_evenly():
     values = torch.arange(5.0, requires_grad=True)
     Ragged(values, torch.tensor([0, 2, 2, 5])).segment_mean().sum().backward()

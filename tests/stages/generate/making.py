@@ -138,6 +138,23 @@ class Dies(Honest):
         yield good(request.index)
 
 
+class Waits(Honest):
+    """Reads the weights once they are checked, as an engine should."""
+
+    has_read = False
+
+    def __init__(self, setup) -> None:
+        setup.verified()
+        type(self).has_read = True
+
+
+class Chokes(Honest):
+    """Reads the weights at once, and finds them torn in its own words."""
+
+    def __init__(self, setup) -> None:
+        raise RuntimeError("unexpected end of file")
+
+
 def answer(prompt_ids: list[int], seed: int) -> list[int]:
     """A script of a user's own."""
     return [prompt_ids[0], 7]

@@ -20,6 +20,7 @@ from stages.common.store import Store
 from stages.common.work import begin
 from stages.generate.rows import Rows, row_seed
 from stages.generate.stage import Config, run
+from tests.stages.generate import making
 from tests.stages.generate.making import good, make_prompts, random_prompts
 from tests.tiny import EOS, make_policy
 
@@ -284,6 +285,17 @@ def test_half_a_checkpoint_is_named_before_the_engine_starts(store, policy, engi
     with pytest.raises(CorruptError, match=r"model.safetensors: is missing"):
         run(config(engine=engine), store, prompts=prompts.ref, policy=policy.ref)
     assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("engine", ["Honest", "Waits", "Chokes"])
+def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, policy, engine):
+    weights = policy.path / "model.safetensors"
+    torn = bytearray(weights.read_bytes())
+    torn[-1] ^= 1
+    weights.write_bytes(torn)
+    with pytest.raises(CorruptError, match=r"model.safetensors: sha256 expected"):
+        run(config(engine=f"{MAKING}:{engine}", options={}), store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref)
+    assert not making.Waits.has_read
 
 
 # -- killed in the middle ----------------------------------------------------------------------------------------------------
