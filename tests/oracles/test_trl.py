@@ -19,7 +19,7 @@ from stages.optimize import rollouts as joining
 from stages.optimize.algorithms import ALGORITHMS, resolve
 from stages.optimize.stage import Config
 from stages.optimize.trainer import Trainer, make_accelerator
-from stages.reward import tables
+from stages.reward.functions import overlong
 from tests.oracles.peers import (
     ADVANTAGES,
     LENGTHS,
@@ -326,7 +326,7 @@ def test_the_overlong_penalty():
 
     lengths = range(1, 30)
     theirs = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)([[1] * n for n in lengths])
-    assert [tables.overlong(n, max_tokens=20, cache=8) for n in lengths] == pytest.approx(theirs)
+    assert overlong([[1] * n for n in lengths], max_tokens=20, cache=8) == pytest.approx(theirs)
 
 
 # -- the whole way: saved rollouts in, the gradient of every weight out --------------------------------------------------------
