@@ -55,7 +55,7 @@ def run(config: Config, store: Store, *, reference: str | Ref, policy: str | Ref
 
 
 def _average(old: Version, new: Version, rate: float, folder: Path) -> None:
-    """Every weight file of `new`, one at a time, in float32 arithmetic and the policy's dtype."""
+    """Every weight file of `new`, one at a time, in float32: in bfloat16 a small rate would move nothing."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -73,7 +73,7 @@ def _average(old: Version, new: Version, rate: float, folder: Path) -> None:
                         found = f"shape {list(held.shape)}" if held is not None else "nothing"
                         message = f"weight {name}: expected shape {list(tensor.shape)}, found {found}"
                         raise LineageError(str(old.ref), message, next="average two versions of one model")
-                    made[name] = torch.lerp(held.float(), tensor.float(), rate).to(tensor.dtype).contiguous()
+                    made[name] = torch.lerp(held.float(), tensor.float(), rate).contiguous()
             save_file(made, folder / file.name, {"format": "pt"})
 
 

@@ -36,8 +36,10 @@ log = logging.getLogger(__name__)
 class PassConfig(Base):
     """How the pass over the saved completions is made."""
 
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the pass. auto: bf16 autocast on a GPU, fp32 on a CPU, as optimize has it."""
+    precision: Literal["auto", "fp32", "fp32_fast", "bf16", "bf16_pure"] = "auto"
+    """Of the pass, as optimize has it. auto: bf16 on a GPU, fp32 on a CPU. fp32_fast: products as fast as float32 can have them
+    here (TF32 on a GPU; oneDNN on a CPU, whose factors may be bfloat16). bf16: autocast, weights in float32. bf16_pure: weights in
+    bfloat16 too, the pass of bf16_master and bf16_stochastic."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
     """Most that is packed together; a simpler way is taken when the model needs it."""
     token_budget: Runtime[int | None] = Field(default=None, ge=1)
@@ -86,6 +88,7 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
 
     from stages.common.models import check_rows, load_model, short_of_memory
     from stages.common.packed.forward import Policy
+    from stages.common.packed.precision import resolve
 
     table = rollouts.table(["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"])
     check_rows(table, str(rollouts.ref), model)
@@ -96,7 +99,8 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
     memory = partial(short_of_memory, "logprobs", "lower logprobs.token_budget")
     with memory(), work.phase("load"):
         loaded = load_model(model, dtype=torch.float32, device=device)
-        policy = Policy(loaded, autocast=config.precision == "bf16" or (config.precision == "auto" and cuda))
+        precision = resolve(config.precision, device)
+        policy = Policy(loaded, autocast=precision == "bf16", fast=precision == "fp32_fast")
     mode = None
     for index, start in enumerate(range(0, max(len(table), 1), ROWS_PER_SHARD)):
         if work.has(index):
@@ -122,6 +126,7 @@ def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) ->
 
     from stages.common.packed.attention import Sequences, prompt_numbers
     from stages.common.packed.forward import choose_mode, score, token_budget
+    from stages.common.packed.precision import narrow
     from stages.common.ragged import Ragged
 
     everyone = torch.arange(len(table))
@@ -134,6 +139,8 @@ def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) ->
     if rows:
         mode = mode or choose_mode(policy, data, numbers, config.packing)
         policy.set_mode(mode)
+        if config.precision == "bf16_pure":
+            narrow(policy.model)
         budget = config.token_budget or token_budget(policy.device)
         found = score(policy, policy.microbatches(rows, numbers, data, budget), data)
     column = completions.with_values(found.clamp(max=0.0)).to_arrow()

@@ -15,20 +15,35 @@ from torch import nn
 
 from schemas.errors import ConfigError
 
+from .bf16 import MASTER, PRECISIONS, Bf16AdamW
+
 if TYPE_CHECKING:
     from .stage import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_optimizer(config: Config, model: nn.Module, critic: nn.Module | None = None) -> torch.optim.Optimizer:
-    """AdamW over all trainable weights; decay on matrices only. A critic's rate is `scale` times the policy's."""
+def make_optimizer(
+    config: Config,
+    model: nn.Module,
+    critic: nn.Module | None = None,
+    *,
+    wide: Mapping[nn.Parameter, torch.Tensor] | None = None,
+    step: int = 0,
+) -> torch.optim.Optimizer:
+    """AdamW over all trainable weights; decay on matrices only. A critic's rate is `scale` times the policy's.
+
+    For weights in bfloat16 (see bf16.py): `wide`, what they were in float32, and `step` of the policy's life.
+    """
     groups = _groups(config, model)
     if critic is not None:
         groups += _groups(config, critic, scale=(config.critic_learning_rate or config.learning_rate) / config.learning_rate)
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
-    )
+    groups = [group for group in groups if group["params"]]
+    options = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    if config.precision in PRECISIONS:
+        masters = wide if config.precision == "bf16_master" else None
+        return Bf16AdamW(groups, masters or {}, seed=config.seed, step=step, **options)
+    return torch.optim.AdamW(groups, fused=True, **options)
 
 
 def _groups(config: Config, model: nn.Module, **common: Any) -> list[dict[str, Any]]:
@@ -51,25 +66,38 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The moments by parameter name, and `updates`, the number of steps that made them; empty before the first step."""
+    """The moments by parameter name, and `updates`, the number of steps that made them; empty before the first step. With
+    `bf16_master` the weights proper besides."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        held = optimizer.state.get(parameter)
-        if held:
-            found |= {f"{key}.{name}": held[key].detach().cpu().contiguous() for key in _MOMENTS}
+        held = optimizer.state.get(parameter, {})
+        found |= {f"{key}.{name}": held[key].detach().cpu().contiguous() for key in (*_MOMENTS, MASTER) if key in held}
+        if "step" in held:
             found["updates"] = held["step"].detach().cpu().reshape(1)
     return found
 
 
 def load_state(optimizer: torch.optim.Optimizer, model: nn.Module, found: Mapping[str, torch.Tensor]) -> None:
     """Take up what `state` gave; a weight that never had a gradient has no moments. ConfigError when they belong to a model of
-    other names or shapes."""
-    parameters = dict(model.named_parameters())
+    other names or shapes, or to other weights.
+
+    Saved master weights are taken up where the optimizer has some; else the policy's weights, which are those rounded, go on.
+    """
+    parameters, moments = dict(model.named_parameters()), set(_MOMENTS)
     for name in sorted({key.partition(".")[2] for key in found if key != "updates"}):
-        moments, parameter = {key: found.get(f"{key}.{name}") for key in _MOMENTS}, parameters.get(name)
-        if parameter is None or any(value is None or value.shape != parameter.shape for value in moments.values()):
-            raise ConfigError(
-                "optimizer state", f"{name} is missing or of another shape", next="set optimize.load_optimizer = false"
-            )
-        step = found["updates"].reshape(()).clone().to(parameter.device)
-        optimizer.state[parameter] = {"step": step, **{key: value.to(parameter.device) for key, value in moments.items()}}
+        kept = {key: found[f"{key}.{name}"] for key in (*_MOMENTS, MASTER) if f"{key}.{name}" in found}
+        parameter, whole = parameters.get(name), kept.keys() >= moments or kept.keys() == {MASTER}
+        if parameter is None or not whole or any(value.shape != parameter.shape for value in kept.values()):
+            raise _not_ours(f"{name} is missing or of another shape")
+        held = optimizer.state[parameter]
+        if MASTER not in held:
+            kept.pop(MASTER, None)
+        elif MASTER in kept and not torch.equal(kept[MASTER].to(parameter), parameter):
+            raise _not_ours(f"the float32 weights of {name} are not those of the policy")
+        if moments <= kept.keys():
+            kept["step"] = found["updates"].reshape(()).clone()
+        held |= {key: value.to(parameter.device) for key, value in kept.items()}
+
+
+def _not_ours(message: str) -> ConfigError:
+    return ConfigError("optimizer state", message, next="set optimize.load_optimizer = false")

@@ -173,9 +173,12 @@ class Config(Base):
     audit: Audit = Audit()
     """The numeric audit before the first update."""
     seed: int = Field(default=0, ge=0)
-    """Decides which groups go into which mini-batch, and what new adapters start from."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the passes; weights stay in float32. auto: bf16 autocast on a GPU, fp32 on a CPU."""
+    """Decides which groups go into which mini-batch, what new adapters start from, and how bf16_stochastic rounds."""
+    precision: Literal["auto", "fp32", "fp32_fast", "bf16", "bf16_master", "bf16_stochastic"] = "auto"
+    """Of passes and weights; AdamW's moments are float32 always. auto: bf16 on a GPU, fp32 on a CPU. fp32_fast: products as fast
+    as float32 can have them here (TF32 on a GPU; oneDNN on a CPU, whose factors may be bfloat16). bf16: autocast, weights in
+    float32. bf16_master: weights in bfloat16, with float32 ones in the optimizer's state. bf16_stochastic: weights in bfloat16
+    alone, rounded by chance after each step."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
     """Most that is packed together: prompts shared by a group, whole rollouts, or nothing. A simpler one is taken when it must
     be."""
@@ -203,6 +206,14 @@ class Config(Base):
             raise ValueError(f"schedule {self.schedule!r} needs total_steps")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ValueError(f"total_steps must be > warmup_steps = {self.warmup_steps}, got {self.total_steps}")
+        if self.precision.startswith("bf16_") and (self.lora or self.critic == "model"):
+            other = "lora" if self.lora else "critic = 'model'"
+            raise ValueError(f"precision {self.precision!r} does not go with {other}: take 'bf16', or leave {other} out")
+        if self.precision == "bf16_master" and not (self.save_optimizer and self.load_optimizer):
+            raise ValueError(
+                "precision 'bf16_master' keeps its float32 weights in the optimizer's state, so save_optimizer and "
+                "load_optimizer must be true: set them, or take 'bf16_stochastic'"
+            )
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")
         if self.trackers and not self.tracker_folder:

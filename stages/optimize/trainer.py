@@ -1,8 +1,9 @@
 """The optimizer's loop: epochs of mini-batches (one optimizer step each) of micro-batches (one pass each).
 
 Every token's weight is made for the whole step at once, so neither micro-batches nor ranks change loss or gradient. Weights
-stay in float32; autocast makes the passes cheap. A step whose loss or gradient is not finite is left out on every rank; three
-in a row stop the stage. Before the first update the logprobs are audited against the engine's. Nothing here knows of the store.
+stay in float32, unless the precision is one of bf16.py. A step whose loss or gradient is not finite is left out on every rank;
+three in a row stop the stage. Before the first update the logprobs are audited against the engine's. Nothing here knows of the
+store.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import nn
 from schemas.errors import ConfigError, NumericError
 from stages.common.packed.forward import Policy, choose_mode, score, score_and_judge, token_budget
 from stages.common.packed.packing import Piece, minibatches
+from stages.common.packed.precision import narrow, resolve
 
-from . import audit, critic
+from . import audit, bf16, critic
 from .algorithms import Algorithm, part
 from .objective import NUM_SUMS, Batch, Objective
 from .optimizer import learning_rate, make_optimizer
@@ -121,13 +123,16 @@ class Trainer:
                 if trunk is not None:
                     trunk.train()  # transformers checkpoints in train mode only; every dropout is 0
                     trunk.gradient_checkpointing_enable({"use_reentrant": False})
-        self.precision = config.precision if config.precision != "auto" else "bf16" if device.type == "cuda" else "fp32"
+        self.precision = resolve(config.precision, device)
+        self.narrow = self.precision in bf16.PRECISIONS
         head = ValueHead(model.get_output_embeddings().weight.shape[1]).to(device) if self.critic else None
         self.judge = with_trunk(head, value_trunk) if self.critic else None
-        self.policy = Policy(model, autocast=self.precision == "bf16", value_head=head, value_trunk=value_trunk)
+        passes = {"autocast": self.precision == "bf16", "fast": self.precision == "fp32_fast"}
+        self.policy = Policy(model, **passes, value_head=head, value_trunk=value_trunk)
         self.mode = choose_mode(self.policy, batch.data, batch.prompts, config.packing) if batch.groups else config.packing
-        self.wrapped = accelerator.prepare_model(self.policy)
-        self.optimizer = make_optimizer(config, model, self.judge)
+        wide = narrow(model) if self.narrow else None
+        self.wrapped = self.policy if self.narrow else accelerator.prepare_model(self.policy)  # see _reduce
+        self.optimizer = make_optimizer(config, model, self.judge, wide=wide, step=step)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         parts = [self.policy] if value_trunk is None else [model, self.judge]
         self.clipped = [[p for p in part.parameters() if p.requires_grad] for part in parts]
@@ -274,8 +279,16 @@ class Trainer:
                     sums += numbers
                     ratio_max = max(ratio_max, ratio)
                     found[places] = found_here[0].detach().cpu()
+        if self.narrow:
+            self._reduce()
         self.logprobs = self._merge(found, active, self.logprobs)
         return self._numbers(sums, ratio_max, active, len(micros))
+
+    def _reduce(self) -> None:
+        """Mean of the gradients over ranks. Torch's own wrapper adds up in the weights' dtype alone; these are float32."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
 
     def _numbers(self, sums: torch.Tensor, ratio_max: float, active: list[int], micros: int) -> dict[str, Any]:
         """The step's numbers of all ranks."""

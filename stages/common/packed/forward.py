@@ -8,7 +8,8 @@ correctness.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from stages.common.models import decoder_start_id
 from .attention import MODES, Layout, Sequences, hidden_states, make_layout, set_mode, single_hidden_states
 from .head import Shaping, completion_logprobs
 from .packing import Piece, make_pieces, pack
+from .precision import fast_products
 from .seq2seq import Pairs, decoder_states, make_pairs, own_logits, pack_pairs
 
 _ENOUGH, _MOST = 16, 256
@@ -29,8 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class Policy(nn.Module):
-    """A language model behind `forward(layout) -> logprobs [n], entropy [n], values [n] or None`, under bfloat16 autocast where
-    asked.
+    """A language model behind `forward(layout) -> logprobs [n], entropy [n], values [n] or None`, under bfloat16 autocast or with
+    fast products (see precision.py) where asked.
 
     Causal and encoder-decoder models differ in their layout (`layout`, `microbatches`) and their hidden states alone. A value
     head, hidden states [n, d] -> values [n], reads the same hidden states as the output embedding, or those of `value_trunk`,
@@ -42,11 +44,12 @@ class Policy(nn.Module):
         model: nn.Module,
         *,
         autocast: bool,
+        fast: bool = False,
         value_head: nn.Module | None = None,
         value_trunk: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.autocast, self.mode = model, autocast, "single"
+        self.model, self.autocast, self.fast, self.mode = model, autocast, fast, "single"
         self.value_head, self.value_trunk = value_head, value_trunk
         self.shaping = Shaping.of(model.config)
         self.start = decoder_start_id(model) if model.config.is_encoder_decoder else None
@@ -75,9 +78,13 @@ class Policy(nn.Module):
         pieces = pieces_of(self.mode, rows, prompts, data, budget)
         return [[piece] for piece in pieces] if self.mode == "single" else pack(pieces, budget)
 
-    def context(self) -> torch.autocast:
-        """Autocast as the config says. Held open over a whole step, it casts each weight once a step instead of once a pass."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast)
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """The precision asked for, of backward passes too while it is held open. Over a whole step, autocast casts each weight
+        once a step instead of once a pass."""
+        fast = fast_products(self.device) if self.fast else nullcontext()
+        with fast, torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            yield
 
     def forward(self, layout: Layout | Pairs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         with self.context():
@@ -128,12 +135,16 @@ def score_and_judge(policy: Policy, micros: Sequence[Sequence[Piece]], data: Seq
 
 @torch.no_grad()
 def choose_mode(policy: Policy, data: Sequences, prompts: Sequence[int], wanted: str) -> str:
-    """Set and return the first mode from `wanted` on whose logprobs agree with the model's own. ConfigError when none does."""
+    """Set and return the first mode from `wanted` on whose logprobs agree with the model's own. ConfigError when none does.
+
+    The comparison is in float32, whatever the precision of the passes to come; so weights must still be.
+    """
     if wanted != "single" and policy.start is None and depends_on_length(policy.model.config):
         log.warning("packing: the model's positions depend on the length of the row, so one rollout runs at a time")
         wanted = "single"
     rows = _probe(data, prompts)
-    autocast, policy.autocast = policy.autocast, False
+    asked = policy.autocast, policy.fast
+    policy.autocast = policy.fast = False
     try:
         policy.set_mode("single")
         expected = [_reference(policy, data, row) for row in rows]
@@ -143,7 +154,7 @@ def choose_mode(policy: Policy, data: Sequences, prompts: Sequence[int], wanted:
                 return mode
             log.warning("packing %r is not right for this model (logprobs differ by %.4f); trying the next", mode, gap)
     finally:
-        policy.autocast = autocast
+        policy.autocast, policy.fast = asked
     raise ConfigError(
         f"model {type(policy.model).__name__}",
         f"its logprobs can not be reproduced from its last hidden state and output embedding: they differ by {gap:.4f}",

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from schemas.errors import LineageError
+from stages.common.checkpoints import PolicyConfig
+from stages.common.checkpoints import run as import_policy
 from stages.logprobs.average import Config, run
-from tests.tiny import make_policy
+from tests.tiny import make_folder, make_policy
 
 
 def test_every_weight_is_the_average(store, policy):
@@ -27,6 +29,22 @@ def test_every_weight_is_the_average(store, policy):
     assert again == version.ref
     further = run(Config(rate=0.25), store, reference=version.ref, policy=other.ref, into="tiny.ref")
     assert str(further) == "tiny.ref/policy@1"
+
+
+def test_a_small_rate_moves_weights_that_are_bfloat16(store, tmp_path):
+    """Each weight of the policy is 1.5 times the reference's: a thousandth of that is less than bfloat16 can tell."""
+    versions = []
+    for name, times in (("small", 1.0), ("large", 1.5)):
+        folder = make_folder(tmp_path / name)
+        weights = {key: value.bfloat16() * times for key, value in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        versions.append(store.open(import_policy(PolicyConfig(model=str(folder)), store, into=name)))
+    old, new = versions
+    version = store.open(run(Config(rate=1e-3), store, reference=old.ref, policy=new.ref, into="small.ref"))
+    found, old, new = (load_file(each.path / "model.safetensors") for each in (version, old, new))
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, old[name].float() + 1e-3 * (new[name].float() - old[name].float()))
+        assert not torch.equal(weight, old[name].float())
 
 
 def test_other_models_are_refused(store, policy):

@@ -119,3 +119,27 @@ def test_a_device_that_is_not_there_is_refused(store, policy, rollouts):
     with pytest.raises(ConfigError, match="there is none") as caught:
         run(Config(device="cuda"), store, rollouts=rollouts.ref, policy=policy.ref)
     assert caught.value.object == "logprobs.device"
+
+
+@pytest.mark.parametrize("precision", ["fp32_fast", "bf16", "bf16_pure"])
+def test_another_precision_is_near(store, policy, other, rollouts, precision):
+    found = store.open(run(Config(precision=precision), store, rollouts=rollouts.ref, policy=other.ref)).table()["logprobs"]
+    pairs = zip(found.to_pylist(), expected(other, rollouts), strict=True)
+    gaps = [abs(ours - wanted) for row in pairs for ours, wanted in zip(*row, strict=True)]
+    assert sum(gaps) / len(gaps) < 0.03
+    if precision != "fp32_fast":  # whose factors bfloat16 rounds on some processors only
+        assert sum(gaps) / len(gaps) > 1e-4
+
+
+def test_bf16_pure_is_the_pass_of_training_in_bfloat16(store, policy):
+    made = world.make(store, policy, world.even_share)
+    refs = {"rollouts": made[0].ref, "policy": policy.ref}
+    prox = run(Config(role="prox", precision="bf16_pure"), store, **refs)
+    config = optimize.Config(precision="bf16_stochastic", device="cpu")
+    done = store.open(optimize.run(config, store, **refs, rewards=made[1].ref))
+    trained = store.open(done.manifest.metrics["advantages"]).table()["mean_logprob"].to_pylist()
+    scored = [sum(row) / len(row) for row in store.open(prox).table()["logprobs"].to_pylist()]
+    both = [(mine, theirs) for mine, theirs in zip(scored, trained, strict=True) if theirs is not None]
+    assert len(both) > 10
+    for mine, theirs in both:
+        assert mine == pytest.approx(theirs, abs=1e-4)

@@ -22,6 +22,25 @@ config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40
 print(run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two"))
 """
 
+WEIGHTS_OF_EACH = """
+import os, sys
+from pathlib import Path
+from safetensors.torch import save_file
+from stages.common.store import Store
+from stages.optimize.stage import Config, run
+from stages.optimize.trainer import Trainer
+train = Trainer.train
+def kept(self):
+    outcome = train(self)
+    weights = {name: value.detach() for name, value in self.model.named_parameters()}
+    save_file(weights, Path(__file__).with_name(os.environ["RANK"]))
+    return outcome
+Trainer.train = kept
+store, rollouts, rewards = sys.argv[1:4]
+config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, precision="bf16_stochastic", processes=2)
+run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two")
+"""
+
 
 def _launch(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
     env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -58,6 +77,23 @@ def test_two_ranks_train_as_one(store, policy, tmp_path):
     again = _launch([*arguments, "2"], 2)
     assert again.returncode == 0, again.stderr[-3000:]
     assert store.numbers("two", "policy") == [1]
+
+
+@pytest.mark.dist
+def test_ranks_round_alike(store, policy, tmp_path):
+    """Bit for bit; and as one rank does, but where a sum in another order comes to the other side of a draw."""
+    made = world.make(store, policy, world.even_share, groups=5)
+    config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, precision="bf16_stochastic")
+    one = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    script = tmp_path / "train.py"
+    script.write_text(WEIGHTS_OF_EACH)
+    done = _launch([str(script), str(store.path), str(made[0].ref), str(made[1].ref)], 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = (load_file(tmp_path / rank) for rank in "01")
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    alone = load_file(one.path / "model.safetensors")
+    differ = sum(int((value != alone[name]).sum()) for name, value in first.items())
+    assert differ < 0.01 * sum(value.numel() for value in first.values())
 
 
 @pytest.mark.dist
