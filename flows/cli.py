@@ -226,8 +226,14 @@ def tag(
 # -- what there is --------------------------------------------------------------------------------------------------------------
 
 
-def _list(word: str, entries: list[dict[str, Any]], as_json: bool) -> None:
-    _print(as_json, {word: entries}, [f"{entry['name']:<24} {entry['description']}" for entry in entries])
+def _list(word: str, entries: list[dict[str, Any]], details: str, as_json: bool) -> None:
+    """`entries`, one a line; what stands under the key `details` of one is a line below it."""
+    lines = []
+    for entry in entries:
+        lines.append(f"{entry['name']:<24} {entry['description']}")
+        found = entry.get(details) or {}
+        lines += [f"{'':<24} {' · '.join(f'{key}: {value}' for key, value in found.items())}"] if found else []
+    _print(as_json, {word: entries}, lines)
 
 
 @app.command()
@@ -236,12 +242,12 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
     from stages.optimize.algorithms import ALGORITHMS
 
     shown = ("name", "description", "advantage", "surrogate", "aggregation", "defaults", "reference")
-    _list("algorithms", [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()], json)
+    _list("algorithms", [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()], "defaults", json)
 
 
 @app.command()
 def rewards(json: Json = False, debug: Debug = False) -> None:
-    """What can score: functions that come with Quiver, and the dialects in which servers are asked."""
+    """What can score: functions that come with Quiver, with their arguments, and the dialects in which servers are asked."""
     from stages.reward.functions import FUNCTIONS
     from stages.reward.servers.dialects import DIALECTS
 
@@ -250,7 +256,7 @@ def rewards(json: Json = False, debug: Debug = False) -> None:
         for name, found in FUNCTIONS.items()
     ]
     spoken = [{"name": name, "kind": "server", "description": found.description} for name, found in DIALECTS.items()]
-    _list("rewards", [*shipped, *spoken], json)
+    _list("rewards", [*shipped, *spoken], "arguments", json)
 
 
 @app.command()
@@ -260,7 +266,7 @@ def engines(json: Json = False, debug: Debug = False) -> None:
 
     shipped = ENGINES.items()
     defaults = {name: entry.options().model_dump(mode="json") for name, entry in shipped}
-    _list("engines", [{"name": n, "description": e.description, "options": defaults[n]} for n, e in shipped], json)
+    _list("engines", [{"name": n, "description": e.description, "options": defaults[n]} for n, e in shipped], "options", json)
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------------------
@@ -276,7 +282,8 @@ def _report(error: QuiverError) -> int:
 def _run() -> int:
     try:
         return get_command(app).main(standalone_mode=False) or 0
-    except typer.Abort:
+    except typer.Abort:  # Ctrl-C
+        print("stopped; what is finished is kept: the same command goes on from there", file=sys.stderr)
         return 130
     except _UsageError as error:
         told = ConfigError("command line", error.format_message(), next="quiver --help, or quiver COMMAND --help")
