@@ -226,8 +226,15 @@ def tag(
 # -- what there is --------------------------------------------------------------------------------------------------------------
 
 
-def _list(word: str, entries: list[dict[str, Any]], as_json: bool) -> None:
-    _print(as_json, {word: entries}, [f"{entry['name']:<24} {entry['description']}" for entry in entries])
+def _list(word: str, entries: list[dict[str, Any]], details: str, as_json: bool) -> None:
+    """`entries`, one a line; below it what stands under the key `details` of one, and its reference."""
+    lines = []
+    for entry in entries:
+        lines.append(f"{entry['name']:<24} {entry['description']}")
+        below = [f"{key}: {value}" for key, value in (entry.get(details) or {}).items()]
+        below += [entry["reference"]] if entry.get("reference") else []
+        lines += [f"{'':<24} {' · '.join(below)}"] if below else []
+    _print(as_json, {word: entries}, lines)
 
 
 @app.command()
@@ -236,19 +243,12 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
     from stages.optimize.algorithms import ALGORITHMS
 
     shown = ("name", "description", "advantage", "surrogate", "aggregation", "defaults", "reference")
-    entries = [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()]
-    more = [
-        ", ".join(f"{key} = {value}" for key, value in row.defaults.items()) or "no defaults" for row in ALGORITHMS.values()
-    ]
-    lines = [
-        f"{e['name']:<24} {e['description']}\n{'':<24} {told}; {e['reference']}" for e, told in zip(entries, more, strict=True)
-    ]
-    _print(json, {"algorithms": entries}, lines)
+    _list("algorithms", [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()], "defaults", json)
 
 
 @app.command()
 def rewards(json: Json = False, debug: Debug = False) -> None:
-    """What can score: functions that come with Quiver, and the dialects in which servers are asked."""
+    """What can score: functions that come with Quiver, with their arguments, and the dialects in which servers are asked."""
     from stages.reward.functions import FUNCTIONS
     from stages.reward.servers.dialects import DIALECTS
 
@@ -257,7 +257,7 @@ def rewards(json: Json = False, debug: Debug = False) -> None:
         for name, found in FUNCTIONS.items()
     ]
     spoken = [{"name": name, "kind": "server", "description": found.description} for name, found in DIALECTS.items()]
-    _list("rewards", [*shipped, *spoken], json)
+    _list("rewards", [*shipped, *spoken], "arguments", json)
 
 
 @app.command()
@@ -267,7 +267,7 @@ def engines(json: Json = False, debug: Debug = False) -> None:
 
     shipped = ENGINES.items()
     defaults = {name: entry.options().model_dump(mode="json") for name, entry in shipped}
-    _list("engines", [{"name": n, "description": e.description, "options": defaults[n]} for n, e in shipped], json)
+    _list("engines", [{"name": n, "description": e.description, "options": defaults[n]} for n, e in shipped], "options", json)
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------------------
@@ -283,7 +283,8 @@ def _report(error: QuiverError) -> int:
 def _run() -> int:
     try:
         return get_command(app).main(standalone_mode=False) or 0
-    except typer.Abort:
+    except typer.Abort:  # Ctrl-C
+        print("stopped; what is finished is kept: the same command goes on from there", file=sys.stderr)
         return 130
     except _UsageError as error:
         told = ConfigError("command line", error.format_message(), next="quiver --help, or quiver COMMAND --help")

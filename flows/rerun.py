@@ -54,7 +54,13 @@ def rerun(
 
 
 def _resolved(recipe: Recipe, store: Store, stage: str, role: str, given: str | list[str]) -> str | list[str]:
-    found = [str(store.resolve(ref, recipe.run)) for ref in _listed(given)]
+    kind = "rewards" if role == "retry" else role
+    refs = [parse(ref, recipe.run) for ref in _listed(given)]
+    foreign = [str(ref) for ref in refs if ref.kind != kind]
+    if foreign:
+        listing = f"quiver ls {recipe.run} --store {recipe.store}"
+        raise ConfigError(f"--{role} {foreign[0]}", f"expected a version of {kind}", next=listing)
+    found = [str(store.resolve(ref)) for ref in refs]
     if len(found) > 1 and stage != "optimize":
         raise ConfigError(f"--{role}", f"quiver {stage} takes one, got {len(found)}", next="name them one after another")
     return _plain(found)
@@ -124,7 +130,7 @@ def _rewards(recipe: Recipe, rollouts: str) -> str:
         raise LineageError(
             rollouts,
             "this recipe's [reward] has not scored these rollouts",
-            next="quiver reward RECIPE --rollouts REF with the same --set; or name --rewards REF",
+            next=f"quiver reward RECIPE --rollouts {rollouts}, with the same recipe and --set; or name --rewards REF",
         ) from None
 
 

@@ -59,7 +59,8 @@ def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigE
                 if item["type"] == "value_error" and isinstance(item["input"], dict)
                 else f", got {printable(repr(item['input']))}"
             )
-            problems.append(f"{path or name}: {printable(item['msg'].removeprefix('Value error, '))}{came}")
+            said = f"{printable(item['msg'].removeprefix('Value error, '))}{came}"
+            problems.append(f"{path}: {said}" if path else said)  # the whole is named by the error itself
     return ConfigError(name, "; ".join(problems), next="correct the key and run again")
 
 

@@ -307,7 +307,7 @@ SLOW_GENERATION = [
 def start_and_wait_for_shards(folder) -> subprocess.Popen:
     """`quiver run` at the moment when some shards of its rollouts are finished, and others not."""
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", *SLOW_GENERATION]
-    running = subprocess.Popen(command, cwd=folder, env=command_environment(folder))
+    running = subprocess.Popen(command, cwd=folder, env=command_environment(folder), start_new_session=True)
     while not [*(folder / "store/tiny/rollouts/.staging").glob("*.notes/*.json")]:
         assert running.poll() is None, "the run ended before it could be stopped"
         time.sleep(0.01)
@@ -333,10 +333,16 @@ def left_behind(folder) -> list[str]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_stopped_run_leaves_nobody_and_goes_on(tmp_path, number, code):
-    """At most one shard is redone, and the rollouts are those of an uninterrupted run."""
+    """At most one shard is redone, and the rollouts are those of an uninterrupted run.
+
+    As a terminal and `timeout` do, SIGINT and SIGTERM reach the whole group; what is started in it must not die before the flow.
+    """
     folder = write_recipe(tmp_path / "stopped")
     running = start_and_wait_for_shards(folder)
-    running.send_signal(number)
+    if number == signal.SIGKILL:
+        running.kill()
+    else:
+        os.killpg(running.pid, number)
     assert running.wait(30) == code
     assert left_behind(folder) == []
     staging = folder / "store/tiny/rollouts/.staging"

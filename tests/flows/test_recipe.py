@@ -48,7 +48,7 @@ def recipe(tmp_path):
 def test_what_is_wrong_is_said(recipe, setting, said):
     with pytest.raises(ConfigError) as caught:
         load(recipe, [setting])
-    assert said in str(caught.value)
+    assert said in caught.value.message and "recipe.toml" not in caught.value.message, "the file is the error's object"
     assert caught.value.exit_code == 2
 
 
@@ -143,6 +143,8 @@ def test_errors_on_the_command_line(recipe, tmp_path):
     assert quiver(tmp_path, "show", "x", "-n", "-1", code=2)["error"]["code"] == "E-CONFIG"
     foreign = quiver(tmp_path, "reward", "recipe.toml", "--policy", "tiny/policy@0", code=2)["error"]
     assert (foreign["object"], foreign["message"]) == ("--policy", "quiver reward takes --rollouts and --retry")
+    kind = quiver(tmp_path, "reward", "recipe.toml", "--retry", "tiny/rollouts@1", code=2)["error"]
+    assert (kind["object"], kind["message"]) == ("--retry tiny/rollouts@1", "expected a version of rewards")
     assert quiver(tmp_path, "run", "recipe.toml", "--from", "nowhere", code=2)["error"]["code"] == "E-CONFIG"
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", "ls", "--store", str(tmp_path / "x")], capture_output=True, text=True, check=False
@@ -153,6 +155,8 @@ def test_errors_on_the_command_line(recipe, tmp_path):
 
 
 def test_what_there_is(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "flows.cli", "algorithms"], capture_output=True, text=True, check=True)
+    assert "clip_low: 0.2 · clip_high: 0.28" in done.stdout, "dapo's defaults, for a person too"
     assert {row["name"] for row in quiver(tmp_path, "algorithms")["algorithms"]} >= {"grpo", "dapo", "rloo"}
     rewards = {row["name"]: row["kind"] for row in quiver(tmp_path, "rewards")["rewards"]}
     assert (rewards["numeric"], rewards["math"], rewards["code"], rewards["openrlhf"]) == ("function",) * 3 + ("server",)
