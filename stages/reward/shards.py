@@ -86,12 +86,14 @@ class Shards:
     def _too_many(self, allowance: Allowance) -> RewardError:
         """The error for more failed rows than are allowed; it shows the first."""
         name, rollout, error = allowance.first
+        kinds = {"model": self._config.models, "server": self._config.servers}
+        kind = next((kind for kind, found in kinds.items() if name in {each.name for each in found}), "function")
         finished = sum(self._work.has(index) for index in range(len(self._starts)))
         return RewardError(
             f"{self._work.run}/rewards",
             f"{len(allowance.failed)} of {self._rollouts.num_rows} rows failed so far, more than reward.max_invalid allows; first: "
-            f"{name}, rollout {printable(rollout)}: {error}",
+            f"{kind} {name}, rollout {printable(rollout)}: {error}",
             state=f"{finished} finished shards are kept, and taken up where [reward] and its code stay as they are; "
             "no version was written.",
-            next=f"correct {name} and run again, or raise reward.max_invalid, which scores all rows anew",
+            next=f"correct the {kind} and run again, or raise reward.max_invalid, which scores all rows anew",
         )

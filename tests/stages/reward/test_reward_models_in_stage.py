@@ -46,7 +46,7 @@ def test_another_model_scores_anew_and_the_same_one_elsewhere_does_not(store, ro
 
 
 def test_rows_that_a_model_can_not_score_count_as_failed(store, rollouts, tmp_path):
-    with pytest.raises(RewardError, match="the input has"):
+    with pytest.raises(RewardError, match=r"first: model .*the input has"):
         run(config(make_model(tmp_path / "rm"), max_tokens=36), store, rollouts=rollouts.ref)
     with pytest.raises(ConfigError, match="beginning of the answer"):
         run(config(make_model(tmp_path / "rm"), prefill=None), store, rollouts=rollouts.ref)
