@@ -1,4 +1,4 @@
-"""What scoring costs: python -m tests.benchmarks.rewards [--quick]
+"""What scoring costs: python -m tests.benchmarks.rewards
 
 `math`: 10,000 answers on two workers beside math-verify called one after the other, once for whole numbers in boxes (most of what
 models answer) and once for fractions, which are read as LaTeX. `function`: what a row costs through the workers beyond the
