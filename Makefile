@@ -4,7 +4,7 @@ LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.loc
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow gpu oracle lint lock
+.PHONY: setup demo test slow gpu oracle bench lint lock
 
 setup: $(STAMP)
 
@@ -37,6 +37,15 @@ ORACLES := 'trl==1.16.*' 'verl==0.9.1' 'tensordict==0.10.*' ray msgpack omegacon
 
 oracle: .oracles/verl
 	PYTHONPATH=.oracles $(PYTEST) -m oracle tests/oracles
+
+# What benchmarks run beside Quiver, in a folder of its own
+.peers/trl: $(STAMP)
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .peers trl==1.16.0
+
+bench: .peers/trl
+	.venv/bin/python -m tests.benchmarks.optimizer_step
+	.venv/bin/python -m tests.benchmarks.rewards
+	.venv/bin/python -m tests.benchmarks.reward_servers
 
 lint: setup
 	.venv/bin/ruff check .

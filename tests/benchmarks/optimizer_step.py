@@ -1,6 +1,6 @@
 """One optimizer step (loss, backward, clip, AdamW) of SmolLM2-135M on the very same rollouts: Quiver against TRL's GRPOTrainer.
 
-    make bench-optimizer        # or: python -m tests.benchmarks.optimizer_step --shapes 64,64,8 --precisions fp32 --repeat 1
+    python -m tests.benchmarks.optimizer_step --shapes 64,64,8 --precisions fp32 --repeat 1
 
 P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens of a step = G · (P + C), whatever is computed for
 them. Both sides start from the same weights, ids, old logprobs and advantages; the loss and the gradient's norm of the first step

@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
-"""Where `make peers` puts the libraries that are compared with; never a dependency."""
+"""Where `make bench` puts the libraries that are compared with; never a dependency."""
 
 
 def run_side(
