@@ -6,12 +6,13 @@ in place kills the process (SIGSEGV), or changes somebody else's data in silence
 
     completions = Ragged.from_arrow(table["completion_ids"])     # row i is values[offsets[i]:offsets[i+1]]
     completions.lengths; completions.take(torch.tensor([3, 1])); completions.to_arrow()
+    Mapped.from_arrow(table["completion_ids"])                   # the same, but nothing is read before it is looked at
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -108,6 +109,11 @@ class Ragged:
         parts = [self.values[start:end] for start, end in runs]
         return Ragged(parts[0] if len(parts) == 1 else torch.cat(parts), offsets)
 
+    def views(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The values of each of `rows` [b], not copied; on the CPU."""
+        values, offsets = self.values.numpy(), self.offsets.numpy()
+        return [values[start:end] for start, end in zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)]
+
     def segment_sum(self) -> torch.Tensor:
         """[B, …] sum of each row; 0 for an empty one. Differentiable."""
         zeros = self.values.new_zeros((len(self), *self.values.shape[1:]))
@@ -117,6 +123,57 @@ class Ragged:
         """[B, …] mean over each row's own values; 0 for an empty row. Differentiable."""
         lengths = self.lengths.clamp(min=1).to(self.values.dtype)
         return self.segment_sum() / lengths.view(-1, *[1] * (self.values.ndim - 1))
+
+
+class Mapped(Ragged):
+    """Rows of an Arrow column that stay in its chunks, so in the mapped files: only what is looked at becomes memory.
+
+    As a `Ragged` otherwise, on the CPU. Rows are taken without copying; `values` joins them all, once, for whoever asks.
+    """
+
+    def __init__(self, chunks: Sequence[torch.Tensor], chunk_of: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        """Row i is `chunks[chunk_of[i]][starts[i] : starts[i] + lengths[i]]`. [B] int64 each."""
+        self.__dict__.update(offsets=_offsets(torch.from_numpy(lengths)), _chunks=chunks, _chunk_of=chunk_of, _starts=starts)
+
+    @classmethod
+    def from_arrow(cls, column: pa.ChunkedArray | pa.Array) -> Mapped:
+        """A list column of numbers, however many chunks it has. ValueError for any null."""
+        chunks = [c for c in (column.chunks if isinstance(column, pa.ChunkedArray) else [column]) if len(c)]
+        parts = [_chunk(chunk) for chunk in chunks]
+        values = [part for part, _ in parts] or [Ragged.from_arrow(column).values]
+        starts = [offsets[:-1] for _, offsets in parts] or [torch.zeros(0, dtype=torch.int64)]
+        lengths = [offsets.diff() for _, offsets in parts] or starts
+        chunk_of = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
+        return cls(values, chunk_of, torch.cat(starts).numpy(), torch.cat(lengths).numpy())
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """[N] all rows' values, joined."""
+        views = self.views(np.arange(len(self)))
+        return torch.from_numpy(np.concatenate(views) if views else self._chunks[0].numpy()[:0].copy())
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        row = range(len(self))[row]
+        start = int(self._starts[row])
+        return self._chunks[self._chunk_of[row]][start : start + int(self.lengths[row])]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[row] for row in range(len(self)))
+
+    def views(self, rows: np.ndarray) -> list[np.ndarray]:
+        arrays, starts = self._arrays, self._starts[rows]
+        places = zip(
+            self._chunk_of[rows].tolist(), starts.tolist(), (starts + self.lengths.numpy()[rows]).tolist(), strict=True
+        )
+        return [arrays[chunk][start:end] for chunk, start, end in places]
+
+    @cached_property
+    def _arrays(self) -> list[np.ndarray]:
+        return [chunk.numpy() for chunk in self._chunks]
+
+    def take(self, indices: torch.Tensor) -> Mapped:
+        rows = indices.numpy()
+        return Mapped(self._chunks, self._chunk_of[rows], self._starts[rows], self.lengths.numpy()[rows])
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

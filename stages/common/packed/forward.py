@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -19,8 +20,9 @@ from stages.common.models import decoder_start_id
 
 from .attention import MODES, Layout, Sequences, hidden_states, make_layout, set_mode, single_hidden_states
 from .head import Shaping, completion_logprobs
+from .merged import Merged, merge
 from .packing import Piece, make_pieces, pack
-from .precision import fast_products
+from .precision import products
 from .seq2seq import Pairs, decoder_states, make_pairs, own_logits, pack_pairs
 
 _ENOUGH, _MOST = 16, 256
@@ -53,6 +55,7 @@ class Policy(nn.Module):
         self.value_head, self.value_trunk = value_head, value_trunk
         self.shaping = Shaping.of(model.config)
         self.start = decoder_start_id(model) if model.config.is_encoder_decoder else None
+        self._merged: Merged | None = None
 
     @property
     def device(self) -> torch.device:
@@ -65,11 +68,26 @@ class Policy(nn.Module):
                 set_mode(trunk, mode if self.start is None else "single")
         self.mode = mode
 
+    def merge(self) -> None:
+        """Make one product of those that read the same input (see merged.py); the weights must have their dtype and device."""
+        self._merged = merge(self)
+
     def layout(self, pieces: Sequence[Piece], data: Sequences) -> Layout | Pairs:
         """`pieces` as what `forward` reads, on the model's device."""
         if self.start is None:
             return make_layout(pieces, data, self.device)
         return make_pairs(pieces, data, self.start, self.device)
+
+    def layouts(self, micros: Sequence[Sequence[Piece]], data: Sequences) -> Iterator[Layout | Pairs]:
+        """The layout of each micro-batch in turn; while one is used, a thread makes the next and moves it to the device."""
+        with ThreadPoolExecutor(1) as thread:
+            coming = None
+            for micro in micros:
+                before, coming = coming, thread.submit(self.layout, micro, data)
+                if before:
+                    yield before.result()
+            if coming:
+                yield coming.result()
 
     def microbatches(self, rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int) -> list[list[Piece]]:
         """Rollouts `rows` as micro-batches of at most `budget` tokens; with `single` one rollout each."""
@@ -82,19 +100,26 @@ class Policy(nn.Module):
     def context(self) -> Iterator[None]:
         """The precision asked for, of backward passes too while it is held open. Over a whole step, autocast casts each weight
         once a step instead of once a pass."""
-        fast = fast_products(self.device) if self.fast else nullcontext()
-        with fast, torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+        casts = self._merged.casts() if self._merged else nullcontext()
+        with (
+            products(self.device, fast=self.fast),
+            casts,
+            torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast),
+        ):
             yield
 
-    def forward(self, layout: Layout | Pairs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, layout: Layout | Pairs, *, frozen: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`frozen`: the values alone have a gradient, for the value head and a trunk of its own."""
         with self.context():
-            hidden = self._hidden(self.model, layout)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+                hidden = self._hidden(self.model, layout)
+                head, offset = self.model.get_output_embeddings(), getattr(self.model, "final_logits_bias", None)
+                offset = None if offset is None else offset.flatten()
+                found = completion_logprobs(hidden, head, layout.targets, layout.temperature, self.shaping, offset)
             judged = hidden if self.value_trunk is None else self._hidden(self.value_trunk, layout)
-            values = None if self.value_head is None else self.value_head(judged)
-            head, offset = self.model.get_output_embeddings(), getattr(self.model, "final_logits_bias", None)
-            offset = None if offset is None else offset.flatten()
-            found = completion_logprobs(hidden, head, layout.targets, layout.temperature, self.shaping, offset)
-            return *found, values
+            return *found, None if self.value_head is None else self.value_head(judged)
 
     def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> torch.Tensor:
         if self.start is not None:
@@ -121,10 +146,9 @@ def score(policy: Policy, micros: Sequence[Sequence[Piece]], data: Sequences) ->
 @torch.no_grad()
 def score_and_judge(policy: Policy, micros: Sequence[Sequence[Piece]], data: Sequences) -> torch.Tensor:
     """[2, N] float32: logprobs, and values where the policy has a value head; 0 where there is none, and for other rollouts."""
-    found = torch.zeros(2, len(data.completions.values))
+    found = torch.zeros(2, int(data.completions.offsets[-1]))
     with policy.context():
-        for micro in micros:
-            layout = policy.layout(micro, data)
+        for layout in policy.layouts(micros, data):
             places = data.completions.positions(layout.rows)
             logprobs, _, values = policy(layout)
             found[0, places] = logprobs.float().cpu()

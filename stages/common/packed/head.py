@@ -1,8 +1,9 @@
 """Log-probabilities of given ids from hidden states, without a [tokens, vocabulary] tensor beyond one chunk.
 
-The forward pass makes the logits of one chunk, takes what it needs, and drops them; the backward pass makes them again. So
-memory does not grow with tokens × vocabulary, which is the largest tensor of a naive trainer. Matrix products run in the dtype
-that autocast says; temperature, softmax and sums in float32. Legend: n completion positions, d hidden size, V vocabulary.
+The forward pass makes the logits of one chunk, takes what it needs, and drops them; the backward pass makes them again, but for
+the first chunks, whose probabilities are kept. So memory does not grow with tokens × vocabulary, which is the largest tensor of
+a naive trainer. Matrix products run in the dtype that autocast says; temperature, softmax and sums in float32. Legend: n
+completion positions, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-CHUNK_BYTES = 64 * 1024 * 1024
-"""Size of one chunk of float32 logits."""
+from .merged import product_dtype
+
+CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 1024 * 1024, 512 * 1024 * 1024
+"""Size of one chunk of float32 logits; a GPU wants a thousand positions at once, or reading the weight takes longest."""
+KEPT_BYTES = 128 * 1024 * 1024
+"""Most bytes of probabilities that are kept from the forward pass to the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +64,20 @@ def completion_logprobs(
     bias = getattr(head, "bias", None)
     if offset is not None:
         bias = offset if bias is None else bias + offset
-    return _Head.apply(hidden, head.weight, bias, targets, temperature, shaping or Shaping())
+    kept = KEPT_BYTES if torch.is_grad_enabled() else 0
+    return _Head.apply(hidden, head.weight, bias, targets, temperature, shaping or Shaping(), kept)
 
 
-def _matmul_dtype(hidden: torch.Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+def _chunk_bytes(device: torch.device) -> int:
+    return CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, shaping):
-        dtype = _matmul_dtype(hidden)
-        ctx.shaping, ctx.chunk = shaping, max(1, CHUNK_BYTES // (4 * len(weight)))
+    def forward(ctx, hidden, weight, bias, targets, temperature, shaping, room):
+        dtype = product_dtype(hidden)
+        ctx.shaping, ctx.chunk = shaping, max(1, _chunk_bytes(hidden.device) // (4 * len(weight)))
+        ctx.kept = []  # of the first chunks, the probabilities
         small_hidden, small_weight = hidden.to(dtype), weight.to(dtype)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -82,23 +88,30 @@ class _Head(torch.autograd.Function):
             normal = F.log_softmax(logits, -1)
             logprobs[part] = normal.gather(1, targets[part, None])[:, 0]
             torch.exp(normal, out=logits)
-            entropy[part] = -logits.mul_(normal).sum(-1)  # not a product of vectors: autocast would round it to bfloat16
-        ctx.save_for_backward(small_hidden, small_weight, bias, targets, temperature)
+            entropy[part] = -normal.mul_(logits).sum(-1)  # not a product of vectors: autocast would round it to bfloat16
+            room -= logits.numel() * dtype.itemsize
+            if room >= 0 and shaping.softcap is None:
+                ctx.kept.append(logits.to(dtype))
+        ctx.save_for_backward(small_hidden, small_weight, bias, targets, temperature, logprobs)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad, _):
-        hidden, weight, bias, targets, temperature = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, logprobs = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = grad_bias = None
+        kept, ctx.kept = ctx.kept[::-1], []
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), ctx.chunk):
                 part = slice(start, start + ctx.chunk)
-                logits, slope = _logits(hidden[part], weight, bias, temperature[part], ctx.shaping)
-                delta = F.softmax(logits, -1)
-                delta.scatter_add_(1, targets[part, None], delta.new_full((len(delta), 1), -1.0))
+                if kept:
+                    delta, slope = kept.pop().float(), None
+                else:
+                    logits, slope = _logits(hidden[part], weight, bias, temperature[part], ctx.shaping)
+                    delta = F.softmax(logits, -1)
+                delta.scatter_(1, targets[part, None], torch.expm1(logprobs[part, None]))  # p − 1, exact also where p is near 1
                 delta *= (-grad[part] / temperature[part] * ctx.shaping.scale)[:, None]
                 delta = delta if slope is None else delta * slope
                 small = delta.to(hidden.dtype)
@@ -113,7 +126,7 @@ class _Head(torch.autograd.Function):
             None if value is None else value.to(kind)
             for value, kind in zip((grad_hidden, grad_weight, grad_bias), kinds, strict=True)
         ]
-        return (*results, None, None, None)
+        return (*results, None, None, None, None)
 
 
 def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:

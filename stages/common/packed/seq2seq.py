@@ -39,6 +39,8 @@ class Pairs:
     """[n] int64"""
     temperature: torch.Tensor
     """[n] float32"""
+    filling: tuple[int, int]
+    """Places that only fill up, of the encoder and the decoder, and places in all."""
 
 
 def make_pairs(pieces: Sequence[Piece], data: Sequences, start: int, device: torch.device | str = "cpu") -> Pairs:
@@ -49,6 +51,7 @@ def make_pairs(pieces: Sequence[Piece], data: Sequences, start: int, device: tor
     first = torch.tensor([start])
     inputs, input_mask = _pad([torch.cat([first, row[:-1]]) for row in completions])
     sizes = torch.tensor([len(piece.rows) for piece in pieces])
+    places, filled = prompts.numel() + inputs.numel(), int(prompt_mask.sum() + input_mask.sum())
     return Pairs(
         prompts=prompts.to(device),
         prompt_mask=prompt_mask.to(device),
@@ -59,6 +62,7 @@ def make_pairs(pieces: Sequence[Piece], data: Sequences, start: int, device: tor
         predictors=input_mask.flatten().nonzero()[:, 0].to(device),
         targets=completions.values.long().to(device),
         temperature=data.temperature[rows].repeat_interleave(completions.lengths).to(device),
+        filling=(places - filled, places),
     )
 
 

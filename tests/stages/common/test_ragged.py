@@ -2,11 +2,12 @@
 
 import random
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
-from stages.common.ragged import Ragged
+from stages.common.ragged import Mapped, Ragged
 
 KIND = pa.list_(pa.field("item", pa.float32(), nullable=False))
 
@@ -96,3 +97,41 @@ def test_segment_mean_spreads_its_gradient_evenly():
     values = torch.arange(5.0, requires_grad=True)
     Ragged(values, torch.tensor([0, 2, 2, 5])).segment_mean().sum().backward()
     assert values.grad.tolist() == pytest.approx([0.5, 0.5, 1 / 3, 1 / 3, 1 / 3])
+
+
+@pytest.fixture
+def mapped_column(tmp_path) -> pa.ChunkedArray:
+    """A list column of three mapped batches, the middle one empty."""
+    kind = pa.list_(pa.field("item", pa.int32(), nullable=False))
+    batches = [[[1, 2, 3], [], [4]], [], [[5, 6], [7, 8, 9, 10]]]
+    schema = pa.schema([pa.field("ids", kind, nullable=False)])
+    with pa.ipc.new_file(tmp_path / "x.arrow", schema) as writer:
+        for rows in batches:
+            writer.write_batch(pa.record_batch([pa.array(rows, kind)], schema=schema))
+    return pa.ipc.open_file(pa.memory_map(str(tmp_path / "x.arrow"))).read_all()["ids"]
+
+
+def test_mapped_rows_are_the_rows_joined(mapped_column):
+    mapped, joined = Mapped.from_arrow(mapped_column), Ragged.from_arrow(mapped_column)
+    assert len(mapped) == 5 and torch.equal(mapped.offsets, joined.offsets)
+    assert [row.tolist() for row in mapped] == [row.tolist() for row in joined] == [[1, 2, 3], [], [4], [5, 6], [7, 8, 9, 10]]
+    assert mapped[-1].tolist() == [7, 8, 9, 10]
+    rows = torch.tensor([4, 0, 1, 4])
+    chosen = mapped.take(rows).take(torch.tensor([3, 1, 2]))
+    assert [view.tolist() for view in chosen.views(np.array([0, 2]))] == [[7, 8, 9, 10], []]
+    assert torch.equal(chosen.values, joined.take(rows).take(torch.tensor([3, 1, 2])).values)
+    assert torch.equal(mapped.positions(rows), joined.positions(rows)) and torch.equal(mapped.values, joined.values)
+
+
+def test_mapped_rows_are_not_copied(mapped_column):
+    mapped = Mapped.from_arrow(mapped_column)
+    base, size = mapped_column.chunk(0).buffers()[3].address, mapped_column.chunk(0).buffers()[3].size
+    assert base <= mapped[0].data_ptr() < base + size
+    assert mapped.take(torch.tensor([2, 0]))[1].data_ptr() == mapped[0].data_ptr()
+
+
+def test_a_mapped_column_may_be_empty_and_has_no_nulls(mapped_column):
+    empty = Mapped.from_arrow(mapped_column.slice(0, 0))
+    assert (len(empty), empty.values.dtype, empty.views(np.arange(0))) == (0, torch.int32, [])
+    with pytest.raises(ValueError, match="null"):
+        Mapped.from_arrow(pa.array([[1], None], mapped_column.type))

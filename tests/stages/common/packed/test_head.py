@@ -18,11 +18,13 @@ def _naive(hidden, layer, targets, temperature, shaping):
     return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
+@pytest.mark.parametrize("kept", [0, 20, 1000])
 @pytest.mark.parametrize("rows", [1, 7, 100])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shaping", [Shaping(), Shaping(scale=0.5), Shaping(softcap=2.0), Shaping(scale=1.5, softcap=3.0)])
-def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, rows, bias, shaping):
+def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, rows, bias, shaping, kept):
     monkeypatch.setattr(module, "CHUNK_BYTES", rows * V * 4)
+    monkeypatch.setattr(module, "KEPT_BYTES", kept * V * 4)
     torch.manual_seed(rows)
     layer = nn.Linear(D, V, bias=bias)
     hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(V, (N,))
@@ -49,6 +51,25 @@ def test_under_autocast_softmax_stays_in_float32():
     torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1), rtol=1e-5, atol=1e-6)
     found.sum().backward()
     assert hidden.grad.dtype == layer.weight.grad.dtype == torch.float32
+
+
+def test_the_gradient_of_a_nearly_certain_token_survives_probabilities_that_are_kept_in_bfloat16():
+    layer = nn.Linear(2, 3, bias=False)
+    layer.weight.data = torch.tensor([[8.0, 0.0], [0.0, 1.0], [0.0, 2.0]])
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = completion_logprobs(hidden, layer, torch.tensor([0]), torch.ones(1))
+    found.sum().backward()
+    rest = 2 / (torch.e**8 + 2)  # 1 − p = 6.7e-4, which bfloat16 holds, though not next to 1
+    torch.testing.assert_close(hidden.grad[0, 0], torch.tensor(8 * rest), rtol=1e-2, atol=0)
+
+
+def test_backward_may_run_twice():
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(D, V), torch.randn(N, D, requires_grad=True)
+    found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
+    first, second = (torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0] for _ in range(2))
+    torch.testing.assert_close(first, second)
 
 
 def test_no_tensor_is_larger_than_a_chunk(monkeypatch):

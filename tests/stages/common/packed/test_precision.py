@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stages.common.packed.forward import Policy, choose_mode, score
-from stages.common.packed.precision import fast_products, narrow, resolve
+from stages.common.packed.precision import fast_products, narrow, products, resolve
 from tests.stages.common.packed import test_forward, test_seq2seq
 
 CPU = torch.device("cpu")
@@ -96,3 +96,19 @@ def test_narrow_rounds_weights_alone_and_gives_back_what_they_were():
     for name, parameter in model.named_parameters():
         assert torch.equal(before[parameter], expected[name])
         assert torch.equal(parameter, expected[name].to(torch.bfloat16))
+
+
+def test_the_faster_library_is_taken_for_float32_only_where_its_error_is_that_of_float32():
+    before = torch.get_float32_matmul_precision()
+    with products(CPU, fast=False):
+        a, b = torch.randn(64, 512), torch.randn(512, 300)
+        found = a @ b
+    assert torch.get_float32_matmul_precision() == before
+    exact = a.double() @ b.double()
+    assert float((found - exact).norm() / exact.norm()) < 1e-6
+
+
+def test_on_a_gpu_float32_products_are_left_as_they_are():
+    before = torch.get_float32_matmul_precision()
+    with products(torch.device("cuda"), fast=False):
+        assert torch.get_float32_matmul_precision() == before

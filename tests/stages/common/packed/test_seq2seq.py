@@ -8,6 +8,7 @@ from schemas.errors import ConfigError
 from stages.common.packed.attention import Sequences
 from stages.common.packed.forward import Policy, choose_mode, score
 from stages.common.packed.head import Shaping
+from stages.common.packed.packing import Piece
 from stages.common.packed.seq2seq import make_pairs, pack_pairs
 from stages.common.ragged import Ragged
 
@@ -89,7 +90,7 @@ def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(kind, mode):
                 (weights[places] * found).sum().backward()
             for name, parameter in model.named_parameters():
                 if name in gradients:
-                    torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=4e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,3 +145,24 @@ def test_a_model_without_a_start_id_is_refused():
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
     with pytest.raises(ConfigError, match="no decoder_start_token_id"):
         Policy(model, autocast=False)
+
+
+def test_padding_is_counted():
+    data = Sequences(_ragged([torch.ones(3), torch.ones(5)]), _ragged([torch.ones(4), torch.ones(1)]), torch.ones(2))
+    (micro,) = pack_pairs([0, 1], [0, 1], data, 100)
+    assert make_pairs(micro, data, PAD).filling == (2 + 3, 2 * 5 + 2 * 4)
+
+
+def test_layouts_come_in_the_order_of_their_micro_batches_and_an_error_in_one_reaches_its_reader():
+    data, groups = _data()
+    policy = Policy(_model("t5"), autocast=False)
+    policy.set_mode("shared")
+    micros = policy.microbatches(range(len(groups)), groups, data, 30)
+    assert len(micros) > 2
+    found = [layout.rows.tolist() for layout in policy.layouts(micros, data)]
+    assert found == [[row for piece in micro for row in piece.rows] for micro in micros]
+    assert list(policy.layouts([], data)) == []
+    reading = policy.layouts([micros[0], [Piece((999,), 1)], micros[1]], data)
+    assert next(reading).rows.tolist() == found[0]
+    with pytest.raises(IndexError):
+        next(reading)
