@@ -50,9 +50,10 @@ def with_struct(schema: pa.Schema, **structs: pa.StructType) -> pa.Schema:
     return schema
 
 
-def fail(schema: pa.Schema, message: str, next: str = "quiver show REF, and the table in schemas/") -> SchemaError:
+def fail(schema: pa.Schema, message: str) -> SchemaError:
     """A SchemaError about a table that should be of `schema`'s kind."""
-    return SchemaError(kind_of(schema), message, next=next)
+    kind = kind_of(schema)
+    return SchemaError(kind, message, next=f"make the table as schemas/{kind.partition('/')[0]}.py describes it")
 
 
 def compare(table: pa.Table, schema: pa.Schema) -> None:

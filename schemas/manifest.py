@@ -141,7 +141,8 @@ def from_json(raw: bytes, name: str) -> Manifest:
     unknown = set(data.get("required_features") or ()) - FEATURES if checksum == found else set()
     if checksum == found and (data.get("format") != FORMAT or unknown):
         what = f"format {data.get('format')!r}" if not unknown else f"features {sorted(unknown)}"
-        raise CorruptError(name, f"written by a newer Quiver: {what}; this one reads format {FORMAT}", **help)
+        newer = f"written by a newer Quiver: {what}; this one reads format {FORMAT}"
+        raise CorruptError(name, newer, state=help["state"], next="update Quiver")
     if checksum != found:
         raise CorruptError(name, f"manifest.json: checksum expected {printable(checksum)}, found {found}", **help)
     try:

@@ -9,6 +9,7 @@ MODULES = {
     "prompt": "stages.prompt.stage:Config",
     "generate": "stages.generate.stage:Config",
     "reward": "stages.reward.stage:Config",
+    "override": "stages.reward.override:Config",
     "logprobs": "stages.logprobs.stage:Config",
     "average": "stages.logprobs.average:Config",
     "optimize": "stages.optimize.stage:Config",

@@ -1,7 +1,7 @@
 """One stage, one process: python -m stages NAME --spec spec.json --result out.json
 
-The spec holds stage, config, store, refs, into and force. The result is one JSON object in a file, because libraries print on
-stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code", "object", "message", "next"}}.
+The spec holds stage, config, store, refs, into, force and share. The result is one JSON object in a file, because libraries print
+on stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code", "object", "message", "next"}}.
 """
 
 from __future__ import annotations

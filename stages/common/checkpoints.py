@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.errors import ConfigError, ConflictError, LineageError, SecurityError, printable
+from schemas.errors import ConfigError, ConflictError, LineageError, printable
 from schemas.manifest import Model, digest
 from schemas.refs import Ref
 
 from . import files, made
 from .config import Config
+from .model_folder import check_folder, convert_gguf, count_parameters
 from .store import Store, Version
 from .work import begin
 
@@ -101,7 +102,7 @@ def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -
         with work.phase("import"), files.storage(f"{into}/policy@0"):
             fill(work.folder)
             check_folder(work.folder, config.model)
-        metrics = {"parameters": _count_parameters(work.folder), **({"commit": commit} if commit else {})}
+        metrics = {"parameters": count_parameters(work.folder), **({"commit": commit} if commit else {})}
         return work.commit(number=None if force else 0, metrics=metrics).ref
 
 
@@ -129,7 +130,7 @@ def _from_files(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]
 
     def fill(folder: Path) -> None:
         if weights:
-            _convert_gguf(weights, folder, config.dtype)
+            convert_gguf(weights, folder, config.dtype)
             return
         for path in chosen:
             shutil.copyfile(path, folder / path.name)
@@ -144,7 +145,7 @@ def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, Pa
         package, _, inner = name.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ConfigError(f"{field} {name}", f"package {package} is not installed", next="make setup")
+            raise ConfigError(f"{field} {name}", f"package {package} is not installed", next=f"install {package}")
         path = Path(spec.submodule_search_locations[0]) / inner
     else:
         path = Path(name).expanduser().absolute()
@@ -177,90 +178,6 @@ def _download(config: PolicyConfig, field: str) -> Path:
 def _wanted(path: Path) -> bool:
     weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
     return path.is_file() and (weights or path.name == "config.json" or path.name in _CARRIED)
-
-
-def check_folder(folder: Path, name: str) -> None:
-    """Raise unless `folder` is a whole model directory: ConfigError names what is missing, SecurityError what is refused."""
-    next = "complete the directory, or name another model"
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model {name}", "config.json is missing", next=next)
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except ValueError:
-        raise ConfigError(f"model {name}", "config.json is not JSON", next=next) from None
-    if "auto_map" in config:
-        raise SecurityError(f"model {name}", "config.json asks to run code that the model brings (auto_map)", next=next)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = _shards(index, name, next)
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if missing:
-            raise ConfigError(
-                f"model {name}", f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}", next=next
-            )
-    elif not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        error = SecurityError if pickled else ConfigError
-        raise error(
-            f"model {name}", "pickled weights only; safetensors are needed" if pickled else "no *.safetensors", next=next
-        )
-    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")):
-        raise ConfigError(f"model {name}", "the tokenizer's files are missing", next=next)
-    for path in sorted(folder.glob("*.safetensors")):
-        _check_safetensors(path, name, next)
-
-
-def _shards(index: Path, name: str, next: str) -> list[str]:
-    """The weight files that an index names."""
-    try:
-        found = set(json.loads(index.read_bytes())["weight_map"].values())
-        if all(isinstance(shard, str) for shard in found):
-            return sorted(found)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    raise ConfigError(f"model {name}", f"{index.name} is no index of weight files", next=next)
-
-
-def _check_safetensors(path: Path, name: str, next: str) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "numpy") as opened:
-            opened.keys()
-    except (SafetensorError, OSError):
-        raise ConfigError(f"model {name}", f"{path.name} is cut or not a safetensors file", next=next) from None
-
-
-def _convert_gguf(source: Path, folder: Path, dtype: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    log.info("dequantizing %s, once", source.name)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=getattr(torch, dtype))
-    # the weights are plain tensors now; with the quantizer's marks left on, saving refuses
-    del model.config.quantization_config
-    for mark in ("hf_quantizer", "quantization_method"):
-        if getattr(model, mark, None) is not None:
-            delattr(model, mark)
-    model.is_quantized = False
-    model.config.architectures = [type(model).__name__]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _count_parameters(folder: Path) -> int:
-    from safetensors import safe_open
-
-    total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "numpy") as opened:
-            for key in opened.keys():  # noqa: SIM118  not a dict
-                size = 1
-                for length in opened.get_slice(key).get_shape():
-                    size *= length
-                total += size
-    return total
 
 
 # -- what a checkpoint is ----------------------------------------------------------------------------------------------------

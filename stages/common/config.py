@@ -36,6 +36,15 @@ class Config(BaseModel):
         return dumped
 
 
+def without_folder(name: str) -> str:
+    """A file's name, or `file.py:function`, without its folder: for keys that hold the hash of its bytes besides.
+
+    >>> without_folder("/srv/quiver/mine.py:score"), without_folder("rows.jsonl"), without_folder("package.module:score")
+    ('mine.py:score', 'rows.jsonl', 'package.module:score')
+    """
+    return name.rpartition("/")[2]
+
+
 def parse(cls: type[_T], data: dict[str, Any], name: str) -> _T:
     """`data` as a `cls`; ConfigError says which field of `name` is wrong, what came, what is allowed and what to do."""
     try:

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,11 +63,9 @@ def _module(holder: str, field: str) -> ModuleType:
             sys.path.append(os.getcwd())
         return _imported(holder)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ConfigError(
-            f"{field} {printable(holder)}",
-            f"can not be imported: {type(error).__name__}: {printable(error)}",
-            next="python -c 'import …' shows the whole traceback",
-        ) from error
+        what = f"can not be imported: {type(error).__name__}: {printable(error)}"
+        command = ["python", holder] if holder.endswith(".py") else ["python", "-c", f"import {holder}"]
+        raise ConfigError(f"{field} {printable(holder)}", what, next=shlex.join(command)) from error
 
 
 def _imported(name: str) -> ModuleType:

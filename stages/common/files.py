@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +28,7 @@ _WHY = {
     errno.EMFILE: "too many open files",
     errno.EFBIG: "a file is larger than the system allows",
 }
+_OWN = uuid.uuid4().hex[:8]  # of this process among those of all hosts that see the file
 _RUST = re.compile(r"\(os error (\d+)\)$")
 
 
@@ -76,16 +78,23 @@ class _Hashing:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[_Hashing]:
-    """A file to write; it appears under `path` whole and flushed to disk, or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+def replacing(path: Path, *, first: bool = False) -> Iterator[_Hashing]:
+    """A file to write; it appears under `path` whole and flushed to disk, or not at all.
+
+    `first`: only where there is none yet, else FileExistsError and the other stays.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{_OWN}.tmp")
     try:
         with open(temporary, "wb") as raw:
             out = _Hashing(raw)
             yield out
             raw.flush()
             os.fsync(raw.fileno())
-        os.replace(temporary, path)
+        if first:
+            os.link(temporary, path)
+            temporary.unlink()
+        else:
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -134,7 +143,7 @@ def publish(folder: Path, target: Path) -> bool:
             str(target.name),
             f"it is visible, but may not survive a power loss: {error.strerror}",
             state="the version was renamed into place; older versions are intact.",
-            next="mend the disk, then quiver verify",
+            next="quiver verify",
         ) from error
     return True
 

@@ -17,12 +17,13 @@ import pyarrow.compute as pc
 
 from schemas.errors import ConfigError, ResourceError, SchemaError, printable
 
-from .checkpoints import check_folder, context_length, is_encoder_decoder, vocabulary_size
+from .checkpoints import context_length, is_encoder_decoder, vocabulary_size
+from .model_folder import check_folder
 from .store import Version
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def verify_model(version: Version) -> None:
@@ -53,21 +54,35 @@ def load_model(
         trust_remote_code=False,
         use_safetensors=True,
     )
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    for holder in (model.config, *model.modules()):  # layers copy the config's rates, or read them from it
+    configs = [config for each in modules for config in _configs(getattr(each, "config", None))]
+    for holder in (*configs, *modules):  # layers copy the rates of their config, or read them from it
         for name, value in vars(holder).items():
             if "drop" in name and isinstance(value, float):
                 setattr(holder, name, 0.0)
     return model.to(device).eval()
 
 
+def _configs(config: object) -> Iterator[PreTrainedConfig]:
+    """`config` and those in it: a model of several parts has one of its text."""
+    from transformers import PreTrainedConfig
+
+    if isinstance(config, PreTrainedConfig):
+        yield config
+        for part in vars(config).values():
+            yield from _configs(part)
+
+
 def restore_dropout(model: PreTrainedModel, version: Version) -> None:
     """Make the config's dropout rates those of `version` again, for saving: they are not this project's to change."""
-    for name, value in vars(type(model.config).from_pretrained(version.path)).items():
-        if "drop" in name:
-            setattr(model.config, name, value)
+    original = type(model.config).from_pretrained(version.path)
+    for own, before in zip(_configs(model.config), _configs(original), strict=True):
+        for name, value in vars(before).items():
+            if "drop" in name:
+                setattr(own, name, value)
 
 
 def decoder_start_id(model: PreTrainedModel) -> int:
@@ -97,21 +112,27 @@ def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = Fa
     prompts, completions = (pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids"))
     if pc.min(prompts).as_py() == 0:
         raise SchemaError(
-            name, "a prompt has no ids, so nothing predicts its completion's first token", next=f"quiver show {name}"
+            name,
+            "a prompt has no ids, so nothing predicts its completion's first token",
+            next="generate from prompts that have ids",
         )
     size, longest = vocabulary_size(version), context_length(version)
     for column in ("prompt_ids", "completion_ids"):
         largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0)
         if largest >= size:
             raise SchemaError(
-                name, f"{column} holds {largest}, the policy knows ids below {size}", next=f"quiver lineage {name}"
+                name,
+                f"{column} holds {largest}, the policy knows ids below {size}",
+                next="take a policy with the tokenizer that made them",
             )
     if is_encoder_decoder(version):  # a context each
         most = max(pc.max(prompts).as_py(), pc.max(completions).as_py() + ahead)
     else:
         most = pc.max(pc.add(prompts, completions)).as_py()
     if longest is not None and most > longest:
-        raise SchemaError(name, f"a rollout has {most} tokens, the policy reads {longest}", next=f"quiver show {name}")
+        raise SchemaError(
+            name, f"a rollout has {most} tokens, the policy reads {longest}", next="generate with a lower max_tokens"
+        )
 
 
 @contextmanager

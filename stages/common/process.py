@@ -11,6 +11,7 @@ whatever it started; PDEATHSIG says the same to the child itself.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import logging
 import os
@@ -22,13 +23,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import ResourceError, from_dict, printable
+from schemas.errors import ConfigError, ResourceError, from_dict, printable
 from schemas.refs import Ref
 
 from .config import parse
@@ -36,10 +37,13 @@ from .store import Store
 from .work import LookupOnly, NotDone
 
 GRACE_SECONDS = 5
+_LONGEST_LINE = 64 * 1024
 _PR_SET_PDEATHSIG = 1
-_QUIET = {
+ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),  # glibc keeps large blocks for the next tensor: fresh pages were a third of a step
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait by spinning take the cores from those that work
     "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries about one another
     "TOKENIZERS_PARALLELISM": "false",
@@ -47,13 +51,15 @@ _QUIET = {
     "TQDM_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+"""What a stage's process finds in its environment beside the caller's."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Call:
     """What to run: the stage, its config as plain JSON, the store, and the references (one, or several) by the names that `run`
-    gives them."""
+    gives them. `share`: any number of equal calls, on any hosts that see the store, do the work together, and each returns the
+    version; a call that fails leaves its part to the others, so the work is done as soon as one of them returns."""
 
     stage: str
     config: dict[str, Any]
@@ -61,6 +67,11 @@ class Call:
     refs: dict[str, str | list[str]] = field(default_factory=dict)
     into: str | None = None
     force: bool = False
+    share: bool = False
+
+
+class Stopped(BaseException):
+    """Whoever called `run_stage` wants the stage no longer; it was ended."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +93,19 @@ def perform(call: Call, *, lookup: bool = False) -> Outcome:
     started = time.monotonic()
     config = parse(config_class, call.config, f"stage {call.stage}")
     store = LookupOnly(call.store) if lookup else Store(call.store)
-    ref: Ref = run(config, store, **call.refs, into=call.into, force=call.force)
+    ref: Ref = run(config, store, **call.refs, into=call.into, force=call.force, **_sharing(call, run))
     manifest = store.open(ref).manifest
     cached = str(ref) not in store.written
     seconds = round(time.monotonic() - started, 3)
     return Outcome(str(ref), cached, manifest.rows, seconds, manifest.metrics)
+
+
+def _sharing(call: Call, run: Callable[..., Ref]) -> dict[str, bool]:
+    if call.share and "share" not in inspect.signature(run).parameters:
+        raise ConfigError(
+            f"stage {call.stage}", "its work can not be shared among processes", next="start it once, without share"
+        )
+    return {"share": True} if call.share else {}
 
 
 def run_stage(
@@ -96,10 +115,13 @@ def run_stage(
     timeout: float | None = None,
     online: bool = False,
     on_line: Callable[[str], None] = log.info,
+    env: Mapping[str, str] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Find the finished version, or run the stage in a child (interpreter `python`, at most `timeout` seconds) and wait for it.
 
-    Raises what the stage raised; ResourceError when the child died or took too long. `online` lets it reach a model hub.
+    Raises what the stage raised; ResourceError when the child died or took too long. `online` lets it reach a model hub, `env`
+    is put over the child's environment. As soon as `stopped()` is true (another thread's wish) the child is ended: Stopped.
     """
     started = time.monotonic()
     if not call.force:
@@ -123,8 +145,8 @@ def run_stage(
             "--result",
             str(result),
         ]
-        env = {**os.environ, **_QUIET, **({} if online else {"HF_HUB_OFFLINE": "1"})}
-        code, last = _wait(command, env, call.stage, timeout, on_line)
+        environment = {**os.environ, **ENVIRONMENT, **({} if online else {"HF_HUB_OFFLINE": "1"}), **(env or {})}
+        code, last = _wait(command, environment, call.stage, timeout, on_line, stopped)
         answer = json.loads(result.read_text()) if result.exists() else None
     if answer is None:
         raise ResourceError(
@@ -145,7 +167,14 @@ def _how(code: int) -> str:
     return f"by {signal.Signals(-code).name}{hint}"
 
 
-def _wait(command: list[str], env: dict[str, str], stage: str, timeout: float | None, on_line) -> tuple[int, list[str]]:
+def _wait(
+    command: list[str],
+    env: dict[str, str],
+    stage: str,
+    timeout: float | None,
+    on_line: Callable[[str], None],
+    stopped: Callable[[], bool] = lambda: False,
+) -> tuple[int, list[str]]:
     """Exit code and last lines of the child; its group is dead when this returns or raises."""
     life_read, life_write = os.pipe()
     try:
@@ -162,7 +191,7 @@ def _wait(command: list[str], env: dict[str, str], stage: str, timeout: float | 
         os.close(life_read)
     last: deque[str] = deque(maxlen=5)
     try:
-        for line in _lines(child, stage, timeout):
+        for line in _lines(child, stage, timeout, stopped):
             last.append(line)
             on_line(line)
         return child.wait(), list(last)
@@ -174,30 +203,36 @@ def _wait(command: list[str], env: dict[str, str], stage: str, timeout: float | 
             os.close(life_write)
 
 
-def _lines(child: subprocess.Popen, stage: str, timeout: float | None) -> Iterator[str]:
+def _lines(
+    child: subprocess.Popen, stage: str, timeout: float | None, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
     """Lines as they come; of a progress bar that rewrites its line only the last state. ResourceError after `timeout` s."""
     deadline = time.monotonic() + timeout if timeout else None
     rest, handle = b"", child.stdout.fileno()
     while True:
-        if not select.select([handle], [], [], 0.2)[0]:
-            if child.poll() is not None:
-                return  # somebody that it started still holds the pipe
-            if deadline is None or time.monotonic() < deadline:
-                continue
+        if stopped():
+            raise Stopped(stage)
+        if deadline is not None and time.monotonic() > deadline:
             raise ResourceError(
                 f"stage {stage}",
                 f"still running after its limit of {timeout:g} s; it was ended",
                 state="finished shards and all versions are kept.",
                 next="raise placement.timeout_seconds, then run the same command again",
             )
-        data = os.read(handle, 65536)
+        if select.select([handle], [], [], 0.2)[0]:
+            data = os.read(handle, 65536)
+        elif child.poll() is None:
+            continue
+        else:
+            data = b""  # somebody that it started still holds the pipe
         *whole, rest = (rest + data).split(b"\n")
-        for raw in whole:
+        for raw in whole if data else [*whole, rest]:
             line = raw.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
             if line.strip():
                 yield line
         if not data:
             return
+        rest = rest[-_LONGEST_LINE:]
 
 
 def end_group(child: subprocess.Popen) -> None:

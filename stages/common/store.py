@@ -3,7 +3,7 @@
     STORE/store.json                          format, id
     STORE/<run>/<kind>/v000003/               manifest.json + part-00000.arrow …
     STORE/<run>/<kind>/.staging/<run_key>/    finished shards of an unfinished stage
-    STORE/<run>/tags/<name>                   one reference, moved by compare-and-swap
+    STORE/<run>/tags/<name>                   one reference, moved by compare-and-swap; its journal is beside it
 
 Reading checks size and sha256 before it parses, and maps files into memory. It never falls back in silence: when the newest
 version is torn, `latest` is an error. Writing is `stages.common.work`.
@@ -15,27 +15,28 @@ version is torn, `latest` is an error. Writing is `stages.common.work`.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import json
 import logging
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from schemas import refs
-from schemas.errors import BusyError, ConfigError, ConflictError, CorruptError, LineageError, QuiverError
+from schemas.errors import BusyError, ConfigError, ConflictError, CorruptError, LineageError, QuiverError, SchemaError
 from schemas.manifest import Input, Manifest, from_json
 from schemas.refs import Ref
 
-from . import files
+from . import files, tags
 
 if TYPE_CHECKING:
     import datasets
@@ -142,7 +143,9 @@ class Store:
             about = json.loads(marker.read_bytes())
             newer = about["format"] != FORMAT
         except (ValueError, KeyError, TypeError):
-            raise CorruptError(f"store {self.path}", "store.json can not be read", next="restore store.json") from None
+            whole = json.dumps({"format": FORMAT, "id": str(uuid.uuid4())})
+            help = f"write {whole} into {marker}, the versions need no more"
+            raise CorruptError(f"store {self.path}", "store.json can not be read", next=help) from None
         if newer:
             raise CorruptError(f"store {self.path}", f"format {about['format']!r} is newer than {FORMAT}", next="update Quiver")
 
@@ -184,7 +187,7 @@ class Store:
             if not numbers:
                 raise self._nowhere(parsed, f"run {parsed.run} has no {parsed.kind} yet")
             return parsed._replace(version=numbers[-1])
-        target = self._read_tag(parsed.run, parsed.version)
+        target = tags.read(self._tags(parsed.run), parsed.version)
         if target is None:
             raise self._nowhere(parsed, f"run {parsed.run} has no tag {parsed.version}")
         found = refs.parse(target)
@@ -198,10 +201,11 @@ class Store:
         version.manifest  # noqa: B018  a torn manifest is found here, not later
         return version
 
-    def find(self, run: str, kind: str, run_key: str) -> Version | None:
-        """The newest complete version that bears `run_key`, or None. One whose manifest is torn is passed over, with a warning."""
+    def find(self, run: str, kind: str, run_key: str, above: int = -1) -> Version | None:
+        """The newest complete version that bears `run_key` and a number above `above`, or None. One whose manifest is torn is
+        passed over, with a warning."""
         needle = f'"run_key":"{run_key}"'.encode()
-        for number in reversed(self.numbers(run, kind)):
+        for number in (each for each in reversed(self.numbers(run, kind)) if each > above):
             version = self._version(Ref(run, kind, number))
             try:
                 raw = (version.path / "manifest.json").read_bytes()
@@ -221,8 +225,9 @@ class Store:
         return Version(ref, path)
 
     def _nowhere(self, ref: Ref, why: str) -> LineageError:
+        next = "quiver ls" if any(self.refs()) else "run a recipe with this store first"
         known = [str(found) for found in self.refs(ref.run if ref.run in self.runs() else None, ref.kind)]
-        return LineageError(str(ref), why + (f"; there are {', '.join(known[-5:])}" if known else ""), next="quiver ls")
+        return LineageError(str(ref), why + (f"; there are {', '.join(known[-5:])}" if known else ""), next=next)
 
     # -- lineage and checks -------------------------------------------------------------------------------------------------
 
@@ -234,6 +239,8 @@ class Store:
             try:
                 self._verify(self._version(each))
             except QuiverError as error:
+                if error.next == f"quiver verify {each}":  # that is what was asked already
+                    self._tell_loss(error, each)
                 bad.append(error)
         return len(named), bad
 
@@ -242,45 +249,92 @@ class Store:
         known = {entry.name for entry in version.manifest.files} | {"manifest.json"}
         extra = {path.relative_to(version.path).as_posix() for path in version.path.rglob("*") if path.is_file()} - known
         if extra:
-            raise version.corrupt(min(extra), "is no file of this version")
+            error = version.corrupt(min(extra), "is no file of this version")
+            error.next = shlex.join(["rm", str(version.path / min(extra))])
+            raise error
         if version.ref.kind != "policy":
-            schema_module(version.ref.kind).check(version.table())
+            try:
+                schema_module(version.ref.kind).check(version.table())
+            except SchemaError as error:
+                raise version.corrupt(error.object, error.message) from error
         for parent in version.manifest.inputs:
-            if self.open(parent.ref).manifest.content_hash != parent.content_hash:
-                what = f"input {parent.ref} is not what it was"
-                raise LineageError(str(version.ref), what, next=f"quiver lineage {version.ref}")
+            self._verify_parent(version, parent)
+
+    def _verify_parent(self, version: Version, parent: Input) -> None:
+        ref = refs.parse(parent.ref)
+        if not (self.path / ref.folder).is_dir():
+            what = f"restore {self.path / ref.folder} from a copy; without it {version.ref} is whole, but not its lineage"
+            raise LineageError(str(version.ref), f"its input {ref} is gone", next=what)
+        if self.open(ref).manifest.content_hash != parent.content_hash:
+            what = f"make {version.ref.kind} anew of what {ref} is now"
+            raise LineageError(str(version.ref), f"input {ref} is not what it was", next=what)
+
+    def _tell_loss(self, error: QuiverError, ref: Ref) -> None:
+        """Say in `error` what refers to `ref`, whose bytes are not those written, and that only making it anew helps."""
+        users = [f"tag {tag}" for tag in self._tags_of(ref)]
+        for other in self.refs():
+            with contextlib.suppress(QuiverError):  # torn itself, and told so
+                about = self._version(other).manifest
+                users += [str(other)] * (str(ref) in {entry.ref for entry in (*about.inputs, *about.models)} and other != ref)
+        error.state = f"no other version is touched by this; what refers to this one: {', '.join(users) or 'nothing'}."
+        error.next = f"delete {self.path / ref.folder} and run the stage that made it again"
 
     # -- tags ---------------------------------------------------------------------------------------------------------------
 
-    def _read_tag(self, run: str, name: str) -> str | None:
-        try:
-            return (self.path / run / "tags" / name).read_text().strip()
-        except FileNotFoundError:
-            return None
+    def _tags(self, run: str) -> Path:
+        return self.path / refs.check_name(run, "run") / "tags"
 
-    def tag(self, run: str, name: str, ref: str | Ref, expected: str | None = "*") -> Ref:
-        """Point tag `name` of `run` at `ref`. ConflictError unless the tag now holds `expected` ("*": whatever it holds)."""
-        refs.check_name(name, "tag")
-        if name == "latest" or name.isdecimal():
-            raise ConfigError(f"tag {name!r}", "latest and numbers are not tags", next="choose another tag")
-        target = self.resolve(ref, run)
-        folder = self.path / refs.check_name(run, "run") / "tags"
+    def _tags_of(self, ref: Ref) -> list[str]:
+        """Names of the tags of its run that point at `ref`."""
+        folder = self._tags(ref.run)
+        names = [path.name for path in sorted(folder.glob("*")) if refs.NAME.fullmatch(path.name)] if folder.is_dir() else []
+        return [name for name in names if tags.read(folder, name) == str(ref)]
+
+    def tag(
+        self,
+        run: str,
+        name: str,
+        ref: str | Ref,
+        expected: str | None = "*",
+        *,
+        why: str = "",
+        key: str = "",
+        about: dict[str, Any] | None = None,
+    ) -> Ref:
+        """Point tag `name` of `run` at `ref`, and say in its journal why, on what the decision was made, and what it was (`key`).
+
+        ConflictError unless the tag now holds `expected` ("*": whatever it holds). Nothing is done where an entry with this `key`
+        is there already: what was decided once stays decided. With a `key` a tag that stays where it is gets an entry too.
+        """
+        tags.check_name(name)
+        target, folder = self.resolve(ref, run), self._tags(run)
         with files.storage(f"{run} tag {name}"):
             files.make_folder(folder)
             with locked(folder / f".{name}.lock", f"tag {run}/{name}"):
-                held = self._read_tag(run, name)
+                if key and any(entry.key == key for entry in tags.history(folder, name)):
+                    return target
+                held = tags.read(folder, name)
                 if expected not in ("*", held):
                     raise ConflictError(
-                        f"tag {run}/{name}", f"expected {expected}, found {held}", next="look again, then retry"
+                        f"tag {run}/{name}",
+                        f"expected {expected}, found {held}",
+                        next="look at what the tag points at now, then tag again",
                     )
-                files.write_bytes(folder / name, f"{target}\n".encode())
-                files.sync(folder)
+                tags.move(folder, name, str(target), why, key, about or {})
         return target
 
+    def tagged(self, run: str, name: str) -> str | None:
+        """The reference that tag `name` of `run` holds; None where there is no such tag."""
+        return tags.read(self._tags(run), tags.check_name(name))
 
-@contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock file; the system frees it when its process dies, however it dies. BusyError names the holder."""
+    def history(self, run: str, name: str) -> list[tags.Entry]:
+        """What became of tag `name` of `run`, oldest first; empty for a tag that never moved. CorruptError."""
+        return tags.history(self._tags(run), tags.check_name(name))
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str, next: str = "wait for it, then run again") -> Iterator[None]:
+    """Hold a lock file; the system frees it when its process dies, however it dies. BusyError names the holder, and `next`."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -288,7 +342,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(handle, 64, 0).decode(errors="replace") or "unknown"
             os.close(handle)
-            raise BusyError(what, f"process {holder} is at this very work now", next="wait for it, then run again") from None
+            raise BusyError(what, f"process {holder} is at this very work now", next=next) from None
         if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
             break
         os.close(handle)  # the holder removed the file between our open and our lock

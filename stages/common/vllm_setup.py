@@ -55,14 +55,14 @@ def find_build(who: str) -> Build:
             return Build(name, metadata.version(name))
         except metadata.PackageNotFoundError:
             continue
-    raise ConfigError(who, "vLLM is not installed here", next='make setup, or engine = "transformers"')
+    raise ConfigError(who, "vLLM is not installed here", next='install vllm, or take "transformers" instead')
 
 
 def prepare(who: str, device: str = "auto") -> Build:
     """The build, with the environment set for it; what the user has set stays. ConfigError when it is not for `device`."""
     build = find_build(who)
     if device != "auto" and (device == "cpu") != build.cpu:
-        raise ConfigError(who, f"{build.name} is installed, device is {device}", next='device = "auto"')
+        raise ConfigError(who, f"{build.name} is installed, device is {device}", next='set device = "auto"')
     for name, value in {**_ALWAYS, **(_ON_CPU if build.cpu else {})}.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # it logs before it reads its own setting

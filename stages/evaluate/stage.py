@@ -1,9 +1,11 @@
 """evaluate: scored held-out rollouts become evaluations/1, with score, standard error and pass@k in the manifest.
 
-Null scores are left out of every estimate and counted; where all are null there is nothing to say, and the stage fails.
+Null scores are left out of every estimate and counted; where all are null there is nothing to say, and the stage fails. With a
+`baseline`, an evaluation on the same prompts, the difference to it is estimated prompt by prompt.
 
     ref = run(Config(k=(1, 4)), store, rollouts="held/rollouts@1", rewards="held/rewards@1")
     store.open(ref).manifest.metrics    # {"score": 0.31, "stderr": 0.04, "n": 64, "pass@k": {"1": {…}, "4": {…}}, …}
+    run(config, store, rollouts=…, rewards=…, baseline=ref)             # "difference": {"score": {"score": 0.05, "stderr": …}, …}
 """
 
 from __future__ import annotations
@@ -48,11 +50,22 @@ class Config(Base):
 
 
 def run(
-    config: Config, store: Store, *, rollouts: str | Ref, rewards: str | Ref, into: str | None = None, force: bool = False
+    config: Config,
+    store: Store,
+    *,
+    rollouts: str | Ref,
+    rewards: str | Ref,
+    baseline: str | Ref | None = None,
+    into: str | None = None,
+    force: bool = False,
 ) -> Ref:
-    """Evaluate scored `rollouts`. LineageError: the rewards are of other rollouts. NumericError: nothing was scored."""
+    """Evaluate scored `rollouts`. LineageError: the rewards are of other rollouts, or `baseline`, the evaluation to compare with,
+    is on other prompts. NumericError: nothing was scored."""
     sampled, scored = store.open(rollouts), store.open(rewards)
     _require_lineage(sampled, scored)
+    compared = None if baseline is None else store.open(baseline)
+    if compared:
+        _require_same(config, store, sampled, compared)
     with begin(
         store,
         into or sampled.ref.run,
@@ -60,7 +73,7 @@ def run(
         stage="evaluate",
         stage_version=STAGE_VERSION,
         config=config,
-        inputs={"rollouts": sampled, "rewards": scored},
+        inputs={"rollouts": sampled, "rewards": scored, **({"baseline": compared} if compared else {})},
         models=sampled.manifest.models,
         force=force,
     ) as work:
@@ -68,6 +81,8 @@ def run(
             return work.done.ref
         table = _join(sampled, scored, config.score)
         metrics = measure(config, table)
+        if compared:
+            metrics |= compare(config, table, compared)
         for index, start in enumerate(range(0, table.num_rows, ROWS_PER_SHARD)):
             if not work.has(index):
                 work.write(index, table.slice(start, ROWS_PER_SHARD))
@@ -78,15 +93,10 @@ def run(
 
 def measure(config: Config, table: pa.Table) -> dict[str, Any]:
     """The manifest's metrics of an evaluations/1 table. NumericError where nothing was scored."""
-    threshold = pa.scalar(config.threshold, pa.float32()).as_py()  # rounded as the scores are, so that 0.7 is at least 0.7
-    groups: dict[str, list[float]] = {}
-    ids = table.column("group_id").to_pylist()
-    for group, score in zip(ids, table.column("score").to_pylist(), strict=True):
-        if score is not None:
-            groups.setdefault(group, []).append(score)
+    groups = _groups(table)
     if not groups:
         raise NumericError(
-            "evaluation", f"none of {len(ids)} rollouts has a score", next="quiver show the rewards: their errors say why"
+            "evaluation", f"none of {len(table)} rollouts has a score", next="look at the column errors of the rewards"
         )
     passes = {}
     for k in config.k:
@@ -96,14 +106,71 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
                 f"no prompt has {k} scored samples, the most is {max(map(len, groups.values()))}",
                 next="raise samples_per_prompt of the evaluation, or lower k",
             )
-        passes[str(k)] = estimators.mean_pass_at_k(groups, k, threshold)._asdict()
-    num_groups = len(set(ids))
+        passes[str(k)] = estimators.mean_pass_at_k(groups, k, _threshold(config))._asdict()
     return {
         **estimators.clustered_mean(groups)._asdict(),
         "pass@k": passes,
-        "num_groups": num_groups,
+        "num_groups": pc.count_distinct(table.column("group_id")).as_py(),
         "null": table.column("score").null_count,
     }
+
+
+def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any]:
+    """What the manifest says of an evaluations/1 table beside that of `baseline`, prompt by prompt.
+
+    `difference`: table − baseline, of the score and of pass@k; `baseline`: its score; `unpaired`: prompts that only one of them
+    has a score for. NumericError where no prompt has both.
+    """
+    ours, theirs = _groups(table), _groups(baseline.table())
+    both = ours.keys() & theirs.keys()
+    if not both:
+        raise NumericError(
+            "evaluation", f"no prompt has a score here and in {baseline.ref}", next=f"quiver show {baseline.ref}"
+        )
+    threshold = _threshold(config)
+    passes = {k: [estimators.group_passes(groups, k, threshold) for groups in (ours, theirs)] for k in config.k}
+    return {
+        "difference": {
+            "score": estimators.paired_difference(*map(estimators.group_means, (ours, theirs)))._asdict(),
+            "pass@k": {
+                str(k): estimators.paired_difference(*pair)._asdict()
+                for k, pair in passes.items()
+                if pair[0].keys() & pair[1].keys()
+            },
+        },
+        "baseline": {name: baseline.manifest.metrics[name] for name in ("score", "stderr", "n")},
+        "unpaired": len(ours.keys() | theirs.keys()) - len(both),
+    }
+
+
+def _groups(table: pa.Table) -> dict[str, list[float]]:
+    """The scores of each group that has one."""
+    groups: dict[str, list[float]] = {}
+    for group, score in zip(table.column("group_id").to_pylist(), table.column("score").to_pylist(), strict=True):
+        if score is not None:
+            groups.setdefault(group, []).append(score)
+    return groups
+
+
+def _threshold(config: Config) -> float:
+    return pa.scalar(config.threshold, pa.float32()).as_py()  # rounded as the scores are, so that 0.7 is at least 0.7
+
+
+def _require_same(config: Config, store: Store, rollouts: Version, baseline: Version) -> None:
+    """LineageError unless `baseline` measured the same, on the same prompts."""
+    sampled = baseline.manifest.input("rollouts")
+    prompts = [version.manifest.input("prompts") for version in (rollouts, *([store.open(sampled.ref)] if sampled else []))]
+    hashes = {entry.content_hash if entry else None for entry in prompts}
+    if len(prompts) < 2 or len(hashes) > 1 or None in hashes:
+        named = [entry.ref if entry else "none" for entry in prompts]
+        what = f"its prompts are {named[1] if len(named) > 1 else 'unknown'}, expected {named[0]}"
+    elif baseline.manifest.config != config.model_dump(mode="json"):
+        what = f"it measured {printable(baseline.manifest.config)}, expected {printable(config.model_dump(mode='json'))}"
+    else:
+        return
+    raise LineageError(
+        str(baseline.ref), f"is no baseline: {what}", next="evaluate both on the same [data.held_out], with the same [evaluate]"
+    )
 
 
 def _require_lineage(rollouts: Version, rewards: Version) -> None:
@@ -112,7 +179,7 @@ def _require_lineage(rollouts: Version, rewards: Version) -> None:
         raise LineageError(
             str(rewards.ref),
             f"was made of {entry.ref if entry else 'no rollouts'}, not of {rollouts.ref}",
-            next=f"quiver reward --rollouts {rollouts.ref}",
+            next=f"quiver reward RECIPE --rollouts {rollouts.ref}",
         )
 
 
@@ -125,7 +192,7 @@ def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
         raise LineageError(
             str(rewards.ref),
             f"has {scored.num_rows} rows for {sampled.num_rows} rollouts; {order.null_count} rollouts are missing",
-            next=f"quiver reward --rollouts {rollouts.ref} --force",
+            next=f"quiver reward RECIPE --rollouts {rollouts.ref} --force",
         )
     columns = {name: sampled.column(name) for name in ("group_id", "sample_index", "rollout_id")}
     lengths = pc.list_value_length(sampled.column("completion_ids"))

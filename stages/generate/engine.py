@@ -5,7 +5,7 @@ not trusted: `checked` lets an answer through only when it is one row's, whole, 
 nothing of the shard is written.
 
     engine = make_engine("vllm", setup)
-    for completion in checked(engine.generate(requests), asked, limits):
+    for completion in checked(engine.generate(requests), requests, limits):
         ...
 """
 
@@ -74,9 +74,15 @@ class Engine(Protocol):
 
     info: dict[str, Any]
     """Name, version, dtype, device and logprobs mode, for the manifest."""
+    ahead: int
+    """The next shard's requests come when fewer rows than this are unanswered. May be left out: 1, so that a shard's rows stand
+    in no batch with another's, and what comes out does not depend on which shards this process does."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """One completion a request, as they finish; takes requests as it has room for them."""
+        """One completion a request, as they finish; takes requests as it has room for them.
+
+        `requests` may end for now: there are more when these are answered, in the same call or in another.
+        """
         ...
 
     def close(self) -> None:
@@ -110,7 +116,16 @@ ENGINES = {
 
 
 def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
-    """The options of a shipped engine, checked; None for a user's own engine, which checks its own. ConfigError."""
+    """The options of a shipped engine, checked; None for a user's own engine, which checks its own. ConfigError, also for a name
+    that is neither."""
+    if engine not in ENGINES and ":" not in engine:
+        near = difflib.get_close_matches(engine, ENGINES, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"generate.engine {printable(repr(engine))}",
+            f"no such engine, expected one of {', '.join(ENGINES)}, or module:Class or file.py:Class of your own{hint}",
+            next=f"set generate.engine = {near[0]!r}" if near else "quiver engines",
+        )
     return parse(ENGINES[engine].options, options, "generate.options") if engine in ENGINES else None
 
 
@@ -122,13 +137,6 @@ def make_engine(name: str, setup: Setup) -> Engine:
 def code_hash(engine: str, options: Config | None) -> str:
     """sha256 of the user's own code that answers, be it an engine or a script; empty where there is none. ConfigError."""
     if engine not in ENGINES:
-        if ":" not in engine:
-            near = difflib.get_close_matches(engine, ENGINES, 1, 0.5)
-            raise ConfigError(
-                f"generate.engine {printable(repr(engine))}",
-                f"no such engine; there are {', '.join(ENGINES)}, or module:Class",
-                next=f"engine = {near[0]!r}" if near else "quiver engines",
-            )
         return dotted.load(engine, "generate.engine")[1]
     if isinstance(options, ScriptedOptions) and ":" in options.script:
         return dotted.load(options.script, "generate.options.script")[1]
@@ -144,18 +152,26 @@ class Limits:
     max_tokens: int
 
 
-def checked(completions: Iterable[Completion], asked: set[int], limits: Limits) -> Iterator[Completion]:
+class Asked(Protocol):
+    """What an engine was asked for so far; rows may be added while it answers."""
+
+    asked: set[int]
+    waiting: set[int]
+    """Those without an answer."""
+
+
+def checked(completions: Iterable[Completion], rows: Asked, limits: Limits) -> Iterator[Completion]:
     """Pass on each completion that is whole; SchemaError or NumericError for one that is not, or that is missing at the end."""
-    waiting = set(asked)
     for completion in completions:
-        if completion.index not in waiting:
-            what = "answered twice" if completion.index in asked else "never asked for"
+        if completion.index not in rows.waiting:
+            what = "answered twice" if completion.index in rows.asked else "never asked for"
             raise _wrong(limits, f"row {printable(completion.index)} was {what}")
-        waiting.discard(completion.index)
+        rows.waiting.discard(completion.index)
         _check_one(completion, limits)
         yield completion
-    if waiting:
-        raise _wrong(limits, f"{len(waiting)} of {len(asked)} rows were never answered, the first is row {min(waiting)}")
+    if rows.waiting:
+        what = f"{len(rows.waiting)} of {len(rows.asked)} rows were never answered, the first is row {min(rows.waiting)}"
+        raise _wrong(limits, what)
 
 
 def _check_one(completion: Completion, limits: Limits) -> None:
@@ -184,5 +200,5 @@ def _wrong(limits: Limits, message: str, error: type = SchemaError) -> Exception
         f"engine {limits.engine}",
         message,
         state="nothing of this shard was written; finished shards are kept.",
-        next="run the same command again; if it stays, report it with the engine's version",
+        next="run the same command again",
     )

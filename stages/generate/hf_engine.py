@@ -20,6 +20,7 @@ import transformers
 from schemas.errors import ConfigError, ResourceError, printable
 from stages.common.config import parse
 from stages.common.models import decoder_start_id, is_memory_error, load_model
+from stages.common.packed.precision import products
 
 from .engine import Completion, Request, Setup
 from .options import TransformersOptions
@@ -58,7 +59,9 @@ class TransformersEngine:
         self.setup, self.options = setup, parse(TransformersOptions, setup.options, "generate.options")
         cuda = torch.cuda.is_available()
         if setup.device == "cuda" and not cuda:
-            raise ConfigError("engine transformers", "device is cuda, but torch sees no GPU", next='device = "auto"')
+            raise ConfigError(
+                "engine transformers", "device is cuda, but torch sees no GPU", next='set generate.device = "auto"'
+            )
         self.device = torch.device("cuda" if setup.device == "cuda" or (setup.device == "auto" and cuda) else "cpu")
         dtype = self._dtype()
         setup.verified()
@@ -91,7 +94,8 @@ class TransformersEngine:
     @torch.inference_mode()
     def _run(self, requests: list[Request]) -> list[Completion]:
         try:
-            return list(self._decode(self._start(requests)))
+            with products(self.device, fast=False):
+                return list(self._decode(self._start(requests)))
         except (RuntimeError, MemoryError) as error:
             if not is_memory_error(error):
                 raise

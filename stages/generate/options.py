@@ -93,7 +93,7 @@ class TransformersOptions(Config):
     """Options of engine `transformers`."""
 
     batch_size: Runtime[int] = Field(default=32, ge=1)
-    """Sequences decoded together."""
+    """Sequences decoded together, of one shard: at most `rows_per_shard`."""
     attn_implementation: str = "sdpa"
     """The attention of transformers: sdpa, eager, flash_attention_2, …"""
 

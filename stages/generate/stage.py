@@ -22,7 +22,7 @@ from schemas.errors import ConfigError, SchemaError, printable
 from schemas.refs import Ref
 from stages.common import checkpoints
 from stages.common.config import Config as Base
-from stages.common.config import Runtime
+from stages.common.config import Runtime, without_folder
 from stages.common.models import verify_model
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, Work, begin
@@ -61,7 +61,10 @@ class Config(Base):
     device: Runtime[Device] = "auto"
     """auto: the GPU where there is one."""
     rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
-    """Rows written at once: what a crash can cost at most."""
+    """Rows written at once: what a crash can cost at most, and what processes that share the work take at a time."""
+    patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
+    """Processes that share the work: how long an idle one waits for another's shard before it makes that shard too. None: twice
+    as long as the slowest shard took so far, and at least 30 s."""
     code_sha256: str = ""
     """Filled in by the stage: hash of the file of your own engine or script."""
 
@@ -78,9 +81,13 @@ class Config(Base):
         return self
 
     def key(self) -> dict[str, Any]:
-        """As the base has it, without the engine's options that decide only speed or memory."""
+        """As the base has it, without the engine's options that decide only speed or memory, or where your own code lies."""
         known = engines.engine_options(self.engine, self.options)
-        return {**super().key(), "options": known.key() if known else self.options}
+        options = known.key() if known else dict(self.options)
+        if self.code_sha256 and isinstance(options.get("script"), str):
+            options["script"] = without_folder(options["script"])
+        engine = without_folder(self.engine) if self.code_sha256 else self.engine
+        return {**super().key(), "options": options, "engine": engine}
 
 
 def run(
@@ -91,8 +98,10 @@ def run(
     policy: str | Ref,
     into: str | None = None,
     force: bool = False,
+    share: bool = False,
 ) -> Ref:
-    """Write the rollouts of `policy` on `prompts`; its Ref. ConfigError, SchemaError, NumericError, ResourceError."""
+    """Write the rollouts of `policy` on `prompts`, with `share` together with all who do the same; its Ref. ConfigError,
+    SchemaError, NumericError, ResourceError."""
     asked, model = store.open(prompts), store.open(policy)
     code = engines.code_hash(config.engine, engines.engine_options(config.engine, config.options))
     with begin(
@@ -105,17 +114,27 @@ def run(
         inputs={"prompts": asked},
         models=(checkpoints.as_model("policy", model),),
         force=force,
+        share=share,
+        patience=config.patience_seconds,
     ) as work:
         if work.done:
             return work.done.ref
         table, dropped, longest = _fitting(config, asked, model)
         rows = Rows(table, config.samples_per_prompt, config.seed, config.iteration, work.run_key[:8])
         shards = Shards(work, rows, config.rows_per_shard, config.sampling.temperature)
-        info = _generate(config, work, model, shards, longest)
+        _generate(config, work, model, shards, longest)
         metrics, status = shards.summary()
-        metrics |= {"engine": info, "dropped": dropped[:_LISTED]}
+        engine, *others = _engines(work) or [{"name": config.engine}]
+        metrics |= {"engine": engine, "dropped": dropped[:_LISTED]} | ({"other_engines": others} if others else {})
         status |= {"dropped": len(dropped)} if dropped else {}
-        return work.commit(metrics=metrics, status=status, device=info.get("device", "cpu")).ref
+        return work.commit(metrics=metrics, status=status, device=engine.get("device", "cpu")).ref
+    return work.done.ref  # committed by another of those who share the work
+
+
+def _engines(work: Work) -> list[dict[str, Any]]:
+    """What the engines that took part say of themselves, each once: on other machines it may be another device or dtype."""
+    told = [part["engine"] for part in work.parts() if "engine" in part]
+    return [each for place, each in enumerate(told) if each not in told[:place]]
 
 
 def _fitting(config: Config, prompts: Version, policy: Version) -> tuple[pa.Table, list[str], int]:
@@ -179,12 +198,11 @@ def _check_sizes(policy: Version) -> None:
             policy.verify(entry.name)
 
 
-def _generate(config: Config, work: Work, policy: Version, shards: Shards, longest: int) -> dict[str, Any]:
-    """Make the shards that are missing; what the engine says of itself. Without a missing shard no engine is started."""
-    missing = shards.missing()
-    if not missing:
-        shards.finish_empty()
-        return {"name": config.engine}
+def _generate(config: Config, work: Work, policy: Version, shards: Shards, longest: int) -> None:
+    """Make the shards that are missing. Without a missing shard no engine is started."""
+    shards.finish_empty()
+    if not shards.claims.more():
+        return
     stops = {*config.sampling.stop_token_ids, *([] if config.sampling.ignore_eos else checkpoints.end_token_ids(policy))}
     base = _base(config, work.store, policy)
     made_of = (policy, config.sampling, tuple(sorted(stops)), longest, config.dtype, config.device, config.options, base)
@@ -196,11 +214,9 @@ def _generate(config: Config, work: Work, policy: Version, shards: Shards, longe
         finally:
             check.result()  # of a torn file this error says more than the engine's own
         shards.tokenizer = checkpoints.load_tokenizer(policy)
+    work.told["engine"] = engine.info
     try:
-        limits = engines.Limits(config.engine, checkpoints.vocabulary_size(policy), config.sampling.max_tokens)
-        answers = engine.generate(shards.rows.requests(missing))
-        shards.take(engines.checked(answers, set(missing), limits))
+        shards.take(engine, engines.Limits(config.engine, checkpoints.vocabulary_size(policy), config.sampling.max_tokens))
     finally:
         with work.phase("close"):
             engine.close()
-    return engine.info

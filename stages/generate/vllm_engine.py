@@ -37,8 +37,11 @@ class VllmEngine:
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.options = setup, parse(VllmOptions, setup.options, "generate.options")
+        self.ahead = self.options.max_num_seqs  # no place is empty while the last rows of a shard are decoded
         if checkpoints.is_encoder_decoder(setup.policy):
-            raise ConfigError("engine vllm", f"{setup.policy.ref} is an encoder-decoder model", next='engine = "transformers"')
+            raise ConfigError(
+                "engine vllm", f"{setup.policy.ref} is an encoder-decoder model", next='set generate.engine = "transformers"'
+            )
         build = vllm_setup.prepare("engine vllm", setup.device)
         self.cpu = build.cpu
         with _fatal("could not start"):
@@ -116,12 +119,14 @@ class VllmEngine:
         return vllm_setup.cpu_cache_bytes(config, self.setup.max_model_len, self.options.max_num_seqs, itemsize)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions as they finish. Twice as many requests as fit one batch are in flight, so none of its places is empty."""
+        """Completions as they finish. Up to twice as many requests as fit one batch are in flight, so none of its places is
+        empty."""
         requests, index_of, step = iter(requests), {}, self.llm.llm_engine
         room = max(2 * self.options.max_num_seqs, 512)
         while True:
+            more = list(islice(requests, room - len(index_of)))
             with _fatal("refused its requests"):
-                self._enqueue(list(islice(requests, room - len(index_of))), index_of)
+                self._enqueue(more, index_of)
             if not index_of:
                 return
             with _fatal("failed"):
@@ -189,7 +194,11 @@ def _completion(index: int, output: Any) -> Completion:
     answer = output.outputs[0]
     ids, logprobs = np.array(answer.token_ids, np.int32), np.array(answer.logprobs.logprobs, np.float32)
     if list(answer.logprobs.token_ids) != list(answer.token_ids):
-        raise ResourceError("engine vllm", f"row {index}: the logprobs are of other ids than the completion", next="report it")
+        raise ResourceError(
+            "engine vllm",
+            f"row {index}: the logprobs are of other ids than the completion",
+            next="update vLLM, or generate with another engine",
+        )
     stopped = answer.finish_reason == "stop"
     reason = str(answer.stop_reason if answer.stop_reason is not None else ids[-1]) if stopped else None
     return Completion(index, ids, logprobs, answer.finish_reason, reason)

@@ -2,7 +2,8 @@
 
 Role `ref`: under the reference policy, for the KL term; a sweep over `kl_coef` then loads no reference model. Role `prox`: under
 the very weights that sampled, with the trainer's numerics, for the ratio's denominator. Each row at its own temperature. Refused:
-`prox` under other weights than those that sampled; greedy rows, which have no probability; rows that the model can not read.
+`prox` under other weights than those that sampled; a model to which an id is another token than to the one that sampled; greedy
+rows, which have no probability; rows that the model can not read.
 
     ref = run(Config(role="ref"), store, rollouts="arith/rollouts@3", policy="arith/policy@0")
 """
@@ -18,9 +19,10 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from schemas import logprobs
-from schemas.errors import ConfigError, LineageError, NumericError
+from schemas.errors import ConfigError, LineageError, NumericError, printable
 from schemas.refs import Ref
 from stages.common import checkpoints
+from stages.common.claims import each
 from stages.common.config import Config as Base
 from stages.common.config import Runtime
 from stages.common.store import Store, Version
@@ -46,6 +48,9 @@ class PassConfig(Base):
     """Tokens of one micro-batch. None: 8192 on a GPU, 2048 on a CPU."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to score."""
+    other_special_tokens: Runtime[bool] = False
+    """Accept a policy to which special tokens have other ids than to the one that sampled, such as a base model that knows no
+    chat. All other tokens must be the same in any case."""
 
 
 class Config(PassConfig):
@@ -56,9 +61,17 @@ class Config(PassConfig):
 
 
 def run(
-    config: Config, store: Store, *, rollouts: str | Ref, policy: str | Ref, into: str | None = None, force: bool = False
+    config: Config,
+    store: Store,
+    *,
+    rollouts: str | Ref,
+    policy: str | Ref,
+    into: str | None = None,
+    force: bool = False,
+    share: bool = False,
 ) -> Ref:
-    """Score the completions of `rollouts` under `policy`. ConfigError, LineageError, NumericError."""
+    """Score the completions of `rollouts` under `policy`, with `share` together with all who do the same. ConfigError,
+    LineageError, NumericError."""
     saved, model = store.open(rollouts), store.open(policy)
     about = checkpoints.as_model(config.role, model)
     sampled = saved.manifest.model("policy")
@@ -79,8 +92,35 @@ def run(
         inputs={"rollouts": saved},
         models=(about,),
         force=force,
+        share=share,
     ) as work:
         return work.done.ref if work.done else _score_shards(config, work, saved, model)
+    return work.done.ref  # committed by another of those who share the work
+
+
+def _require_same_tokens(config: Config, store: Store, rollouts: Version, model: Version) -> None:
+    """LineageError unless every id is the same token to the policy that sampled `rollouts` and to `model`."""
+    sampled, own = rollouts.manifest.model("policy"), checkpoints.as_model(config.role, model)
+    if sampled is None or sampled.tokenizer == own.tokenizer:
+        return
+    first, second = (checkpoints.load_tokenizer(version) for version in (store.open(sampled.ref), model))
+    special = {id for each in (first, second) for id, token in each.added_tokens_decoder.items() if token.special}
+    theirs = {id: token for token, id in second.get_vocab().items()}
+    other = sorted((id, token, theirs.get(id)) for token, id in first.get_vocab().items() if theirs.get(id) != token)
+    if config.other_special_tokens:
+        other = [each for each in other if each[0] not in special]
+    if not other:
+        return
+    id, token, found = other[0]
+    alone = all(each[0] in special for each in other)
+    raise LineageError(
+        str(model.ref),
+        f"its tokenizer is not that of {sampled.ref}, which sampled: {len(other)} {'special ' if alone else ''}ids are other "
+        f"tokens, such as {id}, expected {printable(repr(token))}, found {'none' if found is None else printable(repr(found))}",
+        next="set logprobs.other_special_tokens = true"
+        if alone
+        else f"score under a policy with the tokenizer of {sampled.ref}",
+    )
 
 
 def _score_shards(config: Config, work: Work, rollouts: Version, model: Version) -> Ref:
@@ -92,6 +132,7 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
 
     table = rollouts.table(["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"])
     check_rows(table, str(rollouts.ref), model)
+    _require_same_tokens(config, work.store, rollouts, model)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("logprobs.device", "expected cuda, there is none", next='set logprobs.device = "auto"')
     cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
@@ -101,22 +142,33 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
         loaded = load_model(model, dtype=torch.float32, device=device)
         precision = resolve(config.precision, device)
         policy = Policy(loaded, autocast=precision == "bf16", fast=precision == "fp32_fast")
-    mode = None
-    for index, start in enumerate(range(0, max(len(table), 1), ROWS_PER_SHARD)):
-        if work.has(index):
-            continue
+    mode, tokens = None, 0
+    for index in each(work.claims(max(1, -(-len(table) // ROWS_PER_SHARD)))):
+        start = index * ROWS_PER_SHARD
         with memory(), work.phase("score"):
             part, mode = _score(config, policy, table.slice(start, ROWS_PER_SHARD), mode)
         if pc.any(pc.invert(pc.is_finite(part["logprobs"].combine_chunks().flatten())), min_count=0).as_py():
             raise NumericError(
-                str(model.ref), f"gives a logprob that is not finite in rows {start} and on", next="precision = 'fp32'"
+                str(model.ref),
+                f"gives a logprob that is not finite in rows {start} and on",
+                next="set logprobs.precision = 'fp32'",
             )
+        tokens += _tokens(part["logprobs"])
+        work.told = {"packing": mode, "tokens": tokens}
         work.write(index, part)
         log.info("logprobs: %d of %d rows", min(start + ROWS_PER_SHARD, len(table)), len(table))
-    tokens = pc.sum(pc.list_value_length(table["completion_ids"])).as_py() or 0
-    seconds = work.seconds.get("score", 0.0)
-    metrics = {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1) if seconds else None, "packing": mode}
+    parts = [part for part in work.parts() if part.get("tokens")]
+    speeds = [part["tokens"] / part["seconds"]["score"] for part in parts]
+    metrics = {
+        "tokens": _tokens(table["completion_ids"]),
+        "tokens_per_second": round(sum(speeds), 1) if speeds else None,
+        "packing": next((part["packing"] for part in parts), None),
+    }
     return work.commit(metrics=metrics, device=device.type).ref
+
+
+def _tokens(column: pa.ChunkedArray) -> int:
+    return pc.sum(pc.list_value_length(column)).as_py() or 0
 
 
 def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) -> tuple[pa.Table, str | None]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,6 +172,26 @@ def check_options(name: str, given: Iterable[str]) -> None:
     known = OPTIONS[ALGORITHMS[name].surrogate] if name in ALGORITHMS else given
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{unknown[0]} is no option of algorithm {name!r}: leave it out; it takes {', '.join(known)}")
+
+
+CRITIC_OPTIONS = (
+    "critic", "value_coef", "value_clip", "gamma", "gae_lambda", "bootstrap_length", "critic_learning_rate",
+    "critic_warmup_steps",
+)  # fmt: skip
+"""What only an algorithm with a critic looks at."""
+
+
+def check_effect(row: Algorithm, changed: Mapping[str, Any]) -> None:
+    """ValueError for options that `row` never looks at. `changed`: those with another value than their default, and the default:
+    a recipe may go through all algorithms with the defaults written out."""
+    idle = [name for name in CRITIC_OPTIONS if name in changed and not row.critic]
+    if idle:
+        able = ", ".join(each.name for each in ALGORITHMS.values() if each.critic)
+        defaults = ", ".join(f"{name} = {json.dumps(changed[name])}" for name in idle if changed[name] is not None)
+        raise ValueError(
+            f"{', '.join(idle)} would have no effect: algorithm {row.name!r} has no critic. Leave out what has no effect"
+            f"{f' (or at the default: {defaults})' if defaults else ''}, or take an algorithm with a critic: {able}"
+        )
 
 
 def check_name(name: str) -> str:

@@ -52,5 +52,5 @@ def require(report: dict[str, float], max_mean_gap: float, name: str) -> None:
             f"{report['max_gap']:.3f}), allowed is optimize.audit.max_mean_gap = {max_mean_gap}; the engine sampled with other "
             "weights, another temperature, or reported raw logprobs",
             state="no weight was changed, no version was written.",
-            next="compare the policy of the rollouts with the starting checkpoint: quiver lineage REF",
+            next="generate with the very checkpoint that is trained, or raise optimize.audit.max_mean_gap",
         )

@@ -10,6 +10,7 @@ Names, manifests and columns are all that is read here: no torch, no weights.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,8 @@ from stages.common.store import Store, Version
 
 if TYPE_CHECKING:
     from .stage import Config
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,27 @@ def check_lineage(config: Config, store: Store, own: Sampled) -> list[str]:
     return biased
 
 
+def check_schedule(config: Config, policy: Version) -> None:
+    """ConfigError where every step of this stage would have the learning rate 0; a warning where that begins within it."""
+    if config.schedule == "constant":
+        return
+    first, steps = int(policy.manifest.metrics.get("step", 0)), config.epochs * config.minibatches
+    if first >= config.total_steps:
+        raise ConfigError(
+            "optimize.total_steps",
+            f"schedule {config.schedule!r} is at learning rate 0 from step {config.total_steps} on, {policy.ref} has {first} steps "
+            "behind it: nothing would be learned",
+            next=f"raise optimize.total_steps above {first + steps - 1}",
+        )
+    if first + steps > config.total_steps:
+        log.warning(
+            "optimize.total_steps: the learning rate is 0 from step %d on, and this stage goes from step %d up to step %d",
+            config.total_steps,
+            first,
+            first + steps - 1,
+        )
+
+
 def ancestors(store: Store, policy: Version, count: int) -> Iterator[Version]:
     """The policy and up to `count` policies that it was made of, newest first; each opened when it is asked for, so that one
     that is gone is an error only to rollouts as old."""
@@ -133,7 +157,7 @@ def join(rollouts: Version, ids: pa.ChunkedArray, other: Version) -> pa.Table:
             for what, column in ((f"rollouts of {rollouts.ref} are missing", missing), ("ids are unknown there", unknown))
             if len(column)
         ]
-        raise LineageError(str(other.ref), "; ".join(problems), next=f"quiver lineage {other.ref}")
+        raise LineageError(str(other.ref), "; ".join(problems), next=f"score {rollouts.ref} again")
     return table.take(places)
 
 

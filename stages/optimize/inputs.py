@@ -19,6 +19,11 @@ from stages.common.store import Store, Version
 
 Refs = str | Ref | list[str | Ref]
 """One version, or several."""
+_SCORE = {
+    "rewards": "quiver reward RECIPE --rollouts {}",
+    "ref": "quiver logprobs RECIPE --rollouts {}",
+    "prox": "score {} under the policy that sampled it",
+}
 _NAMES = {"rewards": "rewards", "ref": "reference logprobs", "prox": "proximal logprobs"}
 
 
@@ -74,7 +79,7 @@ def _paired(role: str, rollouts: list[Version], given: list[Version]) -> list[Ve
         if entry is None or entry.content_hash not in wanted:
             made = f"made of {entry.ref if entry else 'no rollouts that its manifest names'}"
             expected = " or ".join(map(str, wanted.values()))
-            raise LineageError(str(version.ref), f"{made}, not of {expected}", next=f"quiver lineage {version.ref}")
+            raise LineageError(str(version.ref), f"{made}, not of {expected}", next=f"name {_NAMES[role]} of {expected}")
         other = chosen.setdefault(entry.content_hash, version)
         if other is not version:
             twice = f"{_NAMES[role]} of {wanted[entry.content_hash]}, and so is {other.ref}"
@@ -83,7 +88,7 @@ def _paired(role: str, rollouts: list[Version], given: list[Version]) -> list[Ve
         what = (
             f"no {_NAMES[role]} of these rollouts are given, found {', '.join(str(version.ref) for version in given) or 'none'}"
         )
-        raise LineageError(str(missing), what, next=f"name them too: quiver ls {missing.run}")
+        raise LineageError(str(missing), what, next=_SCORE[role].format(missing))
     return [chosen[key] for key in wanted]
 
 

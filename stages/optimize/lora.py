@@ -3,10 +3,11 @@
     W' = W + (alpha / rank) · B A,    A [rank, in], B [out, rank]
 
 B starts at 0, so the first ratio is 1. W is that of the base: the policy that the first adapter was trained over, whichever
-iteration that was. A policy trained this way holds two things: at the top the merged weights W' in float32, so that every reader
-takes it for a model like any other (its size on disk is that of a full one); below them `adapter/`, A and B as peft writes them.
-The next iteration goes on from the base's weights and the adapter, so the rounding of merges never adds up; its manifest names
-the base as an input. Refused: another rank, alpha or other layers than the adapter has; a base that is gone or changed.
+iteration that was; for passes in bfloat16 it is held in that where nothing is lost. A policy trained this way holds two things: at
+the top the merged weights W' in float32, so that every reader takes it for a model like any other (its size on disk is that of a
+full one); below them `adapter/`, A and B as peft writes them. The next iteration goes on from the base's weights and the adapter,
+so the rounding of merges never adds up; its manifest names the base as an input. Refused: another rank, alpha or other layers than
+the adapter has; a base that is gone or changed.
 
     attach(config.lora, model, policy, seed=0)        # then train what still requires a gradient
     save_and_merge(model, folder)
@@ -133,9 +134,28 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
             raise ConfigError(
                 "optimize.lora.target_modules",
                 f"no linear layer inside the model is called {printable(repr(wanted))}; there are {', '.join(ends)}",
-                next=f"target_modules = {near}" if near else 'target_modules = "all-linear"',
+                next=f"set target_modules = {near}" if near else 'set target_modules = "all-linear"',
             )
     return [name for name in linear if f".{name}".endswith(tuple(f".{wanted}" for wanted in config.target_modules))]
+
+
+def narrow_frozen(model: nn.Module) -> None:
+    """Make the frozen weights of linear layers bfloat16 in place, where that loses nothing, as in a base that was saved so.
+
+    For passes under bfloat16 autocast alone, which give the same numbers bit for bit: it rounds these weights anyway, and, as they
+    have no gradient, in each pass anew. An output embedding that is the input embedding too stays, for that one is not rounded.
+    """
+    import torch
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    others = {id(p) for m in model.modules() if not isinstance(m, nn.Linear | Conv1D) for p in m.parameters(recurse=False)}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear | Conv1D) else ():
+            if not parameter.requires_grad and id(parameter) not in others:
+                small = parameter.data.to(torch.bfloat16)
+                if torch.equal(small.to(parameter.dtype), parameter.data):
+                    parameter.data = small
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -153,7 +173,7 @@ def _load(model: nn.Module, policy: Version) -> None:
         raise ConfigError(
             f"{policy.ref} {ADAPTER_FOLDER}",
             "its matrices have other names or shapes than the base's layers",
-            next=f"use the transformers that its manifest names: quiver show {policy.ref}",
+            next=f"install the transformers that the manifest of {policy.ref} names",
         )
     with torch.no_grad():
         for name, parameter in wanted.items():
@@ -161,8 +181,8 @@ def _load(model: nn.Module, policy: Version) -> None:
 
 
 def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them; then make `model` in place the plain model
-    that base and adapters are together."""
+    """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them; then make `model` in place the plain float32
+    model that base and adapters are together."""
     from peft.tuners.lora import LoraLayer
     from safetensors.torch import save_file
 
@@ -172,6 +192,7 @@ def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
     about = model.peft_config[_NAME].to_dict()
     about |= {"inference_mode": True, "target_modules": sorted(about["target_modules"])}  # a set, in any order
     files.write_bytes(folder / ADAPTER_FOLDER / "adapter_config.json", json.dumps(about, indent=2, sort_keys=True).encode())
+    model.float()
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
             module.merge()

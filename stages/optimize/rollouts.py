@@ -23,7 +23,7 @@ import torch
 from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
 from stages.common.models import check_rows
 from stages.common.packed.attention import Sequences, prompt_numbers
-from stages.common.ragged import Ragged
+from stages.common.ragged import Mapped, Ragged
 from stages.common.store import Store, Version
 
 from . import advantages
@@ -166,8 +166,8 @@ def _nothing(versions: Sequence[Sampled], count: int, scored: int) -> NumericErr
     rewards = [str(own.inputs["rewards"].ref) for own in versions]
     return NumericError(
         ", ".join(rewards),
-        f"{scored} of {count} rollouts are scored, no advantage can be computed of them",
-        next=f"look at the errors: quiver show {rewards[0]}; a group algorithm needs two scored rollouts of a prompt",
+        f"{scored} of {count} rollouts are scored, no advantage can be computed of them; a group algorithm needs two of a prompt",
+        next=f"quiver show {rewards[0]}",
     )
 
 
@@ -206,15 +206,15 @@ def _batch(
     extra: dict[str, Ragged | None],
     stale: torch.Tensor,
 ) -> Batch:
-    ragged = {name: Ragged.from_arrow(table[name]).take(kept) for name in ("prompt_ids", "completion_ids", "old_logprobs")}
+    prompts, completions = (Mapped.from_arrow(table[name]).take(kept) for name in ("prompt_ids", "completion_ids"))
     temperature = torch.from_numpy(np.array(table["temperature"].combine_chunks(), dtype=np.float32))[kept]
     chosen = groups[kept].tolist()
     return Batch(
-        data=Sequences(ragged["prompt_ids"], ragged["completion_ids"], temperature),
+        data=Sequences(prompts, completions, temperature),
         groups=chosen,
-        prompts=prompt_numbers(ragged["prompt_ids"], chosen),
+        prompts=prompt_numbers(prompts, chosen),
         advantages=weights[kept],
-        old=ragged["old_logprobs"].values,
+        old=Ragged.from_arrow(table["old_logprobs"]).take(kept).values,
         **{role: None if found is None else found.take(kept).values for role, found in extra.items()},
         stale=stale[kept],
     )
@@ -229,8 +229,10 @@ def _logprobs(versions: Sequence[Sampled], role: str) -> Ragged | None:
         other = own.inputs[role]
         told = other.manifest.config.get("role")
         if told is not None and told != role:
-            raise LineageError(str(other.ref), f"holds {told} logprobs, expected {role}", next=f"quiver lineage {other.ref}")
+            raise LineageError(str(other.ref), f"holds {told} logprobs, expected {role}", next=f"name {role} logprobs")
         found.append(Ragged.from_arrow(own.column(role, "logprobs")))
         if not torch.equal(found[-1].lengths, Ragged.from_arrow(own.table["completion_ids"]).lengths):
-            raise SchemaError(str(other.ref), "logprobs and completion_ids differ in length", next=f"quiver show {other.ref}")
+            raise SchemaError(
+                str(other.ref), "logprobs and completion_ids differ in length", next=f"score {own.rollouts.ref} again"
+            )
     return Ragged.from_lengths(torch.cat([each.values for each in found]), torch.cat([each.lengths for each in found]))

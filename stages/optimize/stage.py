@@ -25,11 +25,12 @@ from schemas.errors import ConfigError
 from schemas.refs import Ref
 from stages.common import checkpoints
 from stages.common.config import Config as Base
-from stages.common.config import Runtime, parse
+from stages.common.config import Runtime, parse, without_folder
 from stages.common.store import Store, Version
 from stages.common.work import Work, begin
 
 from . import algorithms
+from .checks import check_schedule
 from .inputs import Refs, open_inputs
 from .lora import Lora, attach, check_installed, moments_fit, with_base
 
@@ -120,10 +121,10 @@ class Config(Base):
     critic: Literal["trunk", "model"] = "trunk"
     """`trunk`: a value head on the policy's last hidden states, whose gradient moves the policy's trunk too. `model`: a trunk of
     its own below the head, at first a copy of the policy, which the critic's loss alone moves; it takes the policy's memory once
-    more, moments included. This and the fields up to `critic_warmup_steps` are for algorithms with a critic (ppo); others leave
-    them alone."""
+    more, moments included. This and the fields up to `critic_warmup_steps` are for algorithms with a critic (ppo); with others
+    they are refused."""
     value_coef: float = Field(default=0.1, ge=0)
-    """Weight of the critic's loss. With `critic = "model"` it competes with nothing."""
+    """Weight of the critic's loss. With `critic = "model"` it competes with nothing. 0: the critic judges and learns nothing."""
     value_clip: float | None = Field(default=0.2, ge=0)
     """How far a value may move from what it was before the first update, in units of reward. None: any distance."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -131,7 +132,8 @@ class Config(Base):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """1: the whole reward to come against the critic's value; 0: one token ahead, the rest by the critic."""
     bootstrap_length: bool = False
-    """A completion cut by length is worth the critic's value of its last state. False: nothing follows it."""
+    """A completion cut by length is worth the critic's value of its last state. False: nothing follows it. Not with
+    `on_length = "mask"`, which leaves such completions out."""
     critic_learning_rate: float | None = Field(default=None, gt=0)
     """Of the critic, with the policy's warm-up and schedule. None: `learning_rate`."""
     critic_warmup_steps: int = Field(default=0, ge=0)
@@ -143,7 +145,7 @@ class Config(Base):
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up, counted over the policy's life."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps over the policy's life at which linear and cosine end."""
+    """Optimizer steps over the policy's life at which linear and cosine end. A stage that would begin there is refused."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global norm of the gradient; a critic that is a model of its own has its own norm, with the same limit."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -223,16 +225,35 @@ class Config(Base):
         for name in self.options:
             if name in (*_SURROGATE, "drop_zero_variance"):  # else the manifest would say a value that did not count
                 raise ValueError(f"options.{name} has a field of its own: set optimize.{name}")
+        if self.critic_warmup_steps and self.value_coef == 0:
+            raise ValueError("critic_warmup_steps > 0 with value_coef = 0: nothing would learn; drop one")
+        if self.bootstrap_length and self.on_length == "mask":
+            raise ValueError(
+                "bootstrap_length is for completions cut by length, and on_length = 'mask' leaves them out: drop one"
+            )
         algorithms.check_options(self.algorithm, self.surrogate_options())
+        if self.algorithm in algorithms.ALGORITHMS:
+            algorithms.check_effect(algorithms.ALGORITHMS[self.algorithm], self._changed())
         return self
+
+    def _changed(self) -> dict[str, Any]:
+        """The defaults of the fields that have another value. What is written out in full, such as a config that travels between
+        processes, is not for that reason changed."""
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()}
+        return {name: default for name, default in defaults.items() if getattr(self, name) != default}
 
     def key(self) -> dict[str, Any]:
         """The values that decide the outcome; the source of a user's own algorithm is one of them."""
-        return {**super().key(), "algorithm_source": algorithms.source_hash(self.algorithm)}
+        source = algorithms.source_hash(self.algorithm)
+        return {**super().key(), "algorithm": without_folder(self.algorithm), "algorithm_source": source}
 
     def resolved(self) -> Config:
         """With the algorithm's defaults filled in, so that the manifest says them and a changed default is other work."""
         row = algorithms.resolve(self.algorithm)
+        try:
+            algorithms.check_effect(row, self._changed())  # of an algorithm of one's own it is known only now
+        except ValueError as error:
+            raise ConfigError(f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out") from None
         defaults = {**row.defaults, "aggregation": row.aggregation}
         names = [name for name in (*_SURROGATE, "aggregation") if not callable(defaults.get(name))]
         own = {name: defaults.get(name) for name in names if getattr(self, name) is None}
@@ -282,6 +303,7 @@ def run(
 
 def _check(config: Config, inputs: dict[str, Version]) -> None:
     """What can be told from names and manifests alone."""
+    check_schedule(config, inputs["policy"])
     if config.kl_coef > 0 and "ref" not in inputs:
         raise ConfigError(
             "optimize.kl_coef",
@@ -292,11 +314,12 @@ def _check(config: Config, inputs: dict[str, Version]) -> None:
 
 def _train(config: Config, work: Work | None, learn: Callable[[Accelerator], Ref | None]) -> Ref:
     """Call `learn` on every rank, unless the work is done; the reference that the writing rank knows, on every rank."""
-    from accelerate.utils import broadcast_object_list
+    with work.phase("import") if work else nullcontext():
+        from accelerate.utils import broadcast_object_list
 
-    from . import trainer
+        from . import trainer
 
-    accelerator = trainer.make_accelerator(config)
+        accelerator = trainer.make_accelerator(config)
     answer = [work.done.ref if work and work.done else None]
     broadcast_object_list(answer)
     if answer[0] is None:

@@ -27,6 +27,7 @@ from stages.common.packed.precision import narrow, resolve
 
 from . import audit, bf16, critic
 from .algorithms import Algorithm, part
+from .lora import narrow_frozen
 from .objective import NUM_SUMS, Batch, Objective
 from .optimizer import learning_rate, make_optimizer
 from .value_head import ValueHead, with_trunk
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .stage import Config
 
 MAX_SKIPPED = 3
+_SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
 
 
@@ -58,6 +60,8 @@ class Outcome:
     """[N] of the tokens, where a critic judged"""
     trainable: int = 0
     """How many numbers were trained: of the policy, or of its adapters, and of the value head."""
+    padding_share: float = 0.0
+    """Of the places that the first rank passed through the model in training, how many held nothing."""
 
 
 def make_accelerator(config: Config) -> Accelerator:
@@ -83,7 +87,9 @@ def make_accelerator(config: Config) -> Accelerator:
         raise ConfigError("optimize.device", message, next='set optimize.device = "auto", or start a new process')
     if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
         message = f"expected plain ranks, found {accelerator.distributed_type.value}"
-        raise ConfigError("optimize", message, next="unset the ACCELERATE_USE_… variables, launch with torch.distributed.run")
+        raise ConfigError(
+            "optimize", message, next="launch with torch.distributed.run, and with no variable ACCELERATE_USE_* set"
+        )
     asked = config.processes or int(os.environ.get("WORLD_SIZE") or os.environ.get("ACCELERATE_NUM_PROCESSES") or 1)
     if accelerator.num_processes != asked:
         raise ConfigError(
@@ -127,11 +133,16 @@ class Trainer:
         self.narrow = self.precision in bf16.PRECISIONS
         head = ValueHead(model.get_output_embeddings().weight.shape[1]).to(device) if self.critic else None
         self.judge = with_trunk(head, value_trunk) if self.critic else None
+        if self.judge is not None and config.value_coef == 0:
+            self.judge.requires_grad_(False)  # it judges, and learns nothing
         passes = {"autocast": self.precision == "bf16", "fast": self.precision == "fp32_fast"}
         self.policy = Policy(model, **passes, value_head=head, value_trunk=value_trunk)
         self.mode = choose_mode(self.policy, batch.data, batch.prompts, config.packing) if batch.groups else config.packing
         wide = narrow(model) if self.narrow else None
+        if config.lora and self.precision == "bf16":
+            narrow_frozen(model)
         self.wrapped = self.policy if self.narrow else accelerator.prepare_model(self.policy)  # see _reduce
+        self.policy.merge()  # after whatever moves weights
         self.optimizer = make_optimizer(config, model, self.judge, wide=wide, step=step)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         parts = [self.policy] if value_trunk is None else [model, self.judge]
@@ -139,6 +150,7 @@ class Trainer:
         self.logprobs = torch.full((len(batch.old),), torch.nan)
         self.audit: dict[str, Any] = {}
         self.updates: list[dict[str, Any]] = []
+        self.filling = [0, 0]  # of the places that this rank passed through the model: those that only fill up, and all
 
     # -- the loop -----------------------------------------------------------------------------------------------------------
 
@@ -203,7 +215,8 @@ class Trainer:
             self.logprobs = self.score(range(len(self.batch.groups)))
         judged = self.batch.advantages if self.critic else None
         mode, precision, trainable = self.mode, self.precision, sum(p.numel() for p in self.parameters)
-        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, mode, precision, judged, trainable)
+        share = self.filling[0] / max(self.filling[1], 1)
+        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, mode, precision, judged, trainable, share)
 
     def _deal(self) -> list[list[int]]:
         """This epoch's mini-batches: groups shuffled by seed and step, each group whole."""
@@ -264,28 +277,33 @@ class Trainer:
         """
         weights, micros = self.objective.weights(self.batch, members), self._micros(active)
         found, sums = torch.zeros_like(self.logprobs), torch.zeros(NUM_SUMS, dtype=torch.float64)
-        own, ratio_max = self._own(micros), 0.0
+        own, ratio_max, spoken = self._own(micros), 0.0, time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
         with self.policy.context():
-            for index, (micro, counts) in enumerate(own):
+            layouts = self.policy.layouts([micro for micro, _ in own], self.batch.data)
+            for index, (layout, (_, counts)) in enumerate(zip(layouts, own, strict=True)):
                 last = index == len(own) - 1
                 with nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-                    layout = self.policy.layout(micro, self.batch.data)
                     places = self._places(layout.rows)
-                    found_here = self.wrapped(layout)
+                    found_here = self.policy(layout, frozen=True) if self.warming else self.wrapped(layout)
                     loss, numbers, ratio = self.objective.loss(self.batch, found_here, layout.rows, weights[places] * counts)
                     self.accelerator.backward(loss * self.accelerator.num_processes)
                 if counts:
+                    self.filling = [sum(pair) for pair in zip(self.filling, layout.filling, strict=True)]
                     sums += numbers
                     ratio_max = max(ratio_max, ratio)
                     found[places] = found_here[0].detach().cpu()
-        if self.narrow:
+                if not last and time.monotonic() - spoken > _SECONDS_BETWEEN_LINES:
+                    log.info("step %d: %d of %d micro-batches", self.step, index + 1, len(own))
+                    spoken = time.monotonic()
+        if self.narrow or self.warming:
             self._reduce()
         self.logprobs = self._merge(found, active, self.logprobs)
         return self._numbers(sums, ratio_max, active, len(micros))
 
     def _reduce(self) -> None:
-        """Mean of the gradients over ranks. Torch's own wrapper adds up in the weights' dtype alone; these are float32."""
+        """Mean of the gradients over ranks, where torch's own wrapper does not: it adds up in the weights' dtype, and these are
+        float32; it wants a gradient of every weight, and while the critic warms up the policy has none."""
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
@@ -302,9 +320,6 @@ class Trainer:
     def _apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Clip and step when loss and gradient are finite; they are the same numbers on every rank, so all decide alike."""
         rate = learning_rate(self.config, self.step)
-        if self.warming:  # the critic's gradient knows nothing of the policy's loss
-            for parameter in self.model.parameters():
-                parameter.grad = None
         norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in self.clipped]
         norm = norms[-1 if self.warming else 0]
         applied = math.isfinite(row["loss"]) and all(map(math.isfinite, norms))

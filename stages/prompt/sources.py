@@ -23,6 +23,7 @@ from pydantic import Field, model_validator
 from schemas.errors import ConfigError, printable
 from stages.common import dotted, files
 from stages.common.config import Config as Base
+from stages.common.config import without_folder
 
 from .python_rows import CHUNK, json_rows, to_table, wrong
 
@@ -60,6 +61,10 @@ class SourceConfig(Base):
     """Rows an iteration. Each iteration takes the next ones of a shuffle that is drawn anew every epoch. None: all, in order."""
     source_sha256: str = ""
     """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the source must have it."""
+
+    def key(self) -> dict[str, Any]:
+        """The bytes decide, wherever they lie, once their hash is known."""
+        return {**super().key(), **({"source": without_folder(self.source)} if self.source_sha256 else {})}
 
     @model_validator(mode="after")
     def _one_input(self) -> Self:

@@ -24,6 +24,7 @@ from schemas.manifest import Model, digest
 from schemas.refs import Ref
 from stages.common import checkpoints
 from stages.common.chat.template import bad_text
+from stages.common.config import without_folder
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, begin
 
@@ -42,6 +43,10 @@ class Config(SourceConfig, TemplateConfig):
     """Decides the shuffles. Without `limit` it decides nothing."""
     iteration: int = Field(default=0, ge=0)
     """Which `limit` rows to take. Without `limit` it decides nothing."""
+
+    def key(self) -> dict[str, Any]:
+        """As the source has it; a template's hash is that of the model that it stands in for."""
+        return {**super().key(), **({"template": without_folder(self.template)} if self.template else {})}
 
 
 def run(config: Config, store: Store, *, policy: str | Ref, into: str | None = None, force: bool = False) -> Ref:

@@ -46,12 +46,15 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
     functions = {name: _of_function(table, name, part, seconds[name]) for name, part in parts.items()}
     numbers = {name: part.to_numpy(zero_copy_only=False) for name, part in parts.items()}
     metrics = {f"reward_{name}": value for name, value in describe(values[scored]).items()}
+    missing = len(table) - int(scored.sum())
     metrics |= {
+        "reward_null": missing,
+        "reward_null_rate": missing / len(table) if len(table) else None,
         "functions": functions,
         "correlation": {f"{a} {b}": correlation(numbers[a], numbers[b]) for a, b in combinations(numbers, 2)},
         "groups": groups(table.column("group_id").to_pylist(), values),
     }
-    count, failed = int(scored.sum()), len(table) - (pc.sum(_fine(table)).as_py() or 0)
+    count, failed = int(scored.sum()), int((~scored & ~_fine(table).to_numpy()).sum())
     return metrics, {"scored": count, "not_scored": len(table) - count - failed, "failed": failed}
 
 

@@ -22,6 +22,10 @@ def require_same(earlier: Version, rollouts: Version, names: list[str], config: 
     if entry is None or entry.content_hash != rollouts.manifest.content_hash:
         what = f"was made of {entry.ref if entry else 'no rollouts'}, not of {rollouts.ref}"
         raise LineageError(str(earlier.ref), what, next=f"name rewards of {rollouts.ref}, or leave --retry out")
+    if earlier.manifest.stage == "override":
+        replaced = earlier.manifest.input("rewards").ref
+        what = f"a person replaced rewards of {replaced} in it: what is scored again belongs there"
+        raise ConfigError(f"--retry {earlier.ref}", what, next=f"--retry {replaced}, then override again")
     before = rewards.names_of(earlier.table())
     if set(before) != set(names):
         gone, new = sorted(set(before) - set(names)), sorted(set(names) - set(before))

@@ -7,6 +7,7 @@ alone. This module is light, because each worker imports it.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +15,8 @@ from schemas.errors import ConfigError, printable
 
 OFFERED = ("prompts", "completions", "completion_ids", "finish_reason", "rollout_ids")
 LARGEST = 3.4028234663852886e38  # of a float32
+EXTRA_BYTES = 10_000
+"""Most of what came beside the number that is kept."""
 Batch = Mapping[str, list[Any]]
 """Lists of equal length, one item a row: OFFERED, and the user's columns by their names. Not to be changed in place."""
 
@@ -51,6 +54,15 @@ class Scorer(Protocol):
 
     def close(self) -> None:
         """Let go of what it holds: processes, connections, memory."""
+
+
+def as_extra(beside: Any) -> str:
+    """JSON text of what came beside the number; beyond EXTRA_BYTES only the start is kept, and said to be. ValueError,
+    RecursionError: it is no JSON."""
+    text = json.dumps(beside, ensure_ascii=False, allow_nan=False)
+    if len(text.encode(errors="replace")) > EXTRA_BYTES:
+        text = json.dumps({"cut": True, "length": len(text), "start": text[: EXTRA_BYTES // 8]}, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def require_columns(name: str, needs: Iterable[str], columns: Iterable[str]) -> None:

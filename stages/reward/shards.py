@@ -36,18 +36,21 @@ class Shards:
         self._extras = [each.name for each in config.scorers if each.extra or each.name in had]
         self._earlier = earlier if earlier is None else aligned(earlier, rollouts, config.part_names, self._extras)
         self._starts = range(0, max(1, rollouts.num_rows), ROWS_PER_SHARD)
+        self._claims = work.claims(len(self._starts))
+        self._counted: set[int] = set()
+        """Shards whose failures the allowance knows."""
 
     def score(self, scorers: list[Scorer], allowance: Allowance) -> pa.Table:
         """Score the shards that are not there yet; the whole table. RewardError when too many rows failed."""
-        finished = [index for index in range(len(self._starts)) if self._work.has(index)]
+        self._scorers = scorers
         try:
-            for index in finished:
-                for failure in failures(self._work.read(index)):
-                    allowance.notice(*failure)
+            self._count_failures(allowance)
             columns = self._prompts.schema.field("columns").type
-            for scorer in scorers if len(finished) < len(self._starts) else ():
+            for scorer in scorers if self._claims.unfinished() else ():
                 scorer.require([field.name for field in columns])
-            score_all(scorers, self._unfinished(finished), allowance, self._write)
+            while self._claims.more():
+                score_all(scorers, self._batches(allowance), allowance, self._write)
+            self._count_failures(allowance)
         except TooMany:
             raise self._too_many(allowance) from None
         return pa.concat_tables([self._work.read(index) for index in range(len(self._starts))])
@@ -62,11 +65,24 @@ class Shards:
         missing = self._part(self._earlier, index).column("reward").is_null().to_pylist()
         return pa.array([row for row, null in enumerate(missing) if null], pa.int64())
 
-    def _unfinished(self, finished: list[int]) -> Iterator[tuple[int, Batch]]:
-        for index in range(len(self._starts)):
+    def _count_failures(self, allowance: Allowance) -> None:
+        """Tell the allowance of what failed in shards that an earlier attempt, or another process, has finished."""
+        found = set(range(len(self._starts))) - {*self._claims.unfinished(), *self._counted}
+        for index in sorted(found):
+            try:
+                for failure in failures(self._work.read(index)):
+                    allowance.notice(*failure)
+            except TooMany:
+                self._work.drop(index)  # as if it had been scored here: it is done again when the scorer is mended
+                raise
+            except FileNotFoundError:
+                continue  # another process has just come to the same end
+            self._counted.add(index)
+
+    def _batches(self, allowance: Allowance) -> Iterator[tuple[int, Batch]]:
+        for index in iter(self._claims.take, None):
+            self._count_failures(allowance)
             rows = self._rows(index)
-            if index in finished:
-                continue
             if len(rows) == 0:
                 self._write(index, {name: [] for name in self._config.part_names})
                 continue
@@ -80,8 +96,19 @@ class Shards:
         table = tables.as_rewards(rollouts, parts, weights, config.reward_clip, penalty, self._extras)
         if self._earlier is not None:
             table = merged(self._part(self._earlier, index), table)
+        self._counted.add(index)
+        self._work.told["scorers"] = self._own_seconds()
         self._work.write(index, table)
         log.info("rewards: shard %d of %d", index + 1, len(self._starts))
+
+    def _own_seconds(self) -> dict[str, float]:
+        return {scorer.name: scorer.seconds for scorer in self._scorers}
+
+    def seconds(self) -> dict[str, float]:
+        """Time in each scorer, summed over its processes and over those that share the work."""
+        self._work.told["scorers"] = self._own_seconds()
+        told = [part.get("scorers", {}) for part in self._work.parts()]
+        return {tables.OVERLONG: 0.0, **{name: sum(each.get(name, 0.0) for each in told) for name in self._own_seconds()}}
 
     def _too_many(self, allowance: Allowance) -> RewardError:
         """The error for more failed rows than are allowed; it shows the first."""
@@ -95,5 +122,5 @@ class Shards:
             f"{kind} {name}, rollout {printable(rollout)}: {error}",
             state=f"{finished} finished shards are kept, and taken up where [reward] and its code stay as they are; "
             "no version was written.",
-            next=f"correct the {kind} and run again, or raise reward.max_invalid, which scores all rows anew",
+            next=f"correct the {kind} and run again, or raise reward.max_invalid",
         )

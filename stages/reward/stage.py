@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.errors import ConfigError, LineageError, printable
+from schemas.errors import ConfigError, LineageError, RewardError, printable
 from schemas.refs import Ref
 from stages.common.config import Config as Base
 from stages.common.config import Runtime
@@ -74,14 +74,18 @@ class Config(Base):
     overlong: Overlong | None = None
     """Penalty on long completions, added to the clipped sum; in `parts` as `overlong`. A row without a reward stays without.
     None: off."""
-    max_invalid: float = Field(default=0.0, ge=0, le=1)
-    """Largest share of rows in which a function may fail before the stage does."""
+    max_invalid: Runtime[float] = Field(default=0.0, ge=0, le=1)
+    """Largest share of rows in which a function may fail before the stage does. Rewards that were made with a larger one are
+    refused too, not made anew; with a larger one the finished shards of a stage that failed count."""
     workers: Runtime[int | None] = Field(default=None, ge=1)
     """Processes in which functions run. None: one a core."""
     max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
     """Private memory of each of these processes; beyond it a call fails with MemoryError. None: no limit."""
     batch_rows: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
     """Most rows a call. What a function says of a row must not depend on the others in its call."""
+    patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
+    """Processes that share the work: how long an idle one waits for another's shard before it scores that shard too. None: twice
+    as long as the slowest shard took so far, and at least 30 s."""
 
     @property
     def scorers(self) -> tuple[FunctionConfig | ModelConfig | ServerConfig, ...]:
@@ -162,8 +166,11 @@ def run(
     retry: str | Ref | None = None,
     into: str | None = None,
     force: bool = False,
+    share: bool = False,
 ) -> Ref:
     """Score `rollouts`. ConfigError, LineageError; RewardError when more rows failed than `max_invalid` allows.
+
+    `share`: together with all processes that do the same.
 
     `retry`: earlier rewards of these rollouts. Only rows without a reward are scored again, the rest is taken over into the new
     version; where every row has one, that is said, and the reference returned is `retry`'s own.
@@ -189,18 +196,34 @@ def run(
             models=tuple(scorer.about for scorer in scorers if isinstance(scorer, ModelScorer)),
             inputs={"rollouts": version, "prompts": prompts, **({"retry": earlier} if earlier else {})},
             force=force,
+            share=share,
+            patience=config.patience_seconds,
         ) as work,
     ):
         if work.done:
+            _require_few(work.done, config.max_invalid)
             return work.done.ref
         with work.phase("score"):
             shards = Shards(config, work, version.table(), prompts.table(), earlier.table() if earlier else None)
             whole = shards.score(scorers, allowance)
-        metrics, status = summary(whole, {tables.OVERLONG: 0.0, **{scorer.name: scorer.seconds for scorer in scorers}})
+        metrics, status = summary(whole, shards.seconds())
         if earlier:
             retried = earlier.table().column("reward").null_count
             metrics |= {"retried": retried, "recovered": retried - whole.column("reward").null_count}
         return work.commit(metrics=metrics, status=status).ref
+    return work.done.ref  # committed by another of those who share the work
+
+
+def _require_few(rewards: Version, max_invalid: float) -> None:
+    """RewardError where more rows failed in finished rewards than `max_invalid` allows now."""
+    failed, rows = rewards.manifest.status.get("failed", 0), rewards.manifest.rows
+    if failed > max_invalid * rows:
+        raise RewardError(
+            str(rewards.ref),
+            f"{failed} of {rows} rows failed, more than reward.max_invalid = {max_invalid:g} allows",
+            state="these rewards are kept; nothing was changed.",
+            next=f"quiver reward RECIPE --retry {rewards.ref}",
+        )
 
 
 def _require_fingerprints(config: Config, scorers: list[Scorer]) -> None:

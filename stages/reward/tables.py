@@ -28,7 +28,9 @@ def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
     order = pc.index_in(groups, value_set=prompts.column("group_id").combine_chunks())
     if order.null_count:
         unknown = groups.filter(pc.is_null(order))[0].as_py()
-        raise LineageError(f"group {printable(unknown)}", "has rollouts but no prompt", next="quiver lineage of the rollouts")
+        raise LineageError(
+            f"group {printable(unknown)}", "has rollouts but no prompt", next="generate rollouts of these prompts"
+        )
     return order
 
 
@@ -90,7 +92,7 @@ def as_rewards(
         lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
         shaped = [overlong_penalty(length, penalty["max_tokens"], penalty["cache"]) for length in lengths]
         parts[OVERLONG] = [Part(value) for value in shaped]
-        sums = [None if r is None else _storable(r + penalty["weight"] * v) for r, v in zip(sums, shaped, strict=True)]
+        sums = [None if r is None else storable(r + penalty["weight"] * v) for r, v in zip(sums, shaped, strict=True)]
     schema = rewards.schema_for(list(parts), extras)
 
     def struct(column: str, names: list[str] | tuple[str, ...], at: int) -> pa.StructArray:
@@ -117,10 +119,11 @@ def weigh(parts: dict[str, Part], weights: dict[str, float], clip: tuple[float, 
     if not given or any(part.error is not None for part in parts.values()):
         return None
     total = math.fsum(given)
-    return _storable(total if clip is None else min(max(total, clip[0]), clip[1]))
+    return storable(total if clip is None else min(max(total, clip[0]), clip[1]))
 
 
-def _storable(total: float) -> float:
+def storable(total: float) -> float:
+    """`total` where a float32 can hold it. NumericError."""
     if abs(total) > LARGEST:
         raise NumericError(
             "reward", f"the weighted sum {total:g} is not finite as float32", next="lower the weights, or set reward_clip"

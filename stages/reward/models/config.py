@@ -157,7 +157,7 @@ def _choose_label(config: ModelConfig, labels: list[str]) -> int:
     if config.kind == "token":
         return 0
     if config.activation == "softmax" and len(labels) == 1:
-        raise ConfigError(who(config), "softmax over one label is always 1", next='activation = "sigmoid" or "none"')
+        raise ConfigError(who(config), "softmax over one label is always 1", next='set activation = "sigmoid" or "none"')
     chosen = 0 if config.label is None and len(labels) == 1 else config.label
     if isinstance(chosen, str) and chosen in labels:
         chosen = labels.index(chosen)

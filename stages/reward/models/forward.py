@@ -26,6 +26,7 @@ from stages.common.packed.attention import Sequences, hidden_states, make_layout
 from stages.common.packed.forward import depends_on_length, pieces_of, token_budget
 from stages.common.packed.head import Shaping, completion_logprobs
 from stages.common.packed.packing import pack
+from stages.common.packed.precision import products
 from stages.common.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -68,12 +69,8 @@ class Forward:
         ResourceError when memory is short.
         """
         try:
-            self.way = self.way or self._choose(inputs, groups)
-            values = self._run(self.way, inputs, groups)
-            odd = (~values.isfinite()).any(1).nonzero()[:, 0].tolist()
-            if odd and self.way != "single":  # in a packed row one input's NaN can reach its neighbours
-                values[odd] = self._run("single", [inputs[row] for row in odd], odd)
-            return values.cpu()
+            with products(self.device, fast=False):
+                return self._score(inputs, groups).cpu()
         except RuntimeError as error:
             if not is_memory_error(error):
                 raise
@@ -83,6 +80,14 @@ class Forward:
                 state="finished shards are kept.",
                 next="lower token_budget of that model and run again",
             ) from error
+
+    def _score(self, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
+        self.way = self.way or self._choose(inputs, groups)
+        values = self._run(self.way, inputs, groups)
+        odd = (~values.isfinite()).any(1).nonzero()[:, 0].tolist()
+        if odd and self.way != "single":  # in a packed row one input's NaN can reach its neighbours
+            values[odd] = self._run("single", [inputs[row] for row in odd], odd)
+        return values
 
     def _run(self, way: str, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
         if self.headed:

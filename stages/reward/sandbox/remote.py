@@ -6,7 +6,8 @@
     →  {"stdout": "abc\\n", "stderr": "", "exit_code": 0, "timed_out": false}
 
 How well programs are kept apart there, and from the harness of `code`, is the server's matter. A program may be sent again after
-a lost answer, a 429 or a 5xx. No redirects, no compressed answers, no proxy or password of the environment.
+a lost answer, a 429 or a 5xx. No redirects, no compressed answers, no proxy or password of the environment; no token over plain
+http, but to this machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from dataclasses import asdict
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from schemas.errors import ConfigError, RemoteError, printable
 
@@ -45,11 +47,16 @@ def run_program(program: str, *, stdin: str = "", limits: Limits | None = None, 
     """
     import httpx
 
+    from stages.reward.servers.config import is_loopback
+
     limits = limits or Limits()
     body = {"language": "python", "code": program, "stdin": stdin, "limits": asdict(limits)}
     headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {secret(token)}"} if token else {})
     if not url.startswith(("http://", "https://")):
         raise ConfigError("sandbox_url", f"must be an http or https URL, got {printable(url)}", next="correct it")
+    if token and url.startswith("http://") and not is_loopback(urlsplit(url).hostname or ""):
+        what = f"the token would go to {printable(urlsplit(url).hostname)} in the clear"
+        raise ConfigError("sandbox_url", what, next="use https")
     patience = httpx.Timeout(limits.seconds + ANSWER_SECONDS, connect=CONNECT_SECONDS)
     with httpx.Client(timeout=patience, trust_env=False, headers=headers) as client:
         for attempt in range(1, ATTEMPTS + 1):

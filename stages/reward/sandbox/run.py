@@ -243,9 +243,7 @@ def _finished(report: dict[str, Any], stdout: str, stderr: str) -> Finished:
 
 
 def _failed(why: str) -> ResourceError:
-    return ResourceError(
-        "sandbox", why, state="the program was not judged.", next="run again; quiver doctor shows what the machine has"
-    )
+    return ResourceError("sandbox", why, state="the program was not judged.", next="run again")
 
 
 def _refused(name: str, why: str) -> SecurityError:

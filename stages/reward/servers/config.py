@@ -136,7 +136,7 @@ class ServerConfig(Base):
         token, urls = data.get("token", ""), data.get("urls", ())
         refuse_token(token)
         for url in urls if isinstance(urls, list | tuple) else [urls]:
-            refuse_url(url, bool(token) and not data.get("allow_plain_http"))
+            refuse_url(url, bool(token) and not data.get("allow_plain_http"), ", or set allow_plain_http = true")
         defaults = {"name": data.get("dialect", "")}
         if data.get("dialect") == "openai-judge":
             defaults |= {"rubric": judge.RUBRIC, "score_pattern": judge.PATTERN}
@@ -191,8 +191,11 @@ def refuse_token(token: Any, name: str = "token") -> None:
         raise ValueError(f"{name} must be env:NAME, the environment variable that holds it: a recipe is no place for a secret")
 
 
-def refuse_url(url: Any, needs_tls: bool) -> None:
-    """ValueError unless `url` is one that can be asked; it shows the host at most, as anything else may hold a secret."""
+def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
+    """ValueError unless `url` is one that can be asked; it shows the host at most, as anything else may hold a secret.
+
+    `otherwise`: what may be done instead of taking https.
+    """
     try:
         parts = urlsplit(url) if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url else None
         host, _ = (parts.hostname, parts.port) if parts else (None, None)
@@ -203,7 +206,7 @@ def refuse_url(url: Any, needs_tls: bool) -> None:
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(f"the URL of {host} has a user, a query or a fragment: a secret goes into token, as env:NAME")
     if needs_tls and parts.scheme == "http" and not is_loopback(host):
-        raise ValueError(f"a token would go to {host} in the clear: use https, or set allow_plain_http = true")
+        raise ValueError(f"a token would go to {host} in the clear: use https{otherwise}")
 
 
 def is_loopback(host: str) -> bool:
@@ -224,5 +227,5 @@ def secret(reference: str, owner: str) -> str:
     token = os.environ.get(name, "")
     if len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
         what = "is not set" if not token else f"holds no token: at least {_SHORTEST} ASCII characters, no spaces"
-        raise ConfigError(owner, f"environment variable {name} {what}", next=f"export {name}=…")
+        raise ConfigError(owner, f"environment variable {name} {what}", next=f"set {name} in the environment")
     return token

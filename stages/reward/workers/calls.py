@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import os
 import sys
 import traceback
@@ -20,9 +19,8 @@ from typing import Any
 from schemas.errors import ConfigError, printable
 from stages.common import dotted
 from stages.reward.functions import FUNCTIONS
-from stages.reward.scoring import LARGEST, Part
+from stages.reward.scoring import LARGEST, Part, as_extra
 
-EXTRA_BYTES = 10_000
 Columns = dict[str, list[Any]]
 
 
@@ -70,8 +68,8 @@ def load(use: str, name: str, arguments: dict[str, Any], extra: bool = False) ->
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FUNCTIONS)}"
         raise ConfigError(
             f"reward function {printable(use)}",
-            f"no function of that name comes with Quiver; {hint}",
-            next="quiver rewards lists them; your own is module:function or file.py:function",
+            f"no function of that name comes with Quiver; {hint}; your own is module:function or file.py:function",
+            next="quiver rewards",
         )
     takes, needs = _parameters(call, name)
     unknown = sorted(set(arguments) - takes) if takes is not None else []
@@ -239,14 +237,11 @@ def _read_mapping(value: Mapping, extra: bool) -> Part:
 
 
 def _as_json(rest: dict[str, Any]) -> str:
-    """JSON text; what JSON has no word for is there as text, and beyond EXTRA_BYTES only the start is kept, and said to be."""
+    """JSON text, not longer than `as_extra` has it; what JSON has no word for is there as text."""
     try:
-        text = json.dumps(_plain(rest), ensure_ascii=False, allow_nan=False)
+        return as_extra(_plain(rest))
     except (ValueError, RecursionError) as error:  # a circle, or depth without end
-        text = json.dumps({"unreadable": _raised(error).error})
-    if len(text.encode(errors="replace")) > EXTRA_BYTES:
-        text = json.dumps({"cut": True, "length": len(text), "start": text[: EXTRA_BYTES // 8]}, ensure_ascii=False)
-    return text.encode("utf-8", "backslashreplace").decode()
+        return as_extra({"unreadable": _raised(error).error})
 
 
 def _plain(value: Any) -> Any:

@@ -204,7 +204,8 @@ class Pool:
                 raise
             how = f"took longer than {LOAD_SECONDS:g} s" if isinstance(error, Late) else f"ended its process {error}"
             name, what = f"reward function {function.name}", f"importing {printable(function.use)} {how}"
-            raise ConfigError(name, what, next="python -c 'import …' shows what the module does") from None
+            next = f"see what {printable(function.use)} does when it is imported"
+            raise ConfigError(name, what, next=next) from None
         if function.about and function.about.fingerprint != found.fingerprint:
             what = f"its file changed meanwhile: fingerprint expected {function.about.fingerprint}, found {found.fingerprint}"
             raise ConfigError(f"reward function {function.name}", what, state="finished shards are kept.", next="run again")

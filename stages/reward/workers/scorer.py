@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from schemas.errors import ConfigError, QuiverError, printable
 from stages.common import files
-from stages.common.config import Config, Runtime
+from stages.common.config import Config, Runtime, without_folder
 from stages.reward.functions import FUNCTIONS, Shipped
 from stages.reward.scoring import Batch, Part, require_columns
 from stages.reward.servers.config import refuse_token, refuse_url
@@ -55,7 +55,7 @@ class FunctionConfig(Config):
         if isinstance(given, dict):
             refuse_token(given.get("sandbox_token"), "sandbox_token")
             if given.get("sandbox_url"):
-                refuse_url(given["sandbox_url"], needs_tls=False)
+                refuse_url(given["sandbox_url"], needs_tls=bool(given.get("sandbox_token")))
         return data
 
     @model_validator(mode="before")
@@ -64,6 +64,10 @@ class FunctionConfig(Config):
         if isinstance(data, dict) and isinstance(data.get("use"), str) and not data.get("name"):
             return {**data, "name": data["use"].rpartition(":")[2]}
         return data
+
+    def key(self) -> dict[str, Any]:
+        """The file's bytes decide, wherever it lies, once the fingerprint is known."""
+        return {**super().key(), **({"use": without_folder(self.use)} if self.fingerprint else {})}
 
 
 class FunctionScorer:
@@ -117,7 +121,7 @@ class FunctionScorer:
             raise
         except Exception as error:
             message = f"refuses its arguments: {type(error).__name__}: {printable(error)}"
-            raise ConfigError(f"reward function {self.name}", message, next="quiver rewards --json lists them") from error
+            raise ConfigError(f"reward function {self.name}", message, next="quiver rewards") from error
 
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""

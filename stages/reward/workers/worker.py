@@ -146,7 +146,11 @@ def _load(functions: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
         return {"error": error.to_dict()}
     except BaseException as error:  # SystemExit, say
         what = f"can not be loaded: {type(error).__name__}: {printable(error)}"
-        return {"error": ConfigError(f"reward function {wanted['name']}", what, next="import it in Python").to_dict()}
+        return {
+            "error": ConfigError(
+                f"reward function {wanted['name']}", what, next=f"see what importing {wanted['use']} does"
+            ).to_dict()
+        }
     takes = None if found.takes is None else sorted(found.takes)
     about = {"takes": takes, "needs": sorted(found.needs), "waits": found.waits, "fingerprint": found.fingerprint}
     return {"about": about}

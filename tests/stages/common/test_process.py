@@ -84,6 +84,7 @@ def test_a_killed_parent_leaves_nobody(stubborn, tmp_path, end):
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(parent_code)])
     while not out.exists() or not out.read_text().endswith("\n"):
+        assert parent.poll() is None
         time.sleep(0.05)
     pids = list(map(int, out.read_text().split()[1:]))
     assert all(map(alive, pids))
@@ -126,7 +127,26 @@ def test_an_unexpected_error_is_told_as_such(store, tmp_path):
 def test_only_the_last_state_of_a_progress_bar_is_a_line():
     code = "import sys; sys.stdout.write('10%\\r50%\\r100%\\nnext\\n\\nlast without end')"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert list(process._lines(child, "test", None)) == ["100%", "next"]
+    assert list(process._lines(child, "test", None)) == ["100%", "next", "last without end"]
+    child.wait()
+    child.stdout.close()
+
+
+def test_a_child_that_never_stops_writing_meets_its_time_limit():
+    child = subprocess.Popen(["yes", "x" * 1000], stdout=subprocess.PIPE)
+    with pytest.raises(ResourceError, match="limit of 1 s"):
+        for _ in process._lines(child, "test", 1):
+            pass
+    child.kill()
+    child.wait()
+    child.stdout.close()
+
+
+def test_a_line_without_end_is_cut(monkeypatch):
+    monkeypatch.setattr(process, "_LONGEST_LINE", 1000)
+    child = subprocess.Popen([sys.executable, "-c", "print('a' * 10_000_000 + 'b')"], stdout=subprocess.PIPE)
+    (line,) = process._lines(child, "test", None)
+    assert line.endswith("b") and len(line) < 200_000
     child.wait()
     child.stdout.close()
 

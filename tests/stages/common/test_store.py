@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -23,6 +25,7 @@ from schemas.errors import (
     ResourceError,
     SchemaError,
 )
+from schemas.manifest import canonical, digest
 from stages.common import files
 from stages.common.config import Config, Runtime
 from stages.common.store import Store
@@ -131,6 +134,8 @@ def test_a_file_too_many_is_found(store):
     (version.path / "part-00002.arrow").write_bytes((version.path / "part-00001.arrow").read_bytes())
     _, bad = store.verify()
     assert "part-00002.arrow: is no file of this version" in str(bad[0])
+    subprocess.run(bad[0].next, shell=True, check=True)
+    assert store.verify() == (1, [])
 
 
 def test_an_unclear_outcome_is_said(store, monkeypatch):
@@ -190,6 +195,34 @@ def test_damage_is_found_before_parsing_and_named(store, damage):
     assert caught.value.next == "quiver verify a/logprobs@1"
     checked, bad = store.verify()
     assert (checked, len(bad)) == (1, 1)
+
+
+def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
+    first = commit(store)
+    commit(store, Settings(seed=1), inputs={"other": first})
+    store.tag("a", "prod", first.ref)
+    path = first.path / "part-00000.arrow"
+    path.write_bytes(path.read_bytes()[:-1])
+    for ref in ("a/logprobs@1", "a/logprobs@prod", None):
+        error = store.verify(ref)[1][0]
+        assert error.next == f"delete {first.path} and run the stage that made it again"
+        assert error.state.endswith("what refers to this one: tag prod, a/logprobs@2.")
+    shutil.rmtree(first.path)
+    again = commit(store)
+    assert again.manifest.content_hash == first.manifest.content_hash
+    assert [error.message for error in store.verify()[1]] == ["its input a/logprobs@1 is gone"]
+    again.path.rename(first.path)
+    (first.path / "manifest.json").write_bytes(b"")
+    assert store.verify("a/logprobs@1")[1][0].next == f"delete {first.path} and run the stage that made it again"
+
+
+def test_what_a_newer_quiver_wrote_is_not_to_be_deleted(store):
+    version = commit(store)
+    data = json.loads((version.path / "manifest.json").read_bytes())
+    del data["checksum"]
+    data["format"] = 2
+    (version.path / "manifest.json").write_bytes(canonical({**data, "checksum": digest(data)}))
+    assert store.verify()[1][0].next == "update Quiver"
 
 
 def test_latest_never_falls_back_in_silence(store):
@@ -328,6 +361,11 @@ def test_a_folder_with_other_things_is_no_store(tmp_path):
     (tmp_path / "half/store.json.123.tmp").write_text("")
     assert Store(tmp_path / "half").runs() == [], "a creation that was killed does not block the next"
     (tmp_path / "store").mkdir()
+    (tmp_path / "store/store.json").write_text("{")
+    with pytest.raises(CorruptError) as caught:
+        Store(tmp_path / "store")
+    (tmp_path / "store/store.json").write_text(re.search("{.*}", caught.value.next)[0])
+    assert Store(tmp_path / "store").runs() == []
     (tmp_path / "store/store.json").write_text(json.dumps({"format": 2, "id": "x"}))
     with pytest.raises(CorruptError, match="newer"):
         Store(tmp_path / "store")
@@ -339,3 +377,4 @@ def test_verify_finds_a_missing_input(store):
     first.path.rename(first.path.with_name("v000077"))
     _, bad = store.verify("a/logprobs@2")
     assert [error.code for error in bad] == ["E-LINEAGE"]
+    assert bad[0].object == "a/logprobs@2" and bad[0].message == "its input a/logprobs@1 is gone"

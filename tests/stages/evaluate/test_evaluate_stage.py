@@ -1,11 +1,12 @@
 """The evaluate stage on stored rollouts and rewards: joined by id, null left out and counted, lineage checked."""
 
 import json
+import statistics
 
 import pyarrow as pa
 import pytest
 
-from schemas import rewards, rollouts
+from schemas import fields, prompts, rewards, rollouts
 from schemas.errors import ConfigError, LineageError, NumericError
 from stages.common import config as common
 from stages.common.work import ROWS_PER_SHARD, begin
@@ -25,7 +26,7 @@ def write(store, kind, table, inputs=None):
 def scored(store):
     """Make rollouts and their rewards (in another order) from scores by group; part `right` is the score times ten."""
 
-    def make(groups: dict[str, list[float | None]]):
+    def make(groups: dict[str, list[float | None]], prompts=None):
         rows = [(group, at, score) for group, scores in groups.items() for at, score in enumerate(scores)]
         lists = {name: rollouts.SCHEMA.field(name).type for name in ("prompt_ids", "completion_ids", "old_logprobs")}
         sampled = pa.table(
@@ -44,7 +45,7 @@ def scored(store):
             },
             schema=rollouts.SCHEMA,
         )
-        version = write(store, "rollouts", sampled)
+        version = write(store, "rollouts", sampled, {"prompts": prompts} if prompts else {})
         table = pa.Table.from_pylist(
             [
                 {
@@ -145,3 +146,53 @@ def test_a_missing_reward(store, scored):
     short = write(store, "rewards", paid.table().slice(1), {"rollouts": sampled})
     with pytest.raises(LineageError, match="1 rows for 2 rollouts; 1 rollouts are missing"):
         run(Config(), store, rollouts=sampled.ref, rewards=short.ref)
+
+
+def asked(store, *groups):
+    """Prompts of these groups."""
+    columns = pa.StructArray.from_arrays([pa.array(groups)], ["name"])
+    schema = fields.with_struct(prompts.SCHEMA, columns=columns.type)
+    ids = pa.array([[1]] * len(groups), schema.field("prompt_ids").type)
+    none = pa.nulls(len(groups), prompts.MESSAGES)
+    return write(store, "prompts", pa.table([list(groups), none, ["?"] * len(groups), ids, columns], schema=schema))
+
+
+def test_beside_a_baseline_the_difference_is_paired_by_prompt(store, scored):
+    """Groups stand in another order, "d" has a score on one side only; expected numbers are written out."""
+    held_out = asked(store, "a", "b", "c", "d")
+    before = scored({"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [1.0, 1.0], "d": [None, None]}, held_out)
+    after = scored({"d": [1.0, 1.0], "c": [1.0, 1.0], "a": [1.0, 1.0], "b": [0.0, 1.0]}, held_out)
+    config = Config(k=(1, 2))
+    base = run(config, store, rollouts=before[0].ref, rewards=before[1].ref)
+    ref = run(config, store, rollouts=after[0].ref, rewards=after[1].ref, baseline=base)
+    manifest = store.open(ref).manifest
+    assert manifest.input("baseline").ref == str(base)
+    differences = [0.5, 0.5, 0.0]
+    stderr = statistics.stdev(differences) / 3**0.5
+    assert manifest.metrics["difference"]["score"] == pytest.approx({"score": 1 / 3, "stderr": stderr, "n": 3})
+    at_two = [0.0, 1.0, 0.0]
+    expected = {"score": 1 / 3, "stderr": statistics.stdev(at_two) / 3**0.5, "n": 3}
+    assert manifest.metrics["difference"]["pass@k"]["2"] == pytest.approx(expected)
+    assert manifest.metrics["unpaired"] == 1
+    assert manifest.metrics["baseline"]["score"] == pytest.approx(1.5 / 3)
+    alone = run(config, store, rollouts=after[0].ref, rewards=after[1].ref)
+    assert alone != ref and "difference" not in store.open(alone).manifest.metrics
+
+
+def test_what_was_measured_otherwise_is_no_baseline(store, scored):
+    held_out, other = asked(store, "a", "b"), asked(store, "a", "c")
+    mine, theirs, loose = (scored({"a": [1.0], "b": [0.0]}, of) for of in (held_out, other, None))
+    versions = {"rollouts": mine[0].ref, "rewards": mine[1].ref}
+    for rolled, paid in (theirs, loose):
+        foreign = run(Config(), store, rollouts=rolled.ref, rewards=paid.ref)
+        with pytest.raises(LineageError, match=r"is no baseline: its prompts are .*, expected held/prompts@1"):
+            run(Config(), store, **versions, baseline=foreign)
+    with pytest.raises(LineageError, match="its prompts are unknown"):
+        run(Config(), store, **versions, baseline=held_out.ref)
+    strict = run(Config(threshold=0.5), store, **versions)
+    with pytest.raises(LineageError, match=r"is no baseline: it measured .*0.5.*expected .*1.0"):
+        run(Config(), store, **versions, baseline=strict)
+    nothing = scored({"a": [None], "b": [1.0]}, held_out), scored({"a": [1.0], "b": [None]}, held_out)
+    first = run(Config(), store, rollouts=nothing[0][0].ref, rewards=nothing[0][1].ref)
+    with pytest.raises(NumericError, match="no prompt has a score here and in"):
+        run(Config(), store, rollouts=nothing[1][0].ref, rewards=nothing[1][1].ref, baseline=first)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pyarrow as pa
 
@@ -158,3 +160,24 @@ class Chokes(Honest):
 def answer(prompt_ids: list[int], seed: int) -> list[int]:
     """A script of a user's own."""
     return [prompt_ids[0], 7]
+
+
+class Late(Honest):
+    """Fails at one row only, which stands in the last shard."""
+
+    def answers(self, request):
+        wrong = {"logprobs": np.array([-0.5, np.nan], np.float32)} if request.index == 80 else {}
+        yield good(request.index, **wrong)
+
+
+class Steps(Honest):
+    """Decodes up to eight rows at once and answers one at each step; `flying` is how many it had at each."""
+
+    ahead = 3
+    flying: list[int] = []  # noqa: RUF012
+
+    def generate(self, requests):
+        rows = []
+        while rows := rows + list(islice(requests, 8 - len(rows))):
+            self.flying.append(len(rows))
+            yield good(rows.pop(0).index)

@@ -101,5 +101,5 @@ def test_an_encoder_decoder_is_refused_before_vllm_is_imported(store):
     config = parse(Config, {"engine": "vllm", "sampling": {"max_tokens": 4}}, "generate")
     with pytest.raises(ConfigError, match="encoder-decoder") as caught:
         run(config, store, prompts=prompts.ref, policy=policy.ref)
-    assert caught.value.next == 'engine = "transformers"'
+    assert caught.value.next == 'set generate.engine = "transformers"'
     assert "vllm" not in sys.modules

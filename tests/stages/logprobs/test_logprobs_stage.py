@@ -1,15 +1,19 @@
 """The logprobs stage against transformers' own forward pass, one rollout at a time; what it refuses; what uses it."""
 
+import json
+
 import pytest
 import torch
 
 from schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
+from stages.common.checkpoints import PolicyConfig
+from stages.common.checkpoints import run as import_policy
 from stages.common.models import load_model
 from stages.common.ragged import Ragged
 from stages.logprobs.stage import Config, run
 from stages.optimize import stage as optimize
 from tests.stages.optimize import world
-from tests.tiny import make_policy
+from tests.tiny import make_folder, make_policy
 
 
 @pytest.fixture
@@ -65,6 +69,53 @@ def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, other, 
     with pytest.raises(LineageError, match="proximal logprobs are of those weights") as caught:
         run(Config(role="prox"), store, rollouts=rollouts.ref, policy=other.ref)
     assert caught.value.next == f"give {policy.ref}"
+
+
+def retold(store, folder, run, change):
+    """`run/policy@0`: the tiny policy with a tokenizer in whose JSON `change` was made."""
+    path = make_folder(folder / run, seed=2) / "tokenizer.json"
+    told = json.loads(path.read_text())
+    change(told)
+    path.write_text(json.dumps(told))
+    return store.open(import_policy(PolicyConfig(model=str(path.parent)), store, into=run))
+
+
+def swap(told):
+    """Two tokens have each other's id."""
+    vocabulary = told["model"]["vocab"]
+    a, b = (token for token, id in vocabulary.items() if id in (300, 301))
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+
+
+def rename(told):
+    """The end token has another name."""
+    told["added_tokens"][2]["content"] = "<|end|>"
+    told["model"]["vocab"]["<|end|>"] = told["model"]["vocab"].pop("<|im_end|>")
+
+
+def both(told):
+    swap(told)
+    rename(told)
+
+
+def test_an_id_must_be_the_same_token_to_both(store, policy, tmp_path):
+    rollouts = world.write_rollouts(store, policy, world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2))
+
+    def score(version, **config):
+        return run(Config(**config), store, rollouts=rollouts.ref, policy=version.ref)
+
+    assert score(retold(store, tmp_path, "same", lambda told: told.update(truncation=None)))
+    swapped, renamed = retold(store, tmp_path, "swapped", swap), retold(store, tmp_path, "renamed", rename)
+    for version, words in ((swapped, "2 ids are other tokens, such as 300"), (renamed, r"1 special ids .* found '<\|end\|>'")):
+        with pytest.raises(LineageError, match=words) as caught:
+            score(version)
+        assert caught.value.object == str(version.ref)
+    assert caught.value.next == "set logprobs.other_special_tokens = true"
+    assert score(renamed, other_special_tokens=True)
+    for version in (swapped, retold(store, tmp_path, "both", both)):
+        with pytest.raises(LineageError, match="2 ids are other tokens") as caught:
+            score(version, other_special_tokens=True)
+        assert caught.value.next == f"score under a policy with the tokenizer of {policy.ref}"
 
 
 def test_greedy_rows_have_no_probability(store, policy):

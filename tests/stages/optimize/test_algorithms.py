@@ -191,6 +191,44 @@ def test_a_cap_inside_the_clip_bound_is_refused():
     assert Config(algorithm="grpo", delta=1.25).resolved().delta == 1.25
 
 
+CRITICS = {
+    "critic": "model", "value_coef": 0.5, "value_clip": None, "gamma": 0.9, "gae_lambda": 0.5, "bootstrap_length": True,
+    "critic_learning_rate": 1e-3, "critic_warmup_steps": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_an_option_of_a_critic_is_refused_where_there_is_none(name, tmp_path):
+    given = {name: CRITICS[name]}
+    assert Config(algorithm="ppo", **given).resolved()
+    with pytest.raises(ConfigError, match=rf"{name} would have no effect: algorithm 'grpo' has no critic.*: ppo"):
+        parse(Config, given, "optimize")
+    row = "Algorithm('mine', 'gae', 'clipped', 'token_mean', critic={})"
+    source = f"from stages.optimize.algorithms import Algorithm\nNONE, OWN = {row.format(False)}, {row.format(True)}\n"
+    (tmp_path / "rows.py").write_text(source)
+    assert Config(algorithm=f"{tmp_path}/rows.py:OWN", **given).resolved()
+    with pytest.raises(ConfigError, match=f"{name} would have no effect"):
+        Config(algorithm=f"{tmp_path}/rows.py:NONE", **given).resolved()
+
+
+def test_defaults_that_are_written_out_go_through_every_algorithm():
+    with pytest.raises(ConfigError, match=r"value_coef, gamma would .* default: value_coef = 0.1, gamma = 1.0\)"):
+        parse(Config, {"value_coef": 0.5, "gamma": 0.5}, "optimize")
+    for name in algorithms.ALGORITHMS:
+        assert Config(algorithm=name, value_coef=0.1, gamma=1.0).resolved()
+        assert parse(Config, Config(algorithm=name).model_dump(mode="json"), "optimize").resolved()
+
+
+def test_a_critic_that_can_not_learn_does_not_warm_up():
+    with pytest.raises(ConfigError, match="nothing would learn"):
+        parse(Config, {"algorithm": "ppo", "value_coef": 0, "critic_warmup_steps": 3}, "optimize")
+
+
+def test_what_is_left_out_has_no_value_to_bootstrap():
+    with pytest.raises(ConfigError, match="bootstrap_length is for completions cut by length"):
+        parse(Config, {"algorithm": "ppo", "bootstrap_length": True, "on_length": "mask"}, "optimize")
+
+
 def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):
     text = (Path(algorithms.__file__).parent / "README.md").read_text()
     (tmp_path / "readme_algo.py").write_text(text.split("```python")[-1].split("```")[0])

@@ -148,10 +148,10 @@ def test_a_head_of_another_width_is_refused():
 
 def test_the_head_has_a_rate_of_its_own(policy):
     model, head = load_model(policy, dtype=torch.float32), ValueHead(32)
-    groups = make_optimizer(Config(learning_rate=1e-4, critic_learning_rate=3e-3), model, head).param_groups
+    groups = make_optimizer(Config(algorithm="ppo", learning_rate=1e-4, critic_learning_rate=3e-3), model, head).param_groups
     assert groups[-1]["scale"] == pytest.approx(30.0) and groups[-1]["weight_decay"] == 0.0
     assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in head.parameters()}
-    assert make_optimizer(Config(learning_rate=1e-4), model, head).param_groups[-1]["scale"] == 1.0
+    assert make_optimizer(Config(algorithm="ppo", learning_rate=1e-4), model, head).param_groups[-1]["scale"] == 1.0
 
 
 # -- the step ------------------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_the_policys_gradient_is_the_one_without_a_value_loss(store, made):
     without, having = ({name: p.grad for name, p in trainer.model.named_parameters()} for trainer in trainers)
     assert _equal(without, having)
     assert any(parameter.grad.abs().max() > 0 for parameter in trainers[1].judge["trunk"].parameters())
-    assert all(parameter.grad.abs().max() == 0 for parameter in trainers[0].judge.parameters())
+    assert all(parameter.grad is None for parameter in trainers[0].judge.parameters())
 
 
 def test_policy_and_critic_are_clipped_each_for_itself(store, made):
@@ -159,7 +159,7 @@ def test_it_lies_below_the_policy_whole_and_without_output_embedding(store, made
     slim = _run(store, made, _config(save_optimizer=False))
     assert _tensors(slim, "critic/state.safetensors").keys() == weights
     group = (made[0], *world.make(store, made[0], world.even_share, run="group")) if made[0].ref.run == "llama" else None
-    assert not group or not (_run(store, group, _config(algorithm="grpo")).path / "critic").exists()
+    assert not group or not (_run(store, group, _config(algorithm="grpo", critic="trunk")).path / "critic").exists()
 
 
 def test_a_critic_that_is_carried_is_one_that_never_stopped(store, made):
@@ -195,6 +195,30 @@ def test_while_the_critic_warms_up_the_policy_rests(store, made):
     trunk = value_head.trunk_of(load_model(made[0], dtype=torch.float32))
     found = _tensors(done, "critic/state.safetensors")
     assert not any(torch.equal(found[f"trunk.{name}"], value) for name, value in trunk.named_parameters())
+
+
+def test_while_the_critic_warms_up_no_gradient_of_the_policy_is_computed(store, made):
+    """And the critic's is what it is beside the policy's."""
+    beside, alone = (_trainer(store, made, critic_warmup_steps=steps) for steps in (0, 1))
+    rows = [trainer.accumulate(*[list(range(len(trainer.batch.groups)))] * 2) for trainer in (beside, alone)]
+    assert all(parameter.grad is None for parameter in alone.model.parameters())
+    grads = [{name: p.grad for name, p in trainer.judge.named_parameters()} for trainer in (beside, alone)]
+    assert _equal(*grads)
+    for name in ("value_loss", "policy_loss", "entropy"):
+        assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-6)
+
+
+def test_a_critic_of_weight_0_judges_and_rests(store, made):
+    first = _run(store, made, _config(epochs=2, critic_learning_rate=3e-3))
+    common = {"max_staleness": 1, "audit": {"enabled": False}, "weight_decay": 0.1}
+    second = _run(store, made, _config(value_coef=0, **common), policy=first)
+    one, other = (_tensors(version, "critic/state.safetensors") for version in (first, second))
+    assert _equal(one, other)
+    assert as_model("policy", second).weights != as_model("policy", first).weights
+    row = store.open(second.manifest.metrics["updates"]).table().to_pylist()[-1]
+    assert row["value_loss"] > 0 and row["loss"] == pytest.approx(row["policy_loss"])
+    third = _run(store, made, _config(**common | {"max_staleness": 2}), policy=second)
+    assert not _equal(other, _tensors(third, "critic/state.safetensors"))
 
 
 def test_from_the_policys_trunk_to_a_model_of_its_own_and_not_back(store, made):

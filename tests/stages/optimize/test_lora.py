@@ -7,22 +7,23 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from schemas.errors import ConfigError, CorruptError, LineageError
-from stages.common.checkpoints import as_model
+from stages.common.checkpoints import PolicyConfig, as_model
+from stages.common.checkpoints import run as import_policy
 from stages.common.config import parse
 from stages.common.models import load_model
 from stages.optimize import rollouts as joining
 from stages.optimize.algorithms import resolve
-from stages.optimize.lora import Lora, attach
+from stages.optimize.lora import Lora, attach, narrow_frozen
 from stages.optimize.stage import Config, run
 from stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
-from tests.tiny import make_policy
+from tests.tiny import make_folder, make_policy
 
 SMALL = {"rank": 4, "alpha": 12}
 LINEAR = {"llama": 2 * 7, "t5": 2 * (4 + 2) + 2 * (8 + 2), "bart": 2 * (4 + 2) + 2 * (8 + 2)}
@@ -259,6 +260,46 @@ def test_the_ways_of_a_pass_lead_to_like_adapters(store, made, values, like):
     assert torch.cosine_similarity(*found, 0) > like
 
 
+@pytest.fixture(params=["llama", "t5"])
+def half(request, store, tmp_path):
+    """(policy, rollouts, rewards) of a model that was saved in bfloat16, as most are."""
+    folder = make_folder(tmp_path / "half", request.param)
+    weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    policy = store.open(import_policy(PolicyConfig(model=str(folder)), store, into=request.param))
+    rollouts = sampled(store, policy)
+    return policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=request.param)
+
+
+def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, half, monkeypatch):
+    """Linear layers alone: under autocast these are rounded in any case, norms and embeddings are not."""
+    kinds, whole = {}, Trainer.train
+
+    def train(trainer):
+        head = trainer.model.get_output_embeddings()  # is the input embedding too
+        for module in filter(lambda each: each is not head, trainer.model.modules()):
+            for parameter in module.parameters(recurse=False):
+                kinds.setdefault((type(module).__name__, parameter.requires_grad), set()).add(parameter.dtype)
+        return whole(trainer)
+
+    monkeypatch.setattr(Trainer, "train", train)
+    common = {"precision": "bf16", "epochs": 3, "audit": {"max_mean_gap": 1.0}}
+    narrow = _run(store, half, _config(**common))
+    assert kinds.pop(("Linear", False)) == {torch.bfloat16} and kinds.pop(("Linear", True)) == {torch.float32}
+    assert kinds and all(found == {torch.float32} for found in kinds.values()), kinds
+    monkeypatch.setattr("stages.optimize.trainer.narrow_frozen", lambda model: None)
+    wide = _run(store, half, _config(**common), force=True)
+    assert narrow.ref != wide.ref and narrow.manifest.content_hash == wide.manifest.content_hash
+    assert {value.dtype for value in _tensors(narrow).values()} == {torch.float32}
+
+
+def test_a_base_that_bfloat16_does_not_hold_stays_what_it_is(store, made):
+    model = load_model(made[0], dtype=torch.float32)
+    attach(Lora(**SMALL), model, made[0], seed=0)
+    narrow_frozen(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 CODE = """
 import sys
 from stages.common.store import Store
@@ -316,7 +357,7 @@ def test_names_that_are_no_layer_are_refused(store, made, name):
     with pytest.raises(ConfigError, match="no linear layer inside the model") as caught:
         _run(store, made, _config(lora={**SMALL, "target_modules": ["k_proj", name]}))
     assert "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.message
-    assert name != "q_porj" or caught.value.next == "target_modules = ['q_proj']"
+    assert name != "q_porj" or caught.value.next == "set target_modules = ['q_proj']"
 
 
 def test_a_base_that_is_gone_or_changed_is_refused(store, made):

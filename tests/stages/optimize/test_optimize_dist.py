@@ -68,7 +68,7 @@ def test_two_ranks_train_as_one(store, policy, tmp_path):
     base = load_file(policy.path / "model.safetensors")
     first, second = (load_file(version.path / "model.safetensors") for version in (one, two))
     for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=0, atol=1e-7)
+        torch.testing.assert_close(second[name], value, rtol=0, atol=2.4e-7)  # two of float32's steps at 1.0
     assert max(float((first[name] - base[name]).abs().max()) for name in base) > 1e-5
     rows = [store.open(f"{name}/updates@1").table().to_pylist() for name in ("tiny", "two")]
     for mine, theirs in zip(*rows, strict=True):

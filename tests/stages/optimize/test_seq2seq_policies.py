@@ -60,6 +60,7 @@ def test_the_trainer_finds_what_the_engine_saved(store, world_of):
     policy, rollouts, rewards = world_of
     named = {"policy": policy.ref, "rollouts": rollouts.ref, "rewards": rewards.ref}
     done = store.open(run(_config(), store, **named))
+    assert 0 < done.manifest.metrics["padding_share"] < 0.8
     audit = done.manifest.metrics["audit"]
     assert audit["max_gap"] < 1e-4 and audit["tokens"] > 60
     model, info = AutoModelForSeq2SeqLM.from_pretrained(done.path, output_loading_info=True)

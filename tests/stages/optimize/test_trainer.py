@@ -6,9 +6,12 @@ from statistics import fmean, stdev
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from transformers import FuyuConfig, FuyuForCausalLM
 
 from schemas.errors import ConfigError
-from stages.common.models import load_model
+from stages.common.checkpoints import PolicyConfig
+from stages.common.checkpoints import run as import_policy
+from stages.common.models import load_model, restore_dropout
 from stages.common.packed.attention import Sequences
 from stages.common.ragged import Ragged
 from stages.optimize.algorithms import ALGORITHMS, part, resolve
@@ -17,6 +20,7 @@ from stages.optimize.optimizer import learning_rate, load_state, make_optimizer,
 from stages.optimize.stage import Config
 from stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
+from tests.tiny import tokenizer
 
 MOST = 11
 OF_ROLLOUTS = [name for name, row in ALGORITHMS.items() if not row.critic]  # a critic's step: test_critic.py
@@ -170,6 +174,19 @@ def test_dropout_stays_off_under_activation_checkpointing(store, tmp_path, rows)
     policy = import_changed(store, tmp_path / "model", "drops", config={"attention_dropout": 0.5})
     made = _trainer(policy, rows, _config(activation_checkpointing=True), "grpo")
     _compare(made, _expected(policy, rows, "grpo"))
+
+
+def test_dropout_of_a_config_within_a_config_is_off_too(store, tmp_path):
+    """Fuyu's layers read the rate from the config of its text part when they run."""
+    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
+    rates = {"attention_dropout": 0.5, "hidden_dropout": 0.5}
+    FuyuForCausalLM(FuyuConfig(text_config={**text, **rates}, patch_size=2, **text)).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    policy = store.open(import_policy(PolicyConfig(model=str(tmp_path / "model")), store, into="nested"))
+    model, ids = load_model(policy, dtype=torch.float32).train(), torch.arange(3, 30)[None]
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    restore_dropout(model, policy)
+    assert {name: getattr(model.config.text_config, name) for name in rates} == rates
 
 
 def test_weights_without_a_gradient_have_no_moments(policy):

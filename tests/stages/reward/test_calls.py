@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from schemas.errors import ConfigError
-from stages.reward.scoring import Part, require_columns
+from stages.reward.scoring import EXTRA_BYTES, Part, require_columns
 from stages.reward.workers import calls
-from stages.reward.workers.calls import EXTRA_BYTES, Function, call, call_together, read
+from stages.reward.workers.calls import Function, call, call_together, read
 
 COLUMNS = {
     "prompts": ["p0", "p1", "p2"],

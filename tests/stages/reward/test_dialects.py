@@ -105,6 +105,17 @@ def test_quiver_matches_rows_by_id():
     assert decode("quiver", {"format": 1, "rows": [{"id": "a", "reward": None}]}, ROWS[:1]) == [Part()]
 
 
+@pytest.mark.parametrize("reward, error", [(0.5, None), (None, "no"), (None, None), ("0.5", None)])
+def test_what_comes_beside_a_number_is_cut_as_a_functions_is(reward, error):
+    row = {"id": "a", "reward": reward, "error": error, "extra": {"note": "é" * 20_000}}
+    (part,) = decode("quiver", {"format": 1, "rows": [row]}, ROWS[:1])
+    assert (
+        json.loads(part.extra)["cut"] and len(part.extra.encode()) < 10_000 and part.value == (0.5 if reward == 0.5 else None)
+    )
+    (part,) = decode("openai-judge", {"choices": [{"message": {"content": "word " * 20_000 + "Score: 7"}}]}, ROWS[:1])
+    assert part.value == 7 and json.loads(part.extra)["cut"]
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -158,6 +158,9 @@ def test_tokens_and_urls(monkeypatch):
         assert "canary" not in str(caught.value)
     with pytest.raises(ConfigError, match="no variable MISSING_TOKEN"):
         remote.run_program("", url="http://127.0.0.1:1", token="env:MISSING_TOKEN")
+    monkeypatch.setenv("SANDBOX_TOKEN", "canary-77")
+    with pytest.raises(ConfigError, match=r"the token would go to scores.example in the clear"):
+        remote.run_program("", url="http://scores.example:8/run", token="env:SANDBOX_TOKEN")
     with pytest.raises(ConfigError, match="http or https"):
         remote.run_program("", url="file:///etc/passwd")
 
@@ -179,6 +182,18 @@ def test_a_recipe_is_no_place_for_a_secret(arguments):
     with pytest.raises(ValidationError) as raised:
         FunctionConfig(**section)
     assert "canary" not in str(caught.value) and "canary" not in str(raised.value)
+
+
+def test_no_token_goes_over_plain_http_to_another_machine():
+    arguments = {"sandbox_url": "http://scores.example/run", "sandbox_token": "env:TOKEN"}
+    with pytest.raises(ConfigError, match=r"a token would go to scores.example in the clear: use https\n"):
+        parse(FunctionConfig, {"use": "code", "arguments": arguments}, "reward")
+    for url, token in (
+        ("https://scores.example/run", "env:TOKEN"),
+        ("http://[::1]:8/run", "env:TOKEN"),
+        ("http://a.example", ""),
+    ):
+        parse(FunctionConfig, {"use": "code", "arguments": {"sandbox_url": url, "sandbox_token": token}}, "reward")
 
 
 def test_a_token_that_is_not_there_is_told_before_any_generation():

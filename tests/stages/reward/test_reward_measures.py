@@ -43,6 +43,7 @@ def test_functions_are_described():
     )
     metrics, status = summary(found, {"x": 1.23456, "y": 0.0})
     assert status == {"scored": 1, "not_scored": 0, "failed": 3}
+    assert (metrics["reward_null"], metrics["reward_null_rate"]) == (3, 0.75)
     x, y = metrics["functions"]["x"], metrics["functions"]["y"]
     assert (x["mean"], x["null"], x["null_rate"], x["errors"], x["error_kinds"]) == (2, 0, 0, 1, {"TimeoutError": 1})
     assert (y["mean"], y["null"], y["errors"], y["error_kinds"], x["seconds"]) == (1, 0, 2, {"ValueError": 2}, 1.235)

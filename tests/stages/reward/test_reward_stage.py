@@ -16,6 +16,8 @@ from stages.reward.stage import Config, FunctionConfig, check_functions, run
 from stages.reward.tables import weigh
 
 MINE = """
+import pathlib, time
+
 def polite(completions, **columns):
     return [float("please" in text) for text in completions]
 
@@ -24,6 +26,12 @@ def picky(completions, answer):
         if "boom" in text:
             raise ValueError(f"can not score {text!r}")
     return [0.25] * len(completions)
+
+def patient(completions):
+    # fails once the first shard is there
+    while "boom" in completions and not list(pathlib.Path("store").rglob("part-00000.arrow.json")):
+        time.sleep(0.01)
+    return [1 / (text != "boom") for text in completions]
 
 def sometimes(completions):
     return [None if "skip" in text else 2.0 for text in completions]
@@ -171,6 +179,21 @@ def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
     assert manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
     assert manifest.metrics["functions"]["picky"]["errors"] == 1
     assert manifest.metrics["functions"]["picky"]["null"] == 0
+
+
+def test_what_may_fail_decides_no_row(store, sample):
+    """Shards that a stage finished before it failed are taken up when more may fail; fewer again, and nothing is made anew."""
+    rollouts = sample([["boom"] * 4 + ["fine"] * 300], {"answer": [7]})  # in reverse: the second shard has those that fail
+    with pytest.raises(RewardError, match="1 finished shards are kept"):
+        run(config("mine.py:patient"), store, rollouts=rollouts.ref)
+    (staged,) = (store.path / "arith/rewards/.staging").glob("*/part-00000.arrow")
+    made = staged.stat().st_mtime_ns
+    ref = run(config("mine.py:patient", max_invalid=0.02), store, rollouts=rollouts.ref)
+    assert (store.open(ref).path / "part-00000.arrow").stat().st_mtime_ns == made
+    assert run(config("mine.py:patient", max_invalid=0.5), store, rollouts=rollouts.ref) == ref
+    with pytest.raises(RewardError, match=r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows") as caught:
+        run(config("mine.py:patient", max_invalid=0.01), store, rollouts=rollouts.ref)
+    assert caught.value.next == f"quiver reward RECIPE --retry {ref}" and store.numbers("arith", "rewards") == [1]
 
 
 SLOW = """

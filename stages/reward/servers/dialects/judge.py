@@ -13,12 +13,11 @@ catches last; an answer without one, or one that was cut by its length, is the r
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import printable
-from stages.reward.scoring import Part
+from stages.reward.scoring import Part, as_extra
 
 from .rows import Row, as_text, fill
 from .strict import MalformedError, as_dict, as_list, as_part, shape
@@ -65,7 +64,7 @@ def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     if not isinstance(text, str):
         raise MalformedError(f"content is {shape(text)}, expected text")
     extra = {"answer": text}
-    told = json.dumps(extra, ensure_ascii=False)
+    told = as_extra(extra)
     if choice.get("finish_reason") == "length":
         return [Part(error="the judge's answer was cut by its length", extra=told)]
     found = re.findall(config.score_pattern, text[-_LAST:])

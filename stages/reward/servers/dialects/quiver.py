@@ -13,13 +13,12 @@ without one (nothing applies to the row, which is not 0). `error`, `parts` and `
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from schemas.errors import printable
-from stages.reward.scoring import Part
+from stages.reward.scoring import Part, as_extra
 
 from .rows import Row, Scored
 from .strict import MalformedError, as_dict, as_list, as_part, shape
@@ -74,7 +73,7 @@ def _decode_row(row: dict[str, Any], config: ServerConfig) -> Part:
 def part_or_error(value: Any, told: dict[str, Any], config: ServerConfig, extra: Any) -> Part:
     """What one row got. Text as `error` in `told`: its failure. Null beside a null error: nothing applies. Else: a number."""
     error = told.get("error", "")
-    beside = None if extra is None else json.dumps(extra, ensure_ascii=False)
+    beside = None if extra is None else as_extra(extra)
     if isinstance(error, str) and error:
         return Part(error=printable(error), extra=beside)
     if value is None and error is None:

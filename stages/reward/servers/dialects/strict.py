@@ -18,7 +18,7 @@ from typing import Any
 
 from schemas.errors import printable
 from schemas.manifest import no_key_twice
-from stages.reward.scoring import LARGEST, Part
+from stages.reward.scoring import LARGEST, Part, as_extra
 
 MAX_DEPTH = 64
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)  # possessive: linear in whatever comes, closed or not
@@ -98,7 +98,7 @@ def as_part(value: Any, low_high: tuple[float, float] | None, rescale: bool = Fa
     >>> as_part(8, (0, 10), rescale=True).value, as_part("8", None).error, as_part(11, (0, 10)).error
     (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
     """
-    told = None if extra is None else json.dumps(extra, ensure_ascii=False)
+    told = None if extra is None else as_extra(extra)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return Part(error=f"gave {shape(value)}, expected a number", extra=told)
     if not abs(value) <= LARGEST:

@@ -1,0 +1,105 @@
+"""override: single rewards of a saved version are replaced by what a person says, who says so, and why: a new rewards version.
+
+Nothing but the reward of the named rows changes: parts, errors and extra still tell what the scorers said. Refused: ids that are
+no rollouts of these rewards, values that are not finite, no author, no reason.
+
+    config = Config(author="ada", reason="the answer is right, in another unit", overrides={"4be1c0de-sum-0017-2": 1.0})
+    ref = run(config, store, rewards="arith/rewards@3")
+
+From the shell the same fields stand in a JSON file: `quiver reward RECIPE --override FILE.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+from pydantic import Field
+
+from schemas.errors import ConfigError, LineageError, printable
+from schemas.manifest import no_key_twice
+from schemas.refs import Ref
+from schemas.rewards import names_of
+from stages.common import config as common
+from stages.common.store import Store
+from stages.common.work import ROWS_PER_SHARD, begin
+
+from .measures import summary
+from .scoring import LARGEST
+
+STAGE_VERSION = 1
+Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
+log = logging.getLogger(__name__)
+
+
+class Config(common.Config):
+    """What a person says of single rollouts."""
+
+    author: Text
+    """Who says so."""
+    reason: Text
+    """Why."""
+    overrides: dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]] = Field(min_length=1)
+    """The new reward by rollout_id."""
+
+
+def load(path: str | Path) -> Config:
+    """The config in a JSON file: {"author": …, "reason": …, "overrides": {rollout_id: reward}}. ConfigError."""
+    name = f"--override {printable(path)}"
+    try:
+        data: Any = json.loads(Path(path).read_bytes(), object_pairs_hook=no_key_twice)
+    except OSError as error:
+        raise ConfigError(name, error.strerror or "can not be read", next="name a JSON file") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(name, f"is not JSON: {printable(error)}", next="correct the file") from None
+    if not isinstance(data, dict):
+        raise ConfigError(name, "expected an object with author, reason and overrides", next="correct the file")
+    return common.parse(Config, data, name)
+
+
+def run(config: Config, store: Store, *, rewards: str | Ref, into: str | None = None, force: bool = False) -> Ref:
+    """Write `rewards` with the overrides in place. ConfigError for an id that is not there; LineageError."""
+    version = store.open(rewards)
+    sampled = version.manifest.input("rollouts")
+    if version.ref.kind != "rewards" or sampled is None:
+        raise LineageError(str(version.ref), "is no rewards version of saved rollouts", next="quiver ls")
+    table = version.table()
+    values = override(table, config.overrides, str(version.ref))
+    with begin(
+        store,
+        into or version.ref.run,
+        "rewards",
+        stage="override",
+        stage_version=STAGE_VERSION,
+        config=config,
+        inputs={"rollouts": store.open(sampled.ref), "rewards": version},
+        models=version.manifest.models,
+        force=force,
+    ) as work:
+        if work.done:
+            return work.done.ref
+        whole = table.set_column(table.schema.get_field_index("reward"), "reward", values)
+        for index, start in enumerate(range(0, max(1, len(whole)), ROWS_PER_SHARD)):
+            if not work.has(index):
+                work.write(index, whole.slice(start, ROWS_PER_SHARD))
+        metrics, status = summary(whole, dict.fromkeys(names_of(whole), 0.0))
+        log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
+        return work.commit(metrics=metrics | {"overridden": len(config.overrides)}, status=status).ref
+
+
+def override(table: pa.Table, overrides: dict[str, float], name: str) -> pa.Array:
+    """[rows] float32, null where there is no reward: those of a rewards/1 table, with `overrides` in place. ConfigError."""
+    ids = table.column("rollout_id").to_pylist()
+    unknown = sorted(overrides.keys() - set(ids))
+    if unknown:
+        raise ConfigError(
+            f"override {printable(unknown[0])}",
+            f"{name} has no such rollout" + (f", nor {len(unknown) - 1} others that are named" if len(unknown) > 1 else ""),
+            next=f"quiver show {name}",
+        )
+    rewards = table.column("reward").to_pylist()
+    values = [overrides.get(rollout, reward) for rollout, reward in zip(ids, rewards, strict=True)]
+    return pa.array(values, pa.float32())

@@ -1,0 +1,171 @@
+"""What the stage refuses before any weight changes, and what stops it when a step is not finite."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from schemas.errors import ConfigError, LineageError, NumericError, ResourceError, SchemaError
+from stages.common import checkpoints
+from stages.common.models import load_model
+from stages.optimize.stage import Config, run
+from tests.stages.optimize import world
+
+
+def _config(**values) -> Config:
+    return Config(**{"device": "cpu", "learning_rate": 1e-3, **values})
+
+
+def _weights(version) -> dict[str, torch.Tensor]:
+    return load_file(version.path / "model.safetensors")
+
+
+@pytest.fixture
+def made(store, policy):
+    """(rollouts, rewards) of the tiny policy."""
+    return world.make(store, policy, world.even_share)
+
+
+def _run(store, policy, made, config=None, **refs):
+    named = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref, **refs}
+    return store.open(run(config or _config(), store, **named))
+
+
+def test_one_changed_weight_makes_it_refuse(store, policy, made, tmp_path):
+    other = world.import_changed(store, tmp_path / "model", "other", nudge=1e-3)
+    assert sum(int((a != b).sum()) for a, b in zip(_weights(other).values(), _weights(policy).values(), strict=True)) == 1
+    with pytest.raises(LineageError) as caught:
+        _run(store, other, made)
+    for version in (policy, other):
+        assert checkpoints.as_model("policy", version).weights[:12] in caught.value.message
+
+
+def test_lack_of_memory_on_a_cpu_says_what_helps(store, policy, made, monkeypatch):
+    monkeypatch.setattr("stages.optimize.trainer.Trainer.train", lambda self: torch.empty(1 << 60))
+    with pytest.raises(ResourceError, match="memory is short") as caught:
+        _run(store, policy, made)
+    assert "token_budget" in caught.value.next
+    assert store.numbers("tiny", "policy") == [0]
+
+
+def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, policy, made):
+    newer = _run(store, policy, made)
+    with pytest.raises(LineageError) as caught:
+        _run(store, newer, made)
+    old, new = (checkpoints.as_model("policy", version).weights[:12] for version in (policy, newer))
+    assert old in caught.value.message and new in caught.value.message
+    stale = _run(store, newer, made, _config(max_staleness=1))
+    assert str(stale.ref) == "tiny/policy@2"
+    assert stale.manifest.metrics["audit"]["mean_gap"] > 0.01  # said, and not held against them
+
+
+def test_an_ancestor_that_is_gone_matters_to_fresh_rollouts_no_more(store, policy, made):
+    newer = _run(store, policy, made)
+    fresh = world.make(store, newer, world.even_share)
+    policy.path.rename(policy.path.with_name("gone"))
+    assert str(_run(store, newer, fresh, _config(max_staleness=3)).ref) == "tiny/policy@2"
+    with pytest.raises(LineageError, match="tiny/policy@0: there is no such version"):
+        _run(store, newer, made, _config(max_staleness=3))
+
+
+def test_greedy_rows_are_refused(store, policy):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    rows[1]["temperature"] = 0.0
+    rollouts = world.write_rollouts(store, policy, rows)
+    with pytest.raises(ConfigError, match="temperature 0"):
+        _run(store, policy, (rollouts, world.write_rewards(store, rollouts, world.even_share)))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_tokens": 3}, {"repetition_penalty": 1.1}]
+)
+def test_biased_sampling_is_refused_unless_allowed(store, policy, sampling):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 3)
+    rollouts = world.write_rollouts(store, policy, rows, sampling={"top_p": 1.0, "top_k": 0, **sampling})
+    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    with pytest.raises(ConfigError, match=next(iter(sampling))):
+        _run(store, policy, made)
+    done = _run(store, policy, made, _config(allow_biased_sampling=True))
+    assert done.manifest.metrics["biased_sampling"] == [f"{name} = {value}" for name, value in sampling.items()]
+
+
+@pytest.mark.parametrize("change, word", [(("completion_ids", 999), "ids below"), (("prompt_ids", None), "no ids")])
+def test_rows_that_the_model_can_not_read(store, policy, change, word):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    name, value = change
+    rows[0][name] = [] if value is None else [*rows[0][name][:-1], value]
+    rollouts = world.write_rollouts(store, policy, rows)
+    with pytest.raises(SchemaError, match=word):
+        _run(store, policy, (rollouts, world.write_rewards(store, rollouts, lambda row: float(row["sample_index"]))))
+
+
+def test_kl_needs_reference_logprobs(store, policy, made):
+    with pytest.raises(ConfigError, match="kl_coef"):
+        _run(store, policy, made, _config(kl_coef=0.1))
+    old = made[0].table()["old_logprobs"].to_pylist()
+    reference = world.write_logprobs(store, made[0], old)
+    done = _run(store, policy, made, _config(kl_coef=0.1), ref_logprobs=reference.ref)
+    (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert row["kl_loss"] == pytest.approx(0.0, abs=1e-8)
+    lifted = world.write_logprobs(store, made[0], [[value - 0.5 for value in values] for values in old])
+    done = _run(store, policy, made, _config(kl_coef=0.1), ref_logprobs=lifted.ref)
+    (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert row["kl_loss"] == pytest.approx(2.718281828**-0.5 - 0.5, abs=1e-3)
+    assert row["loss"] == pytest.approx(row["policy_loss"] + 0.1 * row["kl_loss"])
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_audit_stops_before_anything_changes(store, policy, minibatches):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
+    for row in rows:  # as if the engine had reported logprobs of another temperature
+        row["old_logprobs"] = [value * 0.7 for value in row["old_logprobs"]]
+    rollouts = world.write_rollouts(store, policy, rows)
+    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    with pytest.raises(NumericError, match="max_mean_gap") as caught:
+        _run(store, policy, made, _config(minibatches=minibatches))
+    assert caught.value.exit_code == 8
+    assert store.numbers("tiny", "policy") == [0]
+    assert not store.numbers("tiny", "updates") and not store.numbers("tiny", "advantages")
+    gap = _run(store, policy, made, _config(minibatches=minibatches, audit={"max_mean_gap": 9})).manifest.metrics["audit"]
+    values = [value for row in rows for value in row["old_logprobs"]]
+    assert gap["mean_gap"] == pytest.approx(sum(abs(value / 0.7 - value) for value in values) / len(values), rel=0.2)
+
+
+ALGORITHM = """
+from stages.optimize.algorithms import Algorithm
+from stages.optimize.losses import clipped
+seen = []
+def surrogate(tokens, *, bad=(), **options):
+    seen.append(1)
+    loss, taken = clipped(tokens, **options)
+    return loss * (float("nan") if len(seen) - 1 in bad else 1.0), taken
+MINE = Algorithm("mine", "group_normalized", surrogate, "token_mean", {"clip_low": 0.2, "clip_high": 0.2})
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A user's own algorithm whose loss is NaN at the calls that `options.bad` lists."""
+    (tmp_path / "nan_algo.py").write_text(ALGORITHM)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "nan_algo:MINE"
+    sys.modules.pop("nan_algo", None)
+
+
+def test_a_step_that_is_not_finite_is_left_out(store, policy, made, mine):
+    done = _run(store, policy, made, _config(algorithm=mine, epochs=4, options={"bad": [1, 2]}))
+    rows = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert [row["applied"] for row in rows] == [True, False, False, True]
+    assert rows[1]["loss"] is None and rows[1]["grad_norm"] is None
+    assert [row["step"] for row in rows] == [0, 1, 1, 1]
+    assert (done.manifest.metrics["skipped_steps"], done.manifest.metrics["step"]) == (2, 2)
+    assert all(value.isfinite().all() for value in _weights(done).values())
+
+
+@pytest.mark.parametrize("epochs, bad", [(9, [2, 3, 4]), (1, [0])])
+def test_three_in_a_row_or_none_at_all_stop_the_stage(store, policy, made, mine, epochs, bad):
+    with pytest.raises(NumericError):
+        _run(store, policy, made, _config(algorithm=mine, epochs=epochs, options={"bad": bad}))
+    assert store.numbers("tiny", "policy") == [0]
+    assert not store.numbers("tiny", "updates")

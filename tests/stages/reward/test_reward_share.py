@@ -1,0 +1,93 @@
+"""Several processes score one version together: the bytes of one process, and the same number of rows may fail."""
+
+import signal
+
+import pytest
+
+from stages.common.process import Call, perform
+from stages.common.store import Store
+from stages.common.work import ROWS_PER_SHARD
+from tests.stages.sharing import copy, hashes, require_whole, start, wait
+
+MINE = """
+import pathlib, time
+
+def slow(completions):
+    time.sleep(0.1)
+    return [float(len(text)) for text in completions]
+
+def sometimes(completions):
+    return [None if text.endswith("3") else 2.0 for text in completions]
+
+def breaks(completions):
+    # Fails for every 64th rollout until the file `repaired` is there.
+    if pathlib.Path("repaired").exists():
+        return [1.0] * len(completions)
+    return [1.0 if int(text.split()[-1]) % 64 else "no number" for text in completions]
+"""
+SHARDS = 5
+
+
+@pytest.fixture
+def rollouts(store, sample, tmp_path, monkeypatch) -> Store:
+    """A store with rollouts of five shards."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    rows = SHARDS * ROWS_PER_SHARD - 7
+    sample([[f"it is {row}"] for row in range(rows)], {"answer": list(range(rows))})
+    return store
+
+
+def call(store: Store, *uses: str, **options) -> Call:
+    config = {"functions": [{"use": use} for use in uses], "workers": 1, **options}
+    return Call("reward", config, store.path, {"rollouts": "arith/rollouts@1"})
+
+
+def require_same(store: Store, other: Store) -> None:
+    require_whole(store, "arith", "rewards")
+    assert hashes(store, "arith/rewards@1") == hashes(other, "arith/rewards@1")
+    mine, alone = (each.open("arith/rewards@1").manifest for each in (store, other))
+    for manifest in (mine, alone):
+        for function in manifest.metrics["functions"].values():
+            assert function.pop("seconds") > 0
+    workers = mine.metrics.pop("workers")
+    assert workers in (1, 2, 3)
+    assert (mine.metrics, mine.status) == (alone.metrics, alone.status)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_any_number_scores_what_one_scores(rollouts, tmp_path, count):
+    uses = "numeric", "mine.py:sometimes", "mine.py:slow"
+    other = copy(rollouts, tmp_path / "alone")
+    perform(call(other, *uses))
+    answers = [worker.answer() for worker in start(call(rollouts, *uses), count)]
+    assert [answer["ref"] for answer in answers] == ["arith/rewards@1"] * count
+    assert [answer["cached"] for answer in answers].count(False) == 1
+    require_same(rollouts, other)
+
+
+def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
+    other = copy(rollouts, tmp_path / "alone")
+    perform(call(other, "mine.py:slow"))
+    killed, left = start(call(rollouts, "mine.py:slow"), 2)
+    claims = (rollouts.path / "arith/rewards/.staging").glob
+    wait(lambda: any(path.read_text().startswith(killed.name) for path in claims("*.notes/part-*.claim0")))
+    killed.signal(signal.SIGKILL)
+    assert killed.answer() is None
+    assert left.answer()["ref"] == "arith/rewards@1"
+    require_same(rollouts, other)
+
+
+def test_rows_that_fail_are_counted_over_all_processes(rollouts, tmp_path):
+    """20 rows fail, 4 in each shard: where 19 may, every process says so; once that is mended, what is kept is taken up."""
+    few = call(rollouts, "mine.py:breaks", max_invalid=19 / (SHARDS * ROWS_PER_SHARD - 7))
+    errors = [worker.answer()["error"] for worker in start(few, 2)]
+    assert {error["code"] for error in errors} == {"E-REWARD"}
+    assert all("20 of 1273 rows failed so far" in error["message"] for error in errors)
+    assert rollouts.numbers("arith", "rewards") == []
+    (tmp_path / "repaired").touch()
+    assert [worker.answer()["ref"] for worker in start(few, 2)] == ["arith/rewards@1"] * 2
+    status = rollouts.open("arith/rewards@1").manifest.status
+    assert status["failed"] in (4, 8, 12, 16), "of the shards that were kept"
+    assert status["scored"] + status["failed"] == 1273
+    require_whole(rollouts, "arith", "rewards")

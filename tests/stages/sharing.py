@@ -1,0 +1,82 @@
+"""Processes that share a stage's work: started together, stopped, killed; what each of them returned, and what they left."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from schemas.errors import QuiverError, unexpected
+from stages.common.process import Call, perform
+from stages.common.store import Store
+
+_FORK = multiprocessing.get_context("fork")
+LIMIT_SECONDS = 60
+
+
+class Worker:
+    """One process that performs `call`."""
+
+    def __init__(self, call: Call, number: int) -> None:
+        self._answer = Path(call.store).parent / f"answer-{number}.json"
+        self._process = _FORK.Process(target=_perform, args=(call, self._answer), daemon=True)
+        self._process.start()
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    @property
+    def name(self) -> str:
+        """What its claims begin with."""
+        return f"{self._process.pid}-"
+
+    def answer(self) -> dict | None:
+        """Its outcome or its error; None where it was killed."""
+        self._process.join(LIMIT_SECONDS)
+        assert self._process.exitcode is not None, "still running"
+        return json.loads(self._answer.read_text()) if self._answer.exists() else None
+
+
+def _perform(call: Call, answer: Path) -> None:
+    signal.alarm(LIMIT_SECONDS)
+    try:
+        told = asdict(perform(call))
+    except Exception as error:
+        told = {"error": (error if isinstance(error, QuiverError) else unexpected(call.stage, error)).to_dict()}
+    answer.write_text(json.dumps(told))
+
+
+def start(call: Call, count: int, **config) -> list[Worker]:
+    """`count` processes that share `call`."""
+    shared = replace(call, config={**call.config, **config}, share=True)
+    return [Worker(shared, number) for number in range(count)]
+
+
+def copy(store: Store, folder: Path) -> Store:
+    """The same store in `folder`, links and all."""
+    return Store(shutil.copytree(store.path, folder / "store"))
+
+
+def hashes(store: Store, ref: str) -> dict[str, str]:
+    """sha256 of each data file, by name."""
+    return {entry.name: entry.sha256 for entry in store.open(ref).manifest.files}
+
+
+def require_whole(store: Store, run: str, kind: str) -> None:
+    """One version, of whole files, and nothing beside it."""
+    assert len(store.numbers(run, kind)) == 1
+    assert store.verify()[1] == []
+    assert list((store.path / run / kind / ".staging").iterdir()) == []
+
+
+def wait(condition) -> None:
+    """Until `condition()` holds."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
