@@ -14,11 +14,12 @@ from functools import partial
 
 def guard_embedded_server() -> None:
     """Start the embedded server and its guard; nothing where PREFECT_API_URL names a server."""
-    from prefect.server.api.server import SubprocessASGIServer
     from prefect.settings import PREFECT_API_URL
 
     if PREFECT_API_URL.value():
         return
+    from prefect.server.api.server import SubprocessASGIServer  # the whole server: half of a short run's imports
+
     server = SubprocessASGIServer()  # one a process: the flow's client takes this very server
     popen = subprocess.Popen
     subprocess.Popen = partial(popen, start_new_session=True)  # Prefect has no option for it

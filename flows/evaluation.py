@@ -6,28 +6,49 @@ The prompts, rollouts and rewards go to `<run>.eval`; the evaluation itself, wit
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from schemas.errors import ConfigError
 from stages.common.process import Outcome
 
 from .recipe import Recipe
 from .tasks import check_rewards, perform
 
 
-def measure(recipe: Recipe, policy: str, iteration: int, forced: set[str] = frozenset()) -> Outcome | None:
-    """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages; None without held-out rows."""
+def measure(
+    recipe: Recipe, policy: str, iteration: int, forced: set[str] = frozenset(), baseline: str | None = None
+) -> Outcome | None:
+    """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages; None without held-out rows.
+
+    `baseline`: an evaluation of another policy on the same rows; the metrics then hold the difference to it too.
+    """
     if recipe.data.held_out is None:
         return None
     aside = f"{recipe.run}.eval"
 
     def stage(name: str, config, into: str, **refs: str) -> Outcome:
         force = "evaluate" in forced and name != "prompt"
-        return perform(recipe, f"evaluate {iteration}: {name}", name, config, refs, into, force)
+        return perform(recipe, f"evaluate {iteration}: {name}", name, config, refs, into, force, iteration)
 
     prompts = stage("prompt", recipe.prompt_config(0, evaluation=True), aside, policy=policy)
-    check_rewards(recipe, prompts.ref)
     config = recipe.generate_config(0, evaluation=True)
+    check_rewards(recipe, prompts.ref, policy, config, aside, "evaluate" in forced)
     rollouts = stage("generate", config, aside, prompts=prompts.ref, policy=policy)
     rewards = stage("reward", recipe.reward, aside, rollouts=rollouts.ref)
-    scored = stage("evaluate", recipe.score_config(), recipe.run, rollouts=rollouts.ref, rewards=rewards.ref)
+    beside = {"baseline": baseline} if baseline else {}
+    scored = stage("evaluate", recipe.score_config(), recipe.run, rollouts=rollouts.ref, rewards=rewards.ref, **beside)
     total = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, scored))
     return replace(scored, seconds=round(total, 3))
+
+
+def require_held_out(recipe: Recipe) -> None:
+    """ConfigError where the recipe has nothing to measure on."""
+    if recipe.data.held_out is None:
+        raise ConfigError("data.held_out", "the recipe names no held-out rows", next="add [data.held_out] to the recipe")
+
+
+def numbers(outcome: Outcome | None) -> dict[str, Any] | None:
+    """Score, standard error and n of an evaluation, and its reference."""
+    if outcome is None:
+        return None
+    return {**{key: outcome.metrics[key] for key in ("score", "stderr", "n")}, "ref": outcome.ref}

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.errors import ConfigError, QuiverError
-from schemas.refs import Ref
+from schemas.refs import Ref, parse
 from stages.common.store import Store, Version
 from stages.reward.measures import changes
 
@@ -27,6 +27,14 @@ def listing(store: Store, run: str | None) -> list[dict[str, Any]]:
         return {"ref": manifest.ref, "rows": manifest.rows, "stage": manifest.stage, "created": manifest.created}
 
     return [line(ref) for ref in store.refs(run)]
+
+
+def history(store: Store, tag: str) -> list[dict[str, Any]]:
+    """What became of a tag, given as run/kind@tag, oldest first: at, before, ref, why, key, about. ConfigError, LineageError."""
+    ref = parse(tag)
+    entries = store.history(ref.run, str(ref.version))
+    store.resolve(ref)
+    return [entry.model_dump(mode="json") for entry in entries]
 
 
 def rows(version: Version, count: int) -> list[dict[str, Any]]:

@@ -2,85 +2,159 @@
 
 Only references travel between tasks. A run that is started again walks the same way: what is finished is found in the store, and
 the first unfinished stage goes on at its first unfinished shard.
+
+Iteration k makes policy@k; policy@0 is the base. With `overlap = 0` its rollouts are sampled by policy@k-1, which it improves:
+
+    sample 1 (policy@0) · optimize 1 (policy@0 → 1) · sample 2 (policy@1) · optimize 2 (policy@1 → 2) · …
+
+With `overlap = 1` the rollouts of iteration k+1 are sampled and scored while iteration k optimizes, by the policy that it starts
+from; so those of iteration 1 are on-policy, and those of every later one are by policy@k-2, one step old:
+
+    sample 1 (policy@0) · optimize 1 (policy@0 → 1) · optimize 2 (policy@1 → 2) · optimize 3 (policy@2 → 3)
+                        · sample 2 (policy@0)       · sample 3 (policy@1)       · …
+
+The losses correct it, since each row carries the logprob that it was sampled with. Seeds follow from the iteration, and versions
+of a kind are made one after another; so numbers, references and lineage are the same however often the flow was interrupted.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from prefect import flow
 
+from schemas.errors import ConfigError, printable
 from stages.common.process import Outcome
 from stages.logprobs.average import Config as AverageConfig
 
-from .evaluation import measure
+from .ahead import Ahead
+from .artifacts.iterations import Curve
+from .evaluation import measure, numbers
+from .placement import check_placement
 from .recipe import Recipe
-from .tasks import check_rewards, perform
+from .tasks import check_rewards, perform, tagged
 
 STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
 
 
-@flow(name="post-train", flow_run_name="post-train {recipe.run}", persist_result=False)
+@flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
 def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any]:
-    """Improve the recipe's policy `iterations` times.
+    """Improve the recipe's policy `iterations` times, measured on held-out rows before and after.
 
-    `first_forced` names a stage: it and those after it are done anew, even where a finished version exists. Returns what
-    `quiver run --json` prints: the run, and for each iteration its references, mean reward, evaluation and seconds by stage.
+    Args:
+        recipe: The whole recipe, as a TOML file has it.
+        first_forced: A stage (prompt, generate, reward, logprobs, optimize or evaluate): it and those after it are done anew, even
+            where a finished version exists.
+
+    Returns:
+        What `quiver run --json` prints: the run, and for each iteration its references, mean reward, evaluation and seconds by
+        stage.
     """
+    if first_forced is not None and first_forced not in STAGES:
+        what = f"expected one of {', '.join(STAGES)}"
+        raise ConfigError(f"first_forced {printable(first_forced)}", what, next="name a stage, or leave it out")
     forced = set(STAGES[STAGES.index(first_forced) :]) if first_forced else set()
     recipe.optimize_config().resolved()  # a user's own algorithm is told what is wrong with it before anything is made
+    check_placement(recipe)
+    with tagged(recipe):
+        return _improve(recipe, forced)
+
+
+def _improve(recipe: Recipe, forced: set[str]) -> dict[str, Any]:
     policy = perform(recipe, "import policy", "policy", recipe.policy, {}, recipe.run, False).ref
+    prompts = ask(recipe, policy, 1, forced)  # before the baseline: a missing source is told before anything is generated
     baseline = measure(recipe, policy, 0, forced)
-    iterations, policies, reference = [], [policy], None
+    iterations, policies, reference, sampled, curve = [], [policy], None, None, Curve(recipe.run)
     for iteration in range(1, recipe.iterations + 1):
+        sampled = sampled or sample(recipe, policies[-1], iteration, forced, prompts if iteration == 1 else None)
         earlier = iterations[: -recipe.optimize.replay - 1 : -1]  # newest first
-        reference = _reference(recipe, policies, iteration, reference)
-        done = improve(recipe, policy, reference, iteration, forced, earlier)
-        policy = done["policy"]
-        policies.append(policy)
-        every = recipe.evaluate.every
-        if iteration == recipe.iterations or (every and iteration % every == 0):
-            done |= _with_evaluation(done, measure(recipe, policy, iteration, forced), baseline)
-        iterations.append(done)
-    return {"run": recipe.run, "baseline": _numbers(baseline), "iterations": iterations}
+        reference = choose_reference(recipe, policies, iteration, reference)
+        with _ahead(recipe, policies[-1], iteration, forced) as ahead:
+            done = update(recipe, policies[-1], reference, sampled, forced, earlier)
+            policies.append(done["policy"])
+            every = recipe.evaluate.every
+            if iteration == recipe.iterations or (every and iteration % every == 0):
+                done |= _with_evaluation(done, measure(recipe, done["policy"], iteration, forced), baseline)
+            iterations.append(done)
+            curve.show(iterations, numbers(baseline), last=iteration == recipe.iterations)
+            sampled = ahead.result() if ahead else None
+    return {"run": recipe.run, "baseline": numbers(baseline), "iterations": iterations}
+
+
+def _ahead(recipe: Recipe, policy: str, iteration: int, forced: set[str]) -> Any:
+    """The next iteration's sampling, begun now by `policy`, where the recipe overlaps; else nothing."""
+    if not recipe.overlap or iteration == recipe.iterations:
+        return nullcontext()
+    return Ahead(lambda: sample(recipe, policy, iteration + 1, forced))
+
+
+def ask(recipe: Recipe, policy: str, iteration: int, forced: set[str]) -> Outcome:
+    """The prompts of one iteration, rendered for `policy`; ConfigError when the rewards could not score them."""
+    prompts = _stage(recipe, "prompt", iteration, forced, recipe.prompt_config(iteration), policy=policy)
+    check_rewards(recipe, prompts.ref, policy, recipe.generate_config(iteration), recipe.run, "generate" in forced)
+    return prompts
+
+
+def sample(recipe: Recipe, policy: str, iteration: int, forced: set[str], prompts: Outcome | None = None) -> dict[str, Any]:
+    """What iteration `iteration` learns from, by `policy`: references of prompts, rollouts, rewards and, where the recipe wants
+    them, proximal logprobs; with the mean reward and the seconds of each stage."""
+    prompts = prompts or ask(recipe, policy, iteration, forced)
+    config = recipe.generate_config(iteration)
+    rollouts = _stage(recipe, "generate", iteration, forced, config, prompts=prompts.ref, policy=policy)
+    rewards = _stage(recipe, "reward", iteration, forced, recipe.reward, rollouts=rollouts.ref)
+    made = {"prompt": prompts, "generate": rollouts, "reward": rewards}
+    extra = {}
+    if recipe.logprobs.prox:
+        config, refs = recipe.logprobs_config("prox"), {"rollouts": rollouts.ref, "policy": policy}
+        made["logprobs prox"] = _stage(recipe, "logprobs", iteration, forced, config, **refs)
+        extra["prox_logprobs"] = made["logprobs prox"].ref
+    return {
+        "iteration": iteration,
+        "prompts": prompts.ref,
+        "rollouts": rollouts.ref,
+        "rewards": rewards.ref,
+        **extra,
+        "reward_mean": rewards.metrics.get("reward_mean"),
+        "seconds": {name: outcome.seconds for name, outcome in made.items()},
+    }
 
 
 def improve(
     recipe: Recipe, policy: str, reference: str | None, iteration: int, forced: set[str], earlier: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """One iteration, from `policy` to the next; the KL term, where there is one, holds on to `reference`.
+    """One iteration by itself, on-policy: `sample`, then `update`."""
+    return update(recipe, policy, reference, sample(recipe, policy, iteration, forced), forced, earlier)
+
+
+def update(
+    recipe: Recipe,
+    policy: str,
+    reference: str | None,
+    sampled: dict[str, Any],
+    forced: set[str],
+    earlier: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """`sampled` (of `sample`) and the policy that `policy` becomes by it; a KL term, where there is one, holds on to `reference`.
 
     What `earlier` iterations (as this function returned them) sampled is trained on again, beside this one's.
     """
-
-    def stage(name: str, config: Any, **refs: str | list[str]) -> Outcome:
-        return perform(recipe, f"{name} {iteration}/{recipe.iterations}", name, config, refs, recipe.run, name in forced)
-
-    prompts = stage("prompt", recipe.prompt_config(iteration), policy=policy)
-    check_rewards(recipe, prompts.ref)
-    rollouts = stage("generate", recipe.generate_config(iteration), prompts=prompts.ref, policy=policy)
-    rewards = stage("reward", recipe.reward, rollouts=rollouts.ref)
-    scored = {}
+    iteration, own, seconds = sampled["iteration"], dict(sampled), dict(sampled["seconds"])
     if reference:
-        scored["ref"] = stage("logprobs", recipe.logprobs_config("ref"), rollouts=rollouts.ref, policy=reference)
-    if recipe.logprobs.prox:
-        scored["prox"] = stage("logprobs", recipe.logprobs_config("prox"), rollouts=rollouts.ref, policy=policy)
-    extra = {f"{role}_logprobs": outcome.ref for role, outcome in scored.items()}
-    own = {"rollouts": rollouts.ref, "rewards": rewards.ref, **extra}
+        config, refs = recipe.logprobs_config("ref"), {"rollouts": own["rollouts"], "policy": reference}
+        scored = _stage(recipe, "logprobs", iteration, forced, config, **refs)
+        own["ref_logprobs"], seconds["logprobs ref"] = scored.ref, scored.seconds
     replayed = [_replayed(recipe, done, reference) for done in earlier]
-    refs = {role: [ref, *(each[role] for each in replayed)] if replayed else ref for role, ref in own.items()}
-    updated = stage("optimize", recipe.optimize_config(), policy=policy, **refs)
-    seconds = {"prompt": prompts, "generate": rollouts, "reward": rewards, "optimize": updated}
-    seconds |= {f"logprobs {role}": outcome for role, outcome in scored.items()}
-    return {
-        "iteration": iteration,
-        "prompts": prompts.ref,
-        **own,
-        "policy": updated.ref,
-        "reward_mean": rewards.metrics.get("reward_mean"),
-        "evaluation": None,
-        "seconds": {name: outcome.seconds for name, outcome in seconds.items()},
-    }
+    roles = [role for role in ("rollouts", "rewards", "ref_logprobs", "prox_logprobs") if role in own]
+    refs = {role: [own[role], *(each[role] for each in replayed)] if replayed else own[role] for role in roles}
+    updated = _stage(recipe, "optimize", iteration, forced, recipe.optimize_config(), policy=policy, **refs)
+    seconds["optimize"] = updated.seconds
+    return {**own, "policy": updated.ref, "evaluation": None, "seconds": seconds}
+
+
+def _stage(recipe: Recipe, name: str, iteration: int, forced: set[str], config: Any, **refs: str | list[str]) -> Outcome:
+    label = f"{name} {iteration}/{recipe.iterations}"
+    return perform(recipe, label, name, config, refs, recipe.run, name in forced, iteration)
 
 
 def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> dict[str, Any]:
@@ -89,10 +163,11 @@ def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> di
         return done
     config, refs = recipe.logprobs_config("ref"), {"rollouts": done["rollouts"], "policy": reference}
     label = f"logprobs of {done['iteration']}/{recipe.iterations}"
-    return {**done, "ref_logprobs": perform(recipe, label, "logprobs", config, refs, recipe.run, False).ref}
+    again = perform(recipe, label, "logprobs", config, refs, recipe.run, False, done["iteration"])
+    return {**done, "ref_logprobs": again.ref}
 
 
-def _reference(recipe: Recipe, policies: list[str], iteration: int, before: str | None) -> str | None:
+def choose_reference(recipe: Recipe, policies: list[str], iteration: int, before: str | None) -> str | None:
     """What the KL term of this iteration holds on to: one of `policies` (the starting policy of every iteration so far), or their
     moving average, made of that of the iteration `before`. None where there is no such term."""
     rule = recipe.reference
@@ -101,17 +176,11 @@ def _reference(recipe: Recipe, policies: list[str], iteration: int, before: str 
     if rule.rule != "ema" or before is None:
         return policies[rule.start(iteration) - 1]
     refs, label = {"reference": before, "policy": policies[-1]}, f"reference {iteration}/{recipe.iterations}"
-    return perform(recipe, label, "average", AverageConfig(rate=rule.rate), refs, f"{recipe.run}.ref", False).ref
+    return perform(recipe, label, "average", AverageConfig(rate=rule.rate), refs, f"{recipe.run}.ref", False, iteration).ref
 
 
 def _with_evaluation(done: dict[str, Any], evaluation: Outcome | None, baseline: Outcome | None) -> dict[str, Any]:
     if evaluation is None:
         return {}
     seconds = {**done["seconds"], "evaluate": evaluation.seconds}
-    return {"evaluation": {**_numbers(evaluation), "baseline": _numbers(baseline)}, "seconds": seconds}
-
-
-def _numbers(evaluation: Outcome | None) -> dict[str, Any] | None:
-    if evaluation is None:
-        return None
-    return {**{key: evaluation.metrics[key] for key in ("score", "stderr", "n")}, "ref": evaluation.ref}
+    return {"evaluation": {**numbers(evaluation), "baseline": numbers(baseline)}, "seconds": seconds}

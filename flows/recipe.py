@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -30,6 +30,8 @@ from stages.prompt.sources import SourceConfig
 from stages.prompt.stage import Config as PromptConfig
 from stages.prompt.templates import TemplateConfig
 from stages.reward.stage import Config as RewardConfig
+
+from .promotion import Promotion
 
 StageName = Literal["policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"]
 _SHAPE_ONLY = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
@@ -89,14 +91,54 @@ class Evaluate(ScoreConfig):
     """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling = { temperature = 0.0 } }`."""
 
 
+Pool = Annotated[str, Field(min_length=1, pattern=r"^[^/%&<>\"' ]+$")]
+
+
 class Placement(Config):
     """Where each stage runs. A stage that is not named runs as a child process of the flow, with the flow's interpreter."""
 
+    generate: Pool | None = None
+    """Prefect work pool whose workers sample, e.g. `generate = "gpu-pool"`. It holds a deployment `stage/gpu-pool` (`quiver deploy`
+    makes it), and its hosts see the store under the same absolute path."""
+    reward: Pool | None = None
+    """Work pool that scores rollouts."""
+    logprobs: Pool | None = None
+    """Work pool that scores completions again."""
+    optimize: Pool | None = None
+    """Work pool that trains."""
+    prompt: Pool | None = None
+    """Work pool that renders prompts; its hosts see the source."""
+    evaluate: Pool | None = None
+    """Work pool of the estimators; held-out rows are sampled and scored where `generate` and `reward` say."""
+    policy: Pool | None = None
+    """Work pool that imports the base model; its hosts see the model."""
+    average: Pool | None = None
+    """Work pool that averages weights for a reference that follows the policy."""
+    fan_out: int | None = Field(default=None, ge=1)
+    """How many workers of its pool do a generate, reward or logprobs stage together. None: as many as are online when it starts."""
+    wait_seconds: float = Field(default=600, gt=0)
+    """How long a stage waits for a worker of its pool where none is online."""
     python: dict[StageName, str] = Field(default_factory=dict)
     """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an environment of its own, in which
-    Quiver is installed too."""
+    Quiver is installed too. In a pool: on the worker's host."""
     timeout_seconds: dict[StageName, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards are kept."""
+    retries: int = Field(default=2, ge=0)
+    """How often a stage is tried again when it is busy elsewhere, when a server failed it, or when memory, a device or its process
+    was lost. Each attempt goes on at the first unfinished shard. Any other error is told at once."""
+    retry_seconds: float = Field(default=10, gt=0)
+    """Pause before the first retry; three times as long before each further one."""
+    slots: int = Field(default=0, ge=0)
+    """On a host without GPU: how many of generate, reward, logprobs and optimize run at once, those of other flows included. 0: any
+    number. Where there are GPUs, each has one slot."""
+    limits: dict[StageName, str] = Field(default_factory=dict)
+    """By stage: a global concurrency limit of the Prefect server of which the stage holds a slot, e.g. `optimize = "gpus"` after
+    `prefect gcl create gpus --limit 1`."""
+
+    @property
+    def pools(self) -> dict[str, str]:
+        """Work pool by stage, of those that run in one."""
+        return {stage: getattr(self, stage) for stage in get_args(StageName) if getattr(self, stage)}
 
 
 class Recipe(Config):
@@ -107,9 +149,12 @@ class Recipe(Config):
     store: str = "store"
     """Folder of the store."""
     seed: int = Field(0, ge=0)
-    """Every random choice derives from it; a section's own `seed` replaces it there."""
+    """Every random choice derives from it; a section's own `seed` replaces it there, unless that is 0."""
     iterations: int = Field(1, ge=1)
     """How many times the policy is improved."""
+    overlap: int = Field(0, ge=0, le=1)
+    """1: while an iteration optimizes, the next one already samples and scores, with the policy that is being improved; so from the
+    second iteration on rollouts are one policy old, which their saved logprobs correct. 0: one after another."""
     policy: PolicyConfig
     """The base model: `policy@0`."""
     data: Data
@@ -128,13 +173,15 @@ class Recipe(Config):
     """Algorithm and optimizer."""
     evaluate: Evaluate = Evaluate()
     """Held-out measurement."""
+    promotion: Promotion = Promotion()
+    """When a nightly run's policy becomes the one in use."""
     placement: Placement = Placement()
-    """Interpreters and time limits."""
+    """Work pools, interpreters, time limits, retries and slots."""
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
         """What can be told from the recipe alone is told before anything runs."""
-        _check_training(self.generate, self.optimize)
+        _check_training(self.generate, self.optimize, self.overlap)
         if self.data.held_out is not None:
             _check_evaluation(self)
         return self
@@ -155,20 +202,19 @@ class Recipe(Config):
             "iteration": 0 if evaluation else iteration - 1,
             "reserve_tokens": self._reserve(evaluation),
         }
-        return PromptConfig(
-            **source.model_dump(exclude={"held_out"}), **{**common, **self.prompt.model_dump(exclude_unset=True)}
-        )
+        return PromptConfig(**source.model_dump(exclude={"held_out"}), **{**common, **_chosen(self.prompt)})
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
         """The generate stage's config; for evaluation the seeds are the same each time, so that scores are paired."""
-        own = self.generate.model_dump(exclude_unset=True)
+        own = _chosen(self.generate)
         if evaluation:
             own = _merge(own, self.evaluate.generate)
         return parse(GenerateConfig, {"seed": self.seed, "iteration": 0 if evaluation else iteration, **own}, "generate")
 
     def optimize_config(self) -> OptimizeConfig:
         """The optimize stage's config."""
-        own = self.optimize.model_dump(exclude_unset=True, exclude={"replay"})
+        own = _chosen(self.optimize)
+        own.pop("replay", None)
         return OptimizeConfig(**{"seed": self.seed, **own})
 
     def logprobs_config(self, role: str) -> LogprobsConfig:
@@ -183,11 +229,17 @@ class Recipe(Config):
         return self.generate_config(0, evaluation=evaluation).sampling.max_tokens
 
 
+def _chosen(section: Config) -> dict[str, Any]:
+    """What a section sets to other than its defaults. (Prefect's form sends every default as if it had been typed in.)"""
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(section).model_fields.items()}
+    return {name: value for name, value in section.model_dump().items() if getattr(section, name) != defaults[name]}
+
+
 def _on_hub(model: str) -> bool:
     return not (Path(model).expanduser().exists() or model.startswith("package:") or is_function(model))
 
 
-def _check_training(generate: GenerateConfig, optimize: Optimize) -> None:
+def _check_training(generate: GenerateConfig, optimize: Optimize, overlap: int) -> None:
     sampling, neutral = generate.sampling, type(generate.sampling)()
     if sampling.temperature == 0:
         raise ValueError("generate.sampling.temperature must be > 0: greedy rows have no probability to train on")
@@ -198,9 +250,11 @@ def _check_training(generate: GenerateConfig, optimize: Optimize) -> None:
             f"generate.sampling.{biased[0]} makes the sampled distribution another than the policy's: leave it out, "
             "or set optimize.allow_biased_sampling = true"
         )
-    if optimize.replay > optimize.max_staleness:
+    if optimize.replay + overlap > optimize.max_staleness:
+        given = [f"optimize.replay = {optimize.replay}"] if optimize.replay else []
+        given += [f"overlap = {overlap}"] if overlap else []
         raise ValueError(
-            f"optimize.max_staleness must be >= optimize.replay = {optimize.replay}, got {optimize.max_staleness}: "
+            f"optimize.max_staleness must be >= {' + '.join(given)}, got {optimize.max_staleness}: "
             "the policies that sampled earlier are that much older"
         )
     row = ALGORITHMS.get(optimize.algorithm)
@@ -223,6 +277,9 @@ def _check_evaluation(recipe: Recipe) -> None:
     parts = ["reward", *recipe.reward.part_names]
     if score not in parts:
         raise ValueError(f"evaluate.score must be one of {', '.join(parts)}, got {score!r}")
+    by = recipe.promotion.by
+    if by != "score" and int(by.removeprefix("pass@")) not in wanted:
+        raise ValueError(f"promotion.by is {by!r}, which evaluate.k = {list(wanted)} does not measure: add it there")
     if max(wanted, default=0) > samples:
         raise ValueError(f"evaluate.k asks for {max(wanted)} samples, evaluate.generate.samples_per_prompt is {samples}")
 
@@ -253,7 +310,9 @@ def load(path: str | Path, settings: list[str] | tuple[str, ...] = ()) -> Recipe
 def _set(data: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {printable(setting)}", "expected KEY=VALUE", next="e.g. --set optimize.learning_rate=1e-6")
+        raise ConfigError(
+            f"--set {printable(setting)}", "expected KEY=VALUE", next="write it like --set optimize.learning_rate=1e-6"
+        )
     *path, last = key.strip().split(".")
     for part in path:
         data = data.setdefault(part, {})

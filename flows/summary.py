@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
+from .next_step import program
 from .recipe import Recipe
 
 
@@ -27,7 +27,7 @@ def summary(recipe: Recipe, path: Path, settings: list[str], result: dict[str, A
 
 def next_commands(recipe: Recipe, path: Path, settings: list[str], result: dict[str, Any]) -> list[tuple[str, str]]:
     """What is worth trying next: (why, a command that a shell takes as it is)."""
-    last, quiver = result["iterations"][-1], _command()
+    last, quiver = result["iterations"][-1], program()
     same = ["--store", recipe.store, *(part for setting in settings for part in ("--set", setting))]
     length = ["--set", 'reward.functions=[{use="length",arguments={target=4}}]', "--set", "evaluate.score=reward"]
     rescored = shlex.join([str(path), *same, *length, "--rollouts", last["rollouts"]])
@@ -38,11 +38,6 @@ def next_commands(recipe: Recipe, path: Path, settings: list[str], result: dict[
         ("see what the last policy was made of:", shlex.join([quiver, "lineage", last["policy"], "--store", recipe.store])),
         ("go on for two more iterations; what is done is not done again:", more),
     ]  # fmt: skip
-
-
-def _command() -> str:
-    """The command as it was called, where a person can call it so again."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "quiver" else "quiver"
 
 
 def _curve(iterations: list[dict[str, Any]]) -> list[str]:

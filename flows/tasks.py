@@ -1,48 +1,118 @@
 """One Prefect task for every stage. It passes references and small numbers, never data; its cache is the store, not Prefect's.
 
-The stage runs as a child process, called from the task in the main thread, so that a cancelled flow ends it at once.
+The task is called directly, never submitted, so that a cancelled flow ends the stage at once. Its name tells run, stage and
+iteration; flow runs bear them as tags, a task run none, since Prefect asks its server for a slot for each tag of a task, before
+and after it. A task is tried again, with growing pauses, where the error's code says that this can help.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
-from prefect import task
+from prefect import Task, tags, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TagsContext
 
-from stages.common.process import Call, Outcome, run_stage
+from schemas.errors import QuiverError
+from stages.common.process import Call, Outcome
+from stages.common.process import perform as find_finished
 from stages.common.store import Store
+from stages.common.work import NotDone
+from stages.generate.stage import Config as GenerateConfig
 from stages.reward.stage import check_functions
 
+from . import logs
+from .ahead import is_ahead, is_stopped
 from .artifacts import publish
-from .recipe import Recipe
+from .placement import GivenUp, Place, place_of, run_at
+from .progress import progress
+from .recipe import Placement, Recipe
 
+WORTH_RETRYING = {"E-BUSY", "E-REMOTE", "E-RESOURCE"}
+logs.attach()
 log = logging.getLogger("quiver")
 
 
-@task(name="stage", task_run_name="{label}", cache_policy=NO_CACHE, persist_result=False)
-def stage_task(label: str, call: Call, python: str | None, timeout: float | None, online: bool) -> Outcome:
+def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
+    """Whether the error may be gone in a while: somebody else at work, a server, memory or a process lost. Never for bad input."""
+    error = state.data
+    again = isinstance(error, QuiverError) and error.code in WORTH_RETRYING and not isinstance(error, GivenUp)
+    if again:
+        log.warning("%s: %s; it is tried again soon", error.object, error.message)
+    return again
+
+
+@task(name="stage", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=worth_retrying)
+def stage_task(name: str, call: Call, where: Place, labels: tuple[str, ...]) -> Outcome:
     """Run one stage and return its reference with a few numbers; "already done" when a finished version bears its run_key."""
-    on_line = logging.getLogger(f"quiver.{call.stage}").info
-    outcome = run_stage(call, python=python, timeout=timeout, online=online, on_line=on_line)
+    with progress(call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
+        outcome = run_at(where, call, name, tags=labels, on_line=on_line, stopped=is_stopped)
     publish(call, outcome)
-    return outcome
+    return replace(outcome, metrics={key: value for key, value in outcome.metrics.items() if _is_small(value)})
 
 
 def perform(
-    recipe: Recipe, label: str, stage: str, config: Any, refs: dict[str, str | list[str]], into: str, force: bool
+    recipe: Recipe,
+    label: str,
+    stage: str,
+    config: Any,
+    refs: dict[str, str | list[str]],
+    into: str,
+    force: bool,
+    iteration: int | None = None,
 ) -> Outcome:
-    """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a person reads is logged."""
+    """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a person reads is logged.
+
+    `label` says stage and iteration; of the metrics only single numbers and words come back, the version has them all.
+    """
     call = Call(stage, config.model_dump(mode="json"), str(recipe.store), refs, into, force)
-    place = recipe.placement
-    outcome = stage_task(label, call, place.python.get(stage), place.timeout_seconds.get(stage), recipe.online)
+    labels = labels_of(recipe, stage, iteration)
+    with TagsContext(current_tags=set()):
+        outcome = _retrying(recipe.placement, force)(f"{recipe.run} · {label}", call, place_of(recipe, stage), labels)
     log.info("%s", describe(label, outcome))
     return outcome
 
 
-def check_rewards(recipe: Recipe, prompts: str) -> None:
-    """ConfigError when something that scores is missing, or can not score `prompts`: told before the engine starts."""
+def labels_of(recipe: Recipe, stage: str | None = None, iteration: int | None = None) -> tuple[str, ...]:
+    """The tags of a run: `run:arith`, `stage:generate`, `iteration:3`."""
+    given = {"run": recipe.run, "stage": stage, "iteration": iteration}
+    return tuple(f"{key}:{value}" for key, value in given.items() if value is not None)
+
+
+def tagged(recipe: Recipe) -> AbstractContextManager[set[str]]:
+    """What is called inside bears the run's tags."""
+    return tags(*labels_of(recipe))
+
+
+def _retrying(place: Placement, force: bool) -> Callable[..., Outcome]:
+    """The task with the recipe's retries; a forced one has none, since what it made before it failed would be made again. Work
+    beside the flow's own has a key of its own: Prefect numbers the runs of a key, and does not expect two threads."""
+    retries = 0 if force else place.retries
+    delays = [place.retry_seconds * 3**attempt for attempt in range(retries)]
+    made = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
+    if is_ahead():
+        made.task_key = f"{made.task_key}-ahead"
+    return made
+
+
+def _is_small(value: Any) -> bool:
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 100)
+
+
+def check_rewards(recipe: Recipe, prompts: str, policy: str, config: GenerateConfig, into: str, force: bool = False) -> None:
+    """ConfigError when something that scores is missing, or can not score `prompts`: told before the engine starts, so nothing is
+    looked at where `policy` has answered them already."""
+    try:
+        refs = {"prompts": prompts, "policy": policy}
+        find_finished(Call("generate", config.model_dump(mode="json"), recipe.store, refs, into, force), lookup=True)
+        return
+    except NotDone:
+        pass
     version = Store(recipe.store).open(prompts)
     columns = version.table().schema.field("columns").type
     check_functions(recipe.reward, [field.name for field in columns], version)
@@ -59,5 +129,7 @@ def describe(label: str, outcome: Outcome) -> str:
         "loss": "loss {:.4f}",
     }
     extra = [form.format(outcome.metrics[key]) for key, form in telling.items() if outcome.metrics.get(key) is not None]
+    missing = outcome.metrics.get("reward_null") or outcome.metrics.get("null")
+    extra += [f"{missing} not scored"] if missing else []
     rows = [f"{outcome.rows} rows"] if outcome.rows else []
     return f"{label:<22} {outcome.ref}  " + "  ".join([*rows, f"{outcome.seconds:.1f} s", *extra])

@@ -2,8 +2,13 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -78,6 +83,53 @@ def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> 
     lines = done.stdout.splitlines()
     assert len(lines) == 1, f"stdout holds more than one line: {done.stdout}"
     return json.loads(lines[0])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def prefect_server(environment: dict[str, str], port: int) -> Iterator[str]:
+    """A `prefect server` of one's own; yields the URL of its API once it answers."""
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+    started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(1200):
+            assert started.poll() is None, "the server ended"
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=1)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/api"
+    finally:
+        started.terminate()
+        started.wait(30)
+
+
+def left_behind(folder: Path, only: str = "") -> list[str]:
+    """Command lines of processes that belong to a run in `folder` (those that hold `only`), after at most 30 s."""
+    deadline = time.monotonic() + 30
+    while True:
+        found = [line for line in processes(folder) if only in line]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+def processes(folder: Path) -> list[str]:
+    """Command lines of the processes that belong to a run in `folder`, with NUL between their words."""
+    marker, found = f"PREFECT_HOME={folder / 'prefect'}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker in (process / "environ").read_bytes().split(b"\0") and process.name != str(os.getpid()):
+                found.append((process / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
 
 
 @pytest.fixture(scope="module")

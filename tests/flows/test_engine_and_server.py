@@ -3,17 +3,15 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from stages.common.store import Store
-from tests.flows.conftest import command_environment, quiver, write_recipe
+from tests.flows.conftest import command_environment, free_port, prefect_server, quiver, write_recipe
 from tests.tiny import make_folder
 
 SMALL = ["--iterations", "1", "--set", "data.held_out=null"]
@@ -55,23 +53,8 @@ def test_an_encoder_decoder_with_a_critic(tmp_path):
 @pytest.fixture
 def server(tmp_path) -> str:
     """The API of a `prefect server` on a free port, with a database of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    started = subprocess.Popen(command, env=command_environment(tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(600):
-            assert started.poll() is None, "the server ended"
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=1)
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}/api"
-    finally:
-        started.terminate()
-        started.wait(20)
+    with prefect_server(command_environment(tmp_path), free_port()) as url:
+        yield url
 
 
 def _post(url: str) -> list[dict]:
@@ -84,16 +67,23 @@ def test_the_same_flow_with_a_server(tmp_path, server):
     folder = write_recipe(tmp_path / "work")
     quiver(folder, "run", "recipe.toml", *SMALL, PREFECT_API_URL=server)
     (flow,) = _post(f"{server}/flow_runs/filter")
-    assert (flow["name"], flow["state_type"]) == ("post-train tiny", "COMPLETED")
+    assert (flow["name"], flow["state_type"], flow["tags"]) == ("tiny · post-train", "COMPLETED", ["run:tiny"])
     tasks = {run["name"]: run["state_type"] for run in _post(f"{server}/task_runs/filter")}
     names = ["import policy", "prompt 1/1", "generate 1/1", "reward 1/1", "optimize 1/1"]
-    assert tasks == dict.fromkeys(names, "COMPLETED")
-    (shown,) = _post(f"{server}/artifacts/filter")
+    assert tasks == dict.fromkeys([f"tiny · {name}" for name in names], "COMPLETED")
+    assert not any(run["tags"] for run in _post(f"{server}/task_runs/filter")), "each would cost a slot of the server's"
+    assert "prompts: shard 1 of 1" in [line["message"] for line in _post(f"{server}/logs/filter")], (
+        "what stages say is there too"
+    )
+    shown = {artifact["key"]: artifact for artifact in _post(f"{server}/artifacts/filter")}
+    pages = ("rollouts", "rewards", "best-and-worst", "policy", "lineage", "iterations")
+    assert {f"{page}-tiny" for page in pages} == {key for key in shown if not key.startswith("progress-")}
     metrics = Store(folder / "store").open("tiny/rewards@1").manifest.metrics
-    evenness, reward = json.loads(shown["data"])
-    assert (shown["key"], shown["type"], evenness["function"]) == ("rewards-tiny", "table", "evenness")
-    assert evenness["mean"] == reward["mean"] == metrics["reward_mean"]
-    assert (evenness["errors"], evenness["null"], evenness["null_rate"]) == (0, 0, 0)
+    evenness, reward = json.loads(shown["rewards-tiny"]["data"])
+    assert evenness["function"] == "`evenness`"
+    assert evenness["mean"] == reward["mean"] == pytest.approx(metrics["reward_mean"], rel=1e-3)
+    assert (evenness["errors"], evenness["null"], reward["null"], reward["null_rate"]) == (0, 0, 0, 0)
+    assert shown["iterations-tiny"]["flow_run_id"] == flow["id"] and "tiny/policy@1" in shown["iterations-tiny"]["data"]
 
 
 @pytest.mark.prefect

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -20,7 +19,7 @@ from schemas.errors import ConfigError
 from stages.common.checkpoints import PolicyConfig, as_model
 from stages.common.checkpoints import run as run_policy
 from stages.common.store import Store
-from tests.flows.conftest import command_environment, quiver, write_recipe
+from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 
 pytestmark = pytest.mark.prefect
 
@@ -160,6 +159,18 @@ def test_references_and_proximal_logprobs(workplace, result):
     assert error["object"] == "reference.rule"
 
 
+def test_a_fork_holds_on_to_the_first_policy_of_its_line(workplace, result):
+    """The run that it goes into has no policy of its own: its reference is that of the run which it leaves."""
+    fork = ["recipe.toml", "--set", "run=fork", "--set", "optimize.kl_coef=0.05", "--rollouts", "tiny/rollouts@2"]
+    forked = quiver(workplace, "optimize", *fork, "--rewards", "tiny/rewards@2")
+    store = Store(workplace / "store")
+    policy = store.open(forked["ref"])
+    assert forked["ref"] == "fork/policy@2" and policy.manifest.input("policy").ref == "tiny/policy@1"
+    assert store.open(policy.manifest.input("ref").ref).manifest.model("ref").ref == "tiny/policy@0"
+    again = quiver(workplace, "logprobs", *fork)
+    assert (again["ref"], again["cached"]) == (policy.manifest.input("ref").ref, True)
+
+
 def test_optimize_where_vllm_can_not_be_imported(workplace, result, tmp_path):
     (tmp_path / "vllm.py").write_text("raise ImportError('there is no vllm here')\n")
     path = f"{tmp_path}{os.pathsep}{os.getcwd()}"
@@ -236,7 +247,7 @@ def test_a_reward_that_can_not_be_called_is_found_before_generation(workplace, r
     arguments = ["--set", "reward.functions=[{use='strict.py:strict'}]", "--set", "run='strict'"]
     error = quiver(workplace, "run", "recipe.toml", *arguments, code=2)["error"]
     assert error["code"] == "E-CONFIG" and "anwser" in error["message"] and "answer" in error["message"]
-    assert names(Store(workplace / "store")) - before == {"strict/policy@0", "strict.eval/prompts@1"}
+    assert names(Store(workplace / "store")) - before == {"strict/policy@0", "strict/prompts@1"}
 
 
 def test_replay_trains_on_the_iteration_before_too(workplace, result):
@@ -312,23 +323,6 @@ def start_and_wait_for_shards(folder) -> subprocess.Popen:
         assert running.poll() is None, "the run ended before it could be stopped"
         time.sleep(0.01)
     return running
-
-
-def left_behind(folder) -> list[str]:
-    """Command lines of processes that belong to a run in `folder`, after at most 30 s."""
-    deadline = time.monotonic() + 30
-    while True:
-        marker = f"PREFECT_HOME={folder / 'prefect'}".encode()
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if marker in (process / "environ").read_bytes().split(b"\0") and process.name != str(os.getpid()):
-                    found.append((process / "cmdline").read_text())
-            except OSError:
-                continue
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])

@@ -1,11 +1,12 @@
 """Recipes: what is wrong in one is said with its key; what is set from the shell goes over the file; seeds and splits differ."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from flows.recipe import load
+from flows.recipe import Recipe, load
 from schemas.errors import ConfigError
 from tests.flows.conftest import RECIPE, quiver
 
@@ -35,6 +36,8 @@ def recipe(tmp_path):
         ("data.held_out={limit=2}", "data.held_out has the rows of [data]"),
         ("evaluate.score=accurracy", "evaluate.score must be one of reward, evenness, got 'accurracy'"),
         ("evaluate.k=[8]", "evaluate.k asks for 8 samples, evaluate.generate.samples_per_prompt is 4"),
+        ("generate.engine=transformer", "did you mean transformers?"),
+        ("evaluate.generate={engine='vlm'}", "did you mean vllm?"),
         ("generate.samples_per_prompt=1", "generate.samples_per_prompt must be >= 2 for algorithm 'grpo', got 1"),
         ("generate.sampling.top_p=0.9", "allow_biased_sampling"),
         ("generate.sampling.temperature=0", "temperature"),
@@ -138,6 +141,12 @@ def test_errors_on_the_command_line(recipe, tmp_path):
     error = quiver(tmp_path, "run", "recipe.toml", "--set", "iteration=1", code=2)["error"]
     assert error["code"] == "E-CONFIG" and "did you mean iterations?" in error["message"] and error["next"]
     assert quiver(tmp_path, "ls", code=2)["error"]["message"] == "there is no store here"
+    nothing = quiver(tmp_path, "generate", "recipe.toml", "--store", "my store", "--set", "seed=1", code=5)["error"]
+    assert nothing["message"] == "run tiny has no prompts yet"
+    assert nothing["next"] == "quiver prompt recipe.toml --set seed=1 --store 'my store'"
+    assert quiver(tmp_path, "show", "rubbish", "--store", "my store", code=2)["error"]["next"] == "quiver ls --store 'my store'"
+    assert quiver(tmp_path, "show", "tiny/policy@9", "--store", "my store", code=5)["error"]["next"].startswith("run a recipe")
+    assert quiver(tmp_path, "run", "--itrations", "2", code=2)["error"]["next"] == "quiver run --help"
     assert quiver(tmp_path, "lz", code=2)["error"]["message"] == "No such command 'lz'."
     assert "RECIPE" in quiver(tmp_path, "run", code=2)["error"]["message"]
     assert quiver(tmp_path, "show", "x", "-n", "-1", code=2)["error"]["code"] == "E-CONFIG"
@@ -161,3 +170,17 @@ def test_what_there_is(tmp_path):
     rewards = {row["name"]: row["kind"] for row in quiver(tmp_path, "rewards")["rewards"]}
     assert (rewards["numeric"], rewards["math"], rewards["code"], rewards["openrlhf"]) == ("function",) * 3 + ("server",)
     assert {row["name"] for row in quiver(tmp_path, "engines")["engines"]} == {"vllm", "transformers", "scripted"}
+
+
+def test_a_form_that_sends_every_default_changes_nothing(recipe):
+    """Prefect's form of a deployment fills in each field; generate.seed = 0 there is not the user's, nor is iteration = 0."""
+    typed = load(recipe)
+    sent = Recipe.model_validate(json.loads(typed.model_dump_json()))
+    assert "seed" in sent.generate.model_fields_set and typed.seed == 7
+    for iteration in (1, 2):
+        assert sent.generate_config(iteration).key() == typed.generate_config(iteration).key()
+        assert sent.prompt_config(iteration).key() == typed.prompt_config(iteration).key()
+    assert sent.generate_config(0, evaluation=True).key() == typed.generate_config(0, evaluation=True).key()
+    assert sent.prompt_config(0, evaluation=True).key() == typed.prompt_config(0, evaluation=True).key()
+    assert sent.optimize_config().key() == typed.optimize_config().key()
+    assert sent.generate_config(2).seed == 7 and sent.generate_config(2).iteration == 2

@@ -1,0 +1,106 @@
+"""Commands that run something: all of a recipe, a night, or one stage on saved versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from schemas.errors import ConfigError, printable
+
+from .shared import Debug, Force, Given, Json, RecipeFile, Settings, Several, StorePath, read_recipe, say
+
+
+def run(
+    recipe: RecipeFile,
+    iterations: Annotated[int | None, typer.Option(help="how many, instead of the recipe's")] = None,
+    first: Annotated[str | None, typer.Option("--from", help="do this stage and those after it anew")] = None,
+    store: StorePath = None,
+    settings: Settings = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after. Resumes by itself."""
+    from ..embedded import guard_embedded_server
+    from ..placement import check_placement
+    from ..post_train import STAGES, post_train
+    from ..summary import summary
+    from ..tasks import tagged
+
+    if first and first not in STAGES:
+        raise ConfigError(f"--from {printable(first)}", f"expected one of {', '.join(STAGES)}", next="correct --from")
+    loaded = read_recipe(recipe, [*(settings or []), *([f"iterations={iterations}"] if iterations is not None else [])], store)
+    check_placement(loaded)
+    guard_embedded_server()
+    with tagged(loaded):
+        result = post_train(loaded, first)
+    say(json, result, summary(loaded, recipe, settings or [], result))
+
+
+def nightly(
+    recipe: RecipeFile,
+    night: Annotated[str | None, typer.Option(help="its name; default: the date in UTC")] = None,
+    store: StorePath = None,
+    settings: Settings = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """One night: improve the policy in use on new prompts, and promote the result if it is better. What is decided stays so."""
+    from ..embedded import guard_embedded_server
+    from ..nightly import begin
+    from ..nightly import nightly as flow
+
+    loaded = read_recipe(recipe, settings, store)
+    begin(loaded, night or "tonight")  # what is refused is refused before a server is started
+    guard_embedded_server()
+    result = flow(loaded, night)
+    say(json, result, [f"{result['decision']}: {result['tag']} is {result['in_use']}", printable(result["why"], 1000)])
+
+
+def _stage_command(name: str, roles: tuple[str, ...], help: str) -> Callable[..., None]:
+    """`quiver NAME RECIPE`: this one stage on saved versions; a reference that is not given is the run's latest."""
+
+    def command(
+        recipe: RecipeFile,
+        prompts: Annotated[str | None, Given] = None,
+        rollouts: Annotated[list[str] | None, Several] = None,
+        rewards: Annotated[list[str] | None, Several] = None,
+        retry: Annotated[str | None, typer.Option(help="reward: score again only the rows that have none in these")] = None,
+        override: Annotated[
+            str | None, typer.Option(help="reward: replace those that a JSON file {author, reason, overrides} names")
+        ] = None,
+        policy: Annotated[str | None, Given] = None,
+        iteration: Annotated[int, typer.Option(help="whose prompts and seeds are meant")] = 1,
+        force: Force = False,
+        store: StorePath = None,
+        settings: Settings = None,
+        json: Json = False,
+        debug: Debug = False,
+    ) -> None:
+        from .. import rerun as again
+
+        given = {"prompts": prompts, "rollouts": rollouts, "rewards": rewards, "retry": retry, "policy": policy}
+        loaded = read_recipe(recipe, settings, store)
+        if override and name == "reward":
+            outcome = again.override(loaded, override, given, force)
+        else:
+            outcome = again.rerun(loaded, name, roles, {**given, "override": override}, iteration, force)
+        what = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
+        say(json, asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {what}"])
+
+    command.__name__, command.__doc__ = name, help
+    return command
+
+
+STAGES = (
+    _stage_command("prompt", ("policy",), "Render the source's rows to token ids: a new prompts version."),
+    _stage_command("generate", ("prompts", "policy"), "Sample completions: a new rollouts version."),
+    _stage_command("reward", ("rollouts", "retry"), "Score saved rollouts: a new rewards version."),
+    _stage_command(
+        "logprobs", ("rollouts", "policy"), "Score saved completions again, under a reference: a new logprobs version."
+    ),
+    _stage_command("optimize", ("policy", "rollouts", "rewards"), "Update the policy on saved rollouts: the next policy."),
+    _stage_command("evaluate", ("policy",), "Measure a policy on the held-out rows: a new evaluations version."),
+)

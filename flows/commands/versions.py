@@ -1,0 +1,115 @@
+"""Commands about what a store holds: versions, what they came from, how they differ, whether they are whole; tags."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from schemas.errors import printable
+from schemas.refs import Ref
+
+from ..next_step import complete, options_in
+from .shared import CALLED, Debug, Json, Reference, StorePath, open_store, say
+
+
+def ls(
+    run: Annotated[str | None, typer.Argument(help="only this run")] = None,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List the versions."""
+    from ..inspect_store import listing
+
+    rows = listing(open_store(store), run)
+    lines = [r.get("error") or f"{r['ref']:<40} {r['rows']:>8}  {r['stage']:<10} {r['created'][:19]}" for r in rows]
+    say(json, {"versions": rows}, lines)
+
+
+def show(
+    ref: Reference,
+    n: Annotated[int, typer.Option("-n", help="how many rows", min=0)] = 3,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """A version's manifest and first rows."""
+    import json as codec
+
+    from ..inspect_store import rows
+
+    version = open_store(store).open(ref)
+    manifest, found = version.manifest.model_dump(mode="json", by_alias=True), rows(version, n)
+    lines = [codec.dumps(manifest, indent=2, ensure_ascii=False), *(printable(row, 2000) for row in found)]
+    say(json, {"ref": str(version.ref), "manifest": manifest, "rows": found}, lines)
+
+
+def lineage(ref: Reference, store: StorePath = None, json: Json = False, debug: Debug = False) -> None:
+    """What a version was made of, down to the sources."""
+    from ..inspect_store import lineage as trace
+
+    def tree(node: dict[str, Any], depth: int = 0) -> list[str]:
+        mark = " (above)" if node.get("seen") else " (expired)" if node.get("expired") else ""
+        own = f"{'  ' * depth}{node.get('role', '')}{': ' if depth else ''}{node['ref']}{mark}"
+        return [own, *(line for child in node["inputs"] for line in tree(child, depth + 1))]
+
+    found = trace(open_store(store), ref)
+    say(json, found, tree(found))
+
+
+def diff(first: Reference, second: Reference, store: StorePath = None, json: Json = False, debug: Debug = False) -> None:
+    """What differs between two versions of one kind: config, models, metrics, rows."""
+    from ..inspect_store import diff as compare
+
+    found = compare(open_store(store), first, second)
+    lines = [f"{path}: {printable(a)} → {printable(b)}" for path, (a, b) in found["changed"].items()]
+    say(json, found, [*lines, *(f"{part}: {found[part]}" for part in ("rows", "rewards") if part in found)])
+
+
+def verify(
+    context: typer.Context,
+    ref: Annotated[str | None, typer.Argument(help="only this version", metavar="[REF]")] = None,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check every byte: sizes, hashes, schemas, and that no input is missing."""
+    checked, bad = open_store(store).verify(ref)
+    for error in bad:
+        error.next = complete(error.next, CALLED, options_in(context.parent.command.commands))
+    lines = [*(str(error) for error in bad), f"{checked} checked, {len(bad)} bad"]
+    say(json, {"checked": checked, "bad": [error.to_dict() for error in bad]}, lines)
+    if bad:
+        raise SystemExit(bad[0].exit_code)
+
+
+def tag(
+    name: Annotated[str, typer.Argument(help="the tag")],
+    ref: Reference,
+    reason: Annotated[str, typer.Option(help="why, for its history")] = "",
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Point a tag of the version's run at it; `run/kind@tag` then means this version."""
+    opened = open_store(store)
+    target: Ref = opened.resolve(ref)
+    opened.tag(target.run, name, target, why=reason)
+    say(json, {"tag": name, "ref": str(target)}, [f"{target.run}/{target.kind}@{name} is {target}"])
+
+
+def history(
+    name: Annotated[str, typer.Argument(help="the tag, as RUN/KIND@TAG", metavar="RUN/KIND@TAG")],
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """What a tag pointed at, when and why; what it was refused, too."""
+    from ..inspect_store import history as of_tag
+
+    entries = of_tag(open_store(store), name)
+    lines = [
+        f"{entry['at'][:19]}  {entry['before'] or 'none'} → {entry['ref']}  {printable(entry['why'])}" for entry in entries
+    ]
+    say(json, {"tag": name, "entries": entries}, lines)

@@ -1,0 +1,133 @@
+"""Where a stage runs: a child process of this one, or the workers of a Prefect work pool, as the recipe's [placement] says.
+
+What is done already is found in this process in either case, in milliseconds. Refused before anything runs: a pool where no server
+is named, and a store by a relative path, which another host would look for elsewhere.
+
+    outcome = place(recipe, Call("generate", …), "arith · generate 1/3")
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from schemas.errors import ConfigError, ResourceError
+from stages.common.process import Call, Outcome, perform, run_stage
+from stages.common.work import NotDone
+
+from .recipe import Recipe
+from .slots import slots
+
+SHARED = ("generate", "reward", "logprobs")
+"""Stages that any number of workers do together, shard by shard."""
+
+
+class GivenUp(ResourceError):
+    """Nobody took the stage up, or somebody ended it: to try again by itself would not help."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What [placement] says of one stage."""
+
+    pool: str | None = None
+    workers: int | None = 1
+    wait_seconds: float = 600
+    python: str | None = None
+    timeout_seconds: float | None = None
+    online: bool = False
+    slots: int = 0
+    limit: str | None = None
+
+
+def place_of(recipe: Recipe, stage: str) -> Place:
+    """Where `stage` of this recipe runs. `workers` is None for as many as the pool has online."""
+    said = recipe.placement
+    return Place(
+        pool=said.pools.get(stage),
+        workers=said.fan_out if stage in SHARED else 1,
+        wait_seconds=said.wait_seconds,
+        python=said.python.get(stage),
+        timeout_seconds=said.timeout_seconds.get(stage),
+        online=recipe.online,
+        slots=said.slots,
+        limit=said.limits.get(stage),
+    )
+
+
+def check_placement(recipe: Recipe) -> None:
+    """ConfigError where a pool is named that can not be reached from here, or could not see the store."""
+    pools = recipe.placement.pools
+    if not pools:
+        return
+    stage, pool = next(iter(pools.items()))
+    require_server(f"placement.{stage} {pool}")
+    if not Path(recipe.store).expanduser().is_absolute():
+        raise ConfigError(
+            "store",
+            f"{recipe.store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts that have other folders",
+            next=f"mount the store at the same path everywhere, e.g. --set store={str(Path(recipe.store).absolute())!r}",
+        )
+
+
+def require_server(name: str) -> None:
+    """ConfigError unless a Prefect server is named: the one that comes with a run has no pools."""
+    from prefect.settings import PREFECT_API_URL
+
+    if not PREFECT_API_URL.value():
+        raise ConfigError(
+            name,
+            "a work pool needs a Prefect server, and PREFECT_API_URL names none",
+            next="prefect server start, then export PREFECT_API_URL=http://127.0.0.1:4200/api and run again",
+        )
+
+
+def place(recipe: Recipe, call: Call, label: str) -> Outcome:
+    """The outcome of `call`, from where the recipe puts its stage; raises what the stage raised."""
+    return run_at(place_of(recipe, call.stage), call, label)
+
+
+def run_at(
+    where: Place,
+    call: Call,
+    label: str,
+    *,
+    tags: tuple[str, ...] = (),
+    on_line: Callable[[str], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """As `place`, for a place that is known. `on_line` is called with each line of a child process of this one."""
+    if not call.force:
+        try:
+            return perform(call, lookup=True)
+        except NotDone:
+            pass
+    if where.pool:
+        from .pool import run_in_pool
+
+        shared = call.stage in SHARED and not call.force
+        return run_in_pool(where, replace(call, share=shared), label, tags, stopped)
+    return run_here(where, call, label, on_line=on_line, stopped=stopped)
+
+
+def run_here(
+    where: Place,
+    call: Call,
+    label: str,
+    *,
+    on_line: Callable[[str], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """In a child process of this one, once there is a slot for it."""
+    with slots(call, label, where.slots, where.limit, stopped) as env:
+        return run_stage(
+            call,
+            python=where.python,
+            timeout=where.timeout_seconds,
+            online=where.online,
+            on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
+            env=env,
+            stopped=stopped,
+        )

@@ -1,0 +1,100 @@
+"""Progress of a running stage on Prefect's pages, read from the lines that its child process logs anyway.
+
+    with progress(call, log.info) as on_line:
+        outcome = run_stage(call, on_line=on_line)
+
+A thread of its own tells the server, every few seconds and only of news: a slow server, or none, does not hold up the stage, and
+a stage that is done sooner than that leaves no artifact.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from uuid import UUID
+
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
+from prefect.context import FlowRunContext, TaskRunContext
+
+from stages.common.process import Call
+
+from .artifacts.shown import attempt
+from .artifacts.text import key, quoted
+
+SECONDS_BETWEEN = 5.0
+_GRACE_SECONDS = 2.0
+_PARTS = re.compile(r"(?:generate|prompts|rewards|logprobs): (?:shard )?(\d+) of (\d+)\b")
+_STEP = re.compile(r"step (\d+): (?:(\d+) of (\d+) micro-batches|loss)")
+
+
+@contextmanager
+def progress(call: Call, on_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """What takes the lines of the child that runs `call`: it hands them on to `on_line`, and shows how far the stage is."""
+    bar, ended = Bar(call), threading.Event()
+
+    def hear(line: str) -> None:
+        on_line(line)
+        bar.hear(line)
+
+    def tell() -> None:
+        while not ended.wait(SECONDS_BETWEEN):
+            bar.post()
+
+    if FlowRunContext.get() is None and TaskRunContext.get() is None:
+        yield on_line  # no run, no page
+        return
+    thread = threading.Thread(target=copy_context().run, args=(tell,), daemon=True, name="progress")
+    thread.start()
+    try:
+        yield hear
+    finally:
+        ended.set()
+        thread.join(_GRACE_SECONDS)
+    if not thread.is_alive():  # it is, where a server does not answer; then the last words are lost
+        bar.finish()
+
+
+class Bar:
+    """How far one stage is, in percent, and its artifact once there is one."""
+
+    def __init__(self, call: Call) -> None:
+        self._name = key(f"progress-{call.stage}", call.into or "run")
+        self._steps = call.config.get("epochs", 1) * call.config.get("minibatches", 1)
+        self._first: int | None = None
+        self.percent, self.line = 0.0, ""
+        self._posted: tuple[float, str] | None = None
+        self._id: UUID | None = None
+
+    def hear(self, line: str) -> None:
+        """Take in a line; one that tells nothing of progress is passed over."""
+        if found := _PARTS.match(line):
+            done, total = map(int, found.groups())
+        elif found := _STEP.match(line):
+            step = int(found[1])
+            self._first = step if self._first is None else self._first
+            done, total = step - self._first + (int(found[2]) / int(found[3]) if found[2] else 1), self._steps
+        else:
+            return
+        self.percent, self.line = min(100.0, 100.0 * done / max(total, 1)), line
+
+    def finish(self) -> None:
+        """The stage came to its end: said where it was shown at all."""
+        if self._id is not None:
+            self.percent = 100.0
+            self.post()
+
+    def post(self) -> None:
+        """Make or renew the artifact where there is news. Never raises."""
+        news = (self.percent, self.line)
+        if not self.line or news == self._posted:
+            return
+        with attempt(f"the progress of {self._name}"):
+            percent, text = round(self.percent, 1), quoted(self.line)
+            if self._id is None:
+                self._id = create_progress_artifact(percent, key=self._name, description=text)
+            else:
+                update_progress_artifact(self._id, percent, description=text)
+            self._posted = news

@@ -1,0 +1,104 @@
+"""Whether a policy takes the tag over: better than the one that bears it, on the same held-out prompts, by more than chance.
+
+The tag moves by compare-and-swap, and its journal (`quiver history`) keeps what was decided and on what, whether it moved or not.
+Nothing here runs a stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pydantic import Field, field_validator
+
+from schemas.errors import ConflictError, LineageError
+from stages.common import tags
+from stages.common.config import Config
+from stages.common.store import Store
+from stages.evaluate.estimators import Estimate, lower_bound
+
+
+class Promotion(Config):
+    """When the policy of a nightly run takes over the tag of the one in use."""
+
+    tag: str = "prod"
+    """The tag: `run/policy@prod` is the policy in use. The first night gives it to policy@0. Each night starts from it."""
+    margin: float = Field(default=0.01, ge=0)
+    """How much better the new policy must be, in units of `by`."""
+    by: str = Field(default="score", pattern=r"^(score|pass@[1-9][0-9]*)$")
+    """What is compared: `score`, or `pass@4` where `evaluate.k` has a 4."""
+    confidence: float = Field(default=0.95, ge=0.5, lt=1)
+    """How sure it must be: the one-sided lower confidence bound of the difference, paired by prompt, must reach `margin`. 0.5: the
+    difference itself must, however uncertain it is."""
+    rollback: bool = False
+    """First measure the policy in use against the one before it, on tonight's held-out rows; where that one is better by the same
+    rule, the tag goes back to it."""
+    approval: bool = False
+    """Pause a better policy for a person's answer, in the Prefect server's pages or over its API. Needs a server of its own."""
+    approval_seconds: float = Field(default=43200, ge=1)
+    """How long to wait for the answer; then the answer is no."""
+
+    @field_validator("tag")
+    @classmethod
+    def _is_tag(cls, tag: str) -> str:
+        return tags.check_name(tag)
+
+
+class Judgement(NamedTuple):
+    """Whether one policy is better than another, the difference, and both in words."""
+
+    better: bool
+    why: str
+    numbers: dict[str, Any]
+    """by, difference {score, stderr, n}, bound, margin, confidence"""
+
+
+def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
+    """Judge an evaluation with a baseline by its manifest's metrics.
+
+    better  ⇔  difference − z(confidence) · stderr ≥ margin, and the difference is above 0
+    """
+    _, _, k = promotion.by.partition("@")
+    found = Estimate(**(metrics["difference"]["pass@k"][k] if k else metrics["difference"]["score"]))
+    bound = lower_bound(found, promotion.confidence)
+    numbers = {"by": promotion.by, "difference": found._asdict(), "bound": bound}
+    numbers |= {"margin": promotion.margin, "confidence": promotion.confidence}
+    if bound is None:
+        return Judgement(False, f"{promotion.by} {found.score:+.4f} on one prompt, which has no standard error", numbers)
+    sure = f"at least {bound:+.4f} with confidence {promotion.confidence:g}, margin {promotion.margin:g}"
+    why = f"{promotion.by} {found.score:+.4f} ± {found.stderr:.4f} over {found.n} prompts; {sure}"
+    return Judgement(bound >= promotion.margin and found.score > 0, why, numbers)
+
+
+def entry_of(store: Store, run: str, promotion: Promotion, key: str) -> tags.Entry | None:
+    """What the tag's journal says of `key`, where that is decided already."""
+    return next((entry for entry in store.history(run, promotion.tag) if entry.key == key), None)
+
+
+def decide(
+    store: Store, run: str, promotion: Promotion, key: str, before: str, ref: str, why: str, about: dict[str, Any]
+) -> tags.Entry:
+    """Move the tag from `before` to `ref`, or note that it stays; the entry of `key`, which may be another process's.
+
+    ConflictError where somebody moved the tag since: what was compared with is no longer in use.
+    """
+    try:
+        store.tag(run, promotion.tag, ref, expected=before, why=why, key=key, about=about)
+    except ConflictError as error:
+        raise ConflictError(
+            error.object,
+            error.message,
+            state=f"the tag stays where it was moved to; {about.get('candidate', ref)} is kept.",
+            next="start the same night again: it starts from the policy that is in use now",
+        ) from None
+    return entry_of(store, run, promotion, key)
+
+
+def roll_back(store: Store, run: str, promotion: Promotion, key: str, why: str, about: dict[str, Any]) -> tags.Entry:
+    """Give the tag back to the version that bore it before. LineageError where there is none."""
+    entries = store.history(run, promotion.tag)
+    target = tags.previous(entries)
+    if target is None:
+        raise LineageError(
+            f"tag {run}/{promotion.tag}", "nothing bore it before", next=f"quiver history {run}/policy@{promotion.tag}"
+        )
+    return decide(store, run, promotion, key, entries[-1].ref, target, why, about)

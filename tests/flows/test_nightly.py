@@ -1,0 +1,299 @@
+"""Nights on a tiny model: what is better is promoted, what is not is kept out of the way, and every decision can be read later.
+
+The stages are the real ones, in this process instead of children of it; Prefect's server is a real one too. A tag of its own gives
+a test a first night whose stages are all done already.
+"""
+
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.testing.utilities import prefect_test_harness
+
+from flows import approval, nightly
+from flows.recipe import load
+from schemas.errors import ConfigError, ConflictError
+from stages.common import process
+from stages.common.store import Store
+from tests.flows.conftest import quiver, write_recipe
+
+pytestmark = pytest.mark.prefect
+
+BETTER = ["iterations=1", "data.limit=8", "data.held_out.limit=24", "generate.samples_per_prompt=32", "reward.workers=1"]
+BETTER += ["optimize.learning_rate=1e-2", "optimize.minibatches=4", "promotion.margin=0.02"]
+BETTER += ["evaluate.score=evenness", "evaluate.generate.samples_per_prompt=2"]
+WORSE = [*BETTER, "reward.functions=[{use='rewards.py:evenness', weight=-1}]"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = write_recipe(tmp_path_factory.mktemp("nights"))
+    for name, plus in (("questions", 5), ("held_out", 6)):
+        rows = [{"question": f"What is {a} plus {plus}?", "answer": a + plus} for a in range(24)]
+        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    os.register_at_fork(after_in_child=threading._threading_atexits.clear)  # later tests' forks have none of Prefect's threads
+    with prefect_test_harness(server_startup_timeout=180):
+        yield PREFECT_API_URL.value()
+
+
+def stay_here(folder, patch):
+    patch.chdir(folder)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flows.") and hasattr(module, "run_stage"):
+            patch.setattr(module, "run_stage", lambda call, **_: process.perform(call))
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    stay_here(folder, monkeypatch)
+
+
+def spend(name: str, settings: list[str], tag: str = "prod") -> dict:
+    return nightly.nightly(load("recipe.toml", [*settings, f"promotion.tag={tag}"]), name)
+
+
+@pytest.fixture(scope="module")
+def nights(folder, server) -> list[dict]:
+    """The first learns what is measured, the second the opposite; about what is no better nobody is asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        stay_here(folder, patch)
+        return [spend("one", BETTER), spend("two", [*WORSE, "promotion.approval=true"])]
+
+
+@pytest.fixture
+def store(nights, here) -> Store:
+    return Store("store")
+
+
+def names(store) -> set[str]:
+    return {str(ref) for ref in store.refs()}
+
+
+def means(store, evaluation: str) -> dict[str, float]:
+    """Mean score of each held-out prompt, from the rewards themselves."""
+    version = store.open(store.open(evaluation).manifest.input("rewards").ref)
+    scores: dict[str, list[float]] = {}
+    for row in version.table().to_pylist():
+        scores.setdefault(row["group_id"], []).append(row["parts"]["evenness"])
+    return {group: statistics.fmean(found) for group, found in scores.items()}
+
+
+def test_what_is_better_is_promoted_and_what_is_worse_is_not(store, nights):
+    better, worse = nights
+    assert (better["decision"], better["before"], better["in_use"]) == ("promoted", "tiny/policy@0", "tiny/policy@1")
+    assert (worse["decision"], worse["before"], worse["in_use"]) == ("kept", "tiny/policy@1", "tiny/policy@1")
+    assert str(store.resolve("tiny/policy@prod")) == "tiny/policy@1"
+    assert worse["candidate"] == "tiny/policy@2" and worse["difference"]["score"] < 0
+    entries = store.history("tiny", "prod")
+    assert [(entry.before, entry.ref, entry.key) for entry in entries] == [
+        (None, "tiny/policy@0", "base"),
+        ("tiny/policy@0", "tiny/policy@1", "night one"),
+        ("tiny/policy@1", "tiny/policy@1", "night two"),
+    ]
+    assert entries[2].about["candidate"] == "tiny/policy@2" and entries[2].why == worse["why"]
+
+
+def test_the_numbers_are_those_of_the_prompts_taken_in_pairs(store, nights):
+    for night in nights:
+        version = store.open(night["evaluation"])
+        baseline = version.manifest.input("baseline").ref
+        assert store.open(baseline).manifest.model("policy").ref == night["before"]
+        assert version.manifest.model("policy").ref == night["candidate"]
+        ours, theirs = means(store, night["evaluation"]), means(store, baseline)
+        assert len(ours) == 24 and ours.keys() == theirs.keys()
+        differences = np.array([ours[group] - theirs[group] for group in ours])
+        stderr = differences.std(ddof=1) / np.sqrt(24)
+        assert night["difference"] == pytest.approx({"score": differences.mean(), "stderr": stderr, "n": 24}, abs=1e-6)
+        assert night["bound"] == pytest.approx(differences.mean() - 1.6448536 * stderr, abs=1e-6)
+        assert (night["decision"] == "promoted") == (night["bound"] >= 0.02)
+
+
+def test_each_night_has_rows_of_its_own(store, nights):
+    (one,), (two,) = (night["iterations"] for night in nights)
+    asked = [set(store.open(done["prompts"]).table()["group_id"].to_pylist()) for done in (one, two)]
+    assert [len(groups) for groups in asked] == [8, 8] and not asked[0] & asked[1]
+    assert store.open(two["rollouts"]).manifest.model("policy").ref == "tiny/policy@1"
+
+
+def test_a_night_that_is_decided_stays_so(store, nights):
+    before, entries = names(store), store.history("tiny", "prod")
+    assert spend("one", BETTER) == {**nights[0], "iterations": []}
+    assert names(store) == before and store.history("tiny", "prod") == entries
+
+
+def test_a_crash_before_the_promotion_and_the_same_night_again(store, monkeypatch):
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(nightly, "decide", dies)
+        spend("one", BETTER, "crash")
+    assert str(store.resolve("tiny/policy@crash")) == "tiny/policy@0"
+    before = names(store)
+    assert spend("one", BETTER, "crash")["in_use"] == "tiny/policy@1"
+    assert names(store) == before
+    assert [entry.key for entry in store.history("tiny", "crash")] == ["base", "night one"]
+
+
+def test_of_two_nights_at_once_one_promotes(store, monkeypatch):
+    """When one has measured and is about to decide, another one promotes."""
+    decide = nightly.decide
+
+    def late(*arguments):
+        monkeypatch.setattr(nightly, "decide", decide)
+        assert spend("other", BETTER, "race")["decision"] == "promoted"
+        return decide(*arguments)
+
+    monkeypatch.setattr(nightly, "decide", late)
+    with pytest.raises(ConflictError, match="expected tiny/policy@0, found tiny/policy@1") as caught:
+        spend("one", BETTER, "race")
+    assert "start the same night again" in caught.value.next
+    assert [entry.key for entry in store.history("tiny", "race")] == ["base", "night other"]
+
+
+def test_the_policy_in_use_goes_back_when_the_one_before_is_better(store):
+    """Somebody gave the tag to the worse policy by hand; the next night gives it back, and starts from what is in use then."""
+    store.tag("tiny", "prod", "tiny/policy@2", why="by hand")
+    done = spend("three", [*BETTER, "promotion.rollback=true"])
+    _, back, decided = store.history("tiny", "prod")[-3:]
+    assert (back.before, back.ref, back.key) == ("tiny/policy@2", "tiny/policy@1", "rollback three")
+    assert back.why.startswith("tiny/policy@1 is better: score +")
+    assert back.about["difference"]["score"] > 0.02
+    assert decided.before == "tiny/policy@1"
+    assert store.open(done["candidate"]).manifest.input("policy").ref == "tiny/policy@1"
+    assert done["iteration"] == 3
+
+
+class Reviewer(threading.Thread):
+    """Answers each pause over Prefect's API, one reply after another; keeps what was asked and what the API said."""
+
+    def __init__(self, url: str, replies: list[dict]) -> None:
+        super().__init__(daemon=True)
+        self.url, self.replies, self.questions, self.statuses = url, list(replies), [], []
+        self.start()
+
+    def run(self) -> None:
+        while self.replies:
+            for run in self.call("POST", "filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}}) or []:
+                keys = run["state"]["state_details"]["run_input_keyset"]
+                question = self.call("GET", f"{run['id']}/input/{keys['description']}")
+                told = question and self.call("POST", f"{run['id']}/resume", {"run_input": self.replies[0]})
+                if told and told["status"] != "ABORT":
+                    self.questions.append(question)
+                    self.statuses.append(told["status"])
+                    self.replies.pop(0)
+            time.sleep(0.05)
+
+    def call(self, method: str, path: str, body: dict | None = None):
+        """The server's answer; None while it has none, as for a form that is not there yet."""
+        answered = httpx.request(method, f"{self.url}/flow_runs/{path}", json=body, timeout=60)
+        return answered.json() if answered.status_code < 300 else None
+
+
+APPROVAL = [*BETTER, "promotion.approval=true", "promotion.approval_seconds=200"]
+
+
+def test_a_person_overrides_rewards_and_approves_what_comes_of_it(store, nights, server, monkeypatch):
+    """An answer without a reason is refused by the server, an unknown rollout by the flow, which then asks again."""
+    monkeypatch.setattr(approval, "POLL_SECONDS", 0.1)
+    scored = store.open(nights[0]["rewards"]).table().to_pylist()
+    overrides = {row["rollout_id"]: 2.0 for row in scored if row["reward"] == 1.0}
+    said = {"approve": True, "author": "ada", "reason": "these are perfect"}
+    replies = [
+        {"approve": True, "author": "ada"},
+        {**said, "overrides": {"nobody-0": 1.0}},
+        {**said, "overrides": overrides},
+        {**said, "reason": "better still"},
+    ]
+    reviewer = Reviewer(server, replies)
+    done = spend("one", APPROVAL, "asked")
+    reviewer.join(10)
+    assert reviewer.statuses == ["REJECT", "ACCEPT", "ACCEPT", "ACCEPT"]
+    assert "tiny/policy@1** replace **tiny/policy@0" in reviewer.questions[0]
+    assert "overrides of ada were refused" in reviewer.questions[2] and "nobody-0" in reviewer.questions[2]
+    assert f"{done['candidate']}** replace **tiny/policy@0" in reviewer.questions[3]
+    assert done["decision"] == "promoted" and done["candidate"] not in ("tiny/policy@1", "tiny/policy@2")
+    assert done["why"].startswith("ada said yes: better still; score +")
+
+    rewards = store.open(done["rewards"])
+    assert rewards.manifest.config == {"author": "ada", "reason": "these are perfect", "overrides": overrides}
+    assert rewards.manifest.input("rewards").ref == nights[0]["rewards"]
+    policy = store.open(done["candidate"]).manifest
+    first = store.open("tiny/policy@1").manifest
+    assert policy.input("rewards").ref == done["rewards"]
+    assert [policy.input(role) for role in ("policy", "rollouts")] == [first.input(role) for role in ("policy", "rollouts")]
+    assert policy.config == first.config
+    groups: dict[str, dict[str, float]] = {}
+    for row in scored:
+        groups.setdefault(row["group_id"], {})[row["rollout_id"]] = overrides.get(row["rollout_id"], row["reward"])
+    learned = {row["rollout_id"]: row["advantage"] for row in store.open(policy.metrics["advantages"]).table().to_pylist()}
+    for rollouts in groups.values():
+        mean, std = statistics.fmean(rollouts.values()), statistics.stdev(rollouts.values())
+        for rollout, reward in rollouts.items():
+            assert learned[rollout] == pytest.approx((reward - mean) / (std + 1e-4), abs=1e-4)
+
+
+def test_no_is_no_and_silence_is_no(store, server, monkeypatch):
+    monkeypatch.setattr(approval, "POLL_SECONDS", 0.1)
+    Reviewer(server, [{"approve": False, "author": "bob", "reason": "reads badly"}])
+    refused = spend("bob", APPROVAL, "refused")
+    assert (refused["decision"], refused["in_use"]) == ("kept", "tiny/policy@0")
+    assert refused["why"].startswith("bob said no: reads badly; score +")
+    silent = spend("nobody", [*APPROVAL, "promotion.approval_seconds=1"], "silent")
+    assert (silent["decision"], silent["in_use"]) == ("kept", "tiny/policy@0")
+    assert silent["why"].startswith("quiver said no: nobody answered within 1 s")
+    names = {"any_": ["tiny · nightly bob", "tiny · nightly nobody"]}
+    runs = httpx.post(f"{server}/flow_runs/filter", json={"flow_runs": {"name": names}}).json()
+    assert [run["state_type"] for run in runs] == ["COMPLETED"] * 2
+
+
+def test_what_can_not_work_is_refused_before_anything_is_made(store, folder):
+    before = names(store)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(ConfigError, match="needs a Prefect server"):
+        nightly.begin(load("recipe.toml", ["promotion.approval=true"]), "x")
+    with pytest.raises(ConfigError, match="names no held-out rows"):
+        nightly.begin(load("recipe.toml", ["data.held_out=null"]), "x")
+    for wrong, told in (("tag=latest", "not tags"), ("by=pass@4", "evaluate.k"), ("margn=1", "did you mean margin")):
+        with pytest.raises(ConfigError, match=told):
+            load("recipe.toml", [f"promotion.{wrong}"])
+    error = quiver(folder, "nightly", "recipe.toml", "--set", "promotion.approval=true", code=2)["error"]
+    assert error["object"] == "promotion.approval" and "prefect server start" in error["next"]
+    assert names(store) == before
+
+
+def test_the_name_of_the_night_reaches_the_rows():
+    settings = ["data.source='prompts/{night}.jsonl'", "data.held_out.source='mine.py:rows'"]
+    settings += ["data.held_out.arguments={seed='{night}',n=3}"]
+    data = nightly.begin(load("recipe.toml", settings), "2026-11-20").recipe.data
+    assert data.source == "prompts/2026-11-20.jsonl"
+    assert data.for_evaluation().arguments == {"seed": "2026-11-20", "n": 3}
+
+
+def test_the_same_from_the_shell(store, nights, folder, server):
+    options = [part for setting in BETTER for part in ("--set", setting)]
+    told = quiver(folder, "nightly", "recipe.toml", "--night", "one", *options, PREFECT_API_URL=server)
+    assert told == {**nights[0], "iterations": []}
+    entries = quiver(folder, "history", "tiny/policy@prod")["entries"]
+    assert [entry["key"] for entry in entries][:3] == ["base", "night one", "night two"]
+    row = store.open(nights[1]["rewards"]).table().to_pylist()[0]
+    said = {"author": "ada", "reason": "by hand", "overrides": {row["rollout_id"]: 0.75}}
+    (folder / "said.json").write_text(json.dumps(said))
+    over = ["reward", "recipe.toml", "--override", "said.json"]
+    made = store.open(quiver(folder, *over, "--rewards", nights[1]["rewards"])["ref"])
+    assert made.manifest.config == said and made.table().to_pylist()[0] == row | {"reward": 0.75}
+    error = quiver(folder, *over, "--retry", nights[1]["rewards"], code=2)["error"]
+    assert error["message"] == "quiver reward --override takes --rollouts and --rewards"
+    error = quiver(folder, "generate", *over[1:], code=2)["error"]
+    assert error["object"] == "--override"

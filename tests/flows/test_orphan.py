@@ -1,0 +1,47 @@
+"""A flow's process whose worker dies is ended: asked by SIGTERM first, and killed where it does not listen."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FLOW = """
+import os, signal, sys, time
+from pathlib import Path
+from flows import orphan
+orphan.POLL_SECONDS, orphan.GRACE_SECONDS = 0.05, 0.5
+signal.signal(signal.SIGTERM, lambda *_: (Path("asked").touch(), sys.argv[1] == "listens" and sys.exit()))
+orphan.end_with_the_parent()
+Path("pid").write_text(str(os.getpid()))
+while True:
+    time.sleep(0.05)
+"""
+WORKER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def alive(pid: str) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["listens", "ignores it"])
+def test_nobody_outlives_his_worker(tmp_path, how):
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, FLOW, how], cwd=tmp_path)
+    written = tmp_path / "pid"
+    wait_until(lambda: written.exists() and written.read_text())
+    pid = written.read_text()
+    time.sleep(0.3)
+    assert alive(pid) and not (tmp_path / "asked").exists(), "as long as the worker lives it is left alone"
+    worker.kill()
+    worker.wait()
+    wait_until(lambda: not alive(pid))
+    assert (tmp_path / "asked").exists()

@@ -1,0 +1,80 @@
+"""The rule of promotion on made-up numbers, and the tag's way back; no stage runs here."""
+
+import pytest
+from pydantic import ValidationError
+
+from flows.promotion import Promotion, decide, entry_of, judge, roll_back
+from schemas.errors import ConflictError, LineageError
+from tests.stages.common.test_store import Settings, commit
+
+
+def metrics(score, stderr, n=400, k=None):
+    told = {"score": score, "stderr": stderr, "n": n}
+    return {"difference": {"score": told if k is None else {"score": -9.0, "stderr": 0.0, "n": n}, "pass@k": {str(k): told}}}
+
+
+@pytest.mark.parametrize(
+    ("score", "stderr", "options", "better"),
+    [
+        (0.05, 0.02, {}, True),  # 0.05 − 1.645 · 0.02 = 0.0171
+        (0.04, 0.02, {}, False),  # 0.0071
+        (0.04, 0.02, {"confidence": 0.9}, True),  # 0.04 − 1.282 · 0.02 = 0.0144
+        (0.04, 0.02, {"margin": 0.0}, True),
+        (0.04, 0.02, {"confidence": 0.5, "margin": 0.04}, True),
+        (0.04, 0.0, {"margin": 0.0401}, False),
+        (0.0, 0.0, {"margin": 0.0}, False),  # the same policy is no better one
+        (-0.2, 0.01, {"margin": 0.0}, False),
+        (0.9, None, {"confidence": 0.5}, False),  # one prompt
+    ],
+)
+def test_better_by_the_margin_and_by_more_than_chance(score, stderr, options, better):
+    promotion = Promotion(**options)
+    judged = judge(promotion, metrics(score, stderr))
+    assert judged.better is better
+    assert judged.numbers["difference"] == {"score": score, "stderr": stderr, "n": 400}
+    assert (judged.numbers["margin"], judged.numbers["confidence"]) == (promotion.margin, promotion.confidence)
+    if stderr is not None:
+        z = {0.5: 0.0, 0.9: 1.2815516, 0.95: 1.6448536}[promotion.confidence]
+        assert judged.numbers["bound"] == pytest.approx(score - z * stderr, abs=1e-8)
+    assert f"{score:+.4f}" in judged.why
+
+
+def test_what_is_compared_may_be_pass_at_k():
+    assert judge(Promotion(by="pass@4"), metrics(0.1, 0.01, k=4)).better
+    for by in ("pass@0", "pass@", "reward"):
+        with pytest.raises(ValidationError):
+            Promotion(by=by)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tag": "latest"}, {"tag": "../x"}, {"margin": -0.1}, {"confidence": 1.0}, {"confidence": 0.4}]
+)
+def test_what_is_no_promotion(wrong):
+    with pytest.raises(ValueError):
+        Promotion(**wrong)
+
+
+def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
+    a, b, c = (str(commit(store, Settings(seed=seed)).ref) for seed in range(3))
+    promotion = Promotion()
+    store.tag("a", "prod", a)
+    first = decide(store, "a", promotion, "night 1", a, b, "better", {"candidate": b})
+    assert (first.before, first.ref, first.why, first.about) == (a, b, "better", {"candidate": b})
+    assert decide(store, "a", promotion, "night 1", a, c, "mine", {}) == first
+    with pytest.raises(ConflictError, match=f"expected {a}, found {b}") as caught:
+        decide(store, "a", promotion, "night 2", a, c, "better", {"candidate": c})
+    assert c in caught.value.state
+    assert entry_of(store, "a", promotion, "night 2") is None
+    kept = decide(store, "a", promotion, "night 3", b, b, "no better", {})
+    assert kept.before == kept.ref == b
+
+
+def test_the_way_back_ends_at_the_first(store):
+    a, b = (str(commit(store, Settings(seed=seed)).ref) for seed in range(2))
+    promotion = Promotion()
+    store.tag("a", "prod", a)
+    store.tag("a", "prod", b)
+    assert roll_back(store, "a", promotion, "back", "b got worse", {}).ref == a
+    with pytest.raises(LineageError, match="nothing bore it before"):
+        roll_back(store, "a", promotion, "further", "a too", {})
+    assert [entry.why for entry in store.history("a", "prod")] == ["", "", "b got worse"]

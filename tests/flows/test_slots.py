@@ -1,0 +1,102 @@
+"""Slots: one stage a device, the next one waits and says for whom, and a dead holder holds nothing."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from flows.slots import gpus_needed, slots, visible_gpus
+from stages.common.process import Call, Stopped
+
+GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
+OPTIMIZE = Call("optimize", {}, "store")
+
+
+@pytest.fixture(autouse=True)
+def own_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def test_each_stage_has_a_device_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    with slots(GENERATE, "one") as first, slots(OPTIMIZE, "two") as second:
+        assert (first, second) == ({"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "5"})
+    with slots(Call("generate", {"options": {"tensor_parallel_size": 2}}, "store"), "both") as both:
+        assert both == {}, "the child sees the same devices as this process"
+
+
+def test_the_next_one_waits_and_says_for_whom(monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    caplog.set_level(logging.INFO, "quiver")
+    order, began = [], threading.Event()
+
+    def second():
+        began.set()
+        with slots(OPTIMIZE, "arith · optimize 1/3"):
+            order.append("second")
+
+    with slots(GENERATE, "other · generate 2/3"):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        began.wait()
+        while not caplog.messages:
+            time.sleep(0.01)
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"]
+    assert caplog.messages[0].startswith("arith · optimize 1/3 waits: gpu-0 is held by other · generate 2/3 (process ")
+
+
+def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    code = (
+        "import tempfile, time; from flows.slots import slots; from stages.common.process import Call\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "with slots(Call('optimize', {}, 'store'), 'killed'):\n    print('held', flush=True); time.sleep(600)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(Stopped), slots(GENERATE, "waits", stopped=lambda: True):
+        pass
+    holder.kill()
+    holder.wait()
+    with slots(GENERATE, "has it"):
+        pass
+
+
+def test_without_a_gpu_heavy_stages_queue_by_option(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    light = Call("prompt", {}, "store")
+    with slots(GENERATE, "a", cpu=1), slots(light, "b", cpu=1):
+        with pytest.raises(Stopped), slots(OPTIMIZE, "c", cpu=1, stopped=lambda: True):
+            pass
+        with slots(OPTIMIZE, "any number"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "count"),
+    [
+        ("generate", {}, 1),
+        ("generate", {"engine": "scripted"}, 0),
+        ("generate", {"device": "cpu"}, 0),
+        ("generate", {"options": {"tensor_parallel_size": 4}}, 4),
+        ("reward", {"functions": [{"use": "math"}]}, 0),
+        ("reward", {"models": [{"model": "m", "device": "auto"}]}, 1),
+        ("logprobs", {"device": "auto"}, 1),
+        ("optimize", {"device": "cpu"}, 0),
+        ("prompt", {}, 0),
+    ],
+)
+def test_who_needs_a_device(stage, config, count):
+    assert gpus_needed(Call(stage, config, "store")) == count
+
+
+def test_no_device_is_visible_where_the_variable_is_empty(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, GPU-abc")
+    assert visible_gpus() == ["0", "GPU-abc"]

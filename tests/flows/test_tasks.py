@@ -1,0 +1,135 @@
+"""What the flows show and pass on: forms with descriptions, small parameters and results, retries for what a retry can help."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from prefect.states import Failed
+
+from flows import post_train, single, stage
+from flows.placement import GivenUp
+from flows.tasks import labels_of, stage_task, worth_retrying
+from schemas import errors
+from stages.common.store import Store
+from tests.flows.conftest import command_environment, quiver
+
+FLOWS = {
+    "prompt": single.prompt,
+    "generate": single.generate,
+    "reward": single.reward,
+    "logprobs": single.logprobs,
+    "optimize": single.optimize,
+    "evaluate": single.evaluate,
+    "rerun": single.rerun,
+    "evaluation": single.evaluation,
+    "post-train": post_train.post_train,
+    "stage": stage.stage,
+}
+DIES_ONCE = """
+import os, sys
+def rows():
+    if sys.argv[0].endswith("__main__.py") and not os.path.exists("died"):   # in the stage's own process, not where it is looked up
+        open("died", "w").close()
+        os.kill(os.getpid(), 9)
+    return [{"question": f"{number}?"} for number in range(4)]
+"""
+RUN = """
+import json, sys
+from flows import post_train, single, tasks
+from flows.recipe import load
+
+sizes, calling = [], tasks.run_at
+def measured(*arguments, **named):
+    outcome = calling(*arguments, **named)
+    sizes.append(max(len(repr(arguments)), len(repr(named))))
+    return outcome
+tasks.run_at = measured
+fn = tasks.stage_task.fn
+def results(name, call, where, labels):
+    outcome = fn(name, call, where, labels)
+    sizes.append(len(repr(outcome)))
+    return outcome
+tasks.stage_task.fn = results
+recipe = load("recipe.toml")
+run = post_train.post_train(recipe)
+reward = single.rerun(recipe, "reward", {"rollouts": "tiny/rollouts@1"})
+score = single.evaluate(recipe, "tiny/policy@2")
+settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.retry_seconds=0.1"]
+again = single.prompt(load("recipe.toml", settings))
+scores = single.evaluation(recipe, ["policy@0", "tiny/policy@2"])
+print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores}))
+"""
+
+
+def described(schema: dict) -> dict[str, str | None]:
+    """Descriptions of all parameters and of all fields of what they are made of, by path."""
+    found = {name: field.get("description") for name, field in schema["properties"].items()}
+    for model, about in (schema.get("definitions") or {}).items():
+        found |= {f"{model}.{name}": field.get("description") for name, field in about.get("properties", {}).items()}
+    return found
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_the_form_describes_every_field(name):
+    flow = FLOWS[name]
+    fields = described(flow.parameters.model_dump())
+    assert (flow.name, flow.persist_result) == (name, False)
+    assert [field for field, text in fields.items() if not text] == []
+    if name != "stage":
+        assert {"recipe", "Placement.generate", "FunctionConfig.use", "Sampling.temperature"} <= set(fields), (
+            "nested ones, lists too"
+        )
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (errors.RemoteError("server", "500"), True),
+        (errors.BusyError("a/policy", "process 7 is at it"), True),
+        (errors.ResourceError("stage generate", "its process ended by SIGKILL"), True),
+        (errors.ConfigError("recipe", "wrong"), False),
+        (errors.NumericError("optimize", "NaN"), False),
+        (errors.CorruptError("a/rollouts@1", "sha256"), False),
+        (GivenUp("pool box", "nobody is there"), False),
+        (ZeroDivisionError(), False),
+    ],
+)
+def test_what_is_tried_again(error, again):
+    assert worth_retrying(stage_task, None, Failed(data=error)) is again
+
+
+def test_tags_tell_run_stage_and_iteration(tmp_path):
+    recipe = type("Recipe", (), {"run": "arith"})
+    assert labels_of(recipe, "generate", 3) == ("run:arith", "stage:generate", "iteration:3")
+    assert labels_of(recipe) == ("run:arith",)
+
+
+@pytest.mark.prefect
+def test_what_travels_is_small_and_each_stage_is_a_flow(workplace):
+    """Over a whole run: parameters and results of every task are below 4 kB. Then single stages, as flows, find what is done."""
+    (workplace / "dies_once.py").write_text(DIES_ONCE)
+    env = command_environment(workplace)
+    found = subprocess.run([sys.executable, "-c", RUN], cwd=workplace, env=env, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    answer = json.loads(found.stdout.splitlines()[-1])
+    done = answer["run"]
+    assert len(answer["sizes"]) > 2 * 13 and 100 < max(answer["sizes"]) < 4096
+    assert (answer["reward"]["ref"], answer["reward"]["cached"]) == (done["iterations"][0]["rewards"], True)
+    assert answer["score"]["ref"] == done["iterations"][1]["evaluation"]["ref"]
+    before, after = answer["scores"]
+    assert (before["policy"], after["policy"]) == ("tiny/policy@0", "tiny/policy@2")
+    last = done["iterations"][1]["evaluation"]
+    assert (before["score"], after["score"]) == (last["baseline"]["score"], last["score"])
+    assert (workplace / "died").exists() and answer["again"]["rows"] == 4, "a killed stage was tried again"
+
+
+@pytest.mark.prefect
+def test_a_missing_training_source_is_told_before_anything_is_generated(workplace):
+    rows = (workplace / "held_out.jsonl").rename(workplace / "other.jsonl")
+    settings = ("run=nowhere", "data.source=nowhere.jsonl", "data.held_out={source='other.jsonl'}")
+    options = [part for setting in settings for part in ("--set", setting)]
+    error = quiver(workplace, "run", "recipe.toml", *options, code=2)["error"]
+    rows.rename(workplace / "held_out.jsonl")
+    assert "nowhere.jsonl" in error["message"]
+    assert [str(ref) for ref in Store(workplace / "store").refs() if ref.run.startswith("nowhere")] == ["nowhere/policy@0"]
