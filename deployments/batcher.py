@@ -107,12 +107,13 @@ def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
     reward, error = None, "; ".join(f"{name}: {text}" if len(parts) > 1 else text for name, text in errors.items()) or None
     try:
         reward = tables.weigh(parts, {each.name: each.weight for each in config.scorers}, config.reward_clip)
+        if config.overlong and row.completion_ids is not None:
+            penalty = overlong_penalty(len(row.completion_ids), config.overlong.max_tokens, config.overlong.cache)
+            numbers[tables.OVERLONG] = penalty
+            reward = None if reward is None else tables.storable(reward + config.overlong.weight * penalty)
     except NumericError as wrong:
-        error = wrong.message
-    if config.overlong:
-        if row.completion_ids is None:
-            return Scored(None, "overlong counts completion_ids, which the request has not", numbers, extra)
-        penalty = overlong_penalty(len(row.completion_ids), config.overlong.max_tokens, config.overlong.cache)
-        numbers[tables.OVERLONG] = penalty
-        reward = None if reward is None else reward + config.overlong.weight * penalty
+        reward, error = None, wrong.message
+    if config.overlong and row.completion_ids is None:
+        missing = "overlong counts completion_ids, which the request has not"
+        reward, error = None, f"{error}; {missing}" if error else missing
     return Scored(reward, error, numbers, extra)

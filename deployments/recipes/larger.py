@@ -34,7 +34,7 @@ def in_words(number: int) -> str:
     return _TENS[tens] + (f"-{_ONES[ones]}" if ones else "")
 
 
-def rows(split: str, seed: int = 0) -> Iterator[dict[str, Any]]:
+def rows(split: str, seed: int | str = 0) -> Iterator[dict[str, Any]]:
     """Questions of one split, `train` or `held_out`, in an order and wording that `seed` decides."""
     pairs = [(low, high) for low in range(10, 100) for high in range(low + 1, 100)]
     random.Random(0).shuffle(pairs)

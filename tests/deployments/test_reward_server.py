@@ -135,6 +135,17 @@ def test_the_whole_section_makes_the_reward(tmp_path):
     assert found[3].error.startswith("numeric: ") and found[4].reward is None and found[4].error
 
 
+def test_a_request_without_ids_is_told_every_reason_and_no_sum_leaves_float32(tmp_path):
+    path, score = tmp_path / "recipe.toml", '[[reward.functions]]\nuse = "numeric"\nweight = {}\n'
+    penalty = "[reward]\noverlong = { max_tokens = 2, cache = 1, weight = 3e38 }\n"
+    path.write_text(penalty + score.format(-3e38))
+    rows = [Row("x", "?", "it is 7", {"answer": 7}, [0] * 3), Row("x", "?", "it is 7", {"answer": "no number"})]
+    with open_scorers(load(path)) as scorers:
+        large, bare = score_rows(load(path), scorers, rows)
+    assert large.reward is None and "is not finite as float32" in large.error
+    assert "holds no number" in bare.error and "overlong counts completion_ids" in bare.error
+
+
 def test_what_scores_must_be_what_the_recipe_pins(tmp_path, capsys):
     path = tmp_path / "recipe.toml"
     path.write_text('[reward]\n[[reward.functions]]\nuse = "numeric"\nfingerprint = "quiver:0"\n')

@@ -1,0 +1,96 @@
+"""What happens by itself: a run that fell silent has crashed; a new version, or a promotion, starts a deployment.
+
+Prefect's automations watch events. A flow run beats every `HEARTBEAT_SECONDS`; Quiver emits one event a version that it made, an
+asset `quiver://RUN/KIND`, and one of `quiver://RUN/KIND@TAG` when a tag moves. Installing twice leaves one automation of each name.
+
+    install(client, silent_runs())
+    triggers = [on_event("arith/prompts", "post-train/arith")]        # of a deployment, which owns them
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
+from prefect.events.schemas.events import ResourceSpecification
+
+from schemas.errors import ConfigError, printable
+from schemas.refs import KINDS, NAME
+
+TAG = "quiver"
+"""On every deployment of ours, and so on its runs: no other flow's silence is judged."""
+HEARTBEAT_SECONDS = 30
+"""Prefect's smallest."""
+SILENT_SECONDS = 180
+"""Longest silence of a live run; a server that is away for less marks nobody."""
+NEW_VERSION = "prefect.asset.materialization.succeeded"
+TAG_MOVED = "quiver.tag.moved"
+_BEAT = "prefect.flow-run.heartbeat"
+_ENDS = tuple(f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled", "Suspended"))
+
+
+def silent_runs(seconds: float = SILENT_SECONDS) -> AutomationCore:
+    """A run of ours that has beaten once, and then neither beats again nor ends for `seconds`, is marked as crashed."""
+    trigger = EventTrigger(
+        after={_BEAT},
+        expect={_BEAT, *_ENDS},
+        match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+        match_related=ResourceSpecification({"prefect.resource.id": [f"prefect.tag.{TAG}"]}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=seconds),
+    )
+    message = f"no sign of life for {seconds:g} s: its process is gone; the next run goes on where it stopped"
+    return AutomationCore(
+        name="quiver: a silent run has crashed",
+        description="Marks flow runs whose process died together with its worker, so that they hold no slot.",
+        trigger=trigger,
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
+    )
+
+
+def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
+    """Run `deployment` at each new version of `source` = RUN/KIND, or each time that a night moves a tag: RUN/policy@TAG.
+
+    ConfigError: it is neither, or the deployment would start itself for ever.
+    """
+    run, slash, rest = source.partition("/")
+    kind, at, tag = rest.partition("@")
+    tagged = kind == "policy" and NAME.fullmatch(tag) if at else True
+    if not slash or not NAME.fullmatch(run) or kind not in KINDS or not tagged:
+        what = f"expected RUN/KIND or RUN/policy@TAG, with KIND one of {', '.join(KINDS)}"
+        raise ConfigError(f"--on {printable(source)}", what, next="e.g. --on feed/prompts, --on arith/policy@prod")
+    if deployment.partition("/")[2] == run:
+        raise ConfigError(
+            f"--on {printable(source)}",
+            f"{deployment} makes these versions itself: it would run for ever",
+            next="name another run",
+        )
+    return DeploymentEventTrigger(
+        name=f"quiver: new {source} → {deployment}",
+        expect={TAG_MOVED if tag else NEW_VERSION},
+        match=ResourceSpecification({"prefect.resource.id": [f"quiver://{source}"]}),
+        posture=Posture.Reactive,
+        threshold=1,
+    )
+
+
+def install(client: SyncPrefectClient, automation: AutomationCore) -> bool:
+    """Create or correct the automation of this name; whether anything changed. What a person switched off stays off."""
+    found = client.read_automations_by_name(automation.name)
+    if not found:
+        client.create_automation(automation)
+        return True
+    first, *doubles = found
+    for double in doubles:
+        client.delete_automation(double.id)
+    compared = {"trigger", "actions", "description"}
+    if first.model_dump(include=compared) == automation.model_dump(include=compared):  # as JSON, sets would have an order
+        return bool(doubles)
+    client.update_automation(first.id, automation.model_copy(update={"enabled": first.enabled}))
+    return True

@@ -1,0 +1,222 @@
+"""Put a recipe on a Prefect server: who runs it, where, when, and what starts it besides.
+
+`deploy` registers `post-train/RUN` (`nightly/RUN` where the recipe has a section [promotion]) with a work pool, and `stage/POOL`
+with every pool that [placement] names. All paths are made absolute first, and what the workers could not see is refused before
+anything is registered. A deployment's version is the hash of all that it says: deploying the same again changes nothing, not even
+the schedule's next runs or what a person paused meanwhile.
+
+    deploy(load("recipe.toml"), Where(pool="gpu", cron="0 2 * * *", timezone="Europe/Berlin"))
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from prefect import Flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, WorkPool
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.exceptions import ObjectNotFound
+from prefect.schedules import Cron, Schedule
+from pydantic import ValidationError
+
+from flows.post_train import post_train
+from flows.recipe import Recipe, load
+from flows.stage import stage
+from schemas.errors import ConfigError, printable
+from schemas.manifest import digest
+
+from .automations import HEARTBEAT_SECONDS, TAG, install, on_event, silent_runs
+from .paths import check_visible, resolve
+from .server import check_api
+
+Overlap = Literal["queue", "skip"]
+_STRATEGIES = {"queue": ConcurrencyLimitStrategy.ENQUEUE, "skip": ConcurrencyLimitStrategy.CANCEL_NEW}
+_LOCAL = "process"
+log = logging.getLogger("quiver")
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where and when. `overlap`: what a run does whose predecessor still runs, wait (queue) or not run at all (skip)."""
+
+    pool: str
+    cron: str | None = None
+    timezone: str = "UTC"
+    overlap: Overlap = "queue"
+    on: tuple[str, ...] = ()
+    """RUN/KIND whose new versions start a run, too; RUN/KIND@TAG: a tag that moves."""
+    image: str | None = None
+    """Container image, for pools that are not of type process."""
+    folder: str | None = None
+    """What relative paths of the recipe are taken from: a folder of that image, say. None: the folder of the command."""
+    now: bool = False
+    """Start a run at once."""
+
+
+def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
+    """Register everything; what there is now, by name, and whether it changed. Raises before anything is registered."""
+    url = check_api()
+    with get_client(sync_client=True) as client:
+        pools = {name: _pool(client, name) for name in dict.fromkeys([where.pool, *placed(recipe)])}
+        resolved = _seen_from(recipe, pools, where.folder)
+        wanted = list(_wanted(resolved, where, pools))
+        changes = [(deployment.full_name, _register(client, deployment)) for deployment in wanted]
+        changed = install(client, silent_runs())
+        started = start_run(client, wanted[0]) if where.now else None
+    entries = [{"name": name, "pool": d.work_pool_name, "changed": new} for (name, new), d in zip(changes, wanted, strict=True)]
+    automations = [{"name": silent_runs().name, "changed": changed}]
+    automations += [{"name": trigger.name, "changed": changes[0][1]} for trigger in wanted[0].triggers]
+    return {"api": url, "deployments": entries, "automations": automations, "flow_run": started}
+
+
+def recipe_parameters(file: str, pool: str, folder: str | None = None, settings: list[str] | None = None) -> dict[str, Any]:
+    """A build step of prefect.yaml: the recipe in `file` as parameters, `{{ id.recipe }}`, with the checks that `deploy` makes."""
+    check_api()
+    with get_client(sync_client=True) as client:
+        recipe = load(file, settings or [])
+        install(client, silent_runs())
+        return parameters(_seen_from(recipe, {pool: _pool(client, pool)}, folder))
+
+
+def parameters(recipe: Recipe) -> dict[str, Any]:
+    """What a run is started with: only what the recipe says, since a section's own value goes before the run's."""
+    return {"recipe": recipe.model_dump(mode="json", exclude_unset=True)}
+
+
+def placed(recipe: Recipe) -> list[str]:
+    """The pools that [placement] sends stages to, each once."""
+    return list(dict.fromkeys(recipe.placement.pools.values()))
+
+
+def flow_of(recipe: Recipe) -> Flow:
+    """`nightly` for a recipe that says when a policy is promoted, else `post-train`."""
+    if "promotion" not in recipe.model_fields_set:
+        return post_train
+    from flows.nightly import nightly
+
+    return nightly
+
+
+# -- what is wanted -------------------------------------------------------------------------------------------------------------
+
+
+def described(flow: Flow, name: str, where: Where, **more: Any) -> RunnerDeployment:
+    """A deployment of `flow` by module path, one run at a time, with schedule and triggers; ConfigError: the schedule is none."""
+    return RunnerDeployment.from_flow(
+        flow,
+        name=name,
+        schedules=_schedules(where),
+        concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=_STRATEGIES[where.overlap]),
+        triggers=[on_event(source, f"{flow.name}/{name}") for source in where.on],
+        tags=[TAG],
+        entrypoint_type=EntrypointType.MODULE_PATH,
+        **more,
+    )
+
+
+def _schedules(where: Where) -> list[Schedule]:
+    if where.cron is None:
+        return []
+    try:
+        CronSchedule(cron=where.cron, timezone=where.timezone)  # Prefect checks some of it only as it registers
+    except ValueError as error:  # pydantic's is one too
+        raise ConfigError(
+            f"--cron {printable(where.cron)} --timezone {printable(where.timezone)}",
+            printable(error.errors()[0]["msg"] if isinstance(error, ValidationError) else error),
+            next='correct it, e.g. --cron "0 2 * * *" --timezone Europe/Berlin',
+        ) from None
+    return [Cron(where.cron, timezone=where.timezone, slug="cron")]
+
+
+def _wanted(recipe: Recipe, where: Where, pools: dict[str, WorkPool]) -> Iterator[RunnerDeployment]:
+    """The recipe's own flow first, then `stage/POOL` of each pool that [placement] names."""
+    yield _versioned(
+        described(flow_of(recipe), recipe.run, where, parameters=parameters(recipe), **_work(pools[where.pool], where))
+    )
+    for name in placed(recipe):
+        work = _work(pools[name], where)
+        yield _versioned(
+            RunnerDeployment.from_flow(stage, name=name, tags=[TAG], entrypoint_type=EntrypointType.MODULE_PATH, **work)
+        )
+
+
+def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
+    """Which pool, and the job variables over its own: heartbeats, beside the pool's environment, and the image."""
+    defaults = pool.base_job_template.get("variables", {}).get("properties", {})
+    env = {**(defaults.get("env", {}).get("default") or {}), "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
+    if pool.type == _LOCAL:
+        return {"work_pool_name": pool.name, "job_variables": {"env": env}}
+    image = where.image or defaults.get("image", {}).get("default") or ""
+    if not image or image.startswith("prefecthq/"):
+        raise ConfigError(
+            f"work pool {pool.name}",
+            f"is of type {pool.type} and names no image with Quiver in it",
+            next="build deployments/Dockerfile, then give its name: --image NAME",
+        )
+    return {"work_pool_name": pool.name, "job_variables": {"env": env, "image": image}}
+
+
+def _versioned(deployment: RunnerDeployment) -> RunnerDeployment:
+    said = deployment.model_dump(mode="json", exclude={"version", "storage"})
+    form = deployment._parameter_openapi_schema.model_dump(mode="json")
+    deployment.version = digest([said, deployment.entrypoint, form])[:12]
+    return deployment
+
+
+# -- what there is --------------------------------------------------------------------------------------------------------------
+
+
+def _pool(client: SyncPrefectClient, name: str) -> WorkPool:
+    try:
+        return client.read_work_pool(name)
+    except ObjectNotFound:
+        raise ConfigError(
+            f"work pool {printable(name)}",
+            "there is none of this name",
+            next=f"prefect worker start --pool {name} --type process",
+        ) from None
+
+
+def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -> Recipe:
+    """`recipe` with absolute paths that the workers of all these pools can see, as far as can be known."""
+    containers = [pool for pool in pools.values() if pool.type != _LOCAL]
+    resolved, paths = resolve(recipe, f"work pool {next(iter(pools))}", folder=folder, must_exist=not containers)
+    for pool in containers:
+        check_visible(paths, _mounts(pool), f"work pool {pool.name} (type {pool.type})")
+    return resolved
+
+
+def _mounts(pool: WorkPool) -> tuple[str, ...]:
+    """Folders that every container of a pool sees under the host's own path: `volumes` as Docker pools name them."""
+    volumes = pool.base_job_template.get("variables", {}).get("properties", {}).get("volumes", {}).get("default") or []
+    halves = [str(volume).split(":") for volume in volumes]
+    return tuple(half[0] for half in halves if len(half) > 1 and half[0] == half[1] and Path(half[0]).is_absolute())
+
+
+def _register(client: SyncPrefectClient, wanted: RunnerDeployment) -> bool:
+    """Create or update; False where the server has this very version, with all its triggers."""
+    try:
+        found = client.read_deployment_by_name(wanted.full_name)
+    except ObjectNotFound:
+        found = None
+    if found and found.version == wanted.version:
+        owned = client.read_resource_related_automations(f"prefect.deployment.{found.id}")
+        if {trigger.name for trigger in wanted.triggers} <= {each.name for each in owned}:
+            return False
+    wanted.apply()
+    if found and not wanted.schedules:  # the server takes an empty list for "as they were"
+        for schedule in found.schedules:
+            client.delete_deployment_schedule(found.id, schedule.id)
+    return True
+
+
+def start_run(client: SyncPrefectClient, deployment: RunnerDeployment) -> str:
+    """Start a run of a registered deployment; its id."""
+    found = client.read_deployment_by_name(deployment.full_name)
+    return str(client.create_flow_run_from_deployment(found.id).id)

@@ -1,0 +1,151 @@
+"""Every path of a recipe, made absolute where the recipe is handed in; what another host could not see is refused.
+
+A worker runs in another folder, maybe on another host, maybe in a container. So a relative path is taken from the folder of the
+command, as everywhere, but now; and what has to be there is looked for now. Left as they are: names that are no paths (hub ids,
+`package:…`, `datasets:…`, functions that come with Quiver, modules that are installed), and arguments of the user's own functions.
+
+    recipe, paths = resolve(load("recipe.toml"), "work pool gpu")
+    check_visible(paths, mounts=("/srv/quiver",), where="work pool gpu (docker)")
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flows.recipe import Recipe
+from schemas.errors import ConfigError, printable
+from stages.common.config import parse
+from stages.prompt.sources import SUFFIXES
+
+NIGHT = "{night}"
+"""In [data]: a nightly run puts its name there, so the file may be yet to come."""
+Paths = dict[str, Path]
+"""Absolute paths by the key that names them, such as `data.source`."""
+
+
+def resolve(recipe: Recipe, where: str, *, folder: str | Path | None = None, must_exist: bool = True) -> tuple[Recipe, Paths]:
+    """The recipe with absolute paths, and those paths. ConfigError: one is not there, or names what only this folder has.
+
+    Relative paths are taken from `folder`, or from here. Without `must_exist`, files may be those of an image: they are not looked
+    for. The store need not be there yet.
+    """
+    data = recipe.model_dump(mode="json", exclude_unset=True)
+    data.setdefault("store", recipe.store)
+    found: Paths = {}
+    for key, kind in PATHS.items():
+        for holder, last, name in _values(data, key.split("."), []):
+            path, rest = kind(holder[last])
+            path = path and Path(folder or "").absolute() / path
+            if path is None:
+                _check_importable(name, holder[last], where)
+                continue
+            found[name] = path
+            holder[last] = f"{path}{rest}"
+            if must_exist and name != "store" and NIGHT not in str(path) and not path.exists():
+                raise ConfigError(f"{name} {printable(path)}", "there is no such file or folder", next=f"correct {name}")
+    return parse(Recipe, data, f"recipe {recipe.run}"), found
+
+
+def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
+    """ConfigError when a container would not see a path: one in this host's home or temporary folder, below none of `mounts`."""
+    own = (Path.home(), Path(tempfile.gettempdir()).absolute(), Path("/tmp"), Path("/home"), Path("/root"))
+    for name, path in paths.items():
+        private = next((folder for folder in own if folder != Path("/") and path.is_relative_to(folder)), None)
+        if private and not any(path.is_relative_to(mount) for mount in mounts):
+            raise ConfigError(
+                f"{name} {printable(path)}",
+                f"lies in {private} of this host, which {where} does not see",
+                next=f"put it where every host sees it under this very path, or mount {private} in the pool's volumes",
+            )
+
+
+# -- what a value names -----------------------------------------------------------------------------------------------------------
+
+
+def _path(value: str) -> tuple[Path | None, str]:
+    return Path(value).expanduser(), ""
+
+
+def _code(value: str) -> tuple[Path | None, str]:
+    """`file.py:function`; a module, or a name that comes with Quiver, is no path."""
+    holder, colon, attribute = value.rpartition(":")
+    return (_path(holder)[0], colon + attribute) if holder.endswith(".py") else (None, "")
+
+
+def _model(value: str) -> tuple[Path | None, str]:
+    """A directory or file that is there, or is written as a path; else a function, a package's file, or a hub id."""
+    path = Path(value).expanduser()
+    written = value.startswith((".", "/", "~")) or path.suffix == ".gguf" or value.count("/") > 1
+    named = path.exists() or (written and ":" not in value)
+    return (path, "") if named and not value.startswith("package:") else _code(value)
+
+
+def _rows(value: str) -> tuple[Path | None, str]:
+    return _path(value) if Path(value).suffix in SUFFIXES and not value.startswith("datasets:") else _code(value)
+
+
+def _interpreter(value: str) -> tuple[Path | None, str]:
+    """A bare name is looked for in PATH; links are not followed, since a virtual environment's python is one."""
+    return _path(value if "/" in value else shutil.which(value) or value)
+
+
+PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
+    "store": _path,
+    "policy.model": _model,
+    "data.source": _rows,
+    "data.held_out.source": _rows,
+    "prompt.template": _path,
+    "generate.engine": _code,
+    "generate.options.script": _code,
+    "evaluate.generate.engine": _code,
+    "evaluate.generate.options.script": _code,
+    "reward.functions.*.use": _code,
+    "reward.functions.*.arguments.model": _model,
+    "reward.functions.*.arguments.sandbox_python": _interpreter,
+    "reward.models.*.model": _model,
+    "reward.models.*.template": _path,
+    "optimize.algorithm": _code,
+    "placement.python.*": _interpreter,
+}
+"""Every key of a recipe that may name a path, and how it is read."""
+
+
+def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any, Any, str]]:
+    """The places in `data` at `keys` (`*`: each entry) that hold text: their holder, its key, and the whole name."""
+    first, *rest = keys
+    if isinstance(data, list):
+        names = range(len(data)) if first == "*" else []
+    else:
+        names = list(data) if first == "*" else [first] if first in data else []
+    for name in names:
+        path, value = [*before, str(name)], data[name]
+        if rest and isinstance(value, dict | list):
+            yield from _values(value, rest, path)
+        elif not rest and isinstance(value, str) and value:
+            yield data, name, ".".join(path)
+
+
+def _check_importable(name: str, value: str, where: str) -> None:
+    """ConfigError where `module:function` is found only because the command runs in this folder."""
+    module, colon, _ = value.rpartition(":")
+    if not colon or not module.replace(".", "").isidentifier() or value.startswith(("package:", "datasets:")):
+        return
+    here = {"", os.getcwd()}
+    kept, sys.path[:] = sys.path[:], [entry for entry in sys.path if entry not in here]
+    try:
+        found = importlib.util.find_spec(module.partition(".")[0])
+    finally:
+        sys.path[:] = kept
+    if found is None:
+        raise ConfigError(
+            f"{name} {printable(value)}",
+            f"module {module} is not installed, and {where} does not run in this folder",
+            next=f"name its file, {module.replace('.', '/')}.py:{value.rpartition(':')[2]}, or install it",
+        )

@@ -1,0 +1,73 @@
+"""Serve a recipe from this very process: a schedule for a laptop, without work pools and workers.
+
+Prefect's embedded server, which `quiver run` lives with, has no scheduler and triggers nothing. So where PREFECT_API_URL names no
+server, a real one is started on loopback and ends with this command. Runs are child processes; a run that is due while the last
+one still runs waits, or is skipped. When this process ends, its schedule is paused and its runs are cancelled; the finished shards
+of an unfinished stage are kept, and serving again goes on from there.
+
+    serve(load("recipe.toml"), cron="0 2 * * *", timezone="Europe/Berlin")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+
+from prefect.client.orchestration import get_client
+from prefect.runner import Runner
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT
+
+from flows.recipe import Recipe
+
+from .automations import HEARTBEAT_SECONDS, install, silent_runs
+from .deploy import Overlap, Where, described, flow_of, parameters, start_run
+from .paths import resolve
+from .server import check_api, own_server
+
+log = logging.getLogger("quiver")
+
+
+def serve(
+    recipe: Recipe,
+    cron: str | None = None,
+    timezone: str = "UTC",
+    overlap: Overlap = "queue",
+    on: tuple[str, ...] = (),
+    now: bool = False,
+    port: int | None = None,
+) -> None:
+    """Run `recipe` when it is due, until SIGINT or SIGTERM. `now`: once at the beginning, too. `port`: of a server of its own;
+    None: Prefect's setting PREFECT_SERVER_API_PORT, 4200."""
+    where = Where(pool="", cron=cron, timezone=timezone, overlap=overlap, on=on)
+    resolved, _ = resolve(recipe, "a served run")
+    deployment = described(flow_of(recipe), recipe.run, where, parameters=parameters(resolved), paused=False)
+    with ExitStack() as stack:
+        if not PREFECT_API_URL.value():
+            log.info("PREFECT_API_URL is not set, and the embedded server keeps no schedules: starting a real one, on loopback")
+            stack.enter_context(own_server(port or PREFECT_SERVER_API_PORT.value()))
+        url = check_api()
+        runner = Runner(name=f"quiver-{recipe.run}", heartbeat_seconds=HEARTBEAT_SECONDS)
+        runner.add_deployment(deployment)
+        with get_client(sync_client=True) as client:
+            install(client, silent_runs())
+            if now:
+                start_run(client, deployment)
+        log.info("serving %s; pages: %s", deployment.full_name, url.removesuffix("/api"))
+        log.info("schedule: %s", f"{cron} ({timezone})" if cron else "none; runs start by hand")
+        log.info("by hand: PREFECT_API_URL=%s prefect deployment run %s", url, deployment.full_name)
+        _run(runner)
+
+
+def _run(runner: Runner) -> None:
+    """Until a signal. SIGTERM ends it as Ctrl-C does: Prefect's own answer to it leaves the runs to themselves."""
+
+    async def until_stopped() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        runner.handle_sigterm = lambda *_: loop.call_soon_threadsafe(task.cancel)
+        await runner.start()
+
+    try:
+        asyncio.run(until_stopped())
+    except asyncio.CancelledError:
+        raise SystemExit(143) from None

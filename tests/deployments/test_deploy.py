@@ -1,0 +1,250 @@
+"""`quiver deploy` against a real server that asks for a password: what is registered, what is refused, and what changes when."""
+
+import datetime
+import json
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import State, StateType
+from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+from deployments.automations import TAG, install, silent_runs
+from deployments.deploy import Where, deploy
+from deployments.server import check_api, listening, own_server
+from flows.recipe import Recipe, load
+from schemas.errors import ConfigError, RemoteError, SecurityError
+from tests.deployments.prefect_world import wait_for, world
+from tests.flows.conftest import write_recipe
+
+pytestmark = pytest.mark.prefect
+ROOT = Path(__file__).parents[2]
+SCHEDULE = {"cron": "0 2 * * *", "timezone": "Europe/Berlin"}
+ELSEWHERE = [
+    "store=/srv/store", "policy.model=/srv/model", "data.source=/srv/questions.jsonl", "data.held_out=null",
+    "reward.functions=[{use='exact_match'}]",
+]  # fmt: skip
+"""Settings under which every path lies where an image could have it."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A server that listens to everybody and knows a password, and a folder with a recipe."""
+    folder = write_recipe(tmp_path_factory.mktemp("deploy"))
+    with world(folder, host="0.0.0.0", auth="somebody:pass word") as made, made.client() as client:
+        client.create_work_pool(WorkPoolCreate(name="box", type="process"))
+        for name, volumes in (("containers", []), ("mounted", [f"{folder}:{folder}"])):
+            template = {
+                "job_configuration": {"env": "{{ env }}", "image": "{{ image }}", "volumes": "{{ volumes }}"},
+                "variables": {"properties": {"env": {"default": {"OWN": "1"}}, "image": {}, "volumes": {"default": volumes}}},
+            }
+            client.create_work_pool(WorkPoolCreate(name=name, type="docker", base_job_template=template))
+        yield made
+
+
+@pytest.fixture
+def client(place, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    with place.client() as client:
+        yield client
+
+
+def put(where: Where, *settings: str) -> dict:
+    return deploy(load("recipe.toml", settings), where)
+
+
+def everything(client) -> list:
+    """All that the server holds of deployments, schedules, limits, automations and runs to come."""
+    told = []
+    for kind in ("deployments", "automations", "v2/concurrency_limits", "flow_runs"):
+        rows = client.request("POST", f"/{kind}/filter", json={}).json()
+        own = {"last_polled", "status", "estimated_start_time_delta", "estimated_run_time"}
+        told.append(sorted(({k: v for k, v in row.items() if k not in own} for row in rows), key=lambda row: row["id"]))
+    return told
+
+
+def found(client, name: str):
+    return client.read_deployment_by_name(f"post-train/{name}")
+
+
+def runs_of(client, name: str) -> list[dict]:
+    deployment = str(found(client, name).id)
+    return [run for run in everything(client)[3] if run["deployment_id"] == deployment]
+
+
+def test_deploying_twice_changes_nothing_twice(client):
+    where = Where("box", **SCHEDULE, on=("feed/prompts",))
+    first = put(where)
+    assert [(each["name"], each["changed"]) for each in first["deployments"]] == [("post-train/tiny", True)]
+    wait_for("the scheduler", lambda: len(everything(client)[3]) >= 3)
+    before = everything(client)
+    again = put(where)
+    assert not any(each["changed"] for each in (*again["deployments"], *again["automations"]))
+    assert everything(client) == before
+    assert len(before[1]) == 2, "one automation for silent runs, one for new prompts"
+
+
+def test_a_run_is_due_at_two_in_the_morning_in_berlin(client):
+    put(Where("box", **SCHEDULE), "run=early")
+    for run in wait_for("the scheduler", lambda: runs_of(client, "early")):
+        due = datetime.datetime.fromisoformat(run["expected_start_time"].replace("Z", "+00:00"))
+        assert due.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
+
+
+def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
+    put(Where("box", **SCHEDULE, on=("feed/prompts",)), "run=moved")
+    assert found(client, "moved").concurrency_options.collision_strategy == "ENQUEUE"
+    answer = put(Where("box", cron="30 4 * * 1", overlap="skip"), "run=moved", "iterations=5")
+    assert answer["deployments"][0]["changed"]
+    now = found(client, "moved")
+    assert [schedule.schedule.cron for schedule in now.schedules] == ["30 4 * * 1"]
+    assert (now.concurrency_options.collision_strategy, now.global_concurrency_limit.limit) == ("CANCEL_NEW", 1)
+    assert now.parameters["recipe"]["iterations"] == 5
+    assert not [each for each in everything(client)[1] if each["name"].endswith("post-train/moved")]
+    put(Where("box"), "run=moved")
+    assert found(client, "moved").schedules == []
+
+
+def test_the_parameters_are_the_recipe_with_absolute_paths(client, place):
+    put(Where("box"), "run=plain", "optimize.learning_rate=2e-6")
+    sent = Recipe.model_validate(found(client, "plain").parameters["recipe"])
+    assert sent.store == f"{place.folder}/store" and sent.data.source == f"{place.folder}/questions.jsonl"
+    assert sent.optimize.learning_rate == 2e-6
+    assert sent.generate_config(1).seed == 7, "what the recipe leaves open is left open"
+
+
+def test_a_container_gets_its_image_and_its_pools_own_environment(client):
+    put(Where("mounted", image="registry/quiver:cpu"), "run=boxed")
+    variables = found(client, "boxed").job_variables
+    assert variables["image"] == "registry/quiver:cpu"
+    assert variables["env"]["OWN"] == "1" and "PREFECT_FLOWS_HEARTBEAT_FREQUENCY" in variables["env"]
+
+
+@pytest.mark.parametrize(
+    ("where", "settings", "object", "next"),
+    [
+        (Where("nowhere"), [], "work pool nowhere", "prefect worker start --pool nowhere --type process"),
+        (Where("containers"), ELSEWHERE, "work pool containers", "--image"),
+        (Where("containers", image="quiver"), [], "store", "put it where every host sees it"),
+        (Where("box", cron="at night"), [], "--cron at night --timezone UTC", "0 2 * * *"),
+        (Where("box", cron="0 2 * * *", timezone="Mars/Base"), [], "--cron 0 2 * * * --timezone Mars/Base", "Europe/Berlin"),
+        (Where("box", on=("tiny/prompts",)), [], "--on tiny/prompts", "name another run"),
+        (Where("box", on=("feed",)), [], "--on feed", "--on feed/prompts"),
+        (Where("box"), ["data.source=gone.jsonl"], "data.source", "correct data.source"),
+    ],
+)
+def test_what_can_not_work_is_refused_and_nothing_is_registered(client, where, settings, object, next):
+    before = everything(client)
+    with pytest.raises(ConfigError) as error:
+        put(where, *settings)
+    assert error.value.object.startswith(object) and next in error.value.next
+    assert everything(client) == before
+
+
+def test_without_the_password_nothing_goes(place):
+    command = [sys.executable, "-m", "flows.cli", "deploy", "recipe.toml", "--pool", "box", "--json"]
+    for auth, code in (("somebody:else", 2), (place.auth, 0)):
+        env = {**place.env, "PREFECT_API_AUTH_STRING": auth}
+        done = subprocess.run(command, cwd=place.folder, env=env, capture_output=True, text=True, check=False)
+        answer = json.loads(done.stdout)
+        assert done.returncode == code, done.stderr
+    assert answer["deployments"][0]["name"] == "post-train/tiny"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "next"),
+    [
+        ({PREFECT_API_AUTH_STRING: None}, ConfigError, "export PREFECT_API_AUTH_STRING=user:password"),
+        ({PREFECT_API_URL: None}, ConfigError, "prefect server start, then export PREFECT_API_URL="),
+        ({PREFECT_API_URL: "http://127.0.0.1:9/api"}, RemoteError, "prefect server start"),
+    ],
+)
+def test_without_a_server_nothing_goes(place, settings, error, next):
+    with temporary_settings({PREFECT_API_URL: place.url, **settings}), pytest.raises(error) as refused:
+        check_api()
+    assert next in refused.value.next
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
+def test_who_can_reach_a_port_is_read_from_the_system(address):
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+        server.bind((address, 0))
+        server.listen()
+        assert listening(server.getsockname()[1]) == [address]
+
+
+def test_a_server_of_ones_own_does_not_push_another_aside():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match="is taken") as error, own_server(port):
+            pass
+        assert f"export PREFECT_API_URL=http://127.0.0.1:{port}/api" in error.value.next
+
+
+def test_an_open_server_is_for_loopback_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_recipe(tmp_path / "open"))
+    with world(tmp_path / "open", host="0.0.0.0") as made, made.client() as client:
+        client.create_work_pool(WorkPoolCreate(name="box", type="process"))
+        with pytest.raises(SecurityError, match=r"listens on 0\.0\.0\.0 and answers without credentials"):
+            put(Where("box"))
+        assert everything(client)[0] == []
+
+
+def test_entries_of_prefect_yaml_are_deployed_by_prefect(client, place):
+    """The build step runs, and its recipe arrives whole: from this folder for processes, from the image's for containers."""
+    for name, kind in (("cpu", "process"), ("cpu-docker", "docker")):
+        client.create_work_pool(WorkPoolCreate(name=name, type=kind))
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", "deployments/prefect.yaml"]
+    names = ["--name", "cpu-process", "--name", "cpu-docker"]
+    done = subprocess.run([*command, *names], cwd=ROOT, env=place.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    own, boxed = (Recipe.model_validate(found(client, name).parameters["recipe"]) for name in ("cpu-process", "cpu-docker"))
+    assert own.data.source == f"{ROOT}/deployments/recipes/t5_digits.py:rows" and own.store == f"{ROOT}/store"
+    assert boxed.data.source == "/opt/quiver/deployments/recipes/t5_digits.py:rows" and boxed.store == "/srv/quiver/store"
+    assert own.optimize == boxed.optimize == load(ROOT / "deployments/recipes/t5_ppo.toml").optimize
+    assert found(client, "cpu-docker").job_variables["volumes"] == ["/srv/quiver:/srv/quiver"]
+    assert [schedule.active for schedule in found(client, "cpu-process").schedules] == [False]
+
+
+def _beat(event: str, resource: str, related: list | None = None, payload: dict | None = None) -> None:
+    emit_event(event=event, resource={"prefect.resource.id": resource}, related=related or [], payload=payload)
+    EventsWorker.drain_all()
+
+
+def test_a_new_version_of_a_dataset_starts_a_run(client):
+    put(Where("box", on=("feed/prompts",)), "run=follower")
+    assert runs_of(client, "follower") == []
+    _beat("prefect.asset.materialization.succeeded", "quiver://feed/rewards", payload={"version": 3})
+    _beat("prefect.asset.materialization.succeeded", "quiver://feed/prompts", payload={"version": 3})
+    (run,) = wait_for("the automation", lambda: runs_of(client, "follower"))
+    assert run["state_type"] == "SCHEDULED"
+
+
+def test_a_promotion_starts_a_run(client):
+    put(Where("box", on=("feed/policy@prod",)), "run=user")
+    _beat("prefect.asset.materialization.succeeded", "quiver://feed/policy", payload={"version": 3})
+    _beat("quiver.tag.moved", "quiver://feed/policy@prod")
+    assert len(wait_for("the automation", lambda: runs_of(client, "user"))) == 1
+
+
+def test_a_run_that_falls_silent_has_crashed(client):
+    """Of two runs that beat once, the one that never beats again is marked, the one that completes is not."""
+    put(Where("box"), "run=silent")
+    install(client, silent_runs(seconds=10))
+    deployment = found(client, "silent").id
+    runs = [client.create_flow_run_from_deployment(deployment).id for _ in range(2)]
+    for run in runs:
+        client.set_flow_run_state(run, State(type=StateType.RUNNING), force=True)
+        tag = {"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}
+        _beat("prefect.flow-run.heartbeat", f"prefect.flow-run.{run}", [tag])
+    client.set_flow_run_state(runs[1], State(type=StateType.COMPLETED), force=True)
+    wait_for("the automation", lambda: client.read_flow_run(uuid.UUID(str(runs[0]))).state.type == StateType.CRASHED)
+    assert client.read_flow_run(runs[1]).state.type == StateType.COMPLETED
+    assert install(client, silent_runs()), "deploy puts its own time back"

@@ -1,0 +1,149 @@
+"""Paths of a recipe as a worker elsewhere needs them: absolute, there, and where it can see them; and nothing else is touched."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from deployments.paths import PATHS, check_visible, resolve
+from flows.recipe import Recipe, load
+from schemas.errors import ConfigError
+from stages.common.process import Call, perform
+from tests.flows.conftest import write_recipe
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(write_recipe(tmp_path / "work"))
+    return tmp_path / "work"
+
+
+def resolved(*settings: str) -> dict:
+    recipe, _ = resolve(load("recipe.toml", settings), "a pool")
+    return recipe.model_dump(mode="json", exclude_unset=True)
+
+
+def test_every_path_is_absolute_and_all_else_is_as_it_was(folder):
+    before = load("recipe.toml").model_dump(mode="json", exclude_unset=True)
+    after = resolved()
+    expected = json.loads(json.dumps(before))
+    expected["store"] = f"{folder}/store"
+    expected["policy"]["model"] = f"{folder}/model"
+    expected["data"]["source"] = f"{folder}/questions.jsonl"
+    expected["data"]["held_out"]["source"] = f"{folder}/held_out.jsonl"
+    expected["reward"]["functions"][0]["use"] = f"{folder}/rewards.py:evenness"
+    assert after == expected
+
+
+def test_it_means_the_same_from_another_folder(folder, tmp_path, monkeypatch):
+    recipe, paths = resolve(load("recipe.toml"), "a pool")
+    monkeypatch.chdir(tmp_path)
+    assert resolve(recipe, "a pool") == (recipe, paths)
+    assert recipe.generate_config(1).seed == 7, "the run's own seed still goes where a section has none"
+    assert not recipe.online
+
+
+def test_a_deployed_run_finds_what_the_shell_made(folder):
+    """Keys hold the bytes of a file and its name, not its folder: with absolute paths every stage is "already done"."""
+    scripted = ["generate.engine='scripted'", "generate.samples_per_prompt=2", "iterations=1"]
+    near = load("recipe.toml", scripted)
+    far, _ = resolve(near, "a pool")
+
+    def chain(recipe: Recipe) -> dict[str, bool]:
+        def stage(name: str, config, **refs: str) -> str:
+            done = perform(Call(name, config.model_dump(mode="json"), recipe.store, refs, "tiny"))
+            cached[name] = done.cached
+            return done.ref
+
+        cached: dict[str, bool] = {}
+        policy = stage("policy", recipe.policy)
+        rollouts = stage(
+            "generate",
+            recipe.generate_config(1),
+            prompts=stage("prompt", recipe.prompt_config(1), policy=policy),
+            policy=policy,
+        )
+        stage("reward", recipe.reward, rollouts=rollouts)
+        return cached
+
+    assert set(chain(near).values()) == {False}
+    assert set(chain(far).values()) == {True}
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("prompt.template='model/chat_template.jinja'", ("prompt", "template")),
+        ("placement.python.generate='bin/python'", ("placement", "python", "generate")),
+        ("optimize.algorithm='rewards.py:MINE'", ("optimize", "algorithm")),
+        ("reward.models=[{model='model'}]", ("reward", "models", 0, "model")),
+        ("reward.functions=[{use='similarity', arguments={model='model'}}]", ("reward", "functions", 0, "arguments", "model")),
+    ],
+)
+def test_paths_in_other_sections(folder, setting, key):
+    (folder / "bin").mkdir()
+    (folder / "bin/python").symlink_to(sys.executable)
+    (folder / "model/chat_template.jinja").touch()
+    found = resolved(setting)
+    for part in key:
+        found = found[part]
+    assert found.startswith(f"{folder}/") and Path(found.partition(":")[0]).exists()
+    assert not found.endswith(os.path.basename(os.path.realpath(sys.executable))) or "bin/python" in found, "links are kept"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["policy.model='some/model'", "policy.model='package:pkg/model.gguf'", "data.source='datasets:some/rows'",
+     "data.source='deployments.recipes.larger:rows'", "reward.functions=[{use='exact_match'}]", "optimize.algorithm='dapo'"],
+)  # fmt: skip
+def test_names_that_are_no_paths_are_left_alone(folder, setting):
+    section, name = setting.partition("=")[0].split(".")
+    plain = load("recipe.toml", [setting]).model_dump(mode="json", exclude_unset=True)
+    assert resolved(setting)[section][name] == plain[section][name]
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("data.source='gone.jsonl'", "data.source"),
+        ("policy.model='./gone'", "policy.model"),
+        ("reward.functions=[{use='gone.py:score'}]", "reward.functions.0.use"),
+        ("data.source='only_here:rows'", "name its file, only_here.py:rows"),
+    ],
+)
+def test_what_is_not_there_is_refused(folder, setting, told):
+    (folder / "only_here.py").touch()
+    with pytest.raises(ConfigError, match=r"no such file|not installed") as error:
+        resolved(setting)
+    assert told in str(error.value)
+
+
+def test_a_container_sees_what_is_mounted_under_the_same_path(folder):
+    _, paths = resolve(load("recipe.toml"), "a pool")
+    check_visible(paths, (str(folder.parent),), "a pool")
+    check_visible({"store": Path("/srv/quiver/store")}, (), "a pool")
+    for private in (folder / "store", Path.home() / "store", Path("/home/somebody/store")):
+        with pytest.raises(ConfigError, match="does not see"):
+            check_visible({"store": private}, ("/mnt/elsewhere",), "a pool")
+
+
+def test_every_field_that_may_name_a_file_is_known():
+    """A field of the recipe whose description speaks of a file, a directory or a folder is in the table of paths."""
+    words, found = ("directory", ".py:", "File ", "Folder ", "Interpreter", ".jsonl"), set()
+
+    def walk(model: type[BaseModel], before: str) -> None:
+        for name, field in model.model_fields.items():
+            key = f"{before}{name}"
+            inner = [part for part in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(part, type)]
+            for part in inner:
+                if issubclass(part, BaseModel):
+                    walk(part, f"{key}.*." if "tuple" in str(field.annotation) else f"{key}.")
+            if any(word in (field.description or "") for word in words) and str in inner:
+                found.add(f"{key}.*" if "dict" in str(field.annotation) else key)
+
+    walk(Recipe, "")
+    assert {"policy.model", "data.source", "placement.python.*", "reward.models.*.template"} <= found, "the search finds fields"
+    assert found - set(PATHS) == set()
