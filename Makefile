@@ -42,10 +42,10 @@ oracle: .oracles/verl
 .peers/trl: $(STAMP)
 	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .peers trl==1.16.0
 
+# Some 40 minutes on two quiet cores; QUICK=--quick: small sizes, to see that all run
+BENCHMARKS := optimizer_step iteration generation logprobs store data_path growth rewards reward_servers startup orchestration
 bench: .peers/trl
-	.venv/bin/python -m tests.benchmarks.optimizer_step
-	.venv/bin/python -m tests.benchmarks.rewards
-	.venv/bin/python -m tests.benchmarks.reward_servers
+	@for name in $(BENCHMARKS); do echo "## $$name"; .venv/bin/python -m tests.benchmarks.$$name $(QUICK) || exit 1; done
 
 lint: setup
 	.venv/bin/ruff check .

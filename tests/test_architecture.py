@@ -68,7 +68,7 @@ def test_imports_go_one_way(path):
         ("prefect", ("flows.", "deployments.")),
         ("vllm", ("stages.generate.vllm_engine", "stages.reward.models.vllm_pooling")),
         ("accelerate", ("stages.optimize.", "stages.logprobs.")),
-        ("typer", ("flows.cli",)),
+        ("typer", ("flows.cli", "flows.commands")),
     ],
 )
 def test_who_may_import_what(library, allowed):

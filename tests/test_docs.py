@@ -21,9 +21,7 @@ from stages.reward.functions import FUNCTIONS
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted(
-    path
-    for path in ROOT.rglob("*.md")
-    if not {".venv", ".git", ".pytest_cache", ".oracles"} & set(path.relative_to(ROOT).parts)
+    path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 COMMANDS = set(get_command(app).commands)
 
@@ -59,7 +57,8 @@ def test_what_a_document_names_exists(path):
         assert target in {*targets, "it", "a", "the", "room"}, f"{path.name} names make {target}"
     for name in re.findall(r"`((?:schemas|stages|flows|deployments|tests)/[\w./-]+\.\w+)`", text):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
-    for option in re.findall(r"(?<![\w-])--([a-z]+)", text):
+    others = r"(?m)(?<![\w/])(?:prefect|docker|pip) [^`\n]*"  # command lines of other programs
+    for option in re.findall(r"(?<![\w-])--([a-z]+)", re.sub(others, "", text)):
         known = {o.lstrip("-") for c in get_command(app).commands.values() for p in c.params for o in p.opts}
         assert option in known | {"spec", "result", "nproc"}, f"{path.name} names --{option}"
 
@@ -93,7 +92,8 @@ def test_the_reward_in_the_readme_scores():
 
 @pytest.mark.parametrize(
     "module",
-    ["schemas.errors", "schemas.refs", "stages.reward.functions", "stages.reward.functions.answers", "stages.reward.tables",
+    ["schemas.errors", "schemas.refs", "stages.common.config", "stages.common.tags",
+     "stages.reward.functions", "stages.reward.functions.answers", "stages.reward.tables",
      "stages.optimize.algorithms", "stages.evaluate.estimators", "stages.reward.servers.dialects.strict",
      "stages.reward.servers.dialects.rows", "stages.reward.servers.dialects.judge", "stages.reward.functions.programs",
      "deployments.recipes.larger", "deployments.recipes.t5_digits"],
