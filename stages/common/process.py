@@ -45,7 +45,7 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),  # glibc keeps large blocks for the next tensor: fresh pages were a third of a step
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait by spinning take the cores from those that work,
-    "GOMP_SPINCOUNT": "10000",  # but to wake them for each small product costs a quarter of a step: some microseconds they spin
+    "GOMP_SPINCOUNT": "10000",  # but to wake them for each small product costs a fifth of a step: some microseconds they spin
     "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries about one another
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -11,30 +11,14 @@ from safetensors.torch import load_file
 from schemas.errors import ConfigError
 from stages.common.models import load_model
 from stages.common.store import Store
-from stages.optimize.stage import Config, run
+from stages.optimize.stage import run
 from tests.stages.optimize import world
+from tests.stages.optimize.world import config as _config
+from tests.stages.optimize.world import trained as _run
+from tests.stages.optimize.world import weights as _weights
 from tests.tiny import make_policy
 
 ROOT = Path(__file__).parents[3]
-
-
-def _config(**values) -> Config:
-    return Config(**{"device": "cpu", "learning_rate": 1e-3, **values})
-
-
-def _weights(version) -> dict[str, torch.Tensor]:
-    return load_file(version.path / "model.safetensors")
-
-
-@pytest.fixture
-def made(store, policy):
-    """(rollouts, rewards) of the tiny policy."""
-    return world.make(store, policy, world.even_share)
-
-
-def _run(store, policy, made, config=None, **refs):
-    named = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref, **refs}
-    return store.open(run(config or _config(), store, **named))
 
 
 @pytest.mark.parametrize("schedule", [{}, {"schedule": "cosine", "warmup_steps": 1, "total_steps": 7}])

@@ -4,32 +4,14 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from schemas.errors import ConfigError, LineageError, NumericError, ResourceError, SchemaError
 from stages.common import checkpoints
 from stages.common.models import load_model
-from stages.optimize.stage import Config, run
 from tests.stages.optimize import world
-
-
-def _config(**values) -> Config:
-    return Config(**{"device": "cpu", "learning_rate": 1e-3, **values})
-
-
-def _weights(version) -> dict[str, torch.Tensor]:
-    return load_file(version.path / "model.safetensors")
-
-
-@pytest.fixture
-def made(store, policy):
-    """(rollouts, rewards) of the tiny policy."""
-    return world.make(store, policy, world.even_share)
-
-
-def _run(store, policy, made, config=None, **refs):
-    named = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref, **refs}
-    return store.open(run(config or _config(), store, **named))
+from tests.stages.optimize.world import config as _config
+from tests.stages.optimize.world import trained as _run
+from tests.stages.optimize.world import weights as _weights
 
 
 def test_one_changed_weight_makes_it_refuse(store, policy, made, tmp_path):

@@ -21,6 +21,7 @@ from stages.common.config import Config
 from stages.common.models import load_model
 from stages.common.store import Store, Version
 from stages.common.work import begin
+from stages.optimize import stage as optimize
 from tests.tiny import EOS, make_folder
 
 
@@ -32,6 +33,24 @@ def import_changed(store: Store, folder: Path, run: str, *, config: dict | None 
     next(iter(weights.values())).view(-1)[0] += nudge
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return store.open(import_policy(PolicyConfig(model=str(folder)), store, into=run))
+
+
+def config(**values) -> optimize.Config:
+    """For a CPU, with a rate at which a tiny model moves."""
+    return optimize.Config(**{"device": "cpu", "learning_rate": 1e-3, **values})
+
+
+def trained(
+    store: Store, policy: Version, made: tuple[Version, Version], chosen: optimize.Config | None = None, **refs
+) -> Version:
+    """The policy that the stage makes of `made`, rollouts and rewards; `refs` are put over these."""
+    named = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref, **refs}
+    return store.open(optimize.run(chosen or config(), store, **named))
+
+
+def weights(version: Version) -> dict[str, torch.Tensor]:
+    """What is saved of a policy, by name."""
+    return load_file(version.path / "model.safetensors")
 
 
 class Settings(Config):
