@@ -40,7 +40,7 @@ from schemas.refs import Ref
 
 from . import files
 from .claims import Alone, joined
-from .config import Config
+from .config import Config, parse
 from .store import Store, Version, locked, schema_module
 
 ROWS_PER_SHARD = 256
@@ -83,6 +83,21 @@ class NotDone(Exception):
 
 class LookupOnly(Store):
     """A store in which a stage only finds what is finished: `begin` raises NotDone instead of starting."""
+
+
+def is_made_alike(one: Manifest, other: Manifest) -> bool:
+    """Whether one stage made both, with the same config but for runtime knobs; of whatever inputs."""
+    if (one.stage, one.stage_version) != (other.stage, other.stage_version):
+        return False
+    if one.config == other.config:
+        return True
+    from stages import MODULES, load
+
+    if one.stage not in MODULES:
+        return False
+    config_class, _ = load(one.stage)
+    first, second = (parse(config_class, manifest.config, f"stage {one.stage}").key() for manifest in (one, other))
+    return first == second
 
 
 class Work:

@@ -23,7 +23,7 @@ from schemas.errors import ConfigError, LineageError, NumericError, printable
 from schemas.refs import Ref
 from stages.common.config import Config as Base
 from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, begin
+from stages.common.work import ROWS_PER_SHARD, begin, is_made_alike
 
 from . import estimators
 
@@ -60,12 +60,12 @@ def run(
     force: bool = False,
 ) -> Ref:
     """Evaluate scored `rollouts`. LineageError: the rewards are of other rollouts, or `baseline`, the evaluation to compare with,
-    is on other prompts. NumericError: nothing was scored."""
+    is on other prompts or was scored otherwise. NumericError: nothing was scored."""
     sampled, scored = store.open(rollouts), store.open(rewards)
     _require_lineage(sampled, scored)
     compared = None if baseline is None else store.open(baseline)
     if compared:
-        _require_same(config, store, sampled, compared)
+        _require_same(config, store, sampled, scored, compared)
     with begin(
         store,
         into or sampled.ref.run,
@@ -156,9 +156,9 @@ def _threshold(config: Config) -> float:
     return pa.scalar(config.threshold, pa.float32()).as_py()  # rounded as the scores are, so that 0.7 is at least 0.7
 
 
-def _require_same(config: Config, store: Store, rollouts: Version, baseline: Version) -> None:
-    """LineageError unless `baseline` measured the same, on the same prompts."""
-    sampled = baseline.manifest.input("rollouts")
+def _require_same(config: Config, store: Store, rollouts: Version, rewards: Version, baseline: Version) -> None:
+    """LineageError unless `baseline` measured the same, on the same prompts, scored in the same way."""
+    sampled, scored = (baseline.manifest.input(role) for role in ("rollouts", "rewards"))
     prompts = [version.manifest.input("prompts") for version in (rollouts, *([store.open(sampled.ref)] if sampled else []))]
     hashes = {entry.content_hash if entry else None for entry in prompts}
     if len(prompts) < 2 or len(hashes) > 1 or None in hashes:
@@ -166,6 +166,8 @@ def _require_same(config: Config, store: Store, rollouts: Version, baseline: Ver
         what = f"its prompts are {named[1] if len(named) > 1 else 'unknown'}, expected {named[0]}"
     elif baseline.manifest.config != config.model_dump(mode="json"):
         what = f"it measured {printable(baseline.manifest.config)}, expected {printable(config.model_dump(mode='json'))}"
+    elif scored is None or not is_made_alike(store.open(scored.ref).manifest, rewards.manifest):
+        what = f"it was scored otherwise, by {scored.ref if scored else 'nothing'}; these are {rewards.ref}"
     else:
         return
     raise LineageError(

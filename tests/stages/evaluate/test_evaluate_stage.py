@@ -11,12 +11,12 @@ from schemas.errors import ConfigError, LineageError, NumericError
 from stages.common import config as common
 from stages.common.work import ROWS_PER_SHARD, begin
 from stages.evaluate.stage import Config, run
+from stages.reward import stage as reward
 
 
-def write(store, kind, table, inputs=None):
-    with begin(
-        store, "held", kind, stage="test", stage_version=1, config=common.Config(), inputs=inputs or {}, force=True
-    ) as work:
+def write(store, kind, table, inputs=None, stage="test", config=None):
+    about = {"stage": stage, "stage_version": 1, "config": config or common.Config(), "inputs": inputs or {}}
+    with begin(store, "held", kind, **about, force=True) as work:
         for index, start in enumerate(range(0, max(1, table.num_rows), ROWS_PER_SHARD)):
             work.write(index, table.slice(start, ROWS_PER_SHARD))
         return work.commit()
@@ -177,6 +177,23 @@ def test_beside_a_baseline_the_difference_is_paired_by_prompt(store, scored):
     assert manifest.metrics["baseline"]["score"] == pytest.approx(1.5 / 3)
     alone = run(config, store, rollouts=after[0].ref, rewards=after[1].ref)
     assert alone != ref and "difference" not in store.open(alone).manifest.metrics
+
+
+def test_what_was_scored_otherwise_is_no_baseline(store, scored):
+    """Another weight, or a person's overrides; how many workers scored is nobody's business."""
+    sampled, paid = scored({"a": [1.0], "b": [0.0]}, asked(store, "a", "b"))
+
+    def evaluated(baseline=None, stage="reward", weight=1.0, workers=1):
+        config = reward.Config(functions=[{"use": "numeric", "weight": weight}], workers=workers)
+        table = paid.table().combine_chunks()
+        other = write(store, "rewards", table, {"rollouts": sampled}, stage, config)
+        return run(Config(), store, rollouts=sampled.ref, rewards=other.ref, baseline=baseline, force=True)
+
+    base = evaluated()
+    assert store.open(evaluated(base, workers=2)).manifest.metrics["difference"]["score"]["score"] == 0
+    for changed in ({"weight": 2.0}, {"stage": "override"}):
+        with pytest.raises(LineageError, match="is no baseline: it was scored otherwise, by held/rewards@2"):
+            evaluated(base, **changed)
 
 
 def test_what_was_measured_otherwise_is_no_baseline(store, scored):
