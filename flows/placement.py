@@ -9,12 +9,14 @@ is named, and a store by a relative path, which another host would look for else
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from schemas.errors import ConfigError, ResourceError
-from stages.common.process import Call, Outcome, perform, run_stage
+from schemas.errors import BusyError, ConfigError, ResourceError
+from stages.common.process import Call, Outcome, Stopped, perform, run_stage
 from stages.common.work import NotDone
 
 from .recipe import Recipe
@@ -22,6 +24,9 @@ from .slots import slots
 
 SHARED = ("generate", "reward", "logprobs")
 """Stages that any number of workers do together, shard by shard."""
+POLL_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0  # each try in a pool is a run of its own on the server
+log = logging.getLogger("quiver")
 
 
 class GivenUp(ResourceError):
@@ -110,6 +115,43 @@ def run_at(
         shared = call.stage in SHARED and not call.force
         return run_in_pool(where, replace(call, share=shared), label, tags, stopped)
     return run_here(where, call, label, on_line=on_line, stopped=stopped)
+
+
+def run_when_free(
+    where: Place,
+    call: Call,
+    label: str,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    **more: Any,
+) -> Outcome:
+    """As `run_at`; while another process is at this very work alone, wait until it has finished or is gone.
+
+    So does the run that follows one whose flow was killed: what that flow had started in a pool may still be at work.
+    """
+    pause, told = POLL_SECONDS, ""
+    while True:
+        try:
+            return run_at(where, call, label, stopped=stopped, **more)
+        except BusyError as error:
+            if error.message != told:
+                log.warning("%s waits: %s", label, error.message)
+            pause, told = min(2 * pause, _LONGEST_PAUSE_SECONDS), error.message
+        until = time.monotonic() + pause
+        while time.monotonic() < until and not _is_done(call):
+            if stopped():
+                raise Stopped(label)
+            time.sleep(POLL_SECONDS)
+
+
+def _is_done(call: Call) -> bool:
+    if call.force:  # done is not enough; it is to be done anew
+        return False
+    try:
+        perform(call, lookup=True)
+    except NotDone:
+        return False
+    return True
 
 
 def run_here(

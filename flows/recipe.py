@@ -124,8 +124,8 @@ class Placement(Config):
     timeout_seconds: dict[StageName, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards are kept."""
     retries: int = Field(default=2, ge=0)
-    """How often a stage is tried again when it is busy elsewhere, when a server failed it, or when memory, a device or its process
-    was lost. Each attempt goes on at the first unfinished shard. Any other error is told at once."""
+    """How often a stage is tried again when a server failed it, or when memory, a device or its process was lost. Each attempt goes
+    on at the first unfinished shard. Any other error is told at once."""
     retry_seconds: float = Field(default=10, gt=0)
     """Pause before the first retry; three times as long before each further one."""
     slots: int = Field(default=0, ge=0)

@@ -29,17 +29,17 @@ from stages.reward.stage import check_functions
 from . import logs
 from .ahead import is_ahead, is_stopped
 from .artifacts import publish
-from .placement import GivenUp, Place, place_of, run_at
+from .placement import GivenUp, Place, place_of, run_when_free
 from .progress import progress
 from .recipe import Placement, Recipe
 
-WORTH_RETRYING = {"E-BUSY", "E-REMOTE", "E-RESOURCE"}
+WORTH_RETRYING = {"E-REMOTE", "E-RESOURCE"}
 logs.attach()
 log = logging.getLogger("quiver")
 
 
 def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
-    """Whether the error may be gone in a while: somebody else at work, a server, memory or a process lost. Never for bad input."""
+    """Whether the error may be gone in a while: a server, memory or a process lost. Never for bad input."""
     error = state.data
     again = isinstance(error, QuiverError) and error.code in WORTH_RETRYING and not isinstance(error, GivenUp)
     if again:
@@ -51,7 +51,7 @@ def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
 def stage_task(name: str, call: Call, where: Place, labels: tuple[str, ...]) -> Outcome:
     """Run one stage and return its reference with a few numbers; "already done" when a finished version bears its run_key."""
     with progress(call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
-        outcome = run_at(where, call, name, tags=labels, on_line=on_line, stopped=is_stopped)
+        outcome = run_when_free(where, call, name, tags=labels, on_line=on_line, stopped=is_stopped)
     publish(call, outcome)
     return replace(outcome, metrics={key: value for key, value in outcome.metrics.items() if _is_small(value)})
 

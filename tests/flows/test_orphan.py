@@ -1,5 +1,7 @@
 """A flow's process whose worker dies is ended: asked by SIGTERM first, and killed where it does not listen."""
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -45,3 +47,24 @@ def test_nobody_outlives_his_worker(tmp_path, how):
     worker.wait()
     wait_until(lambda: not alive(pid))
     assert (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_nor_one_that_died_before_he_looked(tmp_path, listens):
+    """The parent is alive here, and stands for init, which adopts an orphan; the port is what the worker listened at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        if not listens:
+            server.close()
+        environment = {**os.environ, "PREFECT__CONTROL_PORT": port}
+        flow = subprocess.Popen([sys.executable, "-c", FLOW, "listens"], cwd=tmp_path, env=environment)
+        try:
+            if listens:
+                server.accept()[0].close()
+                time.sleep(0.3)
+                assert flow.poll() is None
+            else:
+                assert flow.wait(60) == 0 and (tmp_path / "asked").exists()
+        finally:
+            flow.kill()
+            flow.wait()

@@ -1,0 +1,90 @@
+"""A stage at which another process is at work alone is waited for: until that has finished, or is dead."""
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from flows.placement import Place, run_at, run_when_free
+from schemas.errors import BusyError
+from stages.common.process import Call, Stopped
+from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
+
+SLOW = """
+import os, time
+
+def once(completions, **_):
+    open("begun", "w").close()
+    while not os.path.exists("go"):
+        time.sleep(0.02)
+    return [1.0] * len(completions)
+"""
+HOLDER = """
+import json, sys
+from stages.common.process import Call, run_stage
+
+run_stage(Call(**json.loads(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def call(store, tmp_path, monkeypatch):
+    """Scoring that another process is at: it waits for a file `go`."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    rollouts = make_rollouts(store, tiny_policy(store), 4, 8, 8, 2, asked=make_prompts(store, 2))
+    return Call("reward", {"functions": [{"use": "slow.py:once"}]}, str(store.path), {"rollouts": str(rollouts.ref)})
+
+
+@pytest.fixture
+def holder(call, tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, json.dumps(call.__dict__)])
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def waiting(call, caplog, **more):
+    """A thread that runs `call` when it is free, and has said that it waits; and where its outcome will be."""
+    caplog.set_level(logging.INFO, "quiver")
+    found = []
+
+    def wait():
+        try:
+            found.append(run_when_free(Place(), call, "mine", **more))
+        except Stopped as stopped:
+            found.append(stopped)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not any(message.startswith("mine waits: process ") for message in caplog.messages):
+        assert thread.is_alive()
+        time.sleep(0.02)
+    return thread, found
+
+
+@pytest.mark.parametrize("end", ["finishes", "is killed"])
+def test_who_comes_second_gets_what_there_is_or_goes_on(call, holder, caplog, tmp_path, end):
+    with pytest.raises(BusyError):
+        run_at(Place(), call, "a shell command is told at once")
+    thread, found = waiting(call, caplog)
+    if end == "is killed":
+        holder.kill()
+    (tmp_path / "go").touch()
+    thread.join()
+    assert (found[0].cached, found[0].rows, found[0].metrics["reward_mean"]) == (end == "finishes", 4, 1.0)
+
+
+def test_who_is_wanted_no_longer_waits_no_longer(call, holder, caplog):
+    wanted = threading.Event()
+    thread, found = waiting(call, caplog, stopped=wanted.is_set)
+    wanted.set()
+    thread.join()
+    assert isinstance(found[0], Stopped)
