@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Generic, TypeVar
 
-from stages.common.process import GRACE_SECONDS, Stopped
+from stages.common.child import GRACE_SECONDS, Stopped
 
 _T = TypeVar("_T")
 _STOP: ContextVar[threading.Event | None] = ContextVar("quiver_stop", default=None)

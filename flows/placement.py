@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from schemas.errors import BusyError, ConfigError, ResourceError
-from stages.common.process import Call, Outcome, Stopped, perform, run_stage
+from stages.common.child import Stopped, begin_early
+from stages.common.process import Call, Outcome, perform, run_stage
 from stages.common.work import NotDone
+from stages.optimize.stage import SAVING
 
 from .recipe import Recipe
 from .slots import slots
@@ -33,6 +35,15 @@ class GivenUp(ResourceError):
     """Nobody took the stage up, or somebody ended it: to try again by itself would not help."""
 
 
+class Engine(NamedTuple):
+    """What the next generate stage will run with."""
+
+    engine: str
+    device: str
+    python: str | None
+    online: bool
+
+
 @dataclass(frozen=True)
 class Place:
     """What [placement] says of one stage."""
@@ -45,6 +56,8 @@ class Place:
     online: bool = False
     slots: int = 0
     limit: str | None = None
+    next_engine: Engine | None = None
+    """What samples next in a child process of this one: begun when this stage writes its result."""
 
 
 def place_of(recipe: Recipe, stage: str) -> Place:
@@ -60,6 +73,12 @@ def place_of(recipe: Recipe, stage: str) -> Place:
         slots=said.slots,
         limit=said.limits.get(stage),
     )
+
+
+def next_engine(recipe: Recipe) -> Engine | None:
+    """What samples next; None where it does so in a pool, where nobody begins early."""
+    place, config = place_of(recipe, "generate"), recipe.generate
+    return None if place.pool else Engine(config.engine, config.device, place.python, place.online)
 
 
 def check_placement(recipe: Recipe) -> None:
@@ -163,13 +182,21 @@ def run_here(
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """In a child process of this one, once there is a slot for it."""
+    hear = on_line or logging.getLogger(f"quiver.{call.stage}").info
+
+    def listen(line: str) -> None:
+        hear(line)
+        if where.next_engine and line.startswith(SAVING):
+            engine, device, python, online = where.next_engine
+            begin_early("generate", {"engine": engine, "device": device}, python, online)
+
     with slots(call, label, where.slots, where.limit, stopped) as env:
         return run_stage(
             call,
             python=where.python,
             timeout=where.timeout_seconds,
             online=where.online,
-            on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
+            on_line=listen,
             env=env,
             stopped=stopped,
         )

@@ -22,7 +22,8 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
 from schemas.errors import ConfigError, LineageError, QuiverError, RemoteError, ResourceError, printable
-from stages.common.process import Call, Outcome, Stopped
+from stages.common.child import Stopped
+from stages.common.process import Call, Outcome
 from stages.common.store import Store
 
 from .placement import GivenUp, Place, require_server

@@ -147,14 +147,27 @@ def update(
     replayed = [_replayed(recipe, done, reference) for done in earlier]
     roles = [role for role in ("rollouts", "rewards", "ref_logprobs", "prox_logprobs") if role in own]
     refs = {role: [own[role], *(each[role] for each in replayed)] if replayed else own[role] for role in roles}
-    updated = _stage(recipe, "optimize", iteration, forced, recipe.optimize_config(), policy=policy, **refs)
+    last = iteration == recipe.iterations
+    samples_next = recipe.data.held_out is not None if last else not recipe.overlap
+    updated = _stage(
+        recipe, "optimize", iteration, forced, recipe.optimize_config(), samples_next=samples_next, policy=policy, **refs
+    )
     seconds["optimize"] = updated.seconds
     return {**own, "policy": updated.ref, "evaluation": None, "seconds": seconds}
 
 
-def _stage(recipe: Recipe, name: str, iteration: int, forced: set[str], config: Any, **refs: str | list[str]) -> Outcome:
-    label = f"{name} {iteration}/{recipe.iterations}"
-    return perform(recipe, label, name, config, refs, recipe.run, name in forced, iteration)
+def _stage(
+    recipe: Recipe,
+    name: str,
+    iteration: int,
+    forced: set[str],
+    config: Any,
+    *,
+    samples_next: bool = False,
+    **refs: str | list[str],
+) -> Outcome:
+    label, force = f"{name} {iteration}/{recipe.iterations}", name in forced
+    return perform(recipe, label, name, config, refs, recipe.run, force, iteration, samples_next=samples_next)
 
 
 def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> dict[str, Any]:

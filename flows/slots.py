@@ -21,7 +21,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from schemas.errors import ConfigError, printable
-from stages.common.process import Call, Stopped
+from stages.common.child import Stopped
+from stages.common.process import Call
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _POLL_SECONDS = 0.2

@@ -8,8 +8,8 @@ and after it. A task is tried again, with growing pauses, where the error's code
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TagsContext
 
 from schemas.errors import QuiverError
+from stages.common.child import end_early
 from stages.common.process import Call, Outcome
 from stages.common.process import perform as find_finished
 from stages.common.store import Store
@@ -29,7 +30,7 @@ from stages.reward.stage import check_functions
 from . import logs
 from .ahead import is_ahead, is_stopped
 from .artifacts import publish
-from .placement import GivenUp, Place, place_of, run_when_free
+from .placement import GivenUp, Place, next_engine, place_of, run_when_free
 from .progress import progress
 from .recipe import Placement, Recipe
 
@@ -65,15 +66,20 @@ def perform(
     into: str,
     force: bool,
     iteration: int | None = None,
+    *,
+    samples_next: bool = False,
 ) -> Outcome:
     """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a person reads is logged.
 
     `label` says stage and iteration; of the metrics only single numbers and words come back, the version has them all.
+    With `samples_next` the engine of the next generate stage is begun while this stage writes its result.
     """
     call = Call(stage, config.model_dump(mode="json"), str(recipe.store), refs, into, force)
-    labels = labels_of(recipe, stage, iteration)
+    labels, where = labels_of(recipe, stage, iteration), place_of(recipe, stage)
+    if samples_next:
+        where = replace(where, next_engine=next_engine(recipe))
     with TagsContext(current_tags=set()):
-        outcome = _retrying(recipe.placement, force)(f"{recipe.run} · {label}", call, place_of(recipe, stage), labels)
+        outcome = _retrying(recipe.placement, force)(f"{recipe.run} · {label}", call, where, labels)
     log.info("%s", describe(label, outcome))
     return outcome
 
@@ -84,9 +90,14 @@ def labels_of(recipe: Recipe, stage: str | None = None, iteration: int | None = 
     return tuple(f"{key}:{value}" for key, value in given.items() if value is not None)
 
 
-def tagged(recipe: Recipe) -> AbstractContextManager[set[str]]:
-    """What is called inside bears the run's tags."""
-    return tags(*labels_of(recipe))
+@contextmanager
+def tagged(recipe: Recipe) -> Iterator[None]:
+    """What is called inside bears the run's tags; an engine that was begun early and nobody needs is ended with it."""
+    try:
+        with tags(*labels_of(recipe)):
+            yield
+    finally:
+        end_early()
 
 
 def _retrying(place: Placement, force: bool) -> Callable[..., Outcome]:

@@ -17,10 +17,13 @@ import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from schemas.errors import QuiverError, unexpected
-from stages import MODULES
-from stages.common.process import Call, perform, watch_lifeline
+from stages import MODULES, load
+from stages.common.child import watch_lifeline
+from stages.common.config import parse
+from stages.common.process import Call, perform
 
 
 def main() -> int:
@@ -29,6 +32,7 @@ def main() -> int:
     parser.add_argument("stage", choices=sorted(MODULES))
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--waits", action="store_true", help="import what the stage needs; read the spec when a line comes in")
     parser.add_argument("--lifeline", type=int, help="file descriptor; this process dies when its other end is closed")
     arguments = parser.parse_args()
     gc.set_threshold(100_000, 50, 100)  # at Python's own, walks over what imports made are a third of their time
@@ -37,7 +41,13 @@ def main() -> int:
         watch_lifeline(arguments.lifeline)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("stages").setLevel(logging.INFO)
-    call = Call(**json.loads(arguments.spec.read_text()))
+    if arguments.waits:
+        prepare(arguments.stage, json.loads(arguments.spec.read_text())["config"])
+        if not sys.stdin.readline():
+            return 0  # nobody needs it
+    spec = json.loads(arguments.spec.read_text())
+    os.environ.update(spec.pop("env", {}))  # which GPU is known only now
+    call = Call(**spec)
     try:
         answer, code = asdict(perform(call)), 0
     except Exception as error:
@@ -50,6 +60,14 @@ def main() -> int:
     temporary.write_text(json.dumps(answer))
     temporary.replace(arguments.result)
     return code
+
+
+def prepare(stage: str, config: dict[str, Any] | None) -> None:
+    """Import what a call with this config will need."""
+    config_class, _ = load(stage)
+    module = sys.modules[config_class.__module__]
+    if config is not None and hasattr(module, "prepare"):
+        module.prepare(parse(config_class, config, f"stage {stage}"))
 
 
 def leave(code: int) -> None:

@@ -134,6 +134,12 @@ def make_engine(name: str, setup: Setup) -> Engine:
     return dotted.load(ENGINES[name].path if name in ENGINES else name, "generate.engine")[0](setup)
 
 
+def prepare(name: str, device: str) -> None:
+    """Import what the engine of that name needs, where it is one of ours and takes long."""
+    if name in ENGINES:
+        getattr(dotted.load(ENGINES[name].path, "generate.engine")[0], "prepare", lambda _: None)(device)
+
+
 def code_hash(engine: str, options: Config | None) -> str:
     """sha256 of the user's own code that answers, be it an engine or a script; empty where there is none. ConfigError."""
     if engine not in ENGINES:

@@ -90,6 +90,11 @@ class Config(Base):
         return {**super().key(), "options": options, "engine": engine}
 
 
+def prepare(config: Config) -> None:
+    """Import what the engine needs, before there is anything to sample."""
+    engines.prepare(config.engine, config.device)
+
+
 def run(
     config: Config,
     store: Store,

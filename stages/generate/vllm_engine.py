@@ -52,6 +52,12 @@ class VllmEngine:
         self.info = {"name": name, "version": version, "dtype": dtype, "device": device, "logprobs_mode": LOGPROBS_MODE}
         self.info |= {"base": str(setup.base.ref)} if setup.base else {}
 
+    @staticmethod
+    def prepare(device: str) -> None:
+        """Import vLLM, which takes seconds and needs no checkpoint."""
+        vllm_setup.prepare("engine vllm", device)
+        from vllm import LLM  # noqa: F401
+
     def _start(self) -> Any:
         from vllm import LLM
 

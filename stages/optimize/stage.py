@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from .rollouts import Loaded
 
 STAGE_VERSION = 1
+SAVING = "steps done; the policy is written"
+"""What is logged when the checkpoint is all that is left to do."""
 _Rate = Annotated[float, Field(ge=0, lt=1)]
 _SURROGATE = ("clip_low", "clip_high", "dual_clip", "delta", "clip_max", "tau_positive", "tau_negative", "token_form")
 log = logging.getLogger(__name__)
@@ -360,6 +362,7 @@ def _learn(
     if work is None:
         return None
     with phase("save"):
+        log.info(SAVING)
         results.save(config, inputs["policy"], model, made, work)
     return results.commit(store, run, about, loaded, outcome, work, accelerator, force=force)
 

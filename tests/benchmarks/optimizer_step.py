@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.common.process import ENVIRONMENT
+from stages.common.child import ENVIRONMENT
 
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table

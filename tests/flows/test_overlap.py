@@ -12,7 +12,8 @@ import pytest
 from flows.ahead import Ahead, is_stopped
 from flows.recipe import load
 from schemas.errors import ConfigError
-from stages.common.process import Call, Stopped, run_stage
+from stages.common.child import Stopped
+from stages.common.process import Call, run_stage
 from stages.common.store import Store
 from tests.flows.conftest import RECIPE, command_environment, left_behind, processes, quiver, write_recipe
 

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from flows.slots import gpus_needed, slots, visible_gpus
-from stages.common.process import Call, Stopped
+from stages.common.child import Stopped
+from stages.common.process import Call
 
 GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
 OPTIMIZE = Call("optimize", {}, "store")

@@ -38,7 +38,14 @@ RUN = """
 import json, sys
 from flows import post_train, single, tasks
 from flows.recipe import load
+from stages.common import child, process
 
+early, taking = [], process.taken
+def taken(stage, *about):
+    found = taking(stage, *about)
+    early.extend([stage] if found else [])
+    return found
+process.taken = taken
 sizes, calling = [], tasks.run_when_free
 def measured(*arguments, **named):
     outcome = calling(*arguments, **named)
@@ -58,7 +65,8 @@ score = single.evaluate(recipe, "tiny/policy@2")
 settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.retry_seconds=0.1"]
 again = single.prompt(load("recipe.toml", settings))
 scores = single.evaluation(recipe, ["policy@0", "tiny/policy@2"])
-print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores}))
+print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores,
+                  "early": early, "left": len(child._early)}))
 """
 
 
@@ -121,6 +129,7 @@ def test_what_travels_is_small_and_each_stage_is_a_flow(workplace):
     assert (before["policy"], after["policy"]) == ("tiny/policy@0", "tiny/policy@2")
     last = done["iterations"][1]["evaluation"]
     assert (before["score"], after["score"]) == (last["baseline"]["score"], last["score"])
+    assert answer["early"] == ["generate"] * 2 and answer["left"] == 0, "begun while each optimize wrote its policy"
     assert (workplace / "died").exists() and answer["again"]["rows"] == 4, "a killed stage was tried again"
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from flows.placement import Place, run_at, run_when_free
 from schemas.errors import BusyError
-from stages.common.process import Call, Stopped
+from stages.common.child import Stopped
+from stages.common.process import Call
 from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
 
 SLOW = """

@@ -212,7 +212,7 @@ def _gap(policy: Policy, mode: str, data: Sequences, prompts: Sequence[int], row
         log.warning("packing %r: %s", mode, error)
         return float("inf")
     gaps = [(found[row][: len(wanted)] - wanted).abs().max() for row, wanted in zip(rows, expected, strict=True)]
-    return float(torch.stack(gaps).max())  # NaN wherever it stands, which Python's max would drop
+    return float(torch.stack(gaps).detach().max())  # NaN wherever it stands, which Python's max would drop
 
 
 def _reference(policy: Policy, data: Sequences, row: int) -> torch.Tensor:
