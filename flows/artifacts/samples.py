@@ -13,7 +13,7 @@ from stages.common.store import Store, Version
 
 from .text import wrapped
 
-MOST_BYTES = 32 * 1024 * 1024
+MOST_BYTES = 12 * 1024 * 1024
 ROWS = 10
 _PROMPT_LIMIT, _PROMPT_WIDTH = 160, 40
 

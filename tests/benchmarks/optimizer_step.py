@@ -5,8 +5,9 @@
 
 P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens of a step = G · (P + C), whatever is computed for
 them. Both sides start from the same weights, ids, old logprobs and advantages; the loss and the gradient's norm of the first step
-must agree, else the run fails. TRL is fed through its own training loop, with activation checkpointing, its default, and without,
-and has the environment variables that our stages run with, those of the allocator among them.
+must agree, else the run fails. TRL is fed through its own training loop, each side with the environment that it comes with: with
+activation checkpointing, TRL's default, without, and (`trl_tuned`) by default but with the environment variables that our stages
+set, those of the allocator among them.
 On a GPU memory is the device's, and MFU the share of `--peak` that the useful FLOPs are: a group's prompt once, the head at
 completion positions, nothing computed twice.
 """
@@ -27,7 +28,7 @@ from stages.common.child import ENVIRONMENT
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
 
-SIDES = {"quiver": "Quiver", "trl": "TRL", "trl_plain": "TRL, no checkpointing"}
+SIDES = {"quiver": "Quiver", "trl": "TRL", "trl_plain": "TRL, no checkpointing", "trl_tuned": "TRL, our environment"}
 MODELS = ("smollm2-135m", "qwen3-0.6b", "qwen3-1.7b")
 
 
@@ -51,7 +52,7 @@ def main() -> None:
     if arguments.quick:
         arguments.shapes, arguments.precisions = ["16,16,4"], ["fp32"]
     if arguments.side:
-        sides = {"quiver": _quiver, "trl": _trl, "trl_plain": _trl, "model": _model}
+        sides = {"quiver": _quiver, "trl": _trl, "trl_plain": _trl, "trl_tuned": _trl, "model": _model}
         sides[arguments.side](arguments)
     else:
         _compare(arguments)
@@ -74,7 +75,8 @@ def _row(arguments: argparse.Namespace, folder: str, shape: str, precision: str)
     found: dict[str, list[dict]] = {side: [] for side in arguments.sides}
     for _ in range(arguments.repeat):
         for side, answers in found.items():
-            answers.append(run_side("optimizer_step", side, *common, peers=side != "quiver", env=ENVIRONMENT))
+            env = ENVIRONMENT if side == "trl_tuned" else {}
+            answers.append(run_side("optimizer_step", side, *common, peers=side != "quiver", env=env))
     row = {"P,C,G": shape, "precision": precision}
     rates, peaks = ({side: median(found[side], key) for side in found} for key in ("tokens_per_second", "peak_gb"))
     for side in found:
@@ -233,7 +235,7 @@ def _trl(arguments: argparse.Namespace) -> None:
                 norms.append(float(logs["grad_norm"]))
                 losses.append(float(logs["loss"]))
 
-    options = {"gradient_checkpointing": arguments.side == "trl", **json.loads(arguments.options)}
+    options = {"gradient_checkpointing": arguments.side != "trl_plain", **json.loads(arguments.options)}
     config = GRPOConfig(
         output_dir=str(arguments.work / "trl"), per_device_train_batch_size=group, num_generations=group, learning_rate=1e-6,
         max_steps=arguments.steps + 1, max_completion_length=width, loss_type="grpo", beta=0.0, logging_steps=1,

@@ -20,9 +20,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from stages.common.child import ENVIRONMENT
+
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
 """Where `make bench` puts the libraries that are compared with; never a dependency."""
+_OURS = {"quiver", "stage", "read", "store"}
+"""Sides that do what a stage's process does, in the environment that it has; the others have their own."""
 
 
 def make_parser(doc: str, sides: Sequence[str], repeat: int = 1) -> argparse.ArgumentParser:
@@ -39,8 +43,9 @@ def run_side(
     module: str, side: str, *arguments: str, peers: bool = False, env: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Run one side in a process of its own and return what it printed."""
+    env = {**(ENVIRONMENT if side in _OURS else {}), **(env or {})}
     path = [str(ROOT), *([str(PEERS)] if peers else [])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **(env or {})}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **env}
     command = [sys.executable, "-m", f"tests.benchmarks.{module}", "--side", side, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
