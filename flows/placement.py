@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from schemas.errors import BusyError, ConfigError, ResourceError
 from stages.common.child import Stopped, begin_early
 from stages.common.process import Call, Outcome, perform, run_stage
 from stages.common.work import NotDone
-from stages.optimize.stage import SAVING
 
 from .recipe import Recipe
 from .slots import slots
@@ -35,11 +34,12 @@ class GivenUp(ResourceError):
     """Nobody took the stage up, or somebody ended it: to try again by itself would not help."""
 
 
-class Engine(NamedTuple):
-    """What the next generate stage will run with."""
+class Next(NamedTuple):
+    """A stage that comes soon, in a child process of this one."""
 
-    engine: str
-    device: str
+    stage: str
+    config: dict[str, Any]
+    """As much as says what to import."""
     python: str | None
     online: bool
 
@@ -56,8 +56,8 @@ class Place:
     online: bool = False
     slots: int = 0
     limit: str | None = None
-    next_engine: Engine | None = None
-    """What samples next in a child process of this one: begun when this stage writes its result."""
+    soon: tuple[Next, ...] = ()
+    """Whose processes are begun with this one's: they import, on a core that this one leaves idle as it starts."""
 
 
 def place_of(recipe: Recipe, stage: str) -> Place:
@@ -75,10 +75,11 @@ def place_of(recipe: Recipe, stage: str) -> Place:
     )
 
 
-def next_engine(recipe: Recipe) -> Engine | None:
-    """What samples next; None where it does so in a pool, where nobody begins early."""
-    place, config = place_of(recipe, "generate"), recipe.generate
-    return None if place.pool else Engine(config.engine, config.device, place.python, place.online)
+def coming(recipe: Recipe, stages: Sequence[str]) -> tuple[Next, ...]:
+    """Those of `stages` that will run in a child process of this one."""
+    hints = {"generate": {"engine": recipe.generate.engine, "device": recipe.generate.device}}
+    places = {stage: place_of(recipe, stage) for stage in stages}
+    return tuple(Next(name, hints.get(name, {}), at.python, at.online) for name, at in places.items() if not at.pool)
 
 
 def check_placement(recipe: Recipe) -> None:
@@ -182,21 +183,15 @@ def run_here(
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """In a child process of this one, once there is a slot for it."""
-    hear = on_line or logging.getLogger(f"quiver.{call.stage}").info
-
-    def listen(line: str) -> None:
-        hear(line)
-        if where.next_engine and line.startswith(SAVING):
-            engine, device, python, online = where.next_engine
-            begin_early("generate", {"engine": engine, "device": device}, python, online)
-
     with slots(call, label, where.slots, where.limit, stopped) as env:
+        for each in () if env else where.soon:  # those that get some of the devices only start when they know which
+            begin_early(*each)
         return run_stage(
             call,
             python=where.python,
             timeout=where.timeout_seconds,
             online=where.online,
-            on_line=listen,
+            on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
             env=env,
             stopped=stopped,
         )

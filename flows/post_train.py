@@ -19,6 +19,7 @@ of a kind are made one after another; so numbers, references and lineage are the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -101,7 +102,8 @@ def sample(recipe: Recipe, policy: str, iteration: int, forced: set[str], prompt
     them, proximal logprobs; with the mean reward and the seconds of each stage."""
     prompts = prompts or ask(recipe, policy, iteration, forced)
     config = recipe.generate_config(iteration)
-    rollouts = _stage(recipe, "generate", iteration, forced, config, prompts=prompts.ref, policy=policy)
+    soon = [] if recipe.overlap else ["optimize"]
+    rollouts = _stage(recipe, "generate", iteration, forced, config, soon=soon, prompts=prompts.ref, policy=policy)
     rewards = _stage(recipe, "reward", iteration, forced, recipe.reward, rollouts=rollouts.ref)
     made = {"prompt": prompts, "generate": rollouts, "reward": rewards}
     extra = {}
@@ -149,9 +151,8 @@ def update(
     refs = {role: [own[role], *(each[role] for each in replayed)] if replayed else own[role] for role in roles}
     last = iteration == recipe.iterations
     samples_next = recipe.data.held_out is not None if last else not recipe.overlap
-    updated = _stage(
-        recipe, "optimize", iteration, forced, recipe.optimize_config(), samples_next=samples_next, policy=policy, **refs
-    )
+    soon = ["generate"] if samples_next else []
+    updated = _stage(recipe, "optimize", iteration, forced, recipe.optimize_config(), soon=soon, policy=policy, **refs)
     seconds["optimize"] = updated.seconds
     return {**own, "policy": updated.ref, "evaluation": None, "seconds": seconds}
 
@@ -163,11 +164,11 @@ def _stage(
     forced: set[str],
     config: Any,
     *,
-    samples_next: bool = False,
+    soon: Sequence[str] = (),
     **refs: str | list[str],
 ) -> Outcome:
     label, force = f"{name} {iteration}/{recipe.iterations}", name in forced
-    return perform(recipe, label, name, config, refs, recipe.run, force, iteration, samples_next=samples_next)
+    return perform(recipe, label, name, config, refs, recipe.run, force, iteration, soon=soon)
 
 
 def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ and after it. A task is tried again, with growing pauses, where the error's code
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ from stages.reward.stage import check_functions
 from . import logs
 from .ahead import is_ahead, is_stopped
 from .artifacts import publish
-from .placement import GivenUp, Place, next_engine, place_of, run_when_free
+from .placement import GivenUp, Place, coming, place_of, run_when_free
 from .progress import progress
 from .recipe import Placement, Recipe
 
@@ -67,17 +67,15 @@ def perform(
     force: bool,
     iteration: int | None = None,
     *,
-    samples_next: bool = False,
+    soon: Sequence[str] = (),
 ) -> Outcome:
     """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a person reads is logged.
 
     `label` says stage and iteration; of the metrics only single numbers and words come back, the version has them all.
-    With `samples_next` the engine of the next generate stage is begun while this stage writes its result.
+    The processes of the stages that come `soon` begin to import what they need while this one runs.
     """
     call = Call(stage, config.model_dump(mode="json"), str(recipe.store), refs, into, force)
-    labels, where = labels_of(recipe, stage, iteration), place_of(recipe, stage)
-    if samples_next:
-        where = replace(where, next_engine=next_engine(recipe))
+    labels, where = labels_of(recipe, stage, iteration), replace(place_of(recipe, stage), soon=coming(recipe, soon))
     with TagsContext(current_tags=set()):
         outcome = _retrying(recipe.placement, force)(f"{recipe.run} · {label}", call, where, labels)
     log.info("%s", describe(label, outcome))
@@ -92,7 +90,7 @@ def labels_of(recipe: Recipe, stage: str | None = None, iteration: int | None = 
 
 @contextmanager
 def tagged(recipe: Recipe) -> Iterator[None]:
-    """What is called inside bears the run's tags; an engine that was begun early and nobody needs is ended with it."""
+    """What is called inside bears the run's tags; a process that was begun early and nobody needs is ended with it."""
     try:
         with tags(*labels_of(recipe)):
             yield

@@ -45,9 +45,7 @@ def main() -> int:
         prepare(arguments.stage, json.loads(arguments.spec.read_text())["config"])
         if not sys.stdin.readline():
             return 0  # nobody needs it
-    spec = json.loads(arguments.spec.read_text())
-    os.environ.update(spec.pop("env", {}))  # which GPU is known only now
-    call = Call(**spec)
+    call = Call(**json.loads(arguments.spec.read_text()))
     try:
         answer, code = asdict(perform(call)), 0
     except Exception as error:

@@ -4,8 +4,8 @@ When whoever follows it is cancelled or fails, the whole group is ended (SIGTERM
 child sees its lifeline (a pipe that nobody writes to) close and kills its own group, with whatever it started; PDEATHSIG says the
 same to the child itself.
 
-A child may be there before its call is: it imports what the stage will need, and waits. So the engine's library is loaded while
-the optimizer writes its checkpoint. It decides nothing; where it is gone, or was not needed, no harm is done.
+A child may be there before its call is: it imports what the stage will need, and waits. So the engine's library is there when the
+optimizer has written its checkpoint. It decides nothing; where it is gone, or was not needed, no harm is done.
 
     with taken("generate") or Child("generate") as child:
         child.tell(spec)

@@ -97,8 +97,9 @@ def run_stage(
             return perform(call, lookup=True)
         except NotDone:
             pass
-    with taken(call.stage, python, online) or Child(call.stage, python, online, env) as child:
-        child.tell({**call.__dict__, "store": str(call.store), "env": dict(env or {})})
+    early = None if env else taken(call.stage, python, online)  # CUDA may have looked already at what devices it may see
+    with early or Child(call.stage, python, online, env) as child:
+        child.tell({**call.__dict__, "store": str(call.store)})
         code, last = follow(child.process, call.stage, on_line, timeout, stopped)
         answer = child.answer()
     if answer is None:

@@ -77,7 +77,7 @@ class VllmOptions(Config):
     """Give a policy's adapter to the engine beside the weights that it was trained over, instead of the merged ones: bfloat16
     then rounds the change apart from the weights, at some cost of speed. A policy without an adapter is loaded as it is."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of `vllm.LLM`, as vLLM names them (quantization, kv_cache_dtype, …); those that the engine sets
+    """More arguments of `vllm.LLM`, as vLLM names them (`quantization = "fp8"`, kv_cache_dtype, …); those that the engine sets
     itself are refused."""
 
     @field_validator("engine_args")

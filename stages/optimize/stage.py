@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from .rollouts import Loaded
 
 STAGE_VERSION = 1
-SAVING = "steps done; the policy is written"
-"""What is logged when the checkpoint is all that is left to do."""
 _Rate = Annotated[float, Field(ge=0, lt=1)]
 _SURROGATE = ("clip_low", "clip_high", "dual_clip", "delta", "clip_max", "tau_positive", "tau_negative", "token_form")
 log = logging.getLogger(__name__)
@@ -303,6 +301,13 @@ def run(
         return _train(config, work, learn)
 
 
+def prepare(config: Config) -> None:
+    """Import what takes long, before there is anything to learn from."""
+    from transformers import AutoModelForCausalLM  # noqa: F401
+
+    from . import results, rollouts, trainer  # noqa: F401
+
+
 def _check(config: Config, inputs: dict[str, Version]) -> None:
     """What can be told from names and manifests alone."""
     check_schedule(config, inputs["policy"])
@@ -362,7 +367,6 @@ def _learn(
     if work is None:
         return None
     with phase("save"):
-        log.info(SAVING)
         results.save(config, inputs["policy"], model, made, work)
     return results.commit(store, run, about, loaded, outcome, work, accelerator, force=force)
 

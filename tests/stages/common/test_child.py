@@ -156,21 +156,23 @@ def early():
 
 
 def test_a_child_that_is_there_early_is_told_its_call(early, store, tmp_path):
-    """One waits of a kind; it runs in the environment that the call says, and a dead one is replaced."""
+    """One waits of a kind; a dead one is replaced, and one that began in another environment is left alone."""
     (tmp_path / "seen.py").write_text(
-        "import os\n\n\ndef one(completions, **_):\n    return [float(os.environ['HINT'])] * len(completions)\n"
+        "import os\n\n\ndef one(completions, **_):\n    return [float(os.environ.get('HINT', 0))] * len(completions)\n"
     )
     rollouts = make_rollouts(store, tiny_policy(store), 4, 8, 8, 2, asked=make_prompts(store, 2))
     config = {"functions": [{"use": f"{tmp_path}/seen.py:one"}]}
     call = Call("reward", config, str(store.path), {"rollouts": str(rollouts.ref)}, force=True)
     first = early("reward", config)
     assert early("reward", config) is first
-    assert run_stage(call, env={"HINT": "0.25"}).metrics["reward_mean"] == 0.25
+    assert run_stage(call, env={"HINT": "0.5"}).metrics["reward_mean"] == 0.5
+    assert first.poll() is None
+    assert run_stage(call).metrics["reward_mean"] == 0
     assert first.returncode == 0, "it was this one that did it"
     dead = early("reward", config)
     dead.kill()
     dead.wait()
-    assert run_stage(call, env={"HINT": "0.5"}).metrics["reward_mean"] == 0.5
+    assert run_stage(call).metrics["reward_mean"] == 0
 
 
 @pytest.mark.vllm
