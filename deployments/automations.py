@@ -1,7 +1,7 @@
 """What happens by itself: a run that fell silent has crashed; a new version, or a promotion, starts a deployment.
 
 Prefect's automations watch events. A flow run beats every `HEARTBEAT_SECONDS`; Quiver emits one event a version that it made, an
-asset `quiver://RUN/KIND`, and one of `quiver://RUN/KIND@TAG` when a tag moves. Installing twice leaves one automation of each name.
+asset `quiver://RUN/KIND`, and one of `quiver://RUN/KIND@TAG` when a tag moves, by hand too. Installing twice leaves one automation of each name.
 
     install(client, silent_runs())
     triggers = [on_event("arith/prompts", "post-train/arith")]        # of a deployment, which owns them
@@ -55,7 +55,7 @@ def silent_runs(seconds: float = SILENT_SECONDS) -> AutomationCore:
 
 
 def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
-    """Run `deployment` at each new version of `source` = RUN/KIND, or each time that a night moves a tag: RUN/policy@TAG.
+    """Run `deployment` at each new version of `source` = RUN/KIND, or each time that a tag moves: RUN/policy@TAG.
 
     ConfigError: it is neither, or the deployment would start itself for ever.
     """

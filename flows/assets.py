@@ -1,13 +1,17 @@
-"""Versions as Prefect assets: each finished one is an event with a stable key a dataset, `quiver://<run>/<kind>`.
+"""Versions as Prefect assets: each finished one is an event with a stable key a dataset, `quiver://<run>/<kind>`; so is a tag's move.
 
     quiver://arith/rollouts    prefect.asset.materialization.succeeded    {"ref": "arith/rollouts@3", "version": 3, "rows": 512, …}
+    quiver://arith/policy@prod    quiver.tag.moved    {"before": "arith/policy@2", "in_use": "arith/policy@3", "why": "…", …}
 
-An automation that matches the key and the event starts whatever shall follow a new version. Prefect's open-source server keeps the
+An automation that matches the key and the event starts whatever shall follow. A flow announces here; what is done by hand is told
+in the same form by `by_hand`. Prefect's open-source server keeps the
 events and no lineage of assets; what a version was made of stands in the event's related resources, in the manifest, and in the
 artifact `lineage-<run>`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from prefect.assets import Asset, AssetProperties
 from prefect.context import AssetContext
@@ -17,8 +21,10 @@ from schemas.manifest import Manifest
 from schemas.refs import parse
 from stages.common.process import Call, Outcome
 from stages.common.store import Store
+from stages.common.tags import Entry
 
 EVENT = "prefect.asset.materialization.succeeded"
+MOVED = "quiver.tag.moved"
 _MOST_RELATED = 50  # a server takes 100, the run's own resources among them
 _BESIDE = ("advantages", "updates")  # kinds that optimize writes beside the policy that names them
 
@@ -30,13 +36,34 @@ def asset_key(ref: str) -> str:
 
 def announce(call: Call, outcome: Outcome) -> None:
     """Emit one event for each version that the stage wrote; it is sent by a thread of Prefect's, and nobody waits for it."""
+    for event in version_events(call, outcome):
+        emit_event(**event)
+
+
+def announce_move(name: str, entry: Entry) -> None:
+    """Emit the event that the tag `name` = run/kind@tag moved; an automation may start what puts the version to use."""
+    emit_event(**moved_event(name, entry))
+
+
+def version_events(call: Call, outcome: Outcome) -> list[dict[str, Any]]:
+    """One event for each version that the stage wrote, as `emit_event` takes it."""
     store = Store(call.store, create=False)
     beside = [outcome.metrics[kind] for kind in _BESIDE if kind in outcome.metrics] if call.stage == "optimize" else []
-    for ref in (*beside, outcome.ref):
-        _emit(store.open(ref).manifest)
+    return [_version_event(store.open(ref).manifest) for ref in (*beside, outcome.ref)]
 
 
-def _emit(manifest: Manifest) -> None:
+def moved_event(name: str, entry: Entry) -> dict[str, Any]:
+    """The event of a tag's move, as `emit_event` takes it."""
+    resource = {"prefect.resource.id": f"quiver://{name}", "prefect.resource.name": name}
+    return {"event": MOVED, "resource": resource, "payload": told(entry)}
+
+
+def told(entry: Entry) -> dict[str, Any]:
+    """What became of a tag, as plain JSON: what it was decided on, why, the version in use before and since, and when."""
+    return {**entry.about, "why": entry.why, "before": entry.before, "in_use": entry.ref, "at": entry.at}
+
+
+def _version_event(manifest: Manifest) -> dict[str, Any]:
     asset = Asset(key=asset_key(manifest.ref), properties=AssetProperties(name=f"{manifest.run}/{manifest.kind}"))
     related = [_upstream(ref, role) for ref, role in parents_of(manifest).items()][:_MOST_RELATED]
     payload = {
@@ -48,12 +75,12 @@ def _emit(manifest: Manifest) -> None:
         "stage": manifest.stage,
         "content_hash": manifest.content_hash,
     }
-    emit_event(
-        event=EVENT,
-        resource=AssetContext.asset_as_resource(asset),
-        related=[*related, AssetContext.related_materialized_by("quiver")],
-        payload=payload,
-    )
+    return {
+        "event": EVENT,
+        "resource": AssetContext.asset_as_resource(asset),
+        "related": [*related, AssetContext.related_materialized_by("quiver")],
+        "payload": payload,
+    }
 
 
 def _upstream(ref: str, role: str) -> dict[str, str]:

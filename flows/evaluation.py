@@ -5,6 +5,8 @@ The prompts, rollouts and rewards go to `<run>.eval`; the evaluation itself, wit
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,23 +14,35 @@ from schemas.errors import ConfigError
 from stages.common.process import Outcome
 
 from .recipe import Recipe
-from .tasks import check_rewards, perform
+from .tasks import check_rewards, describe, perform
+
+log = logging.getLogger("quiver")
 
 
 def measure(
-    recipe: Recipe, policy: str, iteration: int, forced: set[str] = frozenset(), baseline: str | None = None
+    recipe: Recipe,
+    policy: str,
+    iteration: int,
+    forced: set[str] = frozenset(),
+    baseline: str | None = None,
+    run: Callable[..., Outcome] | None = None,
 ) -> Outcome | None:
     """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages; None without held-out rows.
 
-    `baseline`: an evaluation of another policy on the same rows; the metrics then hold the difference to it too.
+    `baseline`: an evaluation of another policy on the same rows; the metrics then hold the difference to it too. `run` calls a
+    stage, given recipe, stage, config, references, force and the run that the version goes to; None: a task of Prefect's does.
     """
     if recipe.data.held_out is None:
         return None
     aside = f"{recipe.run}.eval"
 
     def stage(name: str, config, into: str, **refs: str) -> Outcome:
-        force = "evaluate" in forced and name != "prompt"
-        return perform(recipe, f"evaluate {iteration}: {name}", name, config, refs, into, force, iteration)
+        label, force = f"evaluate {iteration}: {name}", "evaluate" in forced and name != "prompt"
+        if run is None:
+            return perform(recipe, label, name, config, refs, into, force, iteration)
+        outcome = run(recipe, name, config, refs, force, into)
+        log.info("%s", describe(label, outcome))
+        return outcome
 
     prompts = stage("prompt", recipe.prompt_config(0, evaluation=True), aside, policy=policy)
     config = recipe.generate_config(0, evaluation=True)

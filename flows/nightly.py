@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect import flow
-from prefect.events import emit_event
 from prefect.runtime import flow_run
 
 from schemas.errors import printable
@@ -28,6 +27,7 @@ from stages.common.store import Store
 from stages.common.tags import Entry, previous
 
 from .approval import Answer, Candidate, require_server, reviewed
+from .assets import announce_move, told
 from .evaluation import measure, require_held_out
 from .placement import check_placement
 from .post_train import choose_reference, improve
@@ -37,8 +37,6 @@ from .tasks import perform, tagged
 
 NIGHT = "{night}"
 """In [data]: the night's name."""
-MOVED = "quiver.tag.moved"
-"""Prefect's event of a tag that moved; its resource is `quiver://run/policy@tag`."""
 log = logging.getLogger("quiver")
 
 
@@ -144,7 +142,7 @@ def _in_use(night: Night, base: str) -> str:
     about = {"night": night.name, "decision": "rolled back", "candidate": ref, "evaluation": then.ref, **judged.numbers}
     entry = roll_back(store, run, promotion, key, f"{earlier} is better: {judged.why}", about)
     log.warning("%-22s rolled back to %s: %s", f"nightly {night.name}", entry.ref, printable(entry.why, 1000))
-    _announce(night, entry)
+    announce_move(f"{run}/policy@{promotion.tag}", entry)
     return entry.ref
 
 
@@ -184,7 +182,7 @@ def _decided(night: Night, before: str, baseline: Outcome, made: dict[str, Any])
     ref = candidate.policy if promoted else before
     entry = decide(store, recipe.run, promotion, night.key, before, ref, _why(candidate, answer), about)
     if promoted:
-        _announce(night, entry)
+        announce_move(f"{recipe.run}/policy@{promotion.tag}", entry)
     return entry
 
 
@@ -192,15 +190,3 @@ def _why(candidate: Candidate, answer: Answer | None) -> str:
     if answer is None:
         return candidate.judged.why
     return f"{answer.author} said {'yes' if answer.approve else 'no'}: {answer.reason}; {candidate.judged.why}"
-
-
-def _announce(night: Night, entry: Entry) -> None:
-    """Tell Prefect that the tag moved; an automation may start what puts the policy to use."""
-    name = f"{night.recipe.run}/policy@{night.promotion.tag}"
-    resource = {"prefect.resource.id": f"quiver://{name}", "prefect.resource.name": name}
-    emit_event(MOVED, resource, payload=told(entry))
-
-
-def told(entry: Entry) -> dict[str, Any]:
-    """What was decided, as plain JSON: night, decision, why, the policy in use before and since, and the numbers."""
-    return {**entry.about, "why": entry.why, "before": entry.before, "in_use": entry.ref, "at": entry.at}

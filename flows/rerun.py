@@ -1,6 +1,7 @@
 """One stage on saved versions: re-score, re-train, fork, without the rest of the chain.
 
-Plain Python, so that the shell needs no Prefect for it; `flows.single` has the same as flows.
+Plain Python, so that the shell needs no Prefect for it; `flows.single` has the same as flows. A Prefect server that the environment
+names is told of each version (`by_hand`).
 
 rerun(recipe, "reward", ("rollouts",), {"rollouts": "arith/rollouts@3"})
 rerun(recipe, "optimize", ("policy", "rollouts", "rewards"), {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})     # replay
@@ -19,6 +20,7 @@ from stages.common.store import Store
 from stages.common.work import NotDone
 from stages.reward.override import load as load_override
 
+from .by_hand import tell_version
 from .placement import check_placement, place
 from .recipe import Recipe
 
@@ -53,7 +55,7 @@ def rerun(
 
     Only optimize takes several rollouts and rewards, as lists. `run` calls the stage; by default where [placement] says.
     """
-    run = run or _run
+    by_hand, run = run is None, run or _run
     check_placement(recipe)
     _require_roles(f"quiver {stage}", roles, given)
     store = Store(recipe.store)
@@ -61,7 +63,7 @@ def rerun(
     for role in sorted(set(roles) - set(refs) - _NEVER_FOUND, key=_ORDER.index):
         refs[role] = find(recipe, store, role, refs, stage, run)
     if stage == "evaluate":
-        return _evaluate(recipe, refs["policy"], iteration, force)
+        return _evaluate(recipe, refs["policy"], iteration, force, by_hand)
     if stage == "optimize":
         refs |= _scored_again(recipe, store, refs, run)
     outcome = run(recipe, stage, _config(recipe, stage, iteration), refs, force)
@@ -109,9 +111,11 @@ def _plain(refs: list[str]) -> str | list[str]:
     return refs[0] if len(refs) == 1 else refs
 
 
-def _run(recipe: Recipe, stage: str, config: Any, refs: Refs, force: bool) -> Outcome:
-    call = Call(stage, config.model_dump(mode="json"), recipe.store, refs, recipe.run, force)
-    return place(recipe, call, f"{recipe.run} · {stage}")
+def _run(recipe: Recipe, stage: str, config: Any, refs: Refs, force: bool, into: str | None = None) -> Outcome:
+    call = Call(stage, config.model_dump(mode="json"), recipe.store, refs, into or recipe.run, force)
+    outcome = place(recipe, call, f"{recipe.run} · {stage}")
+    tell_version(call, outcome)
+    return outcome
 
 
 def _scored_again(recipe: Recipe, store: Store, refs: Refs, run: Run) -> Refs:
@@ -179,11 +183,12 @@ def _rewards(recipe: Recipe, rollouts: str) -> str:
         ) from None
 
 
-def _evaluate(recipe: Recipe, policy: str, iteration: int, force: bool) -> Outcome:
+def _evaluate(recipe: Recipe, policy: str, iteration: int, force: bool, by_hand: bool) -> Outcome:
     from .evaluation import measure, require_held_out
 
     require_held_out(recipe)
-    return measure(recipe, policy, iteration, {"evaluate"} if force else frozenset())
+    forced = {"evaluate"} if force else frozenset()
+    return measure(recipe, policy, iteration, forced, run=_run if by_hand else None)
 
 
 def _config(recipe: Recipe, stage: str, iteration: int) -> Any:

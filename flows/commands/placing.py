@@ -16,9 +16,7 @@ Timezone = Annotated[str, typer.Option(help="whose clock the schedule goes by, e
 Overlap = Annotated[str, typer.Option(help="a run that is due while the last one still runs: queue or skip")]
 On = Annotated[
     list[str] | None,
-    typer.Option(
-        help="RUN/KIND: each version that a flow makes there starts a run; RUN/policy@TAG: each promotion; may stand twice"
-    ),
+    typer.Option(help="RUN/KIND: each new version there starts a run; RUN/policy@TAG: each move of the tag; may stand twice"),
 ]
 Now = Annotated[bool, typer.Option("--now", help="start a run at once, too")]
 

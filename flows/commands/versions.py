@@ -9,6 +9,7 @@ import typer
 from schemas.errors import printable
 from schemas.refs import Ref
 
+from ..by_hand import tell_moved
 from ..next_step import complete, options_in
 from .shared import CALLED, Debug, Json, Reference, StorePath, open_store, say
 
@@ -95,7 +96,10 @@ def tag(
     """Point a tag of the version's run at it; `run/kind@tag` then means this version."""
     opened = open_store(store)
     target: Ref = opened.resolve(ref)
+    before = opened.tagged(target.run, name)
     opened.tag(target.run, name, target, why=reason)
+    if before != str(target):
+        tell_moved(f"{target.run}/{target.kind}@{name}", opened.history(target.run, name)[-1])
     say(json, {"tag": name, "ref": str(target)}, [f"{target.run}/{target.kind}@{name} is {target}"])
 
 

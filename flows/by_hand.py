@@ -1,0 +1,84 @@
+"""What a command did by hand, told to the Prefect server that PREFECT_API_URL names, in the form of a flow's events.
+
+So what waits for a version or a tag starts whoever made it. Without PREFECT_API_URL nothing is told, and nothing of Prefect is
+imported. A flow leaves its events to a thread of Prefect's, which may try for minutes and says to nobody whether they arrived; a
+command ends at once, so it posts them itself. A server that does not take them costs a warning each, and `SECONDS` at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from schemas.errors import printable
+from stages.common.process import Call, Outcome
+from stages.common.tags import Entry
+
+SECONDS = 8.0
+_RESPITE_SECONDS = 600.0
+_failed = -math.inf
+log = logging.getLogger("quiver")
+
+
+def tell_version(call: Call, outcome: Outcome) -> None:
+    """Tell of each version that the stage wrote; nothing where it was there already. Never raises."""
+
+    def events() -> list[dict[str, Any]]:
+        from .assets import version_events
+
+        return version_events(call, outcome)
+
+    if not outcome.cached:
+        _tell(outcome.ref, events)
+
+
+def tell_moved(name: str, entry: Entry) -> None:
+    """Tell that the tag `name` = run/kind@tag moved. Never raises."""
+
+    def events() -> list[dict[str, Any]]:
+        from .assets import moved_event
+
+        return [moved_event(name, entry)]
+
+    _tell(name, events)
+
+
+def _tell(what: str, events: Callable[[], list[dict[str, Any]]]) -> None:
+    global _failed  # noqa: PLW0603
+    if not os.environ.get("PREFECT_API_URL"):
+        return
+    try:
+        if time.monotonic() < _failed + _RESPITE_SECONDS:
+            raise TimeoutError("nor of the one before")
+        _post(events())
+    except Exception as error:  # whatever it is: what was done stands, and the command's answer with it
+        _failed = time.monotonic()
+        why = printable(error) if str(error) else f"no answer within {SECONDS:g} s"
+        log.warning("%s: Prefect's server was not told of it, so no deployment starts by it (%s)", what, why)
+
+
+def _post(events: list[dict[str, Any]]) -> None:
+    """The server has taken the events when this returns. TimeoutError."""
+    from prefect.client.orchestration import get_client
+    from prefect.events import Event
+
+    body = [Event(**event).model_dump(mode="json") for event in events]
+    answer: Future[None] = Future()
+
+    def post() -> None:
+        try:
+            with get_client(sync_client=True) as client:
+                client.request("POST", "/events", json=body)
+            answer.set_result(None)
+        except Exception as error:
+            answer.set_exception(error)
+
+    # a thread, since Prefect's client tries again for as long as a busy server asks it to; it dies with this process
+    threading.Thread(target=post, daemon=True, name="events").start()
+    answer.result(SECONDS)
