@@ -3,6 +3,7 @@
 import os
 import re
 
+import pyarrow as pa
 import pytest
 
 from schemas.errors import BusyError, ConfigError, OutcomeUnknownError
@@ -215,3 +216,68 @@ def test_claims_of_the_dead_are_free(store):
         holder = (work.notes / "part-00000.claim0").read_text()
         assert re.match(rf"{pid}-", holder)
         assert [claims.take(), claims.take()] == [0, 1]
+
+
+def die_after(store, share, act):
+    """A process of its own does `act(work)`, and then dies as by kill -9."""
+    pid = os.fork()
+    if not pid:
+        with work_on(store, share) as work:
+            act(work)
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def test_one_alone_knows_what_is_left_after_each_shard(store):
+    """Also of a work that an earlier attempt began: what was finished then is no part of it."""
+    die_after(store, False, lambda work: (work.claims(4), work.write(2, table(4))))
+    with work_on(store, False) as work:
+        claims, left = work.claims(4), []
+        for index in each(claims):
+            left.append(claims.unfinished())
+            work.write(index, table(2 * index))
+        assert left == [[0, 1, 3], [1, 3], [3]] and claims.unfinished() == []
+
+
+def first_shard(work):
+    work.claims(3).take()
+    work.seconds["score"] = 100.0
+    work.write(0, table(0))
+
+
+def test_what_the_dead_told_is_forgotten_where_nobody_else_lives(store):
+    """Their shards stay; what they said of their seconds would count among those of this attempt."""
+    die_after(store, True, first_shard)
+    with work_on(store) as work:
+        assert [part["shards"] for part in work.parts()] == [0]
+        for index in each(work.claims(3)):
+            work.write(index, table(2 * index))
+        manifest = work.commit().manifest
+    assert "score" not in manifest.seconds and manifest.metrics["workers"] == 1
+    require_one(store)
+
+
+def test_what_was_told_stays_while_one_of_them_lives(store):
+    with work_on(store) as living:
+        die_after(store, True, first_shard)
+        living.claims(3).take()
+        living.write(1, table(2))
+        with work_on(store) as late:
+            assert [part["shards"] for part in late.parts()] == [0, 1, 1]
+
+
+def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):
+    """Its writer had planned longer shards, and died between the file and the note that makes it count."""
+
+    def dies(work):
+        work.claims(1).take()
+        work._write("part-00000.arrow", table(0, rows=3))
+
+    die_after(store, True, dies)
+    with work_on(store) as work:
+        assert pa.ipc.open_file(work.folder / "part-00000.arrow").read_all().num_rows == 3
+        for index in each(work.claims(2)):
+            work.write(index, table(2 * index))
+        version = work.commit()
+    assert version.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
+    require_one(store)
