@@ -1,7 +1,8 @@
 """What happens by itself: a run that fell silent has crashed; a new version, or a promotion, starts a deployment.
 
 Prefect's automations watch events. A flow run beats every `HEARTBEAT_SECONDS`; Quiver emits one event a version that it made, an
-asset `quiver://RUN/KIND`, and one of `quiver://RUN/KIND@TAG` when a tag moves, by hand too. Installing twice leaves one automation of each name.
+asset `quiver://RUN/KIND`, and one of `quiver://RUN/KIND@TAG` when a tag moves, in a flow or by hand. Installing twice leaves one
+automation of each name.
 
     install(client, silent_runs())
     triggers = [on_event("arith/prompts", "post-train/arith")]        # of a deployment, which owns them

@@ -52,7 +52,7 @@ class Where:
     on: tuple[str, ...] = ()
     """RUN/KIND whose new versions start a run, too; RUN/KIND@TAG: a tag that moves."""
     image: str | None = None
-    """Container image, for pools that are not of type process."""
+    """Container image, for pools that are not of type process; refused where all are."""
     folder: str | None = None
     """What relative paths of the recipe are taken from: a folder of that image, say. None: the folder of the command."""
     now: bool = False
@@ -64,6 +64,7 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
     url = check_api()
     with get_client(sync_client=True) as client:
         pools = {name: _pool(client, name) for name in dict.fromkeys([where.pool, *placed(recipe)])}
+        _check_image(where.image, pools)
         resolved = _seen_from(recipe, pools, where.folder)
         wanted = list(_wanted(resolved, where, pools))
         changes = [(deployment.full_name, _register(client, deployment)) for deployment in wanted]
@@ -147,9 +148,10 @@ def _wanted(recipe: Recipe, where: Where, pools: dict[str, WorkPool]) -> Iterato
 
 
 def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
-    """Which pool, and the job variables over its own: heartbeats, beside the pool's environment, and the image."""
+    """Which pool, and the job variables over its own: the image, and heartbeats, which the worker puts beside the environment that
+    the pool has by then."""
     defaults = pool.base_job_template.get("variables", {}).get("properties", {})
-    env = {**(defaults.get("env", {}).get("default") or {}), "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
+    env = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
     if pool.type == _LOCAL:
         return {"work_pool_name": pool.name, "job_variables": {"env": env}}
     image = where.image or defaults.get("image", {}).get("default") or ""
@@ -181,6 +183,15 @@ def _pool(client: SyncPrefectClient, name: str) -> WorkPool:
             "there is none of this name",
             next=f"prefect worker start --pool {name} --type process",
         ) from None
+
+
+def _check_image(image: str | None, pools: dict[str, WorkPool]) -> None:
+    if image and all(pool.type == _LOCAL for pool in pools.values()):
+        raise ConfigError(
+            f"--image {printable(image)}",
+            f"work pool {', '.join(pools)} is of type {_LOCAL}: its runs have Quiver where their worker has it, and no image",
+            next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
+        )
 
 
 def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -> Recipe:

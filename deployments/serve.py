@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from prefect.client.orchestration import get_client
 from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT
 
 from flows.recipe import Recipe
+from schemas.errors import ConfigError, printable
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs
 from .deploy import Overlap, Where, described, flow_of, parameters, start_run
@@ -36,9 +39,13 @@ def serve(
     on: tuple[str, ...] = (),
     now: bool = False,
     port: int | None = None,
+    tell: Callable[[dict[str, Any]], None] = lambda served: None,
 ) -> None:
     """Run `recipe` when it is due, until SIGINT or SIGTERM. `now`: once at the beginning, too. `port`: of a server of its own;
-    None: Prefect's setting PREFECT_SERVER_API_PORT, 4200."""
+    None: Prefect's setting PREFECT_SERVER_API_PORT, 4200. `tell` is called once with what is served, and where."""
+    if port and PREFECT_API_URL.value():
+        what = f"no server is started: PREFECT_API_URL names one, {printable(PREFECT_API_URL.value())}"
+        raise ConfigError(f"--port {port}", what, next="leave --port out, or unset PREFECT_API_URL")
     where = Where(pool="", cron=cron, timezone=timezone, overlap=overlap, on=on)
     resolved, _ = resolve(recipe, "a served run")
     deployment = described(flow_of(recipe), recipe.run, where, parameters=parameters(resolved), paused=False)
@@ -51,11 +58,11 @@ def serve(
         runner.add_deployment(deployment)
         with get_client(sync_client=True) as client:
             install(client, silent_runs())
-            if now:
-                start_run(client, deployment)
+            started = start_run(client, deployment) if now else None
         log.info("serving %s; pages: %s", deployment.full_name, url.removesuffix("/api"))
         log.info("schedule: %s", f"{cron} ({timezone})" if cron else "none; runs start by hand")
         log.info("by hand: PREFECT_API_URL=%s prefect deployment run %s", url, deployment.full_name)
+        tell({"api": url, "deployment": deployment.full_name, "cron": cron, "timezone": timezone, "flow_run": started})
         _run(runner)
 
 

@@ -1,10 +1,10 @@
-"""Versions as Prefect assets: each finished one is an event with a stable key a dataset, `quiver://<run>/<kind>`; so is a tag's move.
+"""Versions as Prefect assets: each finished one is an event with a stable key a dataset, `quiver://<run>/<kind>`.
 
     quiver://arith/rollouts    prefect.asset.materialization.succeeded    {"ref": "arith/rollouts@3", "version": 3, "rows": 512, …}
     quiver://arith/policy@prod    quiver.tag.moved    {"before": "arith/policy@2", "in_use": "arith/policy@3", "why": "…", …}
 
-An automation that matches the key and the event starts whatever shall follow. A flow announces here; what is done by hand is told
-in the same form by `by_hand`. Prefect's open-source server keeps the
+So is a tag's move. An automation that matches the key and the event starts whatever shall follow. A flow announces here; what is
+done by hand is told in the same form by `by_hand`. Prefect's open-source server keeps the
 events and no lineage of assets; what a version was made of stands in the event's related resources, in the manifest, and in the
 artifact `lineage-<run>`.
 """

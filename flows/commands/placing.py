@@ -12,7 +12,7 @@ from schemas.errors import ConfigError, printable
 from .shared import Debug, Json, RecipeFile, Settings, StorePath, read_recipe, say
 
 Cron = Annotated[str | None, typer.Option(help='when, as cron says it, e.g. "0 2 * * *"')]
-Timezone = Annotated[str, typer.Option(help="whose clock the schedule goes by, e.g. Europe/Berlin")]
+Timezone = Annotated[str | None, typer.Option(help="whose clock --cron goes by, e.g. Europe/Berlin; default: UTC")]
 Overlap = Annotated[str, typer.Option(help="a run that is due while the last one still runs: queue or skip")]
 On = Annotated[
     list[str] | None,
@@ -32,29 +32,50 @@ def _overlap(overlap: str) -> str:
     return overlap
 
 
+def _timezone(timezone: str | None, cron: str | None) -> str:
+    if timezone and not cron:
+        next = 'leave --timezone out, or say when: --cron "0 2 * * *"'
+        raise ConfigError(f"--timezone {printable(timezone)}", "there is no schedule that could go by it", next=next)
+    return timezone or "UTC"
+
+
 def serve(
     recipe: RecipeFile,
     cron: Cron = None,
-    timezone: Timezone = "UTC",
+    timezone: Timezone = None,
     overlap: Overlap = "queue",
     on: On = None,
     now: Now = False,
-    port: Annotated[int | None, typer.Option(help="of the server that is started where PREFECT_API_URL names none")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="of the server that is started where PREFECT_API_URL names none", min=1, max=65535)
+    ] = None,
     store: StorePath = None,
     settings: Settings = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Run a recipe on a schedule from this very process, until Ctrl-C: for a laptop, without work pools."""
+    when = {
+        "cron": cron,
+        "timezone": _timezone(timezone, cron),
+        "overlap": _overlap(overlap),
+        "on": tuple(on or ()),
+        "now": now,
+    }
     loaded = read_recipe(recipe, settings, store)
-    _room_above("serve").serve(loaded, cron, timezone, _overlap(overlap), tuple(on or ()), now, port)
+
+    def tell(served: dict[str, Any]) -> None:
+        if json:
+            say(True, served, [])
+
+    _room_above("serve").serve(loaded, **when, port=port, tell=tell)
 
 
 def deploy(
     recipe: RecipeFile,
     pool: Annotated[str, typer.Option(help="work pool whose workers run it")],
     cron: Cron = None,
-    timezone: Timezone = "UTC",
+    timezone: Timezone = None,
     overlap: Overlap = "queue",
     on: On = None,
     image: Annotated[str | None, typer.Option(help="container image, for pools of type docker or kubernetes")] = None,
@@ -67,7 +88,7 @@ def deploy(
 ) -> None:
     """Register a recipe with a Prefect server: which workers run it, when, and what starts it besides."""
     above = _room_above("deploy")
-    where = above.Where(pool, cron, timezone, _overlap(overlap), tuple(on or ()), image, folder, now)
+    where = above.Where(pool, cron, _timezone(timezone, cron), _overlap(overlap), tuple(on or ()), image, folder, now)
     done = above.deploy(read_recipe(recipe, settings, store), where)
     word = {True: "changed", False: "unchanged"}
     lines = [f"{word[each['changed']]:<10} {each['name']}  (work pool {each['pool']})" for each in done["deployments"]]

@@ -1,5 +1,6 @@
 """`quiver deploy` against a real server that asks for a password: what is registered, what is refused, and what changes when."""
 
+import asyncio
 import datetime
 import json
 import socket
@@ -10,11 +11,15 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import State, StateType
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.workers.base import BaseJobConfiguration
+from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from deployments.automations import TAG, install, silent_runs
 from deployments.deploy import Where, deploy
@@ -120,11 +125,35 @@ def test_the_parameters_are_the_recipe_with_absolute_paths(client, place):
     assert sent.generate_config(1).seed == 7, "what the recipe leaves open is left open"
 
 
-def test_a_container_gets_its_image_and_its_pools_own_environment(client):
+@pytest.mark.parametrize(
+    ("pool", "configuration"),
+    [("shared", ProcessJobConfiguration), ("mounted", BaseJobConfiguration)],
+    ids=["process", "docker"],
+)
+def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, configuration):
+    """As Prefect's worker makes it: the pool's own, changed since the run was deployed, and the heartbeat over it."""
+    if pool == "shared":
+        template = ProcessWorker.get_default_base_job_template()
+        template["variables"]["properties"]["env"]["default"] = {"OWN": "1"}
+        client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
+    put(Where(pool, image="registry/quiver:cpu" if pool == "mounted" else None), f"run=in-{pool}")
+    run = client.create_flow_run_from_deployment(found(client, f"in-{pool}").id)
+    template = client.read_work_pool(pool).base_job_template
+    template["variables"]["properties"]["env"]["default"] = {"OWN": "2", "MORE": "3"}
+    client.update_work_pool(pool, WorkPoolUpdate(base_job_template=template))
+
+    async def resolved() -> BaseJobConfiguration:
+        async with get_client() as at:
+            work_pool = await at.read_work_pool(pool)
+            return await configuration.resolve_for_flow_run(run, client=at, work_pool=work_pool, worker_name="w")
+
+    env = asyncio.run(resolved()).env
+    assert (env["OWN"], env["MORE"], env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == ("2", "3", "30")
+
+
+def test_a_container_gets_its_image(client):
     put(Where("mounted", image="registry/quiver:cpu"), "run=boxed")
-    variables = found(client, "boxed").job_variables
-    assert variables["image"] == "registry/quiver:cpu"
-    assert variables["env"]["OWN"] == "1" and "PREFECT_FLOWS_HEARTBEAT_FREQUENCY" in variables["env"]
+    assert found(client, "boxed").job_variables["image"] == "registry/quiver:cpu"
 
 
 @pytest.mark.parametrize(
@@ -138,6 +167,7 @@ def test_a_container_gets_its_image_and_its_pools_own_environment(client):
         (Where("box", on=("tiny/prompts",)), [], "--on tiny/prompts", "name another run"),
         (Where("box", on=("feed",)), [], "--on feed", "--on feed/prompts"),
         (Where("box"), ["data.source=gone.jsonl"], "data.source", "correct data.source"),
+        (Where("box", image="quiver:cpu"), [], "--image quiver:cpu", "leave --image out"),
     ],
 )
 def test_what_can_not_work_is_refused_and_nothing_is_registered(client, where, settings, object, next):
@@ -146,6 +176,43 @@ def test_what_can_not_work_is_refused_and_nothing_is_registered(client, where, s
         put(where, *settings)
     assert error.value.object.startswith(object) and next in error.value.next
     assert everything(client) == before
+
+
+def test_an_image_is_for_those_of_several_pools_that_take_one(client, place):
+    """The flow runs in a process, generation in a container."""
+    put(Where("box", image="registry/quiver:cpu"), "run=mixed", "placement.generate=mounted", f"store={place.folder}/store")
+    assert "image" not in found(client, "mixed").job_variables
+    assert client.read_deployment_by_name("stage/mounted").job_variables["image"] == "registry/quiver:cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "object", "next"),
+    [
+        (["serve", "recipe.toml", "--port", "4300"], "--port 4300", "leave --port out"),
+        (["serve", "recipe.toml", "--timezone", "Europe/Berlin"], "--timezone Europe/Berlin", "--cron"),
+        (["deploy", "recipe.toml", "--pool", "box", "--timezone", "Europe/Berlin"], "--timezone Europe/Berlin", "--cron"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(place, client, arguments, object, next):
+    command = [sys.executable, "-m", "flows.cli", *arguments, "--set", "run=nobody", "--json"]
+    options = {"capture_output": True, "text": True, "check": False, "timeout": 60}  # what is served stays
+    done = subprocess.run(command, cwd=place.folder, env=place.env, **options)
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["object"]) == (2, object) and next in error["next"]
+    with pytest.raises(ObjectNotFound):
+        found(client, "nobody")
+
+
+def test_serve_says_as_json_what_it_serves(place, client):
+    command = [sys.executable, "-m", "flows.cli", "serve", "recipe.toml", "--set", "run=served", "--json"]
+    with subprocess.Popen(command, cwd=place.folder, env=place.env, stdout=subprocess.PIPE, text=True) as serving:
+        told = json.loads(serving.stdout.readline())
+        serving.terminate()
+        rest, _ = serving.communicate(timeout=60)
+    none = {"cron": None, "timezone": "UTC", "flow_run": None}
+    assert told == {"api": place.url, "deployment": "post-train/served", **none}
+    assert (serving.returncode, rest) == (143, "")
+    assert found(client, "served").name == "served"
 
 
 def test_without_the_password_nothing_goes(place):
