@@ -4,9 +4,8 @@
     quiver://arith/policy@prod    quiver.tag.moved    {"before": "arith/policy@2", "in_use": "arith/policy@3", "why": "…", …}
 
 So is a tag's move. An automation that matches the key and the event starts whatever shall follow. A flow announces here; what is
-done by hand is told in the same form by `by_hand`. Prefect's open-source server keeps the
-events and no lineage of assets; what a version was made of stands in the event's related resources, in the manifest, and in the
-artifact `lineage-<run>`.
+done by hand is told in the same form by `by_hand`. Prefect's open-source server keeps the events and no lineage of assets; what a
+version was made of stands in the event's related resources, in the manifest, and in the artifact `lineage-<run>`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 So what waits for a version or a tag starts whoever made it. Without PREFECT_API_URL nothing is told, and nothing of Prefect is
 imported. A flow leaves its events to a thread of Prefect's, which may try for minutes and says to nobody whether they arrived; a
-command ends at once, so it posts them itself. A server that does not take them costs a warning each, and `SECONDS` at most.
+command ends at once, so it posts them itself. A server that does not take them costs a warning for each, and `SECONDS` in all.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _tell(what: str, events: Callable[[], list[dict[str, Any]]]) -> None:
         _post(events())
     except Exception as error:  # whatever it is: what was done stands, and the command's answer with it
         _failed = time.monotonic()
-        why = printable(error) if str(error) else f"no answer within {SECONDS:g} s"
+        why = printable(error) or f"no answer within {SECONDS:g} s"
         log.warning("%s: Prefect's server was not told of it, so no deployment starts by it (%s)", what, why)
 
 

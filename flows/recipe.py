@@ -74,9 +74,18 @@ class Logprobs(PassConfig):
     """Score under the sampling policy with the trainer's numerics, and take that as the ratio's denominator."""
 
 
+class Generate(GenerateConfig):
+    """Who answers, how often, and how it is sampled."""
+
+    seed: int | None = Field(None, ge=0)
+    """The section's own. None: the run's."""
+
+
 class Optimize(OptimizeConfig):
     """How the policy learns, and from how many iterations' rollouts."""
 
+    seed: int | None = Field(None, ge=0)
+    """The section's own. None: the run's."""
     replay: Runtime[int] = Field(0, ge=0)
     """Train on the rollouts of up to this many earlier iterations besides the current ones, each row with its own old logprobs.
     `max_staleness` must be at least as large."""
@@ -149,7 +158,7 @@ class Recipe(Config):
     store: str = "store"
     """Folder of the store."""
     seed: int = Field(0, ge=0)
-    """Every random choice derives from it; a section's own `seed` replaces it there, unless that is 0."""
+    """Every random choice derives from it; a section's own `seed` replaces it there."""
     iterations: int = Field(1, ge=1)
     """How many times the policy is improved."""
     overlap: int = Field(0, ge=0, le=1)
@@ -161,7 +170,7 @@ class Recipe(Config):
     """Source of the prompts."""
     prompt: TemplateConfig = TemplateConfig()
     """How rows become token ids."""
-    generate: GenerateConfig = GenerateConfig()
+    generate: Generate = Generate()
     """Engine and sampling."""
     reward: RewardConfig
     """What is scored, and how."""

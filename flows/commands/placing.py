@@ -55,20 +55,14 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Run a recipe on a schedule from this very process, until Ctrl-C: for a laptop, without work pools."""
-    when = {
-        "cron": cron,
-        "timezone": _timezone(timezone, cron),
-        "overlap": _overlap(overlap),
-        "on": tuple(on or ()),
-        "now": now,
-    }
+    clock, overlap, sources = _timezone(timezone, cron), _overlap(overlap), tuple(on or ())
     loaded = read_recipe(recipe, settings, store)
 
     def tell(served: dict[str, Any]) -> None:
         if json:
             say(True, served, [])
 
-    _room_above("serve").serve(loaded, **when, port=port, tell=tell)
+    _room_above("serve").serve(loaded, cron, clock, overlap, sources, now, port, tell)
 
 
 def deploy(

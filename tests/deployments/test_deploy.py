@@ -118,11 +118,12 @@ def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
 
 
 def test_the_parameters_are_the_recipe_with_absolute_paths(client, place):
-    put(Where("box"), "run=plain", "optimize.learning_rate=2e-6")
+    put(Where("box"), "run=plain", "optimize.learning_rate=2e-6", "optimize.seed=0")
     sent = Recipe.model_validate(found(client, "plain").parameters["recipe"])
     assert sent.store == f"{place.folder}/store" and sent.data.source == f"{place.folder}/questions.jsonl"
     assert sent.optimize.learning_rate == 2e-6
     assert sent.generate_config(1).seed == 7, "what the recipe leaves open is left open"
+    assert sent.optimize_config().seed == 0, "and what it says stays said, a default too"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +196,8 @@ def test_an_image_is_for_those_of_several_pools_that_take_one(client, place):
 )
 def test_an_option_that_would_do_nothing_is_refused(place, client, arguments, object, next):
     command = [sys.executable, "-m", "flows.cli", *arguments, "--set", "run=nobody", "--json"]
-    options = {"capture_output": True, "text": True, "check": False, "timeout": 60}  # what is served stays
-    done = subprocess.run(command, cwd=place.folder, env=place.env, **options)
+    options = {"capture_output": True, "text": True, "timeout": 60}  # what is served stays
+    done = subprocess.run(command, cwd=place.folder, env=place.env, check=False, **options)
     error = json.loads(done.stdout)["error"]
     assert (done.returncode, error["object"]) == (2, object) and next in error["next"]
     with pytest.raises(ObjectNotFound):

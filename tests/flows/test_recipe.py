@@ -8,6 +8,8 @@ import pytest
 
 from flows.recipe import Recipe, load
 from schemas.errors import ConfigError
+from stages.generate.stage import Config as GenerateConfig
+from stages.optimize.stage import Config as OptimizeConfig
 from tests.flows.conftest import RECIPE, quiver
 
 
@@ -100,6 +102,23 @@ def test_seeds_come_from_the_recipe_unless_a_section_has_its_own(recipe):
     assert loaded.optimize_config().seed == 3
 
 
+def test_a_seed_of_0_in_a_section_is_its_own(recipe):
+    """It counts as any other number does; only what says nothing has the run's."""
+    loaded = load(recipe, ["generate.seed=0", "optimize.seed=0"])
+    assert (loaded.generate_config(1).seed, loaded.optimize_config().seed, loaded.prompt_config(1).seed) == (0, 0, 7)
+    loaded = load(recipe, ["evaluate.generate={seed=0}"])
+    assert [loaded.generate_config(1, evaluation=aside).seed for aside in (False, True)] == [7, 0]
+
+
+def test_keys_are_those_of_the_stages_own_configs(recipe):
+    """So a version is found again, however its seed was said."""
+    typed = {"engine": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 6}}
+    for settings, seed in ([], 7), (["generate.seed=7", "optimize.seed=7", "seed=1"], 7), (["seed=0"], 0):
+        loaded = load(recipe, settings)
+        assert loaded.generate_config(2).key() == GenerateConfig(**typed, iteration=2, seed=seed).key()
+        assert loaded.optimize_config().key() == OptimizeConfig(learning_rate=1e-3, seed=seed).key()
+
+
 def test_replay_is_the_flows_and_not_the_stages(recipe):
     """It decides which versions optimize is given, so it is no part of the stage's config, nor of its run_key."""
     plain, replaying = (load(recipe, ["optimize.max_staleness=2", *more]) for more in ([], ["optimize.replay=2"]))
@@ -173,7 +192,7 @@ def test_what_there_is(tmp_path):
 
 
 def test_a_form_that_sends_every_default_changes_nothing(recipe):
-    """Prefect's form of a deployment fills in each field; generate.seed = 0 there is not the user's, nor is iteration = 0."""
+    """Prefect's form of a deployment fills in each field: generate.seed with null, which means the run's, iteration with 0."""
     typed = load(recipe)
     sent = Recipe.model_validate(json.loads(typed.model_dump_json()))
     assert "seed" in sent.generate.model_fields_set and typed.seed == 7
