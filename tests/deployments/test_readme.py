@@ -27,8 +27,9 @@ def commands(heading: str) -> list[str]:
     return found
 
 
-class Terminal:
-    """Runs lines as a person would, one after another in `folder`; those that stay get a terminal of their own."""
+class Terminals:
+    """Runs lines in `folder` as a person would who does what the README says: each in a terminal of its own, new as it was opened,
+    in which the `export` line of the same block is typed first, and nothing else."""
 
     def __init__(self, folder: Path) -> None:
         self.world = World(write_recipe(folder))
@@ -42,18 +43,15 @@ class Terminal:
             del env[name]
         env |= {"PREFECT_SERVER_API_PORT": str(self.world.port), "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
 
-    def type(self, line: str) -> None:
-        line = line.replace(":4200", f":{self.world.port}").replace("first-host", "127.0.0.1")
-        folder, env = self.world.folder, self.world.env
-        if line.startswith("export "):
-            told = subprocess.run(["bash", "-c", f"{line}; env -0"], env=env, capture_output=True, text=True, check=True)
-            env |= dict(each.split("=", 1) for each in told.stdout.rstrip("\0").split("\0"))
-        elif STAYS.search(line):
+    def type(self, line: str, export: str = "") -> None:
+        stays, folder, env = STAYS.search(line), self.world.folder, self.world.env
+        script = f"{export}\n{'exec env ' if stays else ''}{line}"
+        command = ["bash", "-c", script.replace(":4200", f":{self.world.port}").replace("first-host", "127.0.0.1")]
+        if stays:
             with (folder / "stays.log").open("ab") as log:
-                started = subprocess.Popen(["bash", "-c", f"exec env {line}"], cwd=folder, env=env, stdout=log, stderr=log)
-            self.world.running[line] = started
+                self.world.running[line] = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
         else:
-            done = subprocess.run(["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         if "prefect server" in line:
             wait_for("the server, which a person waits for too", self.healthy)
@@ -72,8 +70,8 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(tmp_path):
-    made = Terminal(tmp_path / "work")
+def terminals(tmp_path):
+    made = Terminals(tmp_path / "work")
     yield made
     made.world.stop()
 
@@ -86,36 +84,37 @@ def terminal(tmp_path):
         pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
     ],
 )
-def test_a_laptop(terminal, stop, code):
+def test_a_laptop(terminals, stop, code):
     (line,) = commands("A laptop")
-    terminal.type(line)
-    wait_for("the policy", lambda: terminal.made("tiny/policy@1"))
-    serving = terminal.world.running.pop(line)
+    terminals.type(line)
+    wait_for("the policy", lambda: terminals.made("tiny/policy@1"))
+    serving = terminals.world.running.pop(line)
     serving.send_signal(stop)
     assert serving.wait(60) == code
-    wait_for("all processes to end, the server among them", lambda: not terminal.world.processes(), 30)
+    wait_for("all processes to end, the server among them", lambda: not terminals.world.processes(), 30)
 
 
-def test_one_worker_and_then_every_night(terminal):
-    for line in commands("One worker"):
-        terminal.type(line)
-    wait_for("the policy", lambda: terminal.made("tiny/policy@1"))
-    (line,) = commands("Every night")
-    terminal.type(line)
-    with terminal.world.client() as client:
+def test_one_worker_and_then_every_night(terminals):
+    export, *lines = commands("One worker")
+    for line in lines:
+        terminals.type(line, export)
+    wait_for("the policy", lambda: terminals.made("tiny/policy@1"))
+    export, line = commands("Every night")
+    terminals.type(line, export)
+    with terminals.world.client() as client:
         found = client.read_deployment_by_name("post-train/tiny")
     (schedule,) = [each.schedule for each in found.schedules]
     assert (schedule.cron, schedule.timezone) == ("0 2 * * *", "Europe/Berlin")
     assert found.concurrency_options.collision_strategy == "CANCEL_NEW"
 
 
-def test_several_hosts(terminal):
+def test_several_hosts(terminals):
     """Two workers, as if on two hosts, do generate and reward together."""
-    server, export, worker, deploy = commands("Several hosts")
-    for line in (server, export, worker, f"{worker} --name second", deploy):
-        terminal.type(line)
-    wait_for("the policy", lambda: terminal.made("tiny/policy@1"))
-    with terminal.world.client() as client:
+    export, server, worker, deploy = commands("Several hosts")
+    for line in (server, worker, f"{worker} --name second", deploy):
+        terminals.type(line, export)
+    wait_for("the policy", lambda: terminals.made("tiny/policy@1"))
+    with terminals.world.client() as client:
         runs = client.read_flow_runs(flow_filter=FlowFilter(name=FlowFilterName(any_=["stage"])))
     done = {run.name.split(" · ")[1].split()[0] for run in runs if run.state.is_completed()}
     assert done == {"generate", "reward"}
