@@ -19,6 +19,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
 from prefect.events.schemas.events import ResourceSpecification
 
+from flows.assets import EVENT, MOVED
 from schemas.errors import ConfigError, printable
 from schemas.refs import KINDS, NAME
 
@@ -28,8 +29,6 @@ HEARTBEAT_SECONDS = 30
 """Prefect's smallest."""
 SILENT_SECONDS = 180
 """Longest silence of a live run; a server that is away for less marks nobody."""
-NEW_VERSION = "prefect.asset.materialization.succeeded"
-TAG_MOVED = "quiver.tag.moved"
 _BEAT = "prefect.flow-run.heartbeat"
 _ENDS = tuple(f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled", "Suspended"))
 
@@ -74,7 +73,7 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
         )
     return DeploymentEventTrigger(
         name=f"quiver: new {source} → {deployment}",
-        expect={TAG_MOVED if tag else NEW_VERSION},
+        expect={MOVED if tag else EVENT},
         match=ResourceSpecification({"prefect.resource.id": [f"quiver://{source}"]}),
         posture=Posture.Reactive,
         threshold=1,

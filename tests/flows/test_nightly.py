@@ -120,6 +120,18 @@ def test_the_numbers_are_those_of_the_prompts_taken_in_pairs(store, nights):
         assert (night["decision"] == "promoted") == (night["bound"] >= 0.02)
 
 
+def test_a_promotion_is_an_event_and_a_night_that_keeps_the_old_is_none(nights, server):
+    """With what the night tells of itself, so that whoever it starts need not ask."""
+    body = {"filter": {"event": {"name": ["quiver.tag.moved"]}, "resource": {"id": ["quiver://tiny/policy@prod"]}}}
+    deadline = time.monotonic() + 60  # a thread sends it
+    while not (found := httpx.post(f"{server}/events/filter", json=body).json()["events"]):
+        assert time.monotonic() < deadline, "no event"
+        time.sleep(0.1)
+    assert [event["payload"] for event in found] == [
+        {name: value for name, value in nights[0].items() if name not in ("run", "tag", "iterations")}
+    ]
+
+
 def test_each_night_has_rows_of_its_own(store, nights):
     (one,), (two,) = (night["iterations"] for night in nights)
     asked = [set(store.open(done["prompts"]).table()["group_id"].to_pylist()) for done in (one, two)]
