@@ -24,7 +24,7 @@ from .next_step import complete, options_in
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
     running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy,
-    versions.ls, versions.show, versions.lineage, versions.diff, versions.verify, versions.tag, versions.history,
+    versions.ls, versions.show, versions.lineage, versions.diff, versions.verify, versions.tag, versions.history, versions.report,
     listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip
 app = typer.Typer(

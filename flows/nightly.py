@@ -27,6 +27,7 @@ from stages.common.store import Store
 from stages.common.tags import Entry, previous
 
 from .approval import Answer, Candidate, require_server, reviewed
+from .artifacts import link_report
 from .assets import announce_move, told
 from .evaluation import measure, require_held_out
 from .placement import check_placement
@@ -85,6 +86,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
     tonight = begin(recipe, _name(night))
     with tagged(recipe):
         entry, iterations = _spent(tonight)
+        link_report(recipe)
     log.info("%-22s %s: %s", f"nightly {tonight.name}", entry.about["decision"], printable(entry.why, 1000))
     return {"run": recipe.run, "tag": recipe.promotion.tag, **told(entry), "iterations": iterations}
 

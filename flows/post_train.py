@@ -30,6 +30,7 @@ from stages.common.process import Outcome
 from stages.logprobs.average import Config as AverageConfig
 
 from .ahead import Ahead
+from .artifacts import link_report
 from .artifacts.iterations import Curve
 from .evaluation import measure, numbers
 from .placement import check_placement
@@ -80,6 +81,7 @@ def _improve(recipe: Recipe, forced: set[str]) -> dict[str, Any]:
             iterations.append(done)
             curve.show(iterations, numbers(baseline), last=iteration == recipe.iterations)
             sampled = ahead.result() if ahead else None
+    link_report(recipe)
     return {"run": recipe.run, "baseline": numbers(baseline), "iterations": iterations}
 
 

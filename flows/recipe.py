@@ -164,6 +164,8 @@ class Recipe(Config):
     overlap: int = Field(0, ge=0, le=1)
     """1: while an iteration optimizes, the next one already samples and scores, with the policy that is being improved; so from the
     second iteration on rollouts are one policy old, which their saved logprobs correct. 0: one after another."""
+    report_url: str | None = Field(None, pattern=r"^https?://")
+    """Where the store's folder is served, so that Prefect's pages can link to the run's report; None: a link for this host."""
     policy: PolicyConfig
     """The base model: `policy@0`."""
     data: Data

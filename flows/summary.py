@@ -6,13 +6,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from stages.report.stage import FILE
+
 from .next_step import program
 from .recipe import Recipe
 
 
 def summary(recipe: Recipe, path: Path, settings: list[str], result: dict[str, Any]) -> list[str]:
     """Lines for a person."""
-    lines = ["", f"store   {Path(recipe.store).absolute()}"]
+    store = Path(recipe.store).absolute()
+    lines = ["", f"store   {store}", f"report  {store / recipe.run / FILE}"]
     lines += ["", "iteration  mean reward                policy", *_curve(result["iterations"])]
     measured = [done for done in result["iterations"] if done["evaluation"]]
     if measured:

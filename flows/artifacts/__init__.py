@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prefect.artifacts import Artifact
+from prefect.artifacts import Artifact, LinkArtifact
 
 from flows.assets import announce
+from flows.recipe import Recipe
 from stages.common.process import Call, Outcome
 from stages.common.store import Store, Version
+from stages.report import stage as report
 
 from . import evaluations, policies, rewards, rollouts
 from .shown import attempt
+from .text import key
 
 VIEWS: dict[str, Callable[[Store, Version], list[Artifact]]] = {
     "generate": rollouts.views,
@@ -23,6 +26,18 @@ VIEWS: dict[str, Callable[[Store, Version], list[Artifact]]] = {
     "optimize": policies.views,
     "evaluate": evaluations.views,
 }
+
+
+def link_report(recipe: Recipe) -> None:
+    """Bring the report of the run up to date, and link to it from the page of the flow run. Never raises."""
+    with attempt(f"the report of {recipe.run}"):
+        store = Store(recipe.store, create=False)
+        if not report.is_current(store, recipe.run):
+            report.write(store, recipe.run)
+        path = (store.path / recipe.run / report.FILE).absolute()
+        link = f"{recipe.report_url.rstrip('/')}/{recipe.run}/{report.FILE}" if recipe.report_url else path.as_uri()
+        about = f"All of {recipe.run} on one page: `{path}`"
+        LinkArtifact(key=key("report", recipe.run), link=link, link_text=f"report of {recipe.run}", description=about).create()
 
 
 def publish(call: Call, outcome: Outcome) -> None:

@@ -10,9 +10,11 @@ from schemas.errors import QuiverError
 from schemas.manifest import Manifest
 from schemas.refs import Ref
 from stages.common.store import Store, Version
+from stages.report.plots import Panel
+from stages.report.words import measured
 
-from .curves import Panel, picture
-from .text import key, measured, quoted, table
+from .curves import picture
+from .text import key, quoted, table
 
 _MOST = 50
 

@@ -17,9 +17,12 @@ from prefect.artifacts import MarkdownArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
-from .curves import Panel, picture
+from stages.report.plots import Panel
+from stages.report.words import counted, measured, number
+
+from .curves import picture
 from .shown import attempt
-from .text import counted, key, measured, number, table
+from .text import key, table
 
 SECONDS_BETWEEN = 10.0
 _MOST_ROWS = 100

@@ -11,10 +11,12 @@ from schemas.errors import LineageError
 from schemas.manifest import Manifest
 from schemas.refs import parse
 from stages.common.store import Store, Version
+from stages.report.plots import Panel
+from stages.report.words import counted, number, size
 
 from . import samples
-from .curves import Panel, picture
-from .text import counted, key, number, quoted, size, table
+from .curves import picture
+from .text import key, quoted, table
 
 _CURVES = ("loss", "grad_norm", "approx_kl", "clip_fraction")
 _AUDIT = {

@@ -10,9 +10,10 @@ from prefect.artifacts import Artifact, TableArtifact
 
 from schemas.rewards import names_of
 from stages.common.store import Store, Version
+from stages.report.words import number, rounded
 
 from . import rollouts, samples
-from .text import key, number, quoted, rounded
+from .text import key, quoted
 
 _COLUMNS = ("mean", "std", "min", "max", "null", "null_rate", "errors", "seconds")
 _MOST_PARTS, _MOST_PAIRS = 10, 6

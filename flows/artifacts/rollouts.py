@@ -6,9 +6,10 @@ import pyarrow as pa
 from prefect.artifacts import Artifact, TableArtifact
 
 from stages.common.store import Store, Version
+from stages.report.words import number, size
 
 from . import samples
-from .text import key, number, size, wrapped
+from .text import key, wrapped
 
 COLUMNS = ["rollout_id", "group_id", "completion_text", "completion_ids", "finish_reason"]
 

@@ -19,15 +19,8 @@ _PROMPT_LIMIT, _PROMPT_WIDTH = 160, 40
 
 
 def head(version: Version, columns: list[str]) -> pa.Table:
-    """The first shards, as many as have `MOST_BYTES` together and at least one; checked, then mapped into memory."""
-    tables, left = [], MOST_BYTES
-    for entry in version.manifest.files:
-        left -= entry.bytes
-        if tables and left < 0:
-            break
-        version.verify(entry.name)
-        tables.append(pa.ipc.open_file(pa.memory_map(str(version.path / entry.name))).read_all().select(columns))
-    return pa.concat_tables(tables)
+    """These columns of the first shards."""
+    return version.head(columns, MOST_BYTES)
 
 
 def row(table: pa.Table, index: int) -> dict[str, Any]:

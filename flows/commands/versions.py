@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from schemas.errors import printable
-from schemas.refs import Ref
+from schemas.refs import Ref, check_name
 
 from ..by_hand import tell_moved
 from ..next_step import complete, options_in
@@ -101,6 +102,22 @@ def tag(
     if before != str(target):
         tell_moved(f"{target.run}/{target.kind}@{name}", opened.history(target.run, name)[-1])
     say(json, {"tag": name, "ref": str(target)}, [f"{target.run}/{target.kind}@{name} is {target}"])
+
+
+def report(
+    run: Annotated[str, typer.Argument(help="the run")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="the file; default: report.html in the run's folder")
+    ] = None,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """One self-contained HTML file over a whole run: how well it went, curves, answers before and after, what it was made of."""
+    from stages.report.stage import write
+
+    path = write(open_store(store), check_name(run, "run"), output)
+    say(json, {"run": run, "file": str(path), "bytes": path.stat().st_size}, [str(path)])
 
 
 def history(

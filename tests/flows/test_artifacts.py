@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import time
+from typing import NamedTuple
 
 import pyarrow as pa
 import pytest
@@ -16,7 +17,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import progress as progress_module
-from flows.artifacts import publish, samples, text
+from flows.artifacts import link_report, publish, samples, text
 from flows.artifacts.iterations import Curve
 from flows.assets import EVENT
 from flows.progress import progress
@@ -28,6 +29,14 @@ from stages.common.work import ROWS_PER_SHARD, begin
 from tests.flows.test_artifacts_text import HOSTILE, drawn, lines
 
 pytestmark = pytest.mark.prefect
+
+
+class Linked(NamedTuple):
+    """What `link_report` reads of a recipe."""
+
+    run: str
+    store: str
+    report_url: str | None = None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -278,6 +287,16 @@ def test_policy_page_lineage_and_progress(store, trained):
         heard.append(bar.percent)
     assert heard == sorted(heard) and {50.0, 100.0} <= set(heard)
     assert any(0 < percent < 50 for percent in heard), "within a step, too"
+
+
+def test_a_link_to_the_report(store, policy):
+    """Written where there is something new, linked to every time."""
+    recipe, path = Linked("tiny", str(store.path)), store.path / "tiny/report.html"
+    here = shown(lambda: link_report(recipe))["report-tiny"]
+    assert (here["type"], path.as_uri() in here["data"], "<title>tiny · report" in path.read_text()) == ("markdown", True, True)
+    written = path.stat().st_mtime_ns
+    served = shown(lambda: link_report(recipe._replace(report_url="https://files.example/store/")))["report-tiny"]
+    assert "(https://files.example/store/tiny/report.html)" in served["data"] and path.stat().st_mtime_ns == written
 
 
 def test_evaluations_before_and_after(store, policy):

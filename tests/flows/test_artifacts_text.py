@@ -8,12 +8,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flows.artifacts import curves, iterations, text
-from flows.artifacts.curves import Panel, picture
+from flows.artifacts import iterations, text
+from flows.artifacts.curves import picture
 from flows.artifacts.shown import attempt
 from flows.progress import progress
 from flows.tasks import describe
 from stages.common.process import Call, Outcome
+from stages.report import plots, words
+from stages.report.plots import Panel
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = [
@@ -71,9 +73,9 @@ def test_a_pipe_does_not_end_a_cell():
 
 
 def test_numbers():
-    assert [text.number(value) for value in (None, 0, 12345, 0.5, 1234.5678)] == ["–", "0", "12,345", "0.5", "1235"]
-    assert [text.size(count) for count in (0, 999, 13_100, 2_500_000_000)] == ["0 B", "999 B", "13.1 kB", "2.5 GB"]
-    assert text.measured(0.41234, 0.03867) == "0.4123 ± 0.039" and text.measured(1.0, None) == "1 ± –"
+    assert [words.number(value) for value in (None, 0, 12345, 0.5, 1234.5678)] == ["–", "0", "12,345", "0.5", "1235"]
+    assert [words.size(count) for count in (0, 999, 13_100, 2_500_000_000)] == ["0 B", "999 B", "13.1 kB", "2.5 GB"]
+    assert words.measured(0.41234, 0.03867) == "0.4123 ± 0.039" and words.measured(1.0, None) == "1 ± –"
     assert text.key("rewards", "my_run.eval") == "rewards-my-run-eval"
 
 
@@ -102,7 +104,7 @@ def test_a_long_curve_keeps_its_ends_and_few_points():
     points = [(step, float(step), 0.0) for step in range(100_000)]
     made = picture([Panel("loss", points)] * 4, "step")
     found = lines(drawn(made))
-    assert [len(line) for line in found] == [curves.MOST_POINTS] * 4
+    assert [len(line) for line in found] == [plots.MOST_POINTS] * 4
     assert "loss 0 → 1e+05" in made and len(made) < 40_000
 
 
