@@ -17,11 +17,10 @@ import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from schemas.errors import QuiverError, unexpected
 from stages import MODULES, load
-from stages.common.child import watch_lifeline
+from stages.common.child import PREPARE, watch_lifeline
 from stages.common.config import parse
 from stages.common.process import Call, perform
 
@@ -42,7 +41,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("stages").setLevel(logging.INFO)
     if arguments.waits:
-        prepare(arguments.stage, json.loads(arguments.spec.read_text())["config"])
+        prepare(arguments.stage, arguments.spec.with_name(PREPARE))
         if not sys.stdin.readline():
             return 0  # nobody needs it
     call = Call(**json.loads(arguments.spec.read_text()))
@@ -60,12 +59,16 @@ def main() -> int:
     return code
 
 
-def prepare(stage: str, config: dict[str, Any] | None) -> None:
-    """Import what a call with this config will need."""
+def prepare(stage: str, path: Path) -> None:
+    """Import what a call with the config in `path` will need, where there is one."""
     config_class, _ = load(stage)
     module = sys.modules[config_class.__module__]
-    if config is not None and hasattr(module, "prepare"):
-        module.prepare(parse(config_class, config, f"stage {stage}"))
+    if not path.exists() or not hasattr(module, "prepare"):
+        return
+    try:
+        module.prepare(parse(config_class, json.loads(path.read_text()), f"stage {stage}"))
+    except Exception as error:  # the call meets it again, if there is one, and tells it as its own
+        logging.getLogger("stages").debug("%s could not prepare: %s", stage, error)
 
 
 def leave(code: int) -> None:

@@ -37,6 +37,8 @@ from schemas.errors import ResourceError
 GRACE_SECONDS = 5
 _LONGEST_LINE = 64 * 1024
 _PR_SET_PDEATHSIG = 1
+PREPARE = "prepare.json"
+"""Beside the spec: the config that a waiting child may prepare for."""
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -76,7 +78,8 @@ class Child:
         with ExitStack() as held:
             folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="quiver-")))
             self._spec, self._result = folder / "spec.json", folder / "result.json"
-            self._spec.write_text(json.dumps({"config": config}))
+            if config is not None:
+                (folder / PREPARE).write_text(json.dumps(config))
             # -P: no module of the working folder may stand in for one of ours or of a library
             command = [python or sys.executable, "-u", "-P", "-m", "stages", stage, "--waits"]
             command += ["--spec", str(self._spec), "--result", str(self._result)]

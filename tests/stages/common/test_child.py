@@ -175,6 +175,25 @@ def test_a_child_that_is_there_early_is_told_its_call(early, store, tmp_path):
     assert run_stage(call).metrics["reward_mean"] == 0
 
 
+def test_what_can_not_be_prepared_for_is_told_by_the_call(early, store):
+    early("generate", {"engine": "vllm", "device": "no device"})
+    call = Call("generate", {"engine": "scripted", "options": {"script": "nowhere"}}, str(store.path))
+    spec = {**call.__dict__, "refs": {"prompts": "a/prompts@1", "policy": "a/policy@0"}}
+    with child.taken("generate") as mine:
+        mine.tell(spec)
+        child.follow(mine.process, "generate", print)
+        assert mine.answer()["error"]["code"] == "E-LINEAGE"
+
+
+def test_who_begins_with_its_call_prepares_for_nothing(store):
+    """Its phases are its own: a bad config is its error, never a death without an answer."""
+    spec = {**Call("generate", {"engine": "vllm", "device": "no device"}, str(store.path)).__dict__}
+    with child.Child("generate") as mine:
+        mine.tell(spec)
+        code, _ = child.follow(mine.process, "generate", print)
+        assert (code, mine.answer()["error"]["code"]) == (2, "E-CONFIG")
+
+
 @pytest.mark.vllm
 def test_what_generate_prepares_is_the_engine():
     code = """
