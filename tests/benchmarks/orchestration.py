@@ -180,7 +180,11 @@ def _worker(pool: str, env: dict[str, str], cores: list[int]) -> Iterator[None]:
         yield
     finally:
         worker.terminate()
-        worker.wait(30)
+        try:
+            worker.wait(10)
+        except subprocess.TimeoutExpired:  # it waits for a server's answer, or for longer than anybody would
+            worker.kill()
+            worker.wait()
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------------
