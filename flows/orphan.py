@@ -41,8 +41,6 @@ def _is_there() -> bool:
         return True
     try:
         socket.create_connection(("127.0.0.1", port), timeout=10).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ConnectionRefusedError)
     return True

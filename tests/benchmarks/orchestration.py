@@ -154,7 +154,7 @@ def _demo(work: Path, *, quick: bool) -> tuple[Path, list[str]]:
         recipe = folder / "recipe.toml"
     else:
         recipe = ROOT / "deployments/recipes/demo.toml"
-        extra = ["iterations=6", "data.limit=32", "optimize.score_after=false"]
+        extra = ["iterations=4", "data.limit=32", "optimize.score_after=false"]
     placed = [f"placement.{stage}={pool}" for pool, stages in POOLS.items() for stage in stages]
     return recipe, [*extra, *placed, "data.held_out=null", "optimize.max_staleness=1", "placement.fan_out=1"]
 
