@@ -76,7 +76,7 @@ def test_the_same_flow_with_a_server(tmp_path, server):
         "what stages say is there too"
     )
     shown = {artifact["key"]: artifact for artifact in _post(f"{server}/artifacts/filter")}
-    pages = ("rollouts", "rewards", "best-and-worst", "policy", "lineage", "iterations")
+    pages = ("rollouts", "rewards", "best-and-worst", "policy", "lineage", "iterations", "report")
     assert {f"{page}-tiny" for page in pages} == {key for key in shown if not key.startswith("progress-")}
     metrics = Store(folder / "store").open("tiny/rewards@1").manifest.metrics
     evenness, reward = json.loads(shown["rewards-tiny"]["data"])

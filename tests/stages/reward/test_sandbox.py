@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
@@ -370,6 +371,16 @@ def test_another_interpreter_with_its_packages(full):
     assert "No module named 'numpy'" in run_program(program).stderr
     finished = run_program(program, python=sys.executable, limits=Limits(memory_mib=4096, processes=64, seconds=60))
     assert finished.stdout == "3\n", finished.stderr
+
+
+def test_an_interpreter_below_tmp(full):
+    """A clone or an environment may lie there; the program sees it, and of the rest of the host's /tmp nothing."""
+    program = "import os, sys; open('/tmp/mine', 'w').close(); print(sys.prefix, os.listdir('/tmp'))"
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/env"], check=True)
+        finished = run_program(program, python=f"{folder}/env/bin/python")
+        assert finished.stdout.split(maxsplit=1)[0] == f"{folder}/env", finished.stderr
+        assert set(literal_eval(finished.stdout.split(maxsplit=1)[1])) == {"mine", Path(folder).name}
 
 
 # -- the filter of system calls ---------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ def build(paths: list[str], tmp_bytes: int) -> None:
     os.mkdir("/tmp" + HOST)
     kernel.pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
+    os.mkdir("/tmp")  # before what is shown: an interpreter may lie below the host's /tmp
+    options = f"mode=1777,size={tmp_bytes},nr_inodes=1024"
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
     shown: list[str] = []
     for path in sorted(paths):
         if not any(path == other or path.startswith(other + "/") for other in shown):
@@ -29,9 +32,6 @@ def build(paths: list[str], tmp_bytes: int) -> None:
     for name in _DEVICES:
         _show(f"/dev/{name}", kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC)
     os.symlink("/tmp", "/dev/shm")
-    os.mkdir("/tmp")
-    options = f"mode=1777,size={tmp_bytes},nr_inodes=1024"
-    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
 
 
 def seal() -> None:
