@@ -114,6 +114,12 @@ def test_a_stage_is_cheap_to_import(module):
     assert done.stdout.strip() == "[]"
 
 
+def test_help_waits_for_no_library():
+    code = "import sys, flows.cli; print(sorted({'pyarrow', 'numpy', 'pydantic', 'prefect', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
 def test_every_config_field_has_a_docstring():
     sys.path.insert(0, str(ROOT))
     from pydantic import BaseModel

@@ -10,7 +10,6 @@ import typer
 from schemas.errors import printable
 from schemas.refs import Ref, check_name
 
-from ..by_hand import tell_moved
 from ..next_step import complete, options_in
 from .shared import CALLED, Debug, Json, Reference, StorePath, open_store, say
 
@@ -95,6 +94,8 @@ def tag(
     debug: Debug = False,
 ) -> None:
     """Point a tag of the version's run at it; `run/kind@tag` then means this version."""
+    from ..by_hand import tell_moved
+
     opened = open_store(store)
     target: Ref = opened.resolve(ref)
     before = opened.tagged(target.run, name)
