@@ -21,6 +21,7 @@ from prefect.runtime import flow_run
 
 from schemas.errors import printable
 from schemas.refs import check_name
+from stages.common.child import end_early
 from stages.common.config import parse
 from stages.common.process import Outcome
 from stages.common.store import Store
@@ -84,9 +85,12 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
         What `quiver nightly --json` prints: the night, the decision with its numbers, and its iterations as `quiver run` has them.
     """
     tonight = begin(recipe, _name(night))
-    with tagged(recipe):
-        entry, iterations = _spent(tonight)
-        link_report(recipe)
+    try:
+        with tagged(recipe):
+            entry, iterations = _spent(tonight)
+            link_report(recipe)
+    finally:
+        end_early()
     log.info("%-22s %s: %s", f"nightly {tonight.name}", entry.about["decision"], printable(entry.why, 1000))
     return {"run": recipe.run, "tag": recipe.promotion.tag, **told(entry), "iterations": iterations}
 

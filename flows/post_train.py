@@ -26,6 +26,7 @@ from typing import Any
 from prefect import flow
 
 from schemas.errors import ConfigError, printable
+from stages.common.child import end_early
 from stages.common.process import Outcome
 from stages.logprobs.average import Config as AverageConfig
 
@@ -59,8 +60,11 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     forced = set(STAGES[STAGES.index(first_forced) :]) if first_forced else set()
     recipe.optimize_config().resolved()  # a user's own algorithm is told what is wrong with it before anything is made
     check_placement(recipe)
-    with tagged(recipe):
-        return _improve(recipe, forced)
+    try:
+        with tagged(recipe):
+            return _improve(recipe, forced)
+    finally:
+        end_early()
 
 
 def _improve(recipe: Recipe, forced: set[str]) -> dict[str, Any]:

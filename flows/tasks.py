@@ -8,8 +8,8 @@ and after it. A task is tried again, with growing pauses, where the error's code
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TagsContext
 
 from schemas.errors import QuiverError
-from stages.common.child import end_early
 from stages.common.process import Call, Outcome
 from stages.common.process import perform as find_finished
 from stages.common.store import Store
@@ -88,14 +87,9 @@ def labels_of(recipe: Recipe, stage: str | None = None, iteration: int | None = 
     return tuple(f"{key}:{value}" for key, value in given.items() if value is not None)
 
 
-@contextmanager
-def tagged(recipe: Recipe) -> Iterator[None]:
-    """What is called inside bears the run's tags; a process that was begun early and nobody needs is ended with it."""
-    try:
-        with tags(*labels_of(recipe)):
-            yield
-    finally:
-        end_early()
+def tagged(recipe: Recipe) -> AbstractContextManager[set[str]]:
+    """What is called inside bears the run's tags."""
+    return tags(*labels_of(recipe))
 
 
 def _retrying(place: Placement, force: bool) -> Callable[..., Outcome]:

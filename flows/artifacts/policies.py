@@ -11,10 +11,10 @@ from schemas.errors import LineageError
 from schemas.manifest import Manifest
 from schemas.refs import parse
 from stages.common.store import Store, Version
+from stages.report import samples
 from stages.report.plots import Panel
 from stages.report.words import counted, number, size
 
-from . import samples
 from .curves import picture
 from .text import key, quoted, table
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import pyarrow.compute as pc
 from prefect.artifacts import Artifact, TableArtifact
 
 from schemas.rewards import names_of
 from stages.common.store import Store, Version
+from stages.report import samples
 from stages.report.words import number, rounded
 
-from . import rollouts, samples
+from . import rollouts
 from .text import key, quoted
 
 _COLUMNS = ("mean", "std", "min", "max", "null", "null_rate", "errors", "seconds")
@@ -48,26 +47,21 @@ def _correlations(metrics: dict[str, Any]) -> str:
 def _best_and_worst(store: Store, version: Version) -> TableArtifact:
     """Up to `samples.ROWS` rollouts by falling reward: half of them from the top, half from the bottom."""
     sampled = store.open(version.manifest.input("rollouts").ref)
-    texts, rewards = samples.head(sampled, rollouts.COLUMNS), samples.head(version, ["rollout_id", "reward", "parts"])
-    places = pc.index_in(rewards["rollout_id"], value_set=texts["rollout_id"].combine_chunks())  # by id, never by position
-    values = rewards["reward"].to_numpy()
-    known = np.flatnonzero(~np.isnan(values) & places.is_valid().to_numpy())
-    ranked = known[np.argsort(-values[known], kind="stable")].tolist()
-    half = samples.ROWS // 2
-    chosen = ranked if len(ranked) <= samples.ROWS else ranked[:half] + ranked[-half:]
-    at = {index: places[index].as_py() for index in chosen}
-    asked = samples.questions(store, sampled.manifest, [texts["group_id"][row].as_py() for row in at.values()])
+    found = samples.best_and_worst(version, sampled, rollouts.COLUMNS)
+    rewards, texts = found.rewards, found.texts
+    asked = samples.questions(store, sampled.manifest, [texts["group_id"][row].as_py() for _, row in found.places])
     rows = [
         {
             "reward": rounded(rewards["reward"][index].as_py()),
             **({"parts": _parts(rewards["parts"][index].as_py())} if len(names_of(rewards)) > 1 else {}),
-            **rollouts.answer(texts, at[index], asked),
+            **rollouts.answer(texts, row, asked),
         }
-        for index in chosen
+        for index, row in found.places
     ]
-    which = "all" if chosen is ranked else f"the {half} best and the {half} worst of"
+    half = samples.ROWS // 2
+    which = "all" if len(rows) == found.known else f"the {half} best and the {half} worst of"
     looked_at = samples.among(min(len(texts), len(rewards)), version.manifest.rows)
-    description = f"**{version.ref}** by reward: {which} {number(len(ranked))} rollouts with a reward{looked_at}"
+    description = f"**{version.ref}** by reward: {which} {number(found.known)} rollouts with a reward{looked_at}"
     return TableArtifact(key=key("best-and-worst", version.ref.run), table=rows, description=description)
 
 

@@ -6,11 +6,12 @@ import pyarrow as pa
 from prefect.artifacts import Artifact, TableArtifact
 
 from stages.common.store import Store, Version
+from stages.report import samples
 from stages.report.words import number, size
 
-from . import samples
 from .text import key, wrapped
 
+_PROMPT_LIMIT, _PROMPT_WIDTH = 160, 40
 COLUMNS = ["rollout_id", "group_id", "completion_text", "completion_ids", "finish_reason"]
 
 
@@ -35,6 +36,6 @@ def answer(table: pa.Table, index: int, asked: dict[str, str]) -> dict[str, str 
     return {
         "tokens": len(table["completion_ids"][index]),
         "finish_reason": table["finish_reason"][index].as_py(),
-        "prompt": asked.get(table["group_id"][index].as_py(), ""),
+        "prompt": wrapped(asked.get(table["group_id"][index].as_py(), ""), _PROMPT_LIMIT, _PROMPT_WIDTH),
         "completion": wrapped(table["completion_text"][index].as_py()),
     }

@@ -101,16 +101,24 @@ def _evaluations(store: Store, run: str, of: Callable[[Manifest | None, str], Ma
     """Those that measured what the latest one did, on the same prompts, scored in the same way; of one policy the newest."""
     found = [manifest for ref in store.refs(run, "evaluations") if (manifest := store.open(ref).manifest).model("policy")]
 
-    def is_like_the_last(manifest: Manifest) -> bool:
-        pairs = [(of(each, "rollouts"), of(each, "rewards")) for each in (manifest, found[-1])]
-        (sampled, scored), (last_sampled, last_scored) = pairs
-        if None in (sampled, scored, last_sampled, last_scored):
-            return manifest is found[-1]
-        asked, last_asked = sampled.input("prompts"), last_sampled.input("prompts")
-        same_prompts = asked and last_asked and asked.content_hash == last_asked.content_hash
-        return bool(same_prompts) and manifest.config == found[-1].config and is_made_alike(scored, last_scored)
+    if not found:
+        return []
 
-    same = {manifest.model("policy").ref: manifest for manifest in found if is_like_the_last(manifest)}
+    def measured(manifest: Manifest) -> tuple[str | None, Manifest | None]:
+        """Hash of the prompts, and what scored the answers."""
+        sampled = of(manifest, "rollouts")
+        asked = sampled.input("prompts") if sampled else None
+        return asked.content_hash if asked else None, of(manifest, "rewards")
+
+    *earlier, last = found
+    prompts, scored = measured(last)
+    same = {}
+    for manifest in earlier if prompts and scored else []:
+        other_prompts, other_scored = measured(manifest)
+        alike = other_scored is not None and is_made_alike(other_scored, scored)
+        if other_prompts == prompts and manifest.config == last.config and alike:
+            same[manifest.model("policy").ref] = manifest
+    same[last.model("policy").ref] = last
     return sorted(same.values(), key=policy_number)
 
 

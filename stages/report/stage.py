@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from schemas.errors import LineageError
@@ -21,14 +20,15 @@ from schemas.manifest import Manifest
 from stages.common import files
 from stages.common.store import Store
 
+from . import samples
 from .gather import STEP_COLUMNS, Gathered, Iteration, gather, latest, policy_number
 from .plots import Panel
 from .templates import Html, figure, folded, page, paragraph, section, table, text
 from .words import counted, measured, number, size
 
 FILE = "report.html"
-_ANSWERS, _EXTREMES, _MOST_PARTS, _MOST_ROWS = 8, 5, 6, 200
-_SAMPLE_BYTES = 12 * 1024 * 1024
+_MOST_PARTS, _MOST_ROWS = 6, 200
+_TIMED = ("prompt", "generate", "reward", "optimize")
 _HEAD_BYTES = 2048
 
 
@@ -225,9 +225,6 @@ def _seconds(found: Gathered) -> Html:
     return table(columns, rows) if rows else Html("")
 
 
-_TIMED = ("prompt", "generate", "reward", "optimize")
-
-
 # -- answers ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -238,38 +235,31 @@ def _before_and_after(store: Store, found: Gathered) -> Iterator[Html]:
     first, last = found.evaluations[0], found.evaluations[-1]
     try:
         earlier, later = (_answers(store, each) for each in (first, last))
-        asked = _questions(store, last)
+        sampled = store.open(last.input("rollouts").ref).manifest
     except LineageError:
         yield paragraph("The rollouts of an evaluation are gone.")
         return
     both = [group for group in later if group in earlier]
-    chosen = [both[index * len(both) // _ANSWERS] for index in range(min(_ANSWERS, len(both)))] if both else []
-    rows = [
-        [text(asked.get(group, group)), text(earlier[group][0]), earlier[group][1], text(later[group][0]), later[group][1]]
-        for group in dict.fromkeys(chosen)
-    ]
+    chosen = [both[index] for index in samples.evenly(len(both))]
+    asked = samples.questions(store, sampled, chosen)
+    rows = [[text(asked.get(group, group)), *_cells(earlier[group]), *_cells(later[group])] for group in chosen]
     names = [each.model("policy").ref for each in (first, last)]
     yield paragraph("The first answer to some of the held-out prompts, evenly chosen.", "soft")
     yield table(["prompt", names[0], "score", names[1], "score"], rows)
 
 
+def _cells(answer: tuple[str, float | None]) -> tuple[Html, float | None]:
+    return text(answer[0]), answer[1]
+
+
 def _answers(store: Store, evaluation: Manifest) -> dict[str, tuple[str, float | None]]:
     """By group the text and the score of its first sample, of the first shards."""
-    rollouts = store.open(evaluation.input("rollouts").ref).head(["group_id", "sample_index", "completion_text"], _SAMPLE_BYTES)
-    rows = store.open(evaluation.ref).head(["group_id", "sample_index", "score"], _SAMPLE_BYTES)
+    rollouts = samples.head(store.open(evaluation.input("rollouts").ref), ["group_id", "sample_index", "completion_text"])
+    rows = samples.head(store.open(evaluation.ref), ["group_id", "sample_index", "score"])
     texts, scores = (each.filter(pc.equal(each["sample_index"], 0)) for each in (rollouts, rows))
     score = dict(zip(scores["group_id"].to_pylist(), scores["score"].to_pylist(), strict=True))
     pairs = zip(texts["group_id"].to_pylist(), texts["completion_text"].to_pylist(), strict=True)
     return {group: (answer, score.get(group)) for group, answer in pairs}
-
-
-def _questions(store: Store, made: Manifest) -> dict[str, str]:
-    """By group the last message of the prompt, or the prompt as it was rendered; of an evaluation those of its rollouts."""
-    entry = made.input("prompts") or store.open(made.input("rollouts").ref).manifest.input("prompts")
-    if entry is None:
-        return {}
-    prompts = store.open(entry.ref).head(["group_id", "messages", "prompt_text"], _SAMPLE_BYTES).to_pylist()
-    return {row["group_id"]: row["messages"][-1]["content"] if row["messages"] else row["prompt_text"] for row in prompts}
 
 
 def _best_and_worst(store: Store, found: Gathered) -> Iterator[Html]:
@@ -277,21 +267,19 @@ def _best_and_worst(store: Store, found: Gathered) -> Iterator[Html]:
     last = found.iterations[-1] if found.iterations else None
     if last is None or last.rollouts is None or last.rewards is None:
         return
-    texts = store.open(last.rollouts.ref).head(["rollout_id", "group_id", "completion_text", "finish_reason"], _SAMPLE_BYTES)
-    rewards = store.open(last.rewards.ref).head(["rollout_id", "reward", "parts"], _SAMPLE_BYTES)
-    places = pc.index_in(rewards["rollout_id"], value_set=texts["rollout_id"].combine_chunks())  # by id, never by position
-    known = rewards.append_column("at", places).filter(pc.and_(rewards["reward"].is_valid(), places.is_valid()))
-    ranked = known.take(pc.sort_indices(known, [("reward", "descending")]))
-    few = min(_EXTREMES, len(ranked) // 2)
-    chosen = pa.concat_tables([ranked.slice(0, few), ranked.slice(len(ranked) - few)]) if few else ranked
-    asked = _questions(store, last.rollouts) if last.prompts else {}
+    columns = ["rollout_id", "group_id", "completion_text", "finish_reason"]
+    ranked = samples.best_and_worst(store.open(last.rewards.ref), store.open(last.rollouts.ref), columns)
+    answers = [samples.row(ranked.texts, at) for _, at in ranked.places]
+    asked = samples.questions(store, last.rollouts, [answer["group_id"] for answer in answers])
     rows = []
-    for row in chosen.to_pylist():
-        answer = texts.slice(row["at"], 1).to_pylist()[0]
-        parts = "\n".join(f"{name} {number(value)}" for name, value in list(row["parts"].items())[:_MOST_PARTS])
+    for (index, _), answer in zip(ranked.places, answers, strict=True):
+        paid = samples.row(ranked.rewards, index)
+        parts = "\n".join(f"{name} {number(value)}" for name, value in list(paid["parts"].items())[:_MOST_PARTS])
         question = text(asked.get(answer["group_id"], answer["group_id"]))
-        rows.append([row["reward"], text(parts), question, text(answer["completion_text"]), answer["finish_reason"]])
-    yield paragraph(f"{last.rewards.ref}: the {few or len(ranked)} best and the {few} worst.", "soft")
+        rows.append([paid["reward"], text(parts), question, text(answer["completion_text"]), answer["finish_reason"]])
+    yield paragraph(
+        f"{last.rewards.ref}: {len(rows)} of {counted(ranked.known, 'rollout')} with a reward, from both ends.", "soft"
+    )
     yield table(["reward", "parts", "prompt", "completion", "ended by"], rows)
 
 

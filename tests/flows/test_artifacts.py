@@ -17,7 +17,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from prefect.testing.utilities import prefect_test_harness
 
 from flows import progress as progress_module
-from flows.artifacts import link_report, publish, samples, text
+from flows.artifacts import link_report, publish, text
 from flows.artifacts.iterations import Curve
 from flows.assets import EVENT
 from flows.progress import progress
@@ -26,6 +26,7 @@ from stages.common.config import Config
 from stages.common.process import Call, Outcome
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, begin
+from stages.report import samples
 from tests.flows.test_artifacts_text import HOSTILE, drawn, lines
 
 pytestmark = pytest.mark.prefect

@@ -3,6 +3,7 @@
 import doctest
 import multiprocessing
 import os
+import time
 
 import pytest
 
@@ -81,10 +82,11 @@ def test_a_move_that_a_crash_stopped_did_not_happen(store, versions, monkeypatch
 def _race(path, expected, target, key, start, answers):
     store = Store(path)
     start.wait()
-    for _ in range(1000):
+    while True:
         try:
             store.tag("a", "prod", target, expected=expected, key=key)
         except BusyError:
+            time.sleep(0.001)
             continue
         except ConflictError:
             answers.put("conflict")

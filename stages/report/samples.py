@@ -1,9 +1,10 @@
-"""A few rows of a version for a page: read from its first shards alone, so that a flow never holds, or hashes, a whole dataset."""
+"""A few rows of a version for a person: read from its first shards alone, so that nobody holds, or hashes, a whole dataset."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -11,11 +12,8 @@ from schemas.errors import LineageError
 from schemas.manifest import Manifest
 from stages.common.store import Store, Version
 
-from .text import wrapped
-
 MOST_BYTES = 12 * 1024 * 1024
 ROWS = 10
-_PROMPT_LIMIT, _PROMPT_WIDTH = 160, 40
 
 
 def head(version: Version, columns: list[str]) -> pa.Table:
@@ -41,7 +39,7 @@ def positions(table: pa.Table, column: str, wanted: list[str]) -> dict[str, int]
 
 
 def questions(store: Store, manifest: Manifest, groups: list[str]) -> dict[str, str]:
-    """By group: the last message of its prompt, or the rendered prompt, quoted. Empty where the prompts are gone."""
+    """By group of these rollouts: the last message of its prompt, or the rendered prompt. Empty where the prompts are gone."""
     entry = manifest.input("prompts")
     try:
         prompts = head(store.open(entry.ref), ["group_id", "messages", "prompt_text"])
@@ -51,8 +49,30 @@ def questions(store: Store, manifest: Manifest, groups: list[str]) -> dict[str, 
 
 
 def _question(prompt: dict[str, Any]) -> str:
-    text = prompt["messages"][-1]["content"] if prompt["messages"] else prompt["prompt_text"]
-    return wrapped(text, _PROMPT_LIMIT, _PROMPT_WIDTH)
+    return prompt["messages"][-1]["content"] if prompt["messages"] else prompt["prompt_text"]
+
+
+class Ranked(NamedTuple):
+    """The rollouts of most and of least reward, as rows of two tables that belong together by `rollout_id`."""
+
+    rewards: pa.Table
+    texts: pa.Table
+    places: list[tuple[int, int]]
+    """Where the chosen ones stand in `rewards` and in `texts`, by falling reward: all, or half from each end."""
+    known: int
+    """How many have a reward."""
+
+
+def best_and_worst(rewards: Version, sampled: Version, columns: list[str], count: int = ROWS) -> Ranked:
+    """Up to `count` rollouts of `sampled`, with these columns (`rollout_id` among them), ranked by `rewards`."""
+    texts, paid = head(sampled, columns), head(rewards, ["rollout_id", "reward", "parts"])
+    places = pc.index_in(paid["rollout_id"], value_set=texts["rollout_id"].combine_chunks())  # by id, never by position
+    values = paid["reward"].to_numpy()
+    known = np.flatnonzero(~np.isnan(values) & places.is_valid().to_numpy())
+    ranked = known[np.argsort(-values[known], kind="stable")].tolist()
+    half = count // 2
+    chosen = ranked if len(ranked) <= count else ranked[:half] + ranked[-half:]
+    return Ranked(paid, texts, [(index, places[index].as_py()) for index in chosen], len(ranked))
 
 
 def among(shown: int, whole: int) -> str:
