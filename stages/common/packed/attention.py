@@ -263,15 +263,45 @@ def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.
 
     For short sequences on a CPU its backward pass in bfloat16 is several times faster than that of the fused kernel.
     """
-    times = q.shape[1] // k.shape[1]
-    folded = q.unflatten(1, (-1, times)).flatten(2, 3)
-    with torch.autocast(
-        q.device.type, enabled=False
-    ):  # scores rounded to bfloat16 would cost a third more error in the logprobs
-        scores = (folded.float() * (scaling or q.shape[-1] ** -0.5)) @ k.float().transpose(-1, -2)
-    scores = scores.unflatten(2, (times, -1)) + mask[:, :, None]
-    weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype).flatten(2, 3)
-    return (weights @ v).unflatten(2, (times, -1)).flatten(1, 2)
+    return _Products.apply(q, k, v, mask, scaling or q.shape[-1] ** -0.5)
+
+
+class _Products(torch.autograd.Function):
+    """Keeps the attention weights in the values' dtype alone; autograd would keep them in float32 too, three times the memory."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, scaling):
+        ctx.times, ctx.scaling, ctx.dtypes = q.shape[1] // k.shape[1], scaling, (q.dtype, k.dtype)
+        folded = _folded(q.float() * scaling, ctx.times)
+        with torch.autocast(q.device.type, enabled=False):  # bfloat16 scores would cost a third more error in the logprobs
+            scores = folded @ k.float().transpose(-1, -2)
+            scores.unflatten(2, (ctx.times, -1)).add_(mask[:, :, None])
+            weights = scores.softmax(-1).to(v.dtype)
+            ctx.save_for_backward(folded.to(v.dtype), k.to(v.dtype), v, weights)
+            return _unfolded(weights @ v, ctx.times)
+
+    @staticmethod
+    def backward(ctx, grad):
+        folded, k, v, weights = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            grad = _folded(grad, ctx.times)
+            grad_v = weights.transpose(-1, -2) @ grad
+            weights = weights.float()
+            slope = (grad @ v.transpose(-1, -2)).float().mul_(weights)  # of the softmax: w · (g − Σ w · g)
+            slope = slope.addcmul_(weights, slope.sum(-1, keepdim=True), value=-1).to(v.dtype)
+            grad_q = _unfolded((slope @ k).to(ctx.dtypes[0]).mul_(ctx.scaling), ctx.times)
+            grad_k = (slope.transpose(-1, -2) @ folded).to(ctx.dtypes[1])
+        return grad_q, grad_k, grad_v, None, None
+
+
+def _folded(states: torch.Tensor, times: int) -> torch.Tensor:
+    """[n, h · times, q, e] -> [n, h, times · q, e]"""
+    return states.unflatten(1, (-1, times)).flatten(2, 3)
+
+
+def _unfolded(states: torch.Tensor, times: int) -> torch.Tensor:
+    """[n, h, times · q, e] -> [n, h · times, q, e]"""
+    return states.unflatten(2, (times, -1)).flatten(1, 2)
 
 
 def _take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

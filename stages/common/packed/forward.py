@@ -20,6 +20,7 @@ from stages.common.models import decoder_start_id
 
 from .attention import MODES, Layout, Sequences, hidden_states, make_layout, set_mode, single_hidden_states
 from .head import Shaping, completion_logprobs
+from .lean import lean
 from .merged import Merged, merge
 from .packing import Piece, make_pieces, pack
 from .precision import products
@@ -69,8 +70,11 @@ class Policy(nn.Module):
         self.mode = mode
 
     def merge(self) -> None:
-        """Make one product of those that read the same input (see merged.py); the weights must have their dtype and device."""
+        """Make one product of those that read the same input (see merged.py), and keep less for the backward pass (lean.py); the
+        weights must have their dtype and device."""
         self._merged = merge(self)
+        with self.context():
+            lean(self)
 
     def layout(self, pieces: Sequence[Piece], data: Sequences) -> Layout | Pairs:
         """`pieces` as what `forward` reads, on the model's device."""

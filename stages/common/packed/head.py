@@ -20,6 +20,8 @@ CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 1024 * 1024, 512 * 1024 * 1024
 """Size of one chunk of float32 logits; a GPU wants a thousand positions at once, or reading the weight takes longest."""
 KEPT_BYTES = 128 * 1024 * 1024
 """Most bytes of probabilities that are kept from the forward pass to the backward pass."""
+_ROWS = 8192
+"""Rows of a gradient that are added at once."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,12 @@ class _Head(torch.autograd.Function):
 
 
 def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
-    """Sum over chunks in float32."""
-    return more.float() if total is None else total.add_(more)
+    """Sum over chunks in float32; a few rows at a time, because a sum of two dtypes makes a whole copy of the narrow one first."""
+    if total is None:
+        return more.float()
+    for rows, added in zip(total.split(_ROWS), more.split(_ROWS), strict=True):
+        rows += added
+    return total
 
 
 def _logits(hidden, weight, bias, temperature, shaping: Shaping) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -56,13 +56,20 @@ class Merged:
 
 
 def merge(model: nn.Module) -> Merged:
-    """Merge what is alike in every module of `model`: plain linear siblings of one dtype, all trained or all frozen."""
+    """Merge what is alike in every module of `model`: plain linear siblings of one dtype, all trained or all frozen.
+
+    On a CPU the other weights get memory of their own too: one of them in the mapped file would keep all of that in memory.
+    """
     found = []
     for module in model.modules():
         for names in SIBLINGS:
             parts = [getattr(module, name, None) for name in names]
             if all(type(part) is nn.Linear for part in parts) and len({_kind(part) for part in parts}) == 1:
                 found.append(getattr(parts[0], "_merged", None) or Group(parts))
+    joined = {id(parameter) for group in found for part in group.parts for parameter in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in joined and parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
     return Merged(found)
 
 

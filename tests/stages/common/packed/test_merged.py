@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,3 +152,15 @@ def test_what_is_more_than_a_plain_linear_layer_is_left_alone():
     assert not merge(module).groups
     module.gate_proj = nn.Linear(4, 4).requires_grad_(False)
     assert not merge(module).groups
+
+
+def test_nothing_is_left_in_the_mapped_file(tmp_path):
+    _model("llama").save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+
+    def mapped() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+
+    assert mapped()
+    merge(model)
+    assert not mapped()

@@ -1,0 +1,136 @@
+"""Lean modules: the numbers and gradients of the model's own, less kept for the backward pass, and strangers left alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from stages.common.packed.attention import _by_products
+from stages.common.packed.lean import lean
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+IDS = torch.arange(24).view(2, 12)
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, 2 * (2 + 1) + 1),
+    "qwen3, queries and keys normalized": (Qwen3Config, Qwen3ForCausalLM, 2 * (4 + 1) + 1),
+    "gemma, whose norm is another": (GemmaConfig, GemmaForCausalLM, 2),
+}
+
+
+def _model(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    config, make, _ = FAMILIES[family]
+    model = make(config(vocab_size=32, max_position_embeddings=32, head_dim=4, **SIZES))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter)
+    return model.to(dtype)
+
+
+def _gradients(model: nn.Module, autocast: bool) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def _kept(compute) -> int:
+    """Bytes of the tensors that autograd keeps, each storage once."""
+    found = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = compute()
+    assert result.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "rtol", "atol"),
+    [(torch.float32, False, 1e-5, 1e-7), (torch.float32, True, 1e-2, 1e-3), (torch.bfloat16, False, 5e-2, 1e-2)],
+)
+def test_gradients_are_those_of_the_model_itself(family, dtype, autocast, rtol, atol):
+    model = _model(family, dtype)
+    expected = _gradients(copy.deepcopy(model), autocast)
+    assert lean(model) == FAMILIES[family][2]
+    torch.testing.assert_close(_gradients(model, autocast), expected, rtol=rtol, atol=atol)
+    assert lean(model) == 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_forward_pass_has_the_same_bits(autocast):
+    model = _model("llama")
+    plain = copy.deepcopy(model)
+    lean(model)
+    for enabled in (torch.enable_grad, torch.no_grad):
+        with enabled(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+
+
+def test_the_gradient_of_the_norm_is_that_of_finite_differences():
+    norm = _model("llama").model.norm
+    lean(norm)
+    states, direction, step = torch.randn(5, 16), torch.randn(5, 16), 1e-2
+    weights = torch.randn(5, 16)
+    states.requires_grad_()
+    (gradient,) = torch.autograd.grad((norm(states) * weights).sum(), states)
+    with torch.no_grad():
+        ahead, behind = ((norm(states + sign * step * direction).double() * weights).sum() for sign in (1, -1))
+    assert float((gradient * direction).sum()) == pytest.approx(float((ahead - behind) / (2 * step)), rel=1e-3)
+
+
+def test_less_is_kept():
+    """Of a norm the normalized input less; of an MLP act(gate) and act(gate) · up less."""
+    model = _model("llama")
+    norm, mlp = model.model.norm, model.model.layers[0].mlp
+    states = torch.randn(1, 64, 16, requires_grad=True)
+    weights = 3 * 16 * 24 * 4
+    before = [_kept(lambda: norm(states)), _kept(lambda: mlp(states))]
+    lean(model)
+    after = [_kept(lambda: norm(states)), _kept(lambda: mlp(states))]
+    assert before[0] - after[0] == 64 * 16 * 4
+    assert before[1] - after[1] >= 2 * 64 * 24 * 4
+    assert after[1] <= 64 * (2 * 24 + 16) * 4 + weights
+
+
+class _Shifted(LlamaRMSNorm):
+    """A norm by its attributes, of another formula."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states) + 1
+
+
+class _Swapped(LlamaMLP):
+    """A gated MLP by its attributes, of another formula."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_proj(states) * self.act_fn(self.up_proj(states)))
+
+
+def test_what_computes_something_else_under_these_names_stays_as_it_is():
+    modules = nn.ModuleList([_Shifted(16), _Swapped(LlamaConfig(**SIZES))])
+    assert lean(modules) == 0
+    assert not any("forward" in vars(module) for module in modules)
+
+
+def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
+    query, key, value = torch.randn(2, 6, 8, 4), torch.randn(2, 3, 16, 4), torch.randn(2, 3, 16, 4).bfloat16()
+    tensors = [each.requires_grad_() for each in (query, key, value)]
+    kept = _kept(lambda: _by_products(*tensors, torch.zeros(2, 1, 8, 16), None))
+    assert kept == 2 * (2 * 6 * 8 * 16 + query.numel() + key.numel() + value.numel())
