@@ -136,7 +136,7 @@ def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
     if total is None:
         return more.float()
     for rows, added in zip(total.split(_ROWS), more.split(_ROWS), strict=True):
-        rows += added
+        rows.add_(added)
     return total
 
 

@@ -7,6 +7,7 @@ new one gives the same bits for a probe, so that a family which computes somethi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
@@ -30,8 +31,9 @@ def lean(model: nn.Module) -> int:
 
 
 def _leaner(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, int]:
-    """Another `forward` for `module`, and the width of what it reads; None where there is none, or it was replaced already."""
-    if "forward" in vars(module):
+    """Another `forward` for `module`, and the width of what it reads; None where there is none, it was replaced already, or reads
+    more than one tensor, such as a norm with a gate."""
+    if "forward" in vars(module) or len(inspect.signature(module.forward).parameters) != 1:
         return None, 0
     weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if weight is not None and epsilon is not None and weight.ndim == 1:

@@ -116,6 +116,13 @@ class _Shifted(LlamaRMSNorm):
         return super().forward(states) + 1
 
 
+class _Silenced(LlamaRMSNorm):
+    """A norm with a gate, as some state space models have it."""
+
+    def forward(self, states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(states if gate is None else states * gate)
+
+
 class _Swapped(LlamaMLP):
     """A gated MLP by its attributes, of another formula."""
 
@@ -124,7 +131,7 @@ class _Swapped(LlamaMLP):
 
 
 def test_what_computes_something_else_under_these_names_stays_as_it_is():
-    modules = nn.ModuleList([_Shifted(16), _Swapped(LlamaConfig(**SIZES))])
+    modules = nn.ModuleList([_Shifted(16), _Silenced(16), _Swapped(LlamaConfig(**SIZES))])
     assert lean(modules) == 0
     assert not any("forward" in vars(module) for module in modules)
 
