@@ -58,8 +58,8 @@ def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigE
     for item in error.errors(include_url=False):
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(item["loc"][-1]), _fields(cls, item["loc"][:-1]), 1, 0.5)
-            problems.append(f"unknown key {printable(path)}" + (f"; did you mean {near[0]}?" if near else ""))
+            near = _nearest(str(item["loc"][-1]), _fields(cls, item["loc"][:-1]))
+            problems.append(f"unknown key {printable(path)}" + (f"; did you mean {near}?" if near else ""))
         elif item["type"] == "missing":
             problems.append(f"{path} is missing")
         else:
@@ -71,6 +71,12 @@ def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigE
             said = f"{printable(item['msg'].removeprefix('Value error, '))}{came}"
             problems.append(f"{path}: {said}" if path else said)  # the whole is named by the error itself
     return ConfigError(name, "; ".join(problems), next="correct the key and run again")
+
+
+def _nearest(key: str, names: list[str]) -> str | None:
+    """The name whose initials `key` is (lr: learning_rate), or the one that is spelled most like it."""
+    short = [name for name in names if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_"))]
+    return next(iter(short or difflib.get_close_matches(key, names, 1, 0.5)), None)
 
 
 def _fields(cls: Any, path: tuple[Any, ...]) -> list[str]:

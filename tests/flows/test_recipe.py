@@ -25,6 +25,7 @@ def recipe(tmp_path):
     [
         ("optimise.learning_rate=1", "unknown key optimise; did you mean optimize?"),
         ("optimize.learning_rat=1", "unknown key optimize.learning_rat; did you mean learning_rate?"),
+        ("optimize.lr=1", "unknown key optimize.lr; did you mean learning_rate?"),
         ("generate.sampling.temprature=1", "unknown key generate.sampling.temprature; did you mean temperature?"),
         ("optimize.learning_rate=fast", "optimize.learning_rate: Input should be a valid number"),
         ("iterations=0", "iterations: Input should be greater than or equal to 1, got 0"),
