@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
@@ -141,3 +142,18 @@ def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
     tensors = [each.requires_grad_() for each in (query, key, value)]
     kept = _kept(lambda: _by_products(*tensors, torch.zeros(2, 1, 8, 16), None))
     assert kept == 2 * (2 * 6 * 8 * 16 + query.numel() + key.numel() + value.numel())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_gradients_of_attention_are_those_of_float64(dtype, tolerance):
+    """Six query heads over three key heads, a causal mask; the distance relative to the norm."""
+    torch.manual_seed(0)
+    shapes = [(2, 6, 8, 4), (2, 3, 16, 4), (2, 3, 16, 4)]
+    tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    wide = [each.detach().double().requires_grad_() for each in tensors]
+    mask = torch.zeros(8, 16).masked_fill_(torch.ones(8, 16).triu(9).bool(), float("-inf"))
+    direction = torch.randn(2, 6, 8, 4).to(dtype)
+    found = torch.autograd.grad(_by_products(*tensors, mask.expand(2, 1, 8, 16), None), tensors, direction)
+    exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True)
+    for gradient, expected in zip(found, torch.autograd.grad(exact, wide, direction.double()), strict=True):
+        assert (gradient.double() - expected).norm() <= tolerance * expected.norm()
