@@ -21,8 +21,8 @@ from prefect.runtime import flow_run
 
 from schemas.errors import printable
 from schemas.refs import check_name
-from stages.common.child import end_early
 from stages.common.config import parse
+from stages.common.early import end_early
 from stages.common.process import Outcome
 from stages.common.store import Store
 from stages.common.tags import Entry, previous
@@ -119,7 +119,8 @@ def begin(recipe: Recipe, name: str) -> Night:
     taken = [entry.about.get("iteration", 0) for entry in store.history(recipe.run, recipe.promotion.tag)]
     first = 1 + max(taken, default=0)
     data = parse(Data, _filled(recipe.data.model_dump(mode="json", exclude_unset=True), name), "data")
-    filled = recipe.model_copy(update={"data": data, "iterations": first + recipe.iterations - 1})
+    asked = recipe.evaluate.model_copy(update={"every": 0})  # measured is what the night ends with
+    filled = recipe.model_copy(update={"data": data, "iterations": first + recipe.iterations - 1, "evaluate": asked})
     return Night(name, filled, store, first)
 
 

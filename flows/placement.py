@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from schemas.errors import BusyError, ConfigError, ResourceError
-from stages.common.child import Stopped, begin_early
+from stages.common.child import Stopped
+from stages.common.early import Hint, begin_early, end_early
 from stages.common.process import Call, Outcome, perform, run_stage
 from stages.common.work import NotDone
 
@@ -38,8 +39,7 @@ class Next(NamedTuple):
     """A stage that comes soon, in a child process of this one."""
 
     stage: str
-    config: dict[str, Any]
-    """As much as says what to import."""
+    hint: Hint
     python: str | None
     online: bool
 
@@ -57,7 +57,8 @@ class Place:
     slots: int = 0
     limit: str | None = None
     soon: tuple[Next, ...] = ()
-    """Whose processes are begun with this one's: they import, on a core that this one leaves idle as it starts."""
+    """Whose processes are begun with this one's: they import, on a core that this one leaves idle as it starts; and where this
+    stage makes their checkpoint, they start as soon as its model is whole."""
 
 
 def place_of(recipe: Recipe, stage: str) -> Place:
@@ -75,11 +76,10 @@ def place_of(recipe: Recipe, stage: str) -> Place:
     )
 
 
-def coming(recipe: Recipe, stages: Sequence[str]) -> tuple[Next, ...]:
-    """Those of `stages` that will run in a child process of this one."""
-    hints = {"generate": {"engine": recipe.generate.engine, "device": recipe.generate.device}}
-    places = {stage: place_of(recipe, stage) for stage in stages}
-    return tuple(Next(name, hints.get(name, {}), at.python, at.online) for name, at in places.items() if not at.pool)
+def coming(recipe: Recipe, hints: Mapping[str, Hint]) -> tuple[Next, ...]:
+    """Those of the stages hinted at that will run in a child process of this one."""
+    places = {stage: place_of(recipe, stage) for stage in hints}
+    return tuple(Next(name, hints[name], at.python, at.online) for name, at in places.items() if not at.pool)
 
 
 def check_placement(recipe: Recipe) -> None:
@@ -124,17 +124,18 @@ def run_at(
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """As `place`, for a place that is known. `on_line` is called with each line of a child process of this one."""
+    announcement = ""
     if not call.force:
         try:
             return perform(call, lookup=True)
-        except NotDone:
-            pass
+        except NotDone as missing:
+            announcement = str(missing.work.announcement)
     if where.pool:
         from .pool import run_in_pool
 
         shared = call.stage in SHARED and not call.force
         return run_in_pool(where, replace(call, share=shared), label, tags, stopped)
-    return run_here(where, call, label, on_line=on_line, stopped=stopped)
+    return run_here(where, call, label, announcement, on_line=on_line, stopped=stopped)
 
 
 def run_when_free(
@@ -178,20 +179,30 @@ def run_here(
     where: Place,
     call: Call,
     label: str,
+    announcement: str = "",
     *,
     on_line: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """In a child process of this one, once there is a slot for it."""
+    """In a child process of this one, once there is a slot for it. `announcement`: where the stage says that its model is whole;
+    engines that come soon wait for that, unless somebody counts who is at work on this host."""
+    if call.stage not in ("prompt", "generate"):
+        end_early(engines=True)  # nobody took it up, and this one may need the memory
+    if where.slots or where.limit:
+        announcement = ""
     with slots(call, label, where.slots, where.limit, stopped) as env:
-        for each in () if env else where.soon:  # those that get some of the devices only start when they know which
-            begin_early(*each)
-        return run_stage(
-            call,
-            python=where.python,
-            timeout=where.timeout_seconds,
-            online=where.online,
-            on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
-            env=env,
-            stopped=stopped,
-        )
+        for stage, hint, python, online in () if env else where.soon:  # else they know only later which devices they have
+            begin_early(stage, replace(hint, announcement=announcement if call.stage == "optimize" else ""), python, online)
+        try:
+            return run_stage(
+                call,
+                python=where.python,
+                timeout=where.timeout_seconds,
+                online=where.online,
+                on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
+                env=env,
+                stopped=stopped,
+            )
+        except BaseException:
+            end_early(engines=True)
+            raise

@@ -19,14 +19,15 @@ of a kind are made one after another; so numbers, references and lineage are the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 from prefect import flow
 
 from schemas.errors import ConfigError, printable
-from stages.common.child import end_early
+from stages.common.early import Hint, end_early
 from stages.common.process import Outcome
 from stages.logprobs.average import Config as AverageConfig
 
@@ -79,8 +80,7 @@ def _improve(recipe: Recipe, forced: set[str]) -> dict[str, Any]:
         with _ahead(recipe, policies[-1], iteration, forced) as ahead:
             done = update(recipe, policies[-1], reference, sampled, forced, earlier)
             policies.append(done["policy"])
-            every = recipe.evaluate.every
-            if iteration == recipe.iterations or (every and iteration % every == 0):
+            if recipe.is_measured(iteration):
                 done |= _with_evaluation(done, measure(recipe, done["policy"], iteration, forced), baseline)
             iterations.append(done)
             curve.show(iterations, numbers(baseline), last=iteration == recipe.iterations)
@@ -108,7 +108,7 @@ def sample(recipe: Recipe, policy: str, iteration: int, forced: set[str], prompt
     them, proximal logprobs; with the mean reward and the seconds of each stage."""
     prompts = prompts or ask(recipe, policy, iteration, forced)
     config = recipe.generate_config(iteration)
-    soon = [] if recipe.overlap else ["optimize"]
+    soon = {} if recipe.overlap else {"optimize": Hint({})}
     rollouts = _stage(recipe, "generate", iteration, forced, config, soon=soon, prompts=prompts.ref, policy=policy)
     rewards = _stage(recipe, "reward", iteration, forced, recipe.reward, rollouts=rollouts.ref)
     made = {"prompt": prompts, "generate": rollouts, "reward": rewards}
@@ -155,12 +155,25 @@ def update(
     replayed = [_replayed(recipe, done, reference) for done in earlier]
     roles = [role for role in ("rollouts", "rewards", "ref_logprobs", "prox_logprobs") if role in own]
     refs = {role: [own[role], *(each[role] for each in replayed)] if replayed else own[role] for role in roles}
-    last = iteration == recipe.iterations
-    samples_next = recipe.data.held_out is not None if last else not recipe.overlap
-    soon = ["generate"] if samples_next else []
-    updated = _stage(recipe, "optimize", iteration, forced, recipe.optimize_config(), soon=soon, policy=policy, **refs)
+    config, soon = recipe.optimize_config(), _soon(recipe, iteration)
+    updated = _stage(recipe, "optimize", iteration, forced, config, soon=soon, policy=policy, **refs)
     seconds["optimize"] = updated.seconds
     return {**own, "policy": updated.ref, "evaluation": None, "seconds": seconds}
+
+
+def _soon(recipe: Recipe, iteration: int) -> dict[str, Hint]:
+    """What the policy that iteration `iteration` makes is asked first; prompts are about as long as the last ones were."""
+    last = iteration == recipe.iterations
+    if recipe.overlap and not last:
+        return {}  # sampling goes on beside it
+    if recipe.is_measured(iteration):
+        config, run = recipe.generate_config(0, evaluation=True), f"{recipe.run}.eval"
+    elif last:
+        return {}
+    else:
+        config, run = recipe.generate_config(iteration + 1), recipe.run
+    refs = {"prompts": f"{run}/prompts@latest"}
+    return {"generate": Hint(config.model_dump(mode="json"), str(recipe.store), refs)}
 
 
 def _stage(
@@ -170,7 +183,7 @@ def _stage(
     forced: set[str],
     config: Any,
     *,
-    soon: Sequence[str] = (),
+    soon: Mapping[str, Hint] = MappingProxyType({}),
     **refs: str | list[str],
 ) -> Outcome:
     label, force = f"{name} {iteration}/{recipe.iterations}", name in forced

@@ -222,6 +222,12 @@ class Recipe(Config):
             own = _merge(own, self.evaluate.generate)
         return parse(GenerateConfig, {"seed": self.seed, "iteration": 0 if evaluation else iteration, **own}, "generate")
 
+    def is_measured(self, iteration: int) -> bool:
+        """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""
+        every = self.evaluate.every
+        asked = iteration == self.iterations or bool(every and iteration % every == 0)
+        return asked and self.data.held_out is not None
+
     def optimize_config(self) -> OptimizeConfig:
         """The optimize stage's config."""
         own = _chosen(self.optimize)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from schemas.errors import ConfigError, printable
 from stages.common.child import Stopped
+from stages.common.early import end_early
 from stages.common.process import Call
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
@@ -86,6 +87,7 @@ def _take(held: ExitStack, label: str, names: list[str], count: int, stopped: Ca
         if holders != told:
             told = holders
             log.info("%s waits: %s", label, holders)
+            end_early(engines=True)  # whoever waits for a device is on none
         if stopped():
             raise Stopped(label)
         time.sleep(_POLL_SECONDS)

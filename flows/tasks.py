@@ -8,9 +8,10 @@ and after it. A task is tried again, with growing pauses, where the error's code
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from prefect import Task, tags, task
@@ -19,6 +20,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TagsContext
 
 from schemas.errors import QuiverError
+from stages.common.early import Hint
 from stages.common.process import Call, Outcome
 from stages.common.process import perform as find_finished
 from stages.common.store import Store
@@ -66,12 +68,12 @@ def perform(
     force: bool,
     iteration: int | None = None,
     *,
-    soon: Sequence[str] = (),
+    soon: Mapping[str, Hint] = MappingProxyType({}),
 ) -> Outcome:
     """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a person reads is logged.
 
     `label` says stage and iteration; of the metrics only single numbers and words come back, the version has them all.
-    The processes of the stages that come `soon` begin to import what they need while this one runs.
+    The processes of the stages that come `soon` begin to prepare for what is hinted at while this one runs.
     """
     call = Call(stage, config.model_dump(mode="json"), str(recipe.store), refs, into, force)
     labels, where = labels_of(recipe, stage, iteration), replace(place_of(recipe, stage), soon=coming(recipe, soon))

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from schemas.errors import QuiverError, unexpected
 from stages import MODULES, load
-from stages.common.child import PREPARE, watch_lifeline
-from stages.common.config import parse
+from stages.common import early
+from stages.common.child import HINT, watch_lifeline
 from stages.common.process import Call, perform
 
 
@@ -41,8 +41,8 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("stages").setLevel(logging.INFO)
     if arguments.waits:
-        prepare(arguments.stage, arguments.spec.with_name(PREPARE))
-        if not sys.stdin.readline():
+        config_class, _ = load(arguments.stage)
+        if not early.wait(sys.modules[config_class.__module__], config_class, arguments.spec.with_name(HINT)):
             return 0  # nobody needs it
     call = Call(**json.loads(arguments.spec.read_text()))
     try:
@@ -59,18 +59,6 @@ def main() -> int:
     return code
 
 
-def prepare(stage: str, path: Path) -> None:
-    """Import what a call with the config in `path` will need, where there is one."""
-    config_class, _ = load(stage)
-    module = sys.modules[config_class.__module__]
-    if not path.exists() or not hasattr(module, "prepare"):
-        return
-    try:
-        module.prepare(parse(config_class, json.loads(path.read_text()), f"stage {stage}"))
-    except Exception as error:  # the call meets it again, if there is one, and tells it as its own
-        logging.getLogger("stages").debug("%s could not prepare: %s", stage, error)
-
-
 def leave(code: int) -> None:
     """End the process now. All is written; taking a model and a million objects apart would take seconds that somebody waits."""
     atexit._run_exitfuncs()
@@ -80,4 +68,7 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    try:
+        leave(main())
+    except early.Anew:
+        early.begin_anew()

@@ -4,10 +4,7 @@ When whoever follows it is cancelled or fails, the whole group is ended (SIGTERM
 child sees its lifeline (a pipe that nobody writes to) close and kills its own group, with whatever it started; PDEATHSIG says the
 same to the child itself.
 
-A child may be there before its call is: it imports what the stage will need, and waits. So the engine's library is there when the
-optimizer has written its checkpoint. It decides nothing; where it is gone, or was not needed, no harm is done.
-
-    with taken("generate") or Child("generate") as child:
+    with Child("generate") as child:
         child.tell(spec)
         code, last = follow(child.process, "generate", on_line)
         answer = child.answer()
@@ -37,8 +34,8 @@ from schemas.errors import ResourceError
 GRACE_SECONDS = 5
 _LONGEST_LINE = 64 * 1024
 _PR_SET_PDEATHSIG = 1
-PREPARE = "prepare.json"
-"""Beside the spec: the config that a waiting child may prepare for."""
+HINT = "hint.json"
+"""Beside the spec: what a child that waits for its call may prepare for; see `early`."""
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -53,7 +50,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """What a stage's process finds in its environment beside the caller's."""
-_early: dict[tuple[str, str | None, bool], Child] = {}
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +60,7 @@ class Stopped(BaseException):
 class Child:
     """`python -m stages STAGE` (interpreter `python`), started, and waiting for its call; a context manager that ends its group.
 
-    `online` lets it reach a model hub, `env` is put over its environment, `config` is what it prepares for.
+    `online` lets it reach a model hub, `env` is put over its environment, `hint` is what it prepares for.
     """
 
     def __init__(
@@ -73,13 +69,13 @@ class Child:
         python: str | None = None,
         online: bool = False,
         env: Mapping[str, str] | None = None,
-        config: dict[str, Any] | None = None,
+        hint: dict[str, Any] | None = None,
     ) -> None:
         with ExitStack() as held:
             folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="quiver-")))
             self._spec, self._result = folder / "spec.json", folder / "result.json"
-            if config is not None:
-                (folder / PREPARE).write_text(json.dumps(config))
+            if hint is not None:
+                (folder / HINT).write_text(json.dumps(hint))
             # -P: no module of the working folder may stand in for one of ours or of a library
             command = [python or sys.executable, "-u", "-P", "-m", "stages", stage, "--waits"]
             command += ["--spec", str(self._spec), "--result", str(self._result)]
@@ -103,27 +99,6 @@ class Child:
     def answer(self) -> dict[str, Any] | None:
         """What it said when it ended; None where it came to another end."""
         return json.loads(self._result.read_text()) if self._result.exists() else None
-
-
-def begin_early(stage: str, config: dict[str, Any], python: str | None = None, online: bool = False) -> None:
-    """Start a child that prepares for a call of `stage`; at most one of a kind."""
-    if (stage, python, online) not in _early:
-        _early[stage, python, online] = Child(stage, python, online, config=config)
-
-
-def taken(stage: str, python: str | None = None, online: bool = False) -> Child | None:
-    """The child that waits for a call of `stage`, the caller's from now on; None where there is none, or it is dead."""
-    child = _early.pop((stage, python, online), None)
-    if child and child.process.poll() is not None:
-        child.__exit__(None, None, None)
-        return None
-    return child
-
-
-def end_early() -> None:
-    """End those that nobody took."""
-    while _early:
-        _early.popitem()[1].__exit__(None, None, None)
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from typing import Any
 from schemas.errors import ConfigError, ResourceError, from_dict, printable
 from schemas.refs import Ref
 
-from .child import Child, follow, taken
+from .child import Child, follow
 from .config import parse
+from .early import taken
 from .store import Store
 from .work import LookupOnly, NotDone
 

@@ -38,7 +38,7 @@ from schemas.fields import kind_of
 from schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
 from schemas.refs import Ref
 
-from . import files
+from . import announced, files
 from .claims import Alone, joined
 from .config import Config, parse
 from .store import Store, Version, locked, schema_module
@@ -78,7 +78,11 @@ def run_key(stage: str, stage_version: int, config: Config, inputs: Mapping[str,
 
 
 class NotDone(Exception):
-    """A `LookupOnly` store was asked for work that is not finished."""
+    """A `LookupOnly` store was asked for `work` that is not finished."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(f"{work.run}/{work.kind}")
+        self.work = work
 
 
 class LookupOnly(Store):
@@ -107,8 +111,11 @@ class Work:
         self.store, self.run, self.kind, self.run_key, self._about = store, run, kind, key, about
         self.done: Version | None = None
         self._sealed: tuple[FileEntry, ...] | None = None
+        self._hashed: dict[str, FileEntry] = {}
         self.folder = store.folder(run, kind) / ".staging" / key
         self.notes = self.folder.with_name(f"{key}.notes")
+        self.announcement = self.notes / announced.NAME
+        """Where `announce` says what it says."""
         self.seconds: dict[str, float] = {}
         self.told: dict[str, Any] = {}
         """What the stage says of its part in the work, as plain JSON, for `parts`."""
@@ -209,21 +216,35 @@ class Work:
             entries = self.seal()
             schema = "policy/1" if self.kind == "policy" else kind_of(schema_module(self.kind).SCHEMA)
             about = {
-                **self._about,
-                "kind_schema": schema,
-                "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "commit_id": str(uuid.uuid4()),
-                "files": entries,
-                "rows": sum(entry.rows for entry in entries),
-                "content_hash": content_hash(schema, entries),
+                **self._contents(schema, entries),
                 "environment": {**environment(), "device": device},
                 "seconds": _added([part["seconds"] for part in self.parts()]),
-                "bytes": {"data": sum(entry.bytes for entry in entries)},
                 "metrics": metrics or {},
                 "status": status or {},
                 **({"models": models} if models is not None else {}),
             }
             return self._publish(self.folder, about, number)
+
+    def _contents(self, schema: str, entries: tuple[FileEntry, ...]) -> dict[str, Any]:
+        return {
+            **self._about,
+            "kind_schema": schema,
+            "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "commit_id": str(uuid.uuid4()),
+            "files": entries,
+            "rows": sum(entry.rows for entry in entries),
+            "content_hash": content_hash(schema, entries),
+            "bytes": {"data": sum(entry.bytes for entry in entries)},
+        }
+
+    def announce(self, number: int) -> None:
+        """Say that the model of policy `number`, the files at the top of the folder, is whole; they may not change any more. See
+        `announced`."""
+        with files.storage(f"{self.run}/{self.kind}"), self.phase("commit"):
+            entries = tuple(self._entry(path) for path in sorted(self.folder.iterdir()) if path.is_file())
+            about = {**self._contents("policy/1", entries), "environment": {}, "seconds": {}, "metrics": {}, "status": {}}
+            manifest = Manifest(run=self.run, kind=self.kind, version=number, **about)
+            files.write_bytes(self.announcement, manifest.to_json())
 
     def _publish(self, folder: Path, about: dict[str, Any], number: int | None) -> Version:
         kind_folder = self.store.folder(self.run, self.kind)
@@ -274,15 +295,20 @@ class Work:
                 path.unlink()
 
     def _folder_entries(self) -> tuple[FileEntry, ...]:
-        entries = []
-        for path in sorted(p for p in self.folder.rglob("*") if p.is_file() and p.name != "manifest.json"):
-            path.chmod(0o644)  # some libraries write weights for their owner alone
-            files.sync(path)
-            name = path.relative_to(self.folder).as_posix()
-            entries.append(FileEntry(name=name, bytes=path.stat().st_size, sha256=files.sha256(path)))
+        paths = sorted(path for path in self.folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+        entries = tuple(self._entry(path) for path in paths)
         for folder in (p for p in self.folder.rglob("*") if p.is_dir()):
             files.sync(folder)
-        return tuple(entries)
+        return entries
+
+    def _entry(self, path: Path) -> FileEntry:
+        """The file, flushed and hashed; once."""
+        name = path.relative_to(self.folder).as_posix()
+        if name not in self._hashed:
+            path.chmod(0o644)  # some libraries write weights for their owner alone
+            files.sync(path)
+            self._hashed[name] = FileEntry(name=name, bytes=path.stat().st_size, sha256=files.sha256(path))
+        return self._hashed[name]
 
 
 @contextmanager
@@ -324,7 +350,7 @@ def begin(
         yield work
         return
     if isinstance(store, LookupOnly):
-        raise NotDone(f"{run}/{kind}")
+        raise NotDone(work)
     with files.storage(f"{run}/{kind}"):
         files.make_folder(work.folder.parent)
     lock, what = work.folder.parent / f"{key}.lock", f"{run}/{kind} {printable(stage)}"

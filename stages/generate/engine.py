@@ -58,12 +58,14 @@ class Setup:
     stop_ids: tuple[int, ...]
     """Every id that ends a completion; engines look at nothing else for that."""
     max_model_len: int
-    """Most ids of prompt and completion together."""
+    """Most ids of prompt and completion together that the engine has to take."""
     dtype: str = "auto"
     device: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     base: Version | None = None
     """The weights that the policy's adapter goes on, where `options.lora` asks for that; None: load the policy's own."""
+    longest: int | None = None
+    """Most ids that a row of the prompts can have, by which a cache may be sized; None: max_model_len."""
     verified: Callable[[], object] = lambda: None
     """Waits until the model's files are checked, which goes on meanwhile: import first, call this, then read them. Raises what is
     wrong with them."""

@@ -10,7 +10,9 @@ is ever cut), an engine's answer that is not whole.
 from __future__ import annotations
 
 import logging
+import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,10 @@ from pydantic import Field, model_validator
 
 from schemas.errors import ConfigError, SchemaError, printable
 from schemas.refs import Ref
-from stages.common import checkpoints
+from stages.common import announced, checkpoints
 from stages.common.config import Config as Base
 from stages.common.config import Runtime, without_folder
+from stages.common.early import Anew
 from stages.common.models import verify_model
 from stages.common.store import Store, Version
 from stages.common.work import ROWS_PER_SHARD, Work, begin
@@ -34,6 +37,9 @@ from .shards import Shards
 
 STAGE_VERSION = 1
 _LISTED = 1000
+_LEAST_ROOM = 64
+_started: list[tuple[str, engines.Setup, engines.Engine]] = []
+"""The engine that `start` started, until it is used."""
 log = logging.getLogger(__name__)
 
 
@@ -93,6 +99,18 @@ class Config(Base):
 def prepare(config: Config) -> None:
     """Import what the engine needs, before there is anything to sample."""
     engines.prepare(config.engine, config.device)
+
+
+def start(config: Config, store: Store, refs: dict[str, str], policy: Version) -> None:
+    """Start the engine for `policy`, which is announced, and for prompts like `refs["prompts"]`. An engine of one's own, and one
+    that loads an adapter, starts when its policy is committed."""
+    known = engines.engine_options(config.engine, config.options)
+    if known is None or getattr(known, "lora", False):
+        return
+    _, _, longest = _fitting(config, store.open(refs["prompts"]), policy)
+    setup = _setup(config, policy, longest)
+    _started.append((config.engine, setup, _make(config.engine, setup)))
+    log.info("engine %s is ready for %s before that is committed", config.engine, policy.ref)
 
 
 def run(
@@ -208,16 +226,10 @@ def _generate(config: Config, work: Work, policy: Version, shards: Shards, longe
     shards.finish_empty()
     if not shards.claims.more():
         return
-    stops = {*config.sampling.stop_token_ids, *([] if config.sampling.ignore_eos else checkpoints.end_token_ids(policy))}
-    base = _base(config, work.store, policy)
-    made_of = (policy, config.sampling, tuple(sorted(stops)), longest, config.dtype, config.device, config.options, base)
+    setup = _setup(config, policy, longest, _base(config, work.store, policy))
     _check_sizes(policy)
-    with work.phase("load"), ThreadPoolExecutor(1) as aside:
-        check = aside.submit(verify_model, policy)  # hashing gigabytes takes as long as importing an engine's library
-        try:
-            engine = engines.make_engine(config.engine, engines.Setup(*made_of, verified=check.result))
-        finally:
-            check.result()  # of a torn file this error says more than the engine's own
+    with work.phase("load"):
+        engine = _found(config.engine, setup) if _started else _make(config.engine, setup)
         shards.tokenizer = checkpoints.load_tokenizer(policy)
     work.told["engine"] = engine.info
     try:
@@ -225,3 +237,33 @@ def _generate(config: Config, work: Work, policy: Version, shards: Shards, longe
     finally:
         with work.phase("close"):
             engine.close()
+
+
+def _setup(config: Config, policy: Version, longest: int, base: Version | None = None) -> engines.Setup:
+    """`max_model_len` is a power of two, or half as much more, or the limit: it changes seldom with the prompts."""
+    stops = {*config.sampling.stop_token_ids, *([] if config.sampling.ignore_eos else checkpoints.end_token_ids(policy))}
+    power = 2 ** math.ceil(math.log2(max(longest, _LEAST_ROOM)))
+    room = int(min(power * 3 // 4 if _LEAST_ROOM < longest <= power * 3 // 4 else power, _limit(policy, config)))
+    of = (policy, config.sampling, tuple(sorted(stops)), room, config.dtype, config.device, config.options, base)
+    return engines.Setup(*of, longest)
+
+
+def _make(name: str, setup: engines.Setup) -> engines.Engine:
+    with ThreadPoolExecutor(1) as aside:
+        check = aside.submit(verify_model, setup.policy)  # hashing gigabytes takes as long as importing an engine's library
+        try:
+            return engines.make_engine(name, replace(setup, verified=check.result))
+        finally:
+            check.result()  # of a torn file this error says more than the engine's own
+
+
+def _found(name: str, setup: engines.Setup) -> engines.Engine:
+    """The engine that was started early. Anew when it has another model than the policy that was committed, or was started for
+    something else."""
+    named, started, engine = _started.pop()
+    alike = replace(started, policy=setup.policy, longest=setup.longest) == setup
+    if named == name and alike and announced.holds(setup.policy, started.policy):
+        return engine
+    log.info("engine %s was made ready for something else, and starts again", named)
+    engine.close()
+    raise Anew

@@ -122,7 +122,8 @@ class VllmEngine:
         if self.options.cpu_kv_cache_gib is not None:
             return int(self.options.cpu_kv_cache_gib * _GIB)
         config, itemsize = checkpoints.model_config(self.setup.policy), 4 if self._dtype() == "float32" else 2
-        return vllm_setup.cpu_cache_bytes(config, self.setup.max_model_len, self.options.max_num_seqs, itemsize)
+        length = self.setup.longest or self.setup.max_model_len
+        return vllm_setup.cpu_cache_bytes(config, length, self.options.max_num_seqs, itemsize)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions as they finish. Up to twice as many requests as fit one batch are in flight, so none of its places is

@@ -39,7 +39,11 @@ _FOLDER = checkpoints.OPTIMIZER_FOLDER
 
 
 def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, work: Work) -> None:
-    """Write the model directory and, if asked, the optimizer's state below it, into the folder of `work`."""
+    """Write the model directory and, if asked, the optimizer's state below it, into the folder of `work`.
+
+    Where this is the only rank, the model's memory is given back and the model announced before the state is written: whoever
+    waits for it may begin. `model` and `trainer` are of no use after this.
+    """
     from safetensors.torch import save_file
 
     with files.storage(f"{work.run}/policy"):
@@ -49,14 +53,17 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
         if config.lora:
             lora.save_and_merge(model, work.folder)
         checkpoints.save_policy(model, parent, work.folder)
+        if trainer.judge is not None:
+            value_head.save(trainer.judge, trainer.optimizer, work.folder, config.critic, moments=config.save_optimizer)
+        if trainer.accelerator.num_processes == 1:
+            trainer.free()
+            work.announce(parent.ref.version + 1)
         if state:
             folder = work.folder / _FOLDER
             folder.mkdir()
             save_file(state, folder / "state.safetensors")
             about = {"format": _FORMAT, "optimizer": "adamw", "step": trainer.step}
             files.write_bytes(folder / "state.json", json.dumps(about).encode())
-        if trainer.judge is not None:
-            value_head.save(trainer.judge, trainer.optimizer, work.folder, config.critic, moments=config.save_optimizer)
 
 
 def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:

@@ -218,6 +218,12 @@ class Trainer:
         share = self.filling[0] / max(self.filling[1], 1)
         return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, mode, precision, judged, trainable, share)
 
+    def free(self) -> None:
+        """Give back the memory of model, critic and moments, of which nothing is needed any more; `train` is done."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+        self.policy.free()
+
     def _deal(self) -> list[list[int]]:
         """This epoch's mini-batches: groups shuffled by seed and step, each group whole."""
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 + self.step) % 2**63)

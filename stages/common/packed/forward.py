@@ -7,10 +7,11 @@ correctness.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import nn
@@ -75,6 +76,18 @@ class Policy(nn.Module):
         self._merged = merge(self)
         with self.context():
             lean(self)
+
+    def free(self) -> None:
+        """Give back the memory of weights and gradients; nothing can be computed after this."""
+        if self._merged:
+            self._merged.free()
+        for tensor in (*self.parameters(), *self.buffers()):
+            tensor.grad, tensor.data = None, tensor.new_empty(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            with suppress(AttributeError):  # not every C library has it
+                ctypes.CDLL(None).malloc_trim(0)
 
     def layout(self, pieces: Sequence[Piece], data: Sequences) -> Layout | Pairs:
         """`pieces` as what `forward` reads, on the model's device."""

@@ -54,6 +54,12 @@ class Merged:
                 for group in self.groups:
                     group.forget()
 
+    def free(self) -> None:
+        """Let go of the joined weights; nothing can be computed after this."""
+        for group in self.groups:
+            group.forget()
+            group.weight = group.bias = None
+
 
 def merge(model: nn.Module) -> Merged:
     """Merge what is alike in every module of `model`: plain linear siblings of one dtype, all trained or all frozen.

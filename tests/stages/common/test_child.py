@@ -1,4 +1,4 @@
-"""Child processes: nobody is left behind, whatever happens to the parent; some are there before their call."""
+"""Child processes: nobody is left behind, whatever happens to the parent."""
 
 import os
 import signal
@@ -12,8 +12,6 @@ import pytest
 
 from schemas.errors import ResourceError
 from stages.common import child
-from stages.common.process import Call, run_stage
-from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
 
 # A child that starts a child of its own, both ignoring SIGTERM, and says both ids.
 STUBBORN = """
@@ -138,71 +136,3 @@ def test_a_line_without_end_is_cut(monkeypatch):
     assert line.endswith("b") and len(line) < 200_000
     other.wait()
     other.stdout.close()
-
-
-@pytest.fixture
-def early():
-    """Starts a child early; at the end it is gone."""
-    children = []
-
-    def begin(stage: str, config: dict) -> subprocess.Popen:
-        child.begin_early(stage, config)
-        children.append(child._early[stage, None, False].process)
-        return children[-1]
-
-    yield begin
-    child.end_early()
-    assert gone([process.pid for process in children])
-
-
-def test_a_child_that_is_there_early_is_told_its_call(early, store, tmp_path):
-    """One waits of a kind; a dead one is replaced, and one that began in another environment is left alone."""
-    (tmp_path / "seen.py").write_text(
-        "import os\n\n\ndef one(completions, **_):\n    return [float(os.environ.get('HINT', 0))] * len(completions)\n"
-    )
-    rollouts = make_rollouts(store, tiny_policy(store), 4, 8, 8, 2, asked=make_prompts(store, 2))
-    config = {"functions": [{"use": f"{tmp_path}/seen.py:one"}]}
-    call = Call("reward", config, str(store.path), {"rollouts": str(rollouts.ref)}, force=True)
-    first = early("reward", config)
-    assert early("reward", config) is first
-    assert run_stage(call, env={"HINT": "0.5"}).metrics["reward_mean"] == 0.5
-    assert first.poll() is None
-    assert run_stage(call).metrics["reward_mean"] == 0
-    assert first.returncode == 0, "it was this one that did it"
-    dead = early("reward", config)
-    dead.kill()
-    dead.wait()
-    assert run_stage(call).metrics["reward_mean"] == 0
-
-
-def test_what_can_not_be_prepared_for_is_told_by_the_call(early, store):
-    early("generate", {"engine": "vllm", "device": "no device"})
-    call = Call("generate", {"engine": "scripted", "options": {"script": "nowhere"}}, str(store.path))
-    spec = {**call.__dict__, "refs": {"prompts": "a/prompts@1", "policy": "a/policy@0"}}
-    with child.taken("generate") as mine:
-        mine.tell(spec)
-        child.follow(mine.process, "generate", print)
-        assert mine.answer()["error"]["code"] == "E-LINEAGE"
-
-
-def test_who_begins_with_its_call_prepares_for_nothing(store):
-    """Its phases are its own: a bad config is its error, never a death without an answer."""
-    spec = {**Call("generate", {"engine": "vllm", "device": "no device"}, str(store.path)).__dict__}
-    with child.Child("generate") as mine:
-        mine.tell(spec)
-        code, _ = child.follow(mine.process, "generate", print)
-        assert (code, mine.answer()["error"]["code"]) == (2, "E-CONFIG")
-
-
-@pytest.mark.vllm
-def test_what_generate_prepares_is_the_engine():
-    code = """
-        import sys
-        from stages.generate.stage import Config, prepare
-        prepare(Config(engine="scripted", options={"script": "echo"}))
-        before = "vllm" in sys.modules
-        prepare(Config(engine="vllm"))
-        print(before, "vllm.entrypoints.llm" in sys.modules)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-2:] == ["False", "True"]

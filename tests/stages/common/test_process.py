@@ -9,6 +9,7 @@ import pytest
 from schemas.errors import ConfigError, ResourceError
 from stages.common import process
 from stages.common.process import Call, run_stage
+from stages.common.work import NotDone, Work
 
 
 def test_an_unexpected_error_is_told_as_such(store, tmp_path):
@@ -26,16 +27,25 @@ def test_an_unexpected_error_is_told_as_such(store, tmp_path):
     assert error["message"].startswith("TypeError: ") and "Traceback" in done.stderr
 
 
+def never_done(store):
+    """Stands in for a look into the store that finds nothing."""
+
+    def look(*_, **__):
+        raise NotDone(Work(store, "b", "policy", "0" * 64, {}))
+
+    return look
+
+
 def test_a_typed_error_crosses_the_process(store, policy, monkeypatch):
     call = Call("policy", {"model": str(store.path / "nowhere")}, store.path, into="b")
-    monkeypatch.setattr(process, "perform", lambda *_, **__: (_ for _ in ()).throw(process.NotDone))
+    monkeypatch.setattr(process, "perform", never_done(store))
     with pytest.raises(ConfigError, match="there is no such directory") as caught:
         run_stage(call)
     assert caught.value.next == "correct policy.model"
 
 
 def test_a_dead_child_is_a_resource_error(store, monkeypatch):
-    monkeypatch.setattr(process, "perform", lambda *_, **__: (_ for _ in ()).throw(process.NotDone))
+    monkeypatch.setattr(process, "perform", never_done(store))
     killer = store.path.parent / "python"
     killer.write_text("#!/bin/sh\necho about to allocate\nkill -9 $$\n")
     killer.chmod(0o755)

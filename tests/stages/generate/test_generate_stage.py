@@ -18,6 +18,7 @@ from stages.common.checkpoints import PolicyConfig
 from stages.common.config import parse
 from stages.common.store import Store
 from stages.common.work import begin
+from stages.generate import stage
 from stages.generate.rows import Rows, row_seed
 from stages.generate.stage import Config, run
 from tests.stages.generate import making
@@ -351,3 +352,12 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
     assert version.manifest.run_key == calm.open("tiny/rollouts@1").manifest.run_key
     assert version.manifest.metrics["tokens"] == calm.open("tiny/rollouts@1").manifest.metrics["tokens"]
     assert killed.verify()[1] == []
+
+
+@pytest.mark.parametrize(
+    ("longest", "limit", "room"), [(1, None, 64), (64, None, 64), (65, None, 96), (97, None, 128), (129, 160, 160)]
+)
+def test_the_engines_room_changes_seldom(policy, longest, limit, room):
+    """Neither much more than the rows need nor, where it can be, another for a few tokens more."""
+    setup = stage._setup(config(max_model_len=limit), policy, longest)
+    assert (setup.max_model_len, setup.longest) == (room, longest)
