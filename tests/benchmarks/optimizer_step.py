@@ -3,11 +3,11 @@
     python -m tests.benchmarks.optimizer_step --shapes 64,64,8 --precisions fp32 --repeat 1
     python -m tests.benchmarks.optimizer_step --model qwen3-0.6b --shapes 512,1024,8 --precisions bf16        # on a GPU
 
-P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens of a step = G · (P + C), whatever is computed for
-them. Both sides start from the same weights, ids, old logprobs and advantages; the loss and the gradient's norm of the first step
-must agree, else the run fails. TRL is fed through its own training loop, each side with the environment that it comes with: with
-activation checkpointing, TRL's default, without, and (`trl_tuned`) by default but with the environment variables that our stages
-set, those of the allocator among them.
+P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens of a step = `--groups` · G · (P + C), whatever is
+computed for them. Both sides start from the same weights, ids, old logprobs and advantages; the loss and the gradient's norm of
+the first step must agree, else the run fails. TRL is fed through its own training loop, all rows of a step in one batch
+(`per_device_train_batch_size`), each side with the environment that it comes with: with activation checkpointing, TRL's default,
+without, and (`trl_tuned`) by default but with the environment variables that our stages set, those of the allocator among them.
 On a GPU memory is the device's, and MFU the share of `--peak` that the useful FLOPs are: a group's prompt once, the head at
 completion positions, nothing computed twice.
 """
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["64,64,8", "256,64,8", "512,128,8", "256,64,8,ragged"])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=2, help="timed steps; one more comes before")
+    parser.add_argument("--groups", type=int, default=1, help="groups of one step")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one small shape: to see that it runs, not to be quoted")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
@@ -71,7 +72,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _row(arguments: argparse.Namespace, folder: str, shape: str, precision: str) -> dict[str, str]:
     common = ["--work", folder, "--shapes", shape, "--precisions", precision, "--steps", str(arguments.steps)]
-    common += ["--options", arguments.options, "--peak", str(arguments.peak)]
+    common += ["--options", arguments.options, "--peak", str(arguments.peak), "--groups", str(arguments.groups)]
     found: dict[str, list[dict]] = {side: [] for side in arguments.sides}
     for _ in range(arguments.repeat):
         for side, answers in found.items():
@@ -110,34 +111,35 @@ def _model(arguments: argparse.Namespace) -> None:
     answer()
 
 
-def _rollouts(shape: str) -> dict[str, np.ndarray]:
-    """One group: prompt [P], completions [G, C] with their lengths [G], advantages [G]."""
+def _rollouts(shape: str, groups: int) -> dict[str, np.ndarray]:
+    """Prompts [groups, P], completions [groups · G, C] with their lengths [groups · G], advantages [groups · G]."""
     sizes = shape.removesuffix(",ragged").split(",")
     prompt, completion, group = (int(size) for size in sizes)
     random = np.random.default_rng(0)
     lengths = np.full(group, completion)
     if shape.endswith("ragged"):
         lengths = np.linspace(completion // 8, completion, group).round().astype(int)
-    rewards = random.standard_normal(group)
+    rewards = random.standard_normal((groups, group))
+    centred = rewards - rewards.mean(1, keepdims=True)
     return {
-        "prompt": random.integers(20, 40_000, prompt),
-        "completions": random.integers(20, 40_000, (group, completion)),
-        "lengths": lengths,
-        "advantages": ((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)).astype(np.float32),
+        "prompts": random.integers(20, 40_000, (groups, prompt)),
+        "completions": random.integers(20, 40_000, (groups * group, completion)),
+        "lengths": np.tile(lengths, groups),
+        "advantages": (centred / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)).astype(np.float32).ravel(),
     }
 
 
 def _logical_tokens(rollouts: dict[str, np.ndarray]) -> int:
-    return int(len(rollouts["lengths"]) * len(rollouts["prompt"]) + rollouts["lengths"].sum())
+    return int(len(rollouts["lengths"]) * rollouts["prompts"].shape[1] + rollouts["lengths"].sum())
 
 
 def _useful_flops(config, rollouts: dict[str, np.ndarray], weights: int) -> float:
     """Of forward and backward pass: 6 a weight and token, 12 a hidden number and pair of tokens that see each other."""
-    prompt, lengths = len(rollouts["prompt"]), rollouts["lengths"] - 1
+    (groups, prompt), lengths = rollouts["prompts"].shape, rollouts["lengths"] - 1
     head = config.vocab_size * config.hidden_size
-    pairs = prompt**2 / 2 + float((lengths * prompt + lengths**2 / 2).sum())
+    pairs = groups * prompt**2 / 2 + float((lengths * prompt + lengths**2 / 2).sum())
     width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    return 6 * ((weights - head) * (prompt + lengths.sum()) + head * rollouts["lengths"].sum()) + 12 * width * pairs
+    return 6 * ((weights - head) * (groups * prompt + lengths.sum()) + head * rollouts["lengths"].sum()) + 12 * width * pairs
 
 
 def _memory() -> dict[str, float]:
@@ -161,25 +163,24 @@ def _quiver(arguments: argparse.Namespace) -> None:
     from stages.optimize.stage import Config
     from stages.optimize.trainer import Batch, Trainer, make_accelerator
 
-    rollouts = _rollouts(arguments.shapes[0])
+    rollouts = _rollouts(arguments.shapes[0], arguments.groups)
     lengths = torch.from_numpy(rollouts["lengths"])
-    group = len(lengths)
+    total, group = len(lengths), len(lengths) // arguments.groups
     completions = np.concatenate([row[:length] for row, length in zip(rollouts["completions"], lengths, strict=True)])
-    prompts = torch.from_numpy(np.tile(rollouts["prompt"], group)).int()
+    prompts = torch.from_numpy(rollouts["prompts"].repeat(group, 0)).int()
     data = Sequences(
-        Ragged.from_lengths(prompts, torch.full((group,), len(rollouts["prompt"]))),
+        Ragged.from_lengths(prompts.flatten(), torch.full((total,), prompts.shape[1])),
         Ragged.from_lengths(torch.from_numpy(completions).int(), lengths),
-        torch.ones(group),
+        torch.ones(total),
     )
-    batch = Batch(
-        data, [0] * group, [0] * group, torch.from_numpy(rollouts["advantages"]), torch.zeros(len(completions)), None, None
-    )
+    owners = [row // group for row in range(total)]
+    batch = Batch(data, owners, owners, torch.from_numpy(rollouts["advantages"]), torch.zeros(len(completions)), None, None)
     options = {"precision": arguments.precisions[0], "epochs": arguments.steps + 1, "learning_rate": 1e-6}
     config = Config(**{**options, "audit": {"enabled": False}, **json.loads(arguments.options)}).resolved()
     accelerator = make_accelerator(config)
     model = load_model(Store(arguments.work / "store").open("bench/policy@0"), dtype=torch.float32, device=accelerator.device)
     trainer = Trainer(config, model, batch, algorithms.resolve("grpo"), accelerator)
-    batch.old.copy_(trainer.score(range(group)))
+    batch.old.copy_(trainer.score(range(total)))
     updates = trainer.train().updates
     seconds = float(np.median([row["seconds"] for row in updates[1:]]))
     numbers = {
@@ -202,12 +203,13 @@ def _trl(arguments: argparse.Namespace) -> None:
 
     from stages.common.store import Store
 
-    rollouts = _rollouts(arguments.shapes[0])
+    rollouts = _rollouts(arguments.shapes[0], arguments.groups)
     path = str(Store(arguments.work / "store").open("bench/policy@0").path)
-    group, width = rollouts["completions"].shape
+    total, width = rollouts["completions"].shape
+    group = total // arguments.groups
     mask = np.arange(width)[None] < rollouts["lengths"][:, None]
     fed = {
-        "prompt_ids": torch.from_numpy(np.tile(rollouts["prompt"], (group, 1))),
+        "prompt_ids": torch.from_numpy(rollouts["prompts"].repeat(group, 0)),
         "completion_ids": torch.from_numpy(np.where(mask, rollouts["completions"], 2)),
         "completion_mask": torch.from_numpy(mask).int(),
         "advantages": torch.from_numpy(rollouts["advantages"]),
@@ -237,7 +239,7 @@ def _trl(arguments: argparse.Namespace) -> None:
 
     options = {"gradient_checkpointing": arguments.side != "trl_plain", **json.loads(arguments.options)}
     config = GRPOConfig(
-        output_dir=str(arguments.work / "trl"), per_device_train_batch_size=group, num_generations=group, learning_rate=1e-6,
+        output_dir=str(arguments.work / "trl"), per_device_train_batch_size=total, num_generations=group, learning_rate=1e-6,
         max_steps=arguments.steps + 1, max_completion_length=width, loss_type="grpo", beta=0.0, logging_steps=1,
         report_to=[], save_strategy="no", bf16=arguments.precisions[0] == "bf16", use_cpu=not torch.cuda.is_available(),
         lr_scheduler_type="constant", max_grad_norm=1.0, **options,
@@ -248,7 +250,7 @@ def _trl(arguments: argparse.Namespace) -> None:
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["x"] * group * (arguments.steps + 1)}),
+        train_dataset=Dataset.from_dict({"prompt": ["x"] * total * (arguments.steps + 1)}),
         processing_class=tokenizer,
         callbacks=[Clock()],
     )

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stages.common.packed.attention import Sequences, block_attention, make_layout
 from stages.common.packed.packing import make_pieces
 from stages.common.ragged import Ragged
+from stages.common.work import Work
 from stages.optimize.stage import Config, run
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
@@ -51,6 +52,13 @@ def test_bfloat16_passes_the_audit_and_keeps_float32_weights(store, policy):
     assert done.manifest.metrics["precision"] == "bf16"
     assert 0 < done.manifest.metrics["audit"]["mean_gap"] < 0.1
     assert {tensor.dtype for tensor in load_file(done.path / "model.safetensors").values()} == {torch.float32}
+
+
+def test_the_device_is_free_when_the_model_is_announced(store, policy, monkeypatch):
+    announce, seen, before = Work.announce, [], torch.cuda.memory_allocated()
+    monkeypatch.setattr(Work, "announce", lambda *given: (seen.append(torch.cuda.memory_allocated()), announce(*given)))
+    done = optimize(store, policy, world.make(store, policy, world.even_share), "cuda")
+    assert seen[0] - before < (done.path / "model.safetensors").stat().st_size / 4
 
 
 def test_adapters_start_and_step_as_on_the_cpu(store, policy, monkeypatch):

@@ -1,6 +1,8 @@
 """Packed forward passes against transformers, one rollout at a time, on several architectures."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -190,3 +192,18 @@ def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
     expected = [row.detach() for row in _reference(model, data)][:2]
     expected[1] = expected[1] * float("nan")
     assert not forward._gap(policy, "packed", data, prompts, [0, 1], expected) <= forward.TOLERANCE
+
+
+def test_a_freed_policy_keeps_nothing():
+    """Neither weights nor gradients, although modules, and products that were merged, still refer to them."""
+    model, (data, groups) = _model("llama"), _data()
+    policy = Policy(model, autocast=False)
+    policy.merge()
+    torch.stack([row.sum() for row in _packed(policy, "shared", data, groups, 1000)]).sum().backward()
+    tensors = [*policy.parameters(), *(parameter.grad for parameter in policy.parameters())]
+    held = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    assert all(storage() is not None for storage in held)
+    del tensors
+    policy.free()
+    gc.collect()
+    assert [storage for storage in held if storage() is not None] == []
