@@ -38,7 +38,7 @@ RUN = """
 import json, sys
 from flows import post_train, single, tasks
 from flows.recipe import load
-from stages.common import child, process
+from stages.common import early as waiting, process
 
 early, taking = [], process.taken
 def taken(stage, *about):
@@ -66,7 +66,7 @@ settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.
 again = single.prompt(load("recipe.toml", settings))
 scores = single.evaluation(recipe, ["policy@0", "tiny/policy@2"])
 print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores,
-                  "early": early, "left": len(child._early)}))
+                  "early": early, "left": len(waiting._early)}))
 """
 
 
