@@ -188,11 +188,11 @@ def run_here(
     engines that come soon wait for that, unless somebody counts who is at work on this host."""
     if call.stage not in ("prompt", "generate"):
         end_early(engines=True)  # nobody took it up, and this one may need the memory
-    if where.slots or where.limit:
+    if call.stage != "optimize" or where.slots or where.limit:
         announcement = ""
     with slots(call, label, where.slots, where.limit, stopped) as env:
         for stage, hint, python, online in () if env else where.soon:  # else they know only later which devices they have
-            begin_early(stage, replace(hint, announcement=announcement if call.stage == "optimize" else ""), python, online)
+            begin_early(stage, replace(hint, announcement=announcement), python, online)
         try:
             return run_stage(
                 call,

@@ -94,8 +94,8 @@ def wait(stage: ModuleType, config_class: type, path: Path) -> bool:
     except Exception as error:  # the call meets it again, if there is one, and tells it as its own
         log.debug("%s could not prepare: %s", stage.__name__, error)
         config = None
-    while not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
-        policy = look(Path(hint.announcement), since) if config is not None and hint.announcement else None
+    while config is not None and hint.announcement and not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+        policy = look(Path(hint.announcement), since)
         if policy is not None:
             try:
                 stage.start(config, Store(hint.store, create=False), hint.refs, policy)

@@ -240,7 +240,7 @@ class Work:
     def announce(self, number: int) -> None:
         """Say that the model of policy `number`, the files at the top of the folder, is whole; they may not change any more. See
         `announced`."""
-        with files.storage(f"{self.run}/{self.kind}"), self.phase("commit"):
+        with files.storage(f"{self.run}/{self.kind}"):
             entries = tuple(self._entry(path) for path in sorted(self.folder.iterdir()) if path.is_file())
             about = {**self._contents("policy/1", entries), "environment": {}, "seconds": {}, "metrics": {}, "status": {}}
             manifest = Manifest(run=self.run, kind=self.kind, version=number, **about)

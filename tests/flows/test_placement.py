@@ -3,6 +3,7 @@
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from flows import nightly, post_train
 from flows.placement import Place, check_placement, place_of
 from flows.recipe import load
 from flows.stage import StageCall, told
@@ -64,3 +65,25 @@ def test_what_a_last_state_tells():
 def test_a_pool_s_name_is_one_of_prefect_s(recipe, pool):
     with pytest.raises(ConfigError, match=r"placement\.generate"):
         recipe(f"placement.generate={pool!r}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "iteration", "asked"),
+    [
+        ((), 1, "tiny/prompts@latest"),
+        ((), 2, "tiny.eval/prompts@latest"),
+        (("data.held_out=null",), 2, None),
+        (("evaluate.every=1",), 1, "tiny.eval/prompts@latest"),
+        (("overlap=1", "optimize.max_staleness=1"), 1, None),
+        (("overlap=1", "optimize.max_staleness=1"), 2, "tiny.eval/prompts@latest"),
+    ],
+)
+def test_what_a_new_policy_is_asked_first(recipe, settings, iteration, asked):
+    """Of two iterations; None where nothing is sampled by it next."""
+    hints = post_train._soon(recipe("iterations=2", *settings), iteration)
+    assert [hint.refs["prompts"] for hint in hints.values()] == ([asked] if asked else [])
+
+
+def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):
+    night = nightly.begin(recipe("iterations=2", "evaluate.every=1", f"store={str(tmp_path / 'store')!r}"), "one")
+    assert [night.recipe.is_measured(iteration) for iteration in (1, 2)] == [False, True]
