@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from schemas.errors import ConfigError, ResourceError, SchemaError, printable
 
 from .checkpoints import context_length, is_encoder_decoder, vocabulary_size
+from .first_calls import make_first_calls
 from .model_folder import check_folder
 from .store import Version
 
@@ -44,6 +45,7 @@ def load_model(
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    make_first_calls()
     verify_model(version)
     loader = AutoModelForSeq2SeqLM if is_encoder_decoder(version) else AutoModelForCausalLM
     model = loader.from_pretrained(

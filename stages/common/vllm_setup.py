@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from schemas.errors import ConfigError, QuiverError, ResourceError, printable
+from stages.common.first_calls import make_first_calls
 
 CPU_BLOCK = 32
 """Smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix caching."""
@@ -66,6 +67,8 @@ def prepare(who: str, device: str = "auto") -> Build:
     for name, value in {**_ALWAYS, **(_ON_CPU if build.cpu else {})}.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # it logs before it reads its own setting
+    if build.cpu:
+        make_first_calls()  # it computes the cosines of all positions once, for good
     return build
 
 

@@ -31,6 +31,8 @@ _SHORT = 256
 """Longest block for which a CPU keeps the attention weights instead of calling the fused kernel."""
 _KEPT_ITEMS = 6 * 1024 * 1024
 """Most attention weights of one block that a CPU keeps in bfloat16 however long it is: the fused kernel takes twice the time."""
+_LONG = 48
+"""From this width on a block is rounded up to a multiple of 32, below to one of 8."""
 _SIMILAR = 0.75
 """A sequence joins a block when it has at least this share of its longest sequence's length."""
 
@@ -187,8 +189,8 @@ def _blocks(spans: np.ndarray, size: int) -> tuple[list[Block], torch.Tensor]:
     order = np.lexsort((-start, -keys, ~causal))  # the causal ones first, longest first
     blocks, gather, filled = [], np.empty(size, np.int64), 0
     for part in _parts(order, queries, keys, causal):
-        at, width = start[part, None], int(queries[part].max())
-        prefix, column = (high - low)[part], np.arange(int(keys[part].max()))
+        at, width = start[part, None], _rounded(int(queries[part].max()))
+        prefix, column = (high - low)[part], np.arange(_rounded(int(keys[part].max())))
         inside, seen = column[:width] < queries[part, None], column < keys[part, None]
         query = np.where(inside, at + column[:width], 0)
         key = np.where(column < prefix[:, None], low[part, None] + column, at + column - prefix[:, None])
@@ -197,6 +199,12 @@ def _blocks(spans: np.ndarray, size: int) -> tuple[list[Block], torch.Tensor]:
         tensors = (torch.from_numpy(each) for each in (query, np.where(seen, key, 0), prefix))
         blocks.append(Block(*tensors, bool(causal[part[0]])))
     return blocks, torch.from_numpy(gather)
+
+
+def _rounded(length: int) -> int:
+    """A block's width for sequences of `length`: products of matrices are much faster where sides are multiples of 32."""
+    grain = 32 if length >= _LONG else 8
+    return -(-length // grain) * grain
 
 
 def _parts(order: np.ndarray, queries: np.ndarray, keys: np.ndarray, causal: np.ndarray) -> list[np.ndarray]:
@@ -286,9 +294,8 @@ class _Products(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             grad = _folded(grad, ctx.times)
             grad_v = weights.transpose(-1, -2) @ grad
-            weights = weights.float()
-            slope = (grad @ v.transpose(-1, -2)).float().mul_(weights)  # of the softmax: w · (g − Σ w · g)
-            slope = slope.addcmul_(weights, slope.sum(-1, keepdim=True), value=-1).to(v.dtype)
+            slope = grad @ v.transpose(-1, -2).contiguous()  # as it lies the product takes twice the time
+            slope = torch._softmax_backward_data(slope, weights, -1, slope.dtype)  # w · (g − Σ w · g), in float32 inside
             grad_q = _unfolded((slope @ k).to(ctx.dtypes[0]).mul_(ctx.scaling), ctx.times)
             grad_k = (slope.transpose(-1, -2) @ folded).to(ctx.dtypes[1])
         return grad_q, grad_k, grad_v, None, None

@@ -17,9 +17,13 @@ from torch.nn import functional as F
 from .merged import product_dtype
 
 CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 1024 * 1024, 512 * 1024 * 1024
-"""Size of one chunk of float32 logits; a GPU wants a thousand positions at once, or reading the weight takes longest."""
+"""Size of one chunk of logits, on a GPU in float32; it wants a thousand positions at once, or reading the weight takes longest."""
+TILE_BYTES = 2 * 1024 * 1024
+"""Size of the part of a chunk that a CPU makes float32 at once: what is done to it then stays in the cache."""
 KEPT_BYTES = 128 * 1024 * 1024
 """Most bytes of probabilities that are kept from the forward pass to the backward pass."""
+_GRAIN = 64
+"""Rows of a chunk are a multiple of it, where there are as many: products are faster so."""
 _ROWS = 8192
 """Rows of a gradient that are added at once."""
 
@@ -70,31 +74,47 @@ def completion_logprobs(
     return _Head.apply(hidden, head.weight, bias, targets, temperature, shaping or Shaping(), kept)
 
 
-def _chunk_bytes(device: torch.device) -> int:
-    return CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
+def _parts(hidden: torch.Tensor, vocabulary: int) -> list[tuple[slice, list[slice]]]:
+    """Rows of each chunk of `hidden`, in its dtype, and of the chunk's tiles in it; on a GPU a chunk is one tile."""
+    if hidden.device.type == "cpu":
+        chunk, tile = CHUNK_BYTES // (hidden.itemsize * vocabulary), TILE_BYTES // (4 * vocabulary)
+    else:
+        chunk = tile = GPU_CHUNK_BYTES // (4 * vocabulary)
+    chunk = max(1, chunk // _GRAIN * _GRAIN or chunk)
+    return [(part, _cut(part.stop - part.start, max(1, tile))) for part in _cut(len(hidden), chunk)]
+
+
+def _cut(length: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, shaping, room):
         dtype = product_dtype(hidden)
-        ctx.shaping, ctx.chunk = shaping, max(1, _chunk_bytes(hidden.device) // (4 * len(weight)))
-        ctx.kept = []  # of the first chunks, the probabilities
-        small_hidden, small_weight = hidden.to(dtype), weight.to(dtype)
+        ctx.shaping, ctx.kept = shaping, []  # of the first chunks, the probabilities
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        for start in range(0, len(hidden), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits, _ = _logits(small_hidden[part], small_weight, bias, temperature[part], shaping)
-            normal = F.log_softmax(logits, -1)
-            logprobs[part] = normal.gather(1, targets[part, None])[:, 0]
-            torch.exp(normal, out=logits)
-            entropy[part] = -normal.mul_(logits).sum(-1)  # not a product of vectors: autocast would round it to bfloat16
-            room -= logits.numel() * dtype.itemsize
-            if room >= 0 and shaping.softcap is None:
-                ctx.kept.append(logits.to(dtype))
-        ctx.save_for_backward(small_hidden, small_weight, bias, targets, temperature, logprobs)
+        for part, tiles in _parts(hidden, len(weight)):
+            logits, own = _product(hidden[part], weight), (targets[part, None], temperature[part, None])
+            room -= logits.nbytes
+            keep = room >= 0 and shaping.softcap is None
+            for rows in tiles:
+                target, heat = (each[rows] for each in own)
+                wide, _ = _shaped(logits[rows], bias, heat, shaping)
+                normal = F.log_softmax(wide, -1)
+                logprobs[part][rows] = normal.gather(1, target)[:, 0]
+                torch.exp(normal, out=wide)
+                entropy[part][rows] = -normal.mul_(wide).sum(
+                    -1
+                )  # not a product of vectors: autocast would round it to bfloat16
+                if keep:
+                    logits[rows] = wide
+            if keep:
+                ctx.kept.append(logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, logprobs)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -105,24 +125,29 @@ class _Head(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = grad_bias = None
         kept, ctx.kept = ctx.kept[::-1], []
+        heat, below = temperature[:, None], torch.expm1(logprobs[:, None])  # p − 1, exact also where p is near 1
+        factor = -grad[:, None] / heat * ctx.shaping.scale
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(hidden), ctx.chunk):
-                part = slice(start, start + ctx.chunk)
-                if kept:
-                    delta, slope = kept.pop().float(), None
-                else:
-                    logits, slope = _logits(hidden[part], weight, bias, temperature[part], ctx.shaping)
-                    delta = F.softmax(logits, -1)
-                delta.scatter_(1, targets[part, None], torch.expm1(logprobs[part, None]))  # p − 1, exact also where p is near 1
-                delta *= (-grad[part] / temperature[part] * ctx.shaping.scale)[:, None]
-                delta = delta if slope is None else delta * slope
-                small = delta.to(hidden.dtype)
+            for part, tiles in _parts(hidden, len(weight)):
+                known = bool(kept)
+                delta = kept.pop() if known else _product(hidden[part], weight)
+                own = targets[part, None], heat[part], below[part], factor[part]
+                for rows in tiles:
+                    target, hot, less, times = (each[rows] for each in own)
+                    if known:
+                        wide, slope = delta[rows].float(), None
+                    else:
+                        wide, slope = _shaped(delta[rows], bias, hot, ctx.shaping)
+                        wide = F.softmax(wide, -1)
+                    wide.scatter_(1, target, less)
+                    wide *= times if slope is None else times * slope
+                    delta[rows] = wide
+                    if needs_bias:
+                        grad_bias = _plus(grad_bias, wide.sum(0))
                 if needs_hidden:
-                    torch.mm(small, weight, out=grad_hidden[part])
+                    torch.mm(delta, weight, out=grad_hidden[part])
                 if needs_weight:
-                    grad_weight = _plus(grad_weight, small.T @ hidden[part])
-                if needs_bias:
-                    grad_bias = _plus(grad_bias, delta.sum(0))
+                    grad_weight = _plus(grad_weight, delta.T @ hidden[part])
         kinds = ctx.dtypes
         results = [
             None if value is None else value.to(kind)
@@ -140,10 +165,16 @@ def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _logits(hidden, weight, bias, temperature, shaping: Shaping) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Float32 logits [c, V] of one chunk over the temperature; and, with a softcap, d capped / d uncapped."""
+def _product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[c, V] logits in the dtype of both."""
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = torch.mm(hidden, weight.T).float()
+        return torch.mm(hidden, weight.T)
+
+
+def _shaped(logits, bias, temperature, shaping: Shaping) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits [c, V] in float32, shaped, over the temperature [c, 1]; and, with a softcap, d capped / d uncapped. Float32 logits
+    are changed in place."""
+    logits = logits.float()
     if bias is not None:
         logits += bias
     if shaping.scale != 1.0:
@@ -153,5 +184,5 @@ def _logits(hidden, weight, bias, temperature, shaping: Shaping) -> tuple[torch.
         logits = torch.tanh(logits / shaping.softcap)
         slope = 1 - logits**2
         logits *= shaping.softcap
-    logits /= temperature[:, None]
+    logits /= temperature
     return logits, slope

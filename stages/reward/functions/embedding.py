@@ -84,7 +84,9 @@ def _load(model: str) -> tuple[Any, Any, int]:
     from transformers import AutoModel, AutoTokenizer
 
     from stages.common.checkpoints import find_folder
+    from stages.common.first_calls import make_first_calls
 
+    make_first_calls()
     folder = find_folder(model, None, "reward function similarity: model")
     options = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)

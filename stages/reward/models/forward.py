@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from schemas.errors import ConfigError, ResourceError, printable
+from stages.common.first_calls import make_first_calls
 from stages.common.models import is_memory_error
 from stages.common.packed.attention import Sequences, hidden_states, make_layout, set_mode
 from stages.common.packed.forward import depends_on_length, pieces_of, token_budget
@@ -172,6 +173,7 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
     """The model in eval mode. ConfigError where weights are missing: transformers would draw them at random."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    make_first_calls()
     loader = AutoModelForCausalLM if language_model else AutoModelForSequenceClassification
     try:
         model, info = loader.from_pretrained(

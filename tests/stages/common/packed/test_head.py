@@ -19,11 +19,12 @@ def _naive(hidden, layer, targets, temperature, shaping):
 
 
 @pytest.mark.parametrize("kept", [0, 20, 1000])
-@pytest.mark.parametrize("rows", [1, 7, 100])
+@pytest.mark.parametrize("rows, tile", [(1, 1), (7, 3), (100, 3), (100, 100)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shaping", [Shaping(), Shaping(scale=0.5), Shaping(softcap=2.0), Shaping(scale=1.5, softcap=3.0)])
-def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, rows, bias, shaping, kept):
+def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, rows, tile, bias, shaping, kept):
     monkeypatch.setattr(module, "CHUNK_BYTES", rows * V * 4)
+    monkeypatch.setattr(module, "TILE_BYTES", tile * V * 4)
     monkeypatch.setattr(module, "KEPT_BYTES", kept * V * 4)
     torch.manual_seed(rows)
     layer = nn.Linear(D, V, bias=bias)
@@ -72,20 +73,21 @@ def test_backward_may_run_twice():
     torch.testing.assert_close(first, second)
 
 
-def test_no_tensor_is_larger_than_a_chunk(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 4 * V * 4)
-    largest = 0
+def test_no_tensor_is_larger_than_a_chunk_and_no_wide_one_than_a_tile(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
+    monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
+    largest = {torch.bfloat16: 0, torch.float32: 0}
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
             out = func(*args, **(kwargs or {}))
             for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(tensor, torch.Tensor) and tensor.ndim == 2 and tensor.shape[-1] == V:
-                    largest = max(largest, len(tensor))
+                if tensor is not None and tensor.shape[1:] == (V,) and len(tensor) != D:  # D: the weight, transposed
+                    largest[tensor.dtype] = max(largest[tensor.dtype], len(tensor))
             return out
 
     layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
-    with Watch():
-        completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))[0].sum().backward()
-    assert largest in (4, D)  # D: the weight, transposed
+    with Watch(), torch.autocast("cpu", torch.bfloat16):
+        found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
+        found.sum().backward()
+    assert largest == {torch.bfloat16: 6, torch.float32: 2}
