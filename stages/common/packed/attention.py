@@ -31,6 +31,8 @@ _SHORT = 256
 """Longest block for which a CPU keeps the attention weights instead of calling the fused kernel."""
 _KEPT_ITEMS = 6 * 1024 * 1024
 """Most attention weights of one block that a CPU keeps in bfloat16 however long it is: the fused kernel takes twice the time."""
+_ROWS = 128
+"""Queries that a CPU computes at once where later keys are hidden from all of them."""
 _LONG = 48
 """From this width on a block is rounded up to a multiple of 32, below to one of 8."""
 _SIMILAR = 0.75
@@ -245,7 +247,7 @@ def block_attention(
     for block in layout.blocks:
         q, k, v = (_rows(states, block.queries if i == 0 else block.keys) for i, states in enumerate(flat))
         if query.device.type == "cpu" and _is_small(block, query.shape[1], value.dtype):
-            out = _by_products(q, k, v, block.mask(sliding_window, query.dtype, always=True), scaling)
+            out = _by_products(q, k, v, block, sliding_window, scaling or q.shape[-1] ** -0.5)
         else:
             mask, times = block.mask(sliding_window, query.dtype), q.shape[1] // k.shape[1]
             if times > 1 and query.device.type != "cpu" and (mask is not None or q.dtype == torch.float32):
@@ -266,16 +268,31 @@ def _is_small(block: Block, heads: int, dtype: torch.dtype) -> bool:
     return keys <= _SHORT or kept
 
 
-def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float | None) -> torch.Tensor:
+def _by_products(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, window: int | None, scaling: float
+) -> torch.Tensor:
     """Attention by two matrix products, softmax in float32; a key head's queries are one matrix. [n, H, q, e]
 
-    For short sequences on a CPU its backward pass in bfloat16 is several times faster than that of the fused kernel.
+    For short sequences on a CPU its backward pass in bfloat16 is several times faster than that of the fused kernel. Where
+    queries and keys are the same tokens, `_ROWS` queries at a time meet the keys up to their own.
     """
-    return _Products.apply(q, k, v, mask, scaling or q.shape[-1] ** -0.5)
+    (queries, keys), mask = (q.shape[2], k.shape[2]), block.mask(window, q.dtype, always=True)
+    seen = int(block.start.min()) if window is None or window >= keys else None  # keys before it no query is kept from
+    if not block.causal:
+        return _Products.apply(q, k, v, mask[..., seen or 0 :], scaling)
+    parts = []
+    for low in range(0, queries, _ROWS):
+        rows, high = slice(low, low + _ROWS), min(low + _ROWS, keys)
+        own = mask[:, :, rows, 0 if seen is None else low : high]
+        parts.append(_Products.apply(q[:, :, rows], k[:, :, :high], v[:, :, :high], own, scaling))
+    return torch.cat(parts, 2)
 
 
 class _Products(torch.autograd.Function):
-    """Keeps the attention weights in the values' dtype alone; autograd would keep them in float32 too, three times the memory."""
+    """Keeps the attention weights in the values' dtype alone; autograd would keep them in float32 too, three times the memory.
+
+    `mask` is that of the last keys; those before it are seen by every query.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, mask, scaling):
@@ -283,7 +300,7 @@ class _Products(torch.autograd.Function):
         folded = _folded(q.float() * scaling, ctx.times)
         with torch.autocast(q.device.type, enabled=False):  # bfloat16 scores would cost a third more error in the logprobs
             scores = folded @ k.float().transpose(-1, -2)
-            scores.unflatten(2, (ctx.times, -1)).add_(mask[:, :, None])
+            scores.unflatten(2, (ctx.times, -1))[..., -mask.shape[-1] :].add_(mask[:, :, None])
             weights = scores.softmax(-1).to(v.dtype)
             ctx.save_for_backward(folded.to(v.dtype), k.to(v.dtype), v, weights)
             return _unfolded(weights @ v, ctx.times)

@@ -107,9 +107,8 @@ class _Head(torch.autograd.Function):
                 normal = F.log_softmax(wide, -1)
                 logprobs[part][rows] = normal.gather(1, target)[:, 0]
                 torch.exp(normal, out=wide)
-                entropy[part][rows] = -normal.mul_(wide).sum(
-                    -1
-                )  # not a product of vectors: autocast would round it to bfloat16
+                # not a product of vectors: autocast would round it to bfloat16
+                entropy[part][rows] = -normal.mul_(wide).sum(-1)
                 if keep:
                     logits[rows] = wide
             if keep:

@@ -36,6 +36,13 @@ def _model(kind: str, **changed):
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
+WAYS = [
+    pytest.param(0, 128, id="kernel"),
+    pytest.param(256, 128, id="products"),
+    pytest.param(256, 5, id="products of few rows"),
+]
+
+
 def _data(longest: int = 9, seed: int = 0) -> tuple[Sequences, list[int]]:
     """Four prompts, each with several completions; one id long at the shortest."""
     torch.manual_seed(seed)
@@ -71,11 +78,12 @@ def _packed(policy: Policy, mode: str, data: Sequences, groups: list[int], budge
     return [found[row] for row in range(len(groups))]
 
 
-@pytest.mark.parametrize("short", [0, 256], ids=["kernel", "products"])
+@pytest.mark.parametrize("short, rows", WAYS)
 @pytest.mark.parametrize("mode", ["shared", "packed", "single"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
-def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, kind, mode, short):
+def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, kind, mode, short, rows):
     monkeypatch.setattr("stages.common.packed.attention._SHORT", short)
+    monkeypatch.setattr("stages.common.packed.attention._ROWS", rows)
     _compare(_model(kind), *_data(), mode)
 
 
@@ -95,10 +103,11 @@ def _compare(model, data: Sequences, groups: list[int], mode: str) -> None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("short", [0, 256], ids=["kernel", "products"])
-def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short):
+@pytest.mark.parametrize("short, rows", WAYS)
+def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short, rows):
     """A short completion after a long prompt stands in a block with a long one after a short prompt: its fill looks far ahead."""
     monkeypatch.setattr("stages.common.packed.attention._SHORT", short)
+    monkeypatch.setattr("stages.common.packed.attention._ROWS", rows)
     torch.manual_seed(1)
     prompts = [ids for length in (30, 3) for ids in [torch.randint(97, (length,))] * 2]
     completions = [torch.randint(97, (length,)) for length in (3, 2, 31, 29)]

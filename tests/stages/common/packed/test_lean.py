@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from stages.common.packed.attention import _by_products
+from stages.common.packed.attention import Block, _by_products
 from stages.common.packed.lean import lean
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -137,10 +137,16 @@ def test_what_computes_something_else_under_these_names_stays_as_it_is():
     assert not any("forward" in vars(module) for module in modules)
 
 
+def _block() -> Block:
+    """Two sequences of eight queries, each with eight keys before."""
+    nowhere = torch.zeros(1, 1, dtype=torch.int64)
+    return Block(nowhere.expand(2, 8), nowhere.expand(2, 16), torch.tensor([8, 8]), causal=False)
+
+
 def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
     query, key, value = torch.randn(2, 6, 8, 4), torch.randn(2, 3, 16, 4), torch.randn(2, 3, 16, 4).bfloat16()
     tensors = [each.requires_grad_() for each in (query, key, value)]
-    kept = _kept(lambda: _by_products(*tensors, torch.zeros(2, 1, 8, 16), None))
+    kept = _kept(lambda: _by_products(*tensors, _block(), None, 0.5))
     assert kept == 2 * (2 * 6 * 8 * 16 + query.numel() + key.numel() + value.numel())
 
 
@@ -153,7 +159,7 @@ def test_the_gradients_of_attention_are_those_of_float64(dtype, tolerance):
     wide = [each.detach().double().requires_grad_() for each in tensors]
     mask = torch.zeros(8, 16).masked_fill_(torch.ones(8, 16).triu(9).bool(), float("-inf"))
     direction = torch.randn(2, 6, 8, 4).to(dtype)
-    found = torch.autograd.grad(_by_products(*tensors, mask.expand(2, 1, 8, 16), None), tensors, direction)
+    found = torch.autograd.grad(_by_products(*tensors, _block(), None, 0.5), tensors, direction)
     exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True)
     for gradient, expected in zip(found, torch.autograd.grad(exact, wide, direction.double()), strict=True):
         assert (gradient.double() - expected).norm() <= tolerance * expected.norm()
