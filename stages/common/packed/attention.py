@@ -277,13 +277,13 @@ def _by_products(
     queries and keys are the same tokens, `_ROWS` queries at a time meet the keys up to their own.
     """
     (queries, keys), mask = (q.shape[2], k.shape[2]), block.mask(window, q.dtype, always=True)
-    seen = int(block.start.min()) if window is None or window >= keys else None  # keys before it no query is kept from
+    windowed = window is not None and window < keys
     if not block.causal:
-        return _Products.apply(q, k, v, mask[..., seen or 0 :], scaling)
+        return _Products.apply(q, k, v, mask if windowed else mask[..., int(block.start.min()) :], scaling)
     parts = []
     for low in range(0, queries, _ROWS):
         rows, high = slice(low, low + _ROWS), min(low + _ROWS, keys)
-        own = mask[:, :, rows, 0 if seen is None else low : high]
+        own = mask[:, :, rows, 0 if windowed else low : high]
         parts.append(_Products.apply(q[:, :, rows], k[:, :, :high], v[:, :, :high], own, scaling))
     return torch.cat(parts, 2)
 
@@ -312,7 +312,7 @@ class _Products(torch.autograd.Function):
             grad = _folded(grad, ctx.times)
             grad_v = weights.transpose(-1, -2) @ grad
             slope = grad @ v.transpose(-1, -2).contiguous()  # as it lies the product takes twice the time
-            slope = torch._softmax_backward_data(slope, weights, -1, slope.dtype)  # w · (g − Σ w · g), in float32 inside
+            slope = torch._softmax_backward_data(slope, weights, -1, slope.dtype)  # w · (g − Σ w · g); it has no public name
             grad_q = _unfolded((slope @ k).to(ctx.dtypes[0]).mul_(ctx.scaling), ctx.times)
             grad_k = (slope.transpose(-1, -2) @ folded).to(ctx.dtypes[1])
         return grad_q, grad_k, grad_v, None, None
