@@ -178,6 +178,7 @@ def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) ->
 
     from stages.common.packed.attention import Sequences, prompt_numbers
     from stages.common.packed.forward import choose_mode, score, token_budget
+    from stages.common.packed.kernels import choose_kernel
     from stages.common.packed.precision import narrow
     from stages.common.ragged import Ragged
 
@@ -189,11 +190,14 @@ def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) ->
     numbers = prompt_numbers(prompts, table["group_id"].to_pylist())
     found = torch.zeros(len(completions.values))
     if rows:
-        mode = mode or choose_mode(policy, data, numbers, config.packing)
+        first, mode = mode is None, mode or choose_mode(policy, data, numbers, config.packing)
         policy.set_mode(mode)
         if config.precision == "bf16_pure":
             narrow(policy.model)
-        budget = config.token_budget or token_budget(policy.device)
-        found = score(policy, policy.microbatches(rows, numbers, data, budget), data)
+        micros = policy.microbatches(rows, numbers, data, config.token_budget or token_budget(policy.device))
+        if first:
+            with torch.no_grad():
+                choose_kernel(policy, micros[0], data)
+        found = score(policy, micros, data)
     column = completions.with_values(found.clamp(max=0.0)).to_arrow()
     return pa.Table.from_arrays([table["rollout_id"].combine_chunks(), column], schema=logprobs.SCHEMA), mode

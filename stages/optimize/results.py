@@ -133,6 +133,7 @@ def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, An
         "prompt_tokens": sum(row["prompt_tokens"] for row in outcome.updates),
         "tokens_per_second": tokens / seconds if seconds else None,
         "packing": outcome.mode,
+        "attention": outcome.kernel,
         "padding_share": outcome.padding_share,
         "precision": outcome.precision,
         "max_completion_tokens": loaded.config.max_completion_tokens,

@@ -22,6 +22,7 @@ from torch import nn
 
 from schemas.errors import ConfigError, NumericError
 from stages.common.packed.forward import Policy, choose_mode, score, score_and_judge, token_budget
+from stages.common.packed.kernels import choose_kernel
 from stages.common.packed.packing import Piece, minibatches
 from stages.common.packed.precision import narrow, resolve
 
@@ -55,6 +56,8 @@ class Outcome:
     step: int
     """Optimizer steps over the policy's whole life, this iteration's included."""
     mode: str
+    kernel: str | None
+    """Of attention; None where nothing was passed through the model."""
     precision: str
     advantages: torch.Tensor | None = None
     """[N] of the tokens, where a critic judged"""
@@ -143,6 +146,7 @@ class Trainer:
             narrow_frozen(model)
         self.wrapped = self.policy if self.narrow else accelerator.prepare_model(self.policy)  # see _reduce
         self.policy.merge()  # after whatever moves weights
+        self.kernel = choose_kernel(self.policy, self._micros(self.active)[0], batch.data) if self.active else None
         self.optimizer = make_optimizer(config, model, self.judge, wide=wide, step=step)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         parts = [self.policy] if value_trunk is None else [model, self.judge]
@@ -214,9 +218,12 @@ class Trainer:
         if config.score_after and self.batch.groups:
             self.logprobs = self.score(range(len(self.batch.groups)))
         judged = self.batch.advantages if self.critic else None
-        mode, precision, trainable = self.mode, self.precision, sum(p.numel() for p in self.parameters)
+        mode, kernel, precision = self.mode, self.kernel, self.precision
+        trainable = sum(p.numel() for p in self.parameters)
         share = self.filling[0] / max(self.filling[1], 1)
-        return Outcome(self.updates, self.logprobs, self.audit, skipped, self.step, mode, precision, judged, trainable, share)
+        return Outcome(
+            self.updates, self.logprobs, self.audit, skipped, self.step, mode, kernel, precision, judged, trainable, share
+        )
 
     def free(self) -> None:
         """Give back the memory of model, critic and moments, of which nothing is needed any more; `train` is done."""

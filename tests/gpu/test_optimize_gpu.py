@@ -101,10 +101,12 @@ def _ragged(lengths: list[int]) -> Ragged:
     return Ragged.from_lengths(torch.zeros(sum(lengths), dtype=torch.int32), torch.tensor(lengths))
 
 
-def _attend(states: list[torch.Tensor], device: str, dtype: torch.dtype, window: int | None) -> list[torch.Tensor]:
+def _attend(
+    states: list[torch.Tensor], device: str, dtype: torch.dtype, window: int | None, *, varlen: bool = False
+) -> list[torch.Tensor]:
     """Output and gradients for three rollouts that share a prompt and one alone; four query heads to two key heads."""
     data = Sequences(_ragged(PROMPTS), _ragged(COMPLETIONS), torch.ones(4))
-    layout = make_layout(make_pieces(range(4), [0, 0, 0, 1], PROMPTS, COMPLETIONS, 10_000), data, device)
+    layout = make_layout(make_pieces(range(4), [0, 0, 0, 1], PROMPTS, COMPLETIONS, 10_000), data, device, varlen=varlen)
     own = [each[:, :, : layout.ids.shape[1]].to(device, dtype).requires_grad_() for each in states]
     out, _ = block_attention(None, *own, None, layout=layout, sliding_window=window)
     out.float().square().sum().backward()
@@ -121,3 +123,19 @@ def test_fused_kernels_are_enough(dtype, tolerance, window):
         found = _attend(states, "cuda", dtype, window)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_the_kernel_for_any_lengths_gives_the_numbers_of_float32(window):
+    torch.manual_seed(0)
+    states = [torch.randn(1, heads, sum(PROMPTS) + sum(COMPLETIONS), 32) for heads in (4, 2, 2)]
+    expected = _attend(states, "cpu", torch.float32, window)
+    for mine, theirs in zip(_attend(states, "cuda", torch.bfloat16, window, varlen=True), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-1, atol=1e-1)
+
+
+def test_the_faster_kernel_is_measured_and_taken(store, policy, caplog):
+    caplog.set_level("INFO")
+    done = optimize(store, policy, world.make(store, policy, world.even_share), "cuda", precision="bf16")
+    assert done.manifest.metrics["attention"] in ("blocks", "varlen")
+    assert "attention: blocks" in caplog.text, "varlen was wrong or did not run"

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from stages.common.ragged import Ragged
 
 from .packing import Piece
+from .varlen import Runs, attend, make_runs
 
 NAME = "quiver_blocks"
 MODES = ("shared", "packed", "single")
@@ -112,6 +113,8 @@ class Layout:
     """[n] int64"""
     temperature: torch.Tensor
     """[n] float32"""
+    runs: Runs | None = None
+    """Where they are, attention goes by them and not by blocks."""
 
     @property
     def filling(self) -> tuple[int, int]:
@@ -119,8 +122,10 @@ class Layout:
         return 0, self.ids.numel()
 
 
-def make_layout(pieces: Sequence[Piece], data: Sequences, device: torch.device | str = "cpu") -> Layout:
-    """Lay out `pieces`: each prompt once, then its completions without their last id."""
+def make_layout(
+    pieces: Sequence[Piece], data: Sequences, device: torch.device | str = "cpu", *, varlen: bool = False
+) -> Layout:
+    """Lay out `pieces`: each prompt once, then its completions without their last id. `varlen`: with runs."""
     counts = np.array([len(piece.rows) for piece in pieces])
     rows = np.array([row for piece in pieces for row in piece.rows])
     piece_of, heads = np.repeat(np.arange(len(pieces)), counts), np.cumsum(counts) - counts  # each piece's first rollout
@@ -146,7 +151,8 @@ def make_layout(pieces: Sequence[Piece], data: Sequences, device: torch.device |
     predictors = _ranges(own - 1, wanted)
     predictors[np.cumsum(wanted) - wanted] = (first + prompts - 1)[piece_of]
     targets = np.concatenate(_rows_of(data.completions, rows))
-    blocks, gather = _blocks(_spans(counts, piece_of, first, prompts, own, inputs), len(ids))
+    spans = _spans(counts, piece_of, first, prompts, own, inputs)
+    blocks, gather = _blocks(spans, len(ids))
     return Layout(
         ids=torch.from_numpy(ids)[None].to(device),
         positions=torch.from_numpy(positions)[None].to(device),
@@ -156,6 +162,7 @@ def make_layout(pieces: Sequence[Piece], data: Sequences, device: torch.device |
         predictors=torch.from_numpy(predictors).to(device),
         targets=torch.from_numpy(targets.astype(np.int64)).to(device),
         temperature=torch.from_numpy(np.repeat(data.temperature.numpy()[rows], wanted)).to(device),
+        runs=make_runs(spans, device) if varlen else None,
     )
 
 
@@ -243,6 +250,9 @@ def block_attention(
     if attention_mask is not None or softcap is not None or s_aux is not None or position_bias is not None:
         raise NotImplementedError("block attention knows no masks, logit caps, sinks or position biases of the model's own")
     flat = [states[0].transpose(0, 1) for states in (query, key, value)]
+    if layout.runs is not None:
+        q, *own = (states.to(value.dtype) for states in flat)
+        return attend(q, *(_take(states, layout.runs.keys) for states in own), layout.runs, sliding_window, scaling)[None], None
     outputs = []
     for block in layout.blocks:
         q, k, v = (_rows(states, block.queries if i == 0 else block.keys) for i, states in enumerate(flat))

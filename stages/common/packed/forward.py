@@ -57,6 +57,8 @@ class Policy(nn.Module):
         self.value_head, self.value_trunk = value_head, value_trunk
         self.shaping = Shaping.of(model.config)
         self.start = decoder_start_id(model) if model.config.is_encoder_decoder else None
+        self.varlen = False
+        """Attend by the kernel for sequences of any lengths; see kernels.py."""
         self._merged: Merged | None = None
 
     @property
@@ -92,7 +94,7 @@ class Policy(nn.Module):
     def layout(self, pieces: Sequence[Piece], data: Sequences) -> Layout | Pairs:
         """`pieces` as what `forward` reads, on the model's device."""
         if self.start is None:
-            return make_layout(pieces, data, self.device)
+            return make_layout(pieces, data, self.device, varlen=self.varlen)
         return make_pairs(pieces, data, self.start, self.device)
 
     def layouts(self, micros: Sequence[Sequence[Piece]], data: Sequences) -> Iterator[Layout | Pairs]:

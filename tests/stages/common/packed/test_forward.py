@@ -141,8 +141,8 @@ def test_choose_mode_takes_the_first_that_agrees(kind, wanted, expected):
 def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, caplog):
     """A layout that forgets where completions go on is noticed, said, and not used."""
 
-    def broken(pieces, data, device="cpu"):
-        layout = make_layout(pieces, data, device)
+    def broken(pieces, data, device="cpu", **more):
+        layout = make_layout(pieces, data, device, **more)
         if any(len(piece.rows) > 1 for piece in pieces):
             layout.positions.copy_(torch.arange(layout.positions.numel()) * 3)
         return layout
