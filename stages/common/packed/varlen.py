@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,8 @@ def attend(
 
     A window of w lets a query see w keys, its own among them.
     """
+    from torch.nn.attention.varlen import varlen_attn  # 2 s, for torch.compile, which nothing else here needs
+
     return varlen_attn(
         query, key, value, runs.query_ends, runs.key_ends, *runs.longest,
         scale=scaling, window_size=(-1 if window is None else window - 1, 0), enable_gqa=query.shape[1] != key.shape[1],

@@ -5,8 +5,9 @@ It runs on a GPU alone (tests/gpu has it itself). Here loops over its arguments,
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 
-from stages.common.packed import kernels, varlen
+from stages.common.packed import kernels
 from stages.common.packed.attention import make_layout
 from stages.common.packed.forward import Policy, choose_mode
 from stages.common.packed.kernels import choose_kernel, recorded, varlen_is_faster
@@ -34,7 +35,7 @@ def by_loops(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None,
 
 @pytest.fixture
 def loops(monkeypatch):
-    monkeypatch.setattr(varlen, "varlen_attn", by_loops)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_loops)
 
 
 @pytest.mark.parametrize("mode", ["shared", "packed"])
@@ -91,7 +92,7 @@ def test_a_kernel_with_other_numbers_is_not_taken(monkeypatch, caplog, broken):
         "first key": lambda *given, **more: by_loops(*given, **more, off=1),
         "NaN": lambda *given, **more: by_loops(*given, **more) * torch.nan,
     }
-    monkeypatch.setattr(varlen, "varlen_attn", wrong[broken])
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong[broken])
     monkeypatch.setattr(kernels, "_seconds", lambda run: pytest.fail("measured before it was found right"))
     assert not varlen_is_faster(*_calls())
     assert "varlen is wrong here" in caplog.text
