@@ -57,7 +57,8 @@ class World:
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
             "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "1",
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
-            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            # a poll writes: with two workers that ask once a second SQLite refuses one deployment after another (prefect#23051)
+            "PREFECT_WORKER_QUERY_SECONDS": "3",
             "PREFECT_API_URL": self.url,
             **({"PREFECT_SERVER_DATABASE_CONNECTION_URL": database} if database else {}),
             **({"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_API_AUTH_STRING": auth} if auth else {}),
