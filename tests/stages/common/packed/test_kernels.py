@@ -14,18 +14,19 @@ from stages.common.packed.kernels import choose_kernel, recorded, varlen_is_fast
 from stages.common.packed.packing import make_pieces
 from tests.stages.common.packed import test_forward as forward
 
-SHIFTED = "queries aligned with the first key"
 
-
-def by_loops(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False, off=0):
-    """Query i of n sees of m keys those up to m − n + i, and from there back at most `window_size[0]` more; `off` is an error."""
+def by_loops(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False, wrong=False
+):
+    """Query i of n sees of m keys those up to m − n + i, and from there back at most `window_size[0]` more. `wrong`: those up to
+    i, as if the first query stood with the first key."""
     outputs, times = [], query.shape[1] // key.shape[1]
     assert times == 1 or enable_gqa
     for i in range(len(cu_seq_q) - 1):
         q = query[cu_seq_q[i] : cu_seq_q[i + 1]].float()
         k, v = (part[cu_seq_k[i] : cu_seq_k[i + 1]].float().repeat_interleave(times, 1) for part in (key, value))
         assert len(q) <= max_q and len(k) <= max_k
-        last = torch.arange(len(q))[:, None] + (len(k) - len(q) if not off else 0)
+        last = torch.arange(len(q))[:, None] + (0 if wrong else len(k) - len(q))
         place = torch.arange(len(k))
         seen = place <= last if window_size[0] < 0 else (place <= last) & (place >= last - window_size[0])
         scores = torch.einsum("qhe,khe->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
@@ -89,7 +90,7 @@ def test_the_faster_one_is_taken(monkeypatch, loops, times, expected):
 @pytest.mark.parametrize("broken", ["first key", "NaN"])
 def test_a_kernel_with_other_numbers_is_not_taken(monkeypatch, caplog, broken):
     wrong = {
-        "first key": lambda *given, **more: by_loops(*given, **more, off=1),
+        "first key": lambda *given, **more: by_loops(*given, **more, wrong=True),
         "NaN": lambda *given, **more: by_loops(*given, **more) * torch.nan,
     }
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong[broken])
