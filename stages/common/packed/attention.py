@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from stages.common.ragged import Ragged
 
 from .packing import Piece
-from .varlen import Runs, attend, make_runs
+from .varlen import Runs, attend, make_runs, ranges
 
 NAME = "quiver_blocks"
 MODES = ("shared", "packed", "single")
@@ -148,7 +148,7 @@ def make_layout(
     begins[places] = prompts[piece_of]
     positions = np.arange(len(ids)) - np.repeat(starts - begins, lengths)
     wanted = inputs + 1
-    predictors = _ranges(own - 1, wanted)
+    predictors = ranges(own - 1, wanted)
     predictors[np.cumsum(wanted) - wanted] = (first + prompts - 1)[piece_of]
     targets = np.concatenate(_rows_of(data.completions, rows))
     spans = _spans(counts, piece_of, first, prompts, own, inputs)
@@ -171,11 +171,6 @@ def _rows_of(source: Ragged, rows: np.ndarray, shorter: int = 0) -> np.ndarray:
     found = np.empty(len(rows), object)
     found[:] = [view[:-shorter] if shorter else view for view in source.views(rows)]
     return found
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """start, start + 1, … for each of `lengths` [n] in turn: [Σ lengths] int64."""
-    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
 
 
 def _spans(counts, piece_of, first, prompts, own, inputs) -> np.ndarray:

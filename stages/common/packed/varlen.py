@@ -28,12 +28,18 @@ class Runs:
     """Most queries and most keys of one span."""
 
 
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, … for each of `lengths` [n] in turn: [Σ lengths] int64."""
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+
+
 def make_runs(spans: np.ndarray, device: torch.device | str = "cpu") -> Runs:
     """The runs of `spans` [s, 4] (prefix start, prefix end, own start, own end), whose own parts make up the whole row."""
     spans = spans[np.argsort(spans[:, 2])]
     own = spans[:, 3] - spans[:, 2]
     lengths = own + spans[:, 1] - spans[:, 0]
-    keys = np.concatenate([np.arange(start, end) for start, end in spans.reshape(-1, 2)])
+    parts = spans.reshape(-1, 2)
+    keys = ranges(parts[:, 0], parts[:, 1] - parts[:, 0])
     ends = (torch.from_numpy(np.append(0, each.cumsum()).astype(np.int32)).to(device) for each in (own, lengths))
     return Runs(torch.from_numpy(keys).to(device), *ends, (int(own.max()), int(lengths.max())))
 
