@@ -19,11 +19,14 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: setup
 	.venv/bin/quiver run deployments/recipes/demo.toml
 
+# Files side by side, in the order of their names: the long ones, which wait for servers and workers, come first
+JOBS ?= 2
+SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu"
 
 slow: setup
-	$(PYTEST) -m slow
+	$(PYTEST) $(SIDE_BY_SIDE) -m slow
 
 gpu: setup
 	$(PYTEST) -m gpu
