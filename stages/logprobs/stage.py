@@ -142,11 +142,11 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
         loaded = load_model(model, dtype=torch.float32, device=device)
         precision = resolve(config.precision, device)
         policy = Policy(loaded, autocast=precision == "bf16", fast=precision == "fp32_fast")
-    mode, tokens = None, 0
+    chosen, tokens = None, 0
     for index in each(work.claims(max(1, -(-len(table) // ROWS_PER_SHARD)))):
         start = index * ROWS_PER_SHARD
         with memory(), work.phase("score"):
-            part, mode = _score(config, policy, table.slice(start, ROWS_PER_SHARD), mode)
+            part, chosen = _score(config, policy, table.slice(start, ROWS_PER_SHARD), chosen)
         if pc.any(pc.invert(pc.is_finite(part["logprobs"].combine_chunks().flatten())), min_count=0).as_py():
             raise NumericError(
                 str(model.ref),
@@ -154,7 +154,7 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
                 next="set logprobs.precision = 'fp32'",
             )
         tokens += _tokens(part["logprobs"])
-        work.told = {"packing": mode, "tokens": tokens}
+        work.told = {**(chosen or {}), "tokens": tokens}
         work.write(index, part)
         log.info("logprobs: %d of %d rows", min(start + ROWS_PER_SHARD, len(table)), len(table))
     parts = [part for part in work.parts() if part.get("tokens")]
@@ -162,7 +162,7 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
     metrics = {
         "tokens": _tokens(table["completion_ids"]),
         "tokens_per_second": round(sum(speeds), 1) if speeds else None,
-        "packing": next((part["packing"] for part in parts), None),
+        **{key: next((part[key] for part in parts), None) for key in ("packing", "attention")},
     }
     return work.commit(metrics=metrics, device=device.type).ref
 
@@ -171,8 +171,10 @@ def _tokens(column: pa.ChunkedArray) -> int:
     return pc.sum(pc.list_value_length(column)).as_py() or 0
 
 
-def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) -> tuple[pa.Table, str | None]:
-    """logprobs/1 of these rows; and the way of packing that was found right, tried out with the first rows."""
+def _score(
+    config: Config, policy: Policy, table: pa.Table, chosen: dict[str, str] | None
+) -> tuple[pa.Table, dict[str, str] | None]:
+    """logprobs/1 of these rows; and, tried out with the first rows, the right way of packing and the kernel of attention."""
     import numpy as np
     import torch
 
@@ -190,14 +192,14 @@ def _score(config: Config, policy: Policy, table: pa.Table, mode: str | None) ->
     numbers = prompt_numbers(prompts, table["group_id"].to_pylist())
     found = torch.zeros(len(completions.values))
     if rows:
-        first, mode = mode is None, mode or choose_mode(policy, data, numbers, config.packing)
+        mode = chosen["packing"] if chosen else choose_mode(policy, data, numbers, config.packing)
         policy.set_mode(mode)
         if config.precision == "bf16_pure":
             narrow(policy.model)
         micros = policy.microbatches(rows, numbers, data, config.token_budget or token_budget(policy.device))
-        if first:
+        if not chosen:
             with torch.no_grad():
-                choose_kernel(policy, micros[0], data)
+                chosen = {"packing": mode, "attention": choose_kernel(policy, micros[0], data)}
         found = score(policy, micros, data)
     column = completions.with_values(found.clamp(max=0.0)).to_arrow()
-    return pa.Table.from_arrays([table["rollout_id"].combine_chunks(), column], schema=logprobs.SCHEMA), mode
+    return pa.Table.from_arrays([table["rollout_id"].combine_chunks(), column], schema=logprobs.SCHEMA), chosen

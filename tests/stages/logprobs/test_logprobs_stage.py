@@ -52,6 +52,8 @@ def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
             assert ours == pytest.approx(wanted, abs=1e-5)
         manifest = store.open(ref).manifest
         assert (manifest.config["role"], manifest.model(role).ref) == (role, str(version.ref))
+        attention = "model" if packing == "single" else "blocks"
+        assert (manifest.metrics["packing"], manifest.metrics["attention"]) == (packing, attention)
 
 
 def test_many_shards_are_taken_up_again(store, policy, other, monkeypatch):
