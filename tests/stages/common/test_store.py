@@ -312,7 +312,7 @@ def _commit_many(path: str, writer: int, count: int) -> None:
 
 
 def test_writers_at_once_get_each_number_once(store):
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # one forked from a process that used Prefect fails as it ends
     writers = [context.Process(target=_commit_many, args=(str(store.path), writer, 8)) for writer in range(4)]
     for writer in writers:
         writer.start()
