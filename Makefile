@@ -26,7 +26,7 @@ test: setup
 	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu"
 
 slow: setup
-	$(PYTEST) $(SIDE_BY_SIDE) -m slow
+	$(PYTEST) -m slow
 
 gpu: setup
 	$(PYTEST) -m gpu

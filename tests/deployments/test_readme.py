@@ -55,17 +55,17 @@ class Terminals:
             assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         if "prefect server" in line:
             wait_for("the server, which a person waits for too", self.healthy)
-        if "prefect worker" in line:
-            wait_for("the worker, which makes its pool", self.pooled)
+        if worker := re.search(r"prefect worker start --pool (\S+)", line):
+            wait_for("the worker, which makes its pool", lambda: self.pooled(worker[1]))
 
     def healthy(self) -> bool:
         with suppress(httpx.HTTPError):
             return httpx.get(f"{self.world.url}/health", timeout=5).status_code == 200
         return False
 
-    def pooled(self) -> bool:
+    def pooled(self, pool: str) -> bool:
         with self.world.client() as client:
-            return bool(client.read_work_pools())
+            return pool in {each.name for each in client.read_work_pools()}
 
     def made(self, ref: str) -> bool:
         log = self.world.folder / "stays.log"
