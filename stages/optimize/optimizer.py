@@ -7,7 +7,7 @@ load_state(optimizer, model, state(optimizer, model))     # as if nothing had ha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .stage import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_PIECE = 1 << 18
+"""Numbers whose squares are summed in float32."""
 
 
 def make_optimizer(
@@ -52,6 +54,15 @@ def _groups(config: Config, model: nn.Module, **common: Any) -> list[dict[str, A
         {"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay, **common},
         {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, **common},
     ]
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """L2 norm of all of them as one vector, float32 []. On a CPU from dot products of pieces: torch's own sum of 28 million squares
+    in float32 loses 1 in 2,000 and more."""
+    if not gradients or gradients[0].device.type != "cpu":
+        return torch.nn.utils.get_total_norm(gradients)
+    pieces = [piece.float() for gradient in gradients for piece in gradient.reshape(-1).split(_PIECE)]
+    return torch.stack([piece.dot(piece) for piece in pieces]).sum(dtype=torch.float64).sqrt().float()
 
 
 def learning_rate(config: Config, step: int) -> float:

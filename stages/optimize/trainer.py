@@ -30,7 +30,7 @@ from . import audit, bf16, critic
 from .algorithms import Algorithm, part
 from .lora import narrow_frozen
 from .objective import NUM_SUMS, Batch, Objective
-from .optimizer import learning_rate, make_optimizer
+from .optimizer import learning_rate, make_optimizer, total_norm
 from .value_head import ValueHead, with_trunk
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ class Trainer:
     def _apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Clip and step when loss and gradient are finite; they are the same numbers on every rank, so all decide alike."""
         rate = learning_rate(self.config, self.step)
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in self.clipped]
+        norms = [total_norm([p.grad for p in part if p.grad is not None]) for part in self.clipped]
         norm = norms[-1 if self.warming else 0]
         applied = math.isfinite(row["loss"]) and all(map(math.isfinite, norms))
         if applied:

@@ -302,11 +302,13 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, scaling):
         ctx.times, ctx.scaling, ctx.dtypes = q.shape[1] // k.shape[1], scaling, (q.dtype, k.dtype)
-        folded = _folded(q.float() * scaling, ctx.times)
+        # each laid out once as the products read it; a product of strided matrices copies them every time
+        scaled = torch.mul(q.float(), scaling, out=torch.empty(q.shape, device=q.device))
+        folded, k, v = _folded(scaled, ctx.times), k.float().contiguous(), v.contiguous()
         with torch.autocast(q.device.type, enabled=False):  # bfloat16 scores would cost a third more error in the logprobs
-            scores = folded @ k.float().transpose(-1, -2)
+            scores = folded @ k.transpose(-1, -2)
             scores.unflatten(2, (ctx.times, -1))[..., -mask.shape[-1] :].add_(mask[:, :, None])
-            weights = scores.softmax(-1).to(v.dtype)
+            weights = torch.softmax(scores, -1, out=scores).to(v.dtype)
             ctx.save_for_backward(folded.to(v.dtype), k.to(v.dtype), v, weights)
             return _unfolded(weights @ v, ctx.times)
 

@@ -75,9 +75,12 @@ def completion_logprobs(
 
 
 def _parts(hidden: torch.Tensor, vocabulary: int) -> list[tuple[slice, list[slice]]]:
-    """Rows of each chunk of `hidden`, in its dtype, and of the chunk's tiles in it; on a GPU a chunk is one tile."""
+    """Rows of each chunk of `hidden`, in its dtype, and of the chunk's tiles in it; on a GPU a chunk is one tile. On a CPU all rows
+    are one chunk where their probabilities can all be kept."""
     if hidden.device.type == "cpu":
-        chunk, tile = CHUNK_BYTES // (hidden.itemsize * vocabulary), TILE_BYTES // (4 * vocabulary)
+        row = hidden.itemsize * vocabulary
+        chunk = (KEPT_BYTES if len(hidden) * row <= KEPT_BYTES else CHUNK_BYTES) // row
+        tile = TILE_BYTES // (4 * vocabulary)
     else:
         chunk = tile = GPU_CHUNK_BYTES // (4 * vocabulary)
     chunk = max(1, chunk // _GRAIN * _GRAIN or chunk)

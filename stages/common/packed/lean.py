@@ -1,8 +1,10 @@
-"""Modules of the common families that keep less for the backward pass: RMSNorm, and the gated MLP.
+"""Modules of the common families that keep less for the backward pass, or go through memory less often: RMSNorm, the gated MLP,
+and the rotation of queries and keys.
 
 Autograd keeps the input of an RMSNorm and that input normalized; of a gated MLP gate, act(gate), up and act(gate) · up. Here the
-input is kept, and gate with up; the rest is made again from them. Only a module's `forward` is replaced, and only where the
-new one gives the same bits for a probe, so that a family which computes something else under these names stays as it is.
+input is kept, and gate with up; the rest is made again from them. The rotation is done in place of seven products, sums and
+copies. Only a module's `forward` is replaced, and only where the new one gives the same bits for a probe, the rotation the same
+but for the last one; so a family which computes something else under these names stays as it is.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -17,23 +20,33 @@ from torch.utils.checkpoint import checkpoint
 
 _PROBE = 3
 """Positions of the probe."""
+_ROTATION = "apply_rotary_pos_emb"
+"""Name of the function in transformers, by which the attention of most families rotates."""
 
 
 @torch.no_grad()
 def lean(model: nn.Module) -> int:
     """Replace what can be in every module of `model`, in the precision in which it is called to come; how many were replaced."""
-    found = 0
+    found, rotating = 0, {}
     for module in model.modules():
+        if "forward" in vars(module):  # replaced already
+            continue
+        kind = type(module)
+        if kind not in rotating:
+            rotating[kind] = _rotating(kind.forward)
         forward, width = _leaner(module)
-        if forward is not None and _is_same(module, forward, width):
-            module.forward, found = forward, found + 1
+        if rotating[kind] is not None:
+            forward = rotating[kind].__get__(module)
+        elif forward is None or not _is_same(module, forward, width):
+            continue
+        module.forward, found = forward, found + 1
     return found
 
 
 def _leaner(module: nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, int]:
-    """Another `forward` for `module`, and the width of what it reads; None where there is none, it was replaced already, or reads
-    more than one tensor, such as a norm with a gate."""
-    if "forward" in vars(module) or len(inspect.signature(module.forward).parameters) != 1:
+    """Another `forward` for `module`, and the width of what it reads; None where there is none, or where it reads more than one
+    tensor, such as a norm with a gate."""
+    if len(inspect.signature(module.forward).parameters) != 1:
         return None, 0
     weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if weight is not None and epsilon is not None and weight.ndim == 1:
@@ -78,14 +91,72 @@ class _Norm(torch.autograd.Function):
         wide = states.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(states, weight, scale)
-        return weight * (wide * scale).to(states.dtype)
+        normal = (wide * scale).to(states.dtype)
+        return normal.mul_(weight) if weight.dtype == normal.dtype else weight * normal
 
     @staticmethod
     def backward(ctx, grad):
+        """With r = 1 / rms(x), the gradient by x is r · w · g − x · r³ · mean(x · w · g), that by w the sum of r · x · g."""
         states, weight, scale = ctx.saved_tensors
-        normal, wide = states.float() * scale, grad.float()
-        product = wide * normal
-        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        inner = (product * weight).mean(-1, keepdim=True)
-        into = (wide * weight).addcmul_(normal, inner, value=-1).mul_(scale)
-        return into.to(states.dtype), grad_weight, None
+        states, grad, scale = (each.float().flatten(0, -2) for each in (states, grad, scale))
+        with torch.autocast(grad.device.type, enabled=False):
+            product = grad * states
+            grad_weight = (scale.T @ product)[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
+            slope = (product @ weight.float()[:, None]) * scale.pow(3) / len(weight)
+            into = torch.mul(grad, weight, out=product).mul_(scale).addcmul_(states, slope, value=-1)
+        shape, dtype = ctx.saved_tensors[0].shape, ctx.saved_tensors[0].dtype
+        return into.view(shape).to(dtype), grad_weight, None
+
+
+def _rotating(forward: Callable) -> Callable | None:
+    """`forward` of a family's attention that rotates by `_rotated`; None where it rotates by nothing or by something else."""
+    own = getattr(forward, "__globals__", {}).get(_ROTATION)
+    if own is None or _ROTATION not in forward.__code__.co_names:
+        return None
+    if list(inspect.signature(own).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    angles = [torch.randn(1, _PROBE, 8, generator=generator) for _ in range(2)]
+    for dtype in (torch.float32, torch.bfloat16):
+        states = [torch.randn(1, heads, _PROBE, 8, generator=generator).to(dtype) for heads in (2, 1)]
+        for expected, found in zip(own(*states, *angles), _rotated(own, *states, *angles), strict=True):
+            if expected.dtype != found.dtype or not torch.allclose(expected, found, rtol=1e-5, atol=1e-6):
+                return None
+    names = {**forward.__globals__, _ROTATION: partial(_rotated, own)}
+    found = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    found.__kwdefaults__ = forward.__kwdefaults__
+    return found
+
+
+def _rotated(
+    own: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: int, **named: int
+) -> tuple[torch.Tensor, ...]:
+    """Queries [1, H, N, e] and keys [1, h, N, e] rotated (Su et al. 2021, eq. 34) by cos and sin [1, N, e]; by `own` where these
+    are narrower than the heads, or not float32, or where more is asked for."""
+    if more or named or cos.shape[-1] != q.shape[-1] or cos.dtype != torch.float32:
+        return own(q, k, cos, sin, *more, **named)
+    return tuple(_Rotation.apply(states, cos[:, None], sin[:, None]) for states in (q, k))
+
+
+class _Rotation(torch.autograd.Function):
+    """x · cos + (−x₂, x₁) · sin, where x₁ and x₂ are the halves of x."""
+
+    @staticmethod
+    def forward(ctx, states, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = states.dtype
+        return _turn(states.float(), cos, *sin.chunk(2, -1))
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        ahead, behind = sin.chunk(2, -1)
+        return _turn(grad.float(), cos, -behind, -ahead).to(ctx.dtype), None, None
+
+
+def _turn(states: torch.Tensor, cos: torch.Tensor, ahead: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
+    """x₁ · cos₁ − x₂ · `ahead` and x₂ · cos₂ + x₁ · `behind`"""
+    found = states * cos
+    for into, other, factor, sign in zip(found.chunk(2, -1), states.chunk(2, -1)[::-1], (ahead, behind), (-1, 1), strict=True):
+        into.addcmul_(other, factor, value=sign)
+    return found

@@ -76,6 +76,19 @@ def test_backward_may_run_twice():
 def test_no_tensor_is_larger_than_a_chunk_and_no_wide_one_than_a_tile(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
     monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
+    monkeypatch.setattr(module, "KEPT_BYTES", (N - 1) * V * 2)
+    assert _largest() == {torch.bfloat16: 6, torch.float32: 2}
+
+
+def test_where_all_probabilities_are_kept_all_positions_are_one_chunk(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
+    monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
+    monkeypatch.setattr(module, "KEPT_BYTES", N * V * 2)
+    assert _largest() == {torch.bfloat16: N, torch.float32: 2}
+
+
+def _largest() -> dict[torch.dtype, int]:
+    """Rows of the largest [rows, V] tensor of each dtype, in a pass forward and backward under autocast."""
     largest = {torch.bfloat16: 0, torch.float32: 0}
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -90,4 +103,4 @@ def test_no_tensor_is_larger_than_a_chunk_and_no_wide_one_than_a_tile(monkeypatc
     with Watch(), torch.autocast("cpu", torch.bfloat16):
         found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
         found.sum().backward()
-    assert largest == {torch.bfloat16: 6, torch.float32: 2}
+    return largest

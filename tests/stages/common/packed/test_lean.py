@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     LlamaConfig,
@@ -24,9 +26,9 @@ from stages.common.packed.lean import lean
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 IDS = torch.arange(24).view(2, 12)
 FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, 2 * (2 + 1) + 1),
-    "qwen3, queries and keys normalized": (Qwen3Config, Qwen3ForCausalLM, 2 * (4 + 1) + 1),
-    "gemma, whose norm is another": (GemmaConfig, GemmaForCausalLM, 2),
+    "llama": (LlamaConfig, LlamaForCausalLM, 2 * (2 + 1 + 1) + 1),
+    "qwen3, queries and keys normalized": (Qwen3Config, Qwen3ForCausalLM, 2 * (4 + 1 + 1) + 1),
+    "gemma, whose norm is another": (GemmaConfig, GemmaForCausalLM, 2 * (1 + 1)),
 }
 
 
@@ -75,13 +77,66 @@ def test_gradients_are_those_of_the_model_itself(family, dtype, autocast, rtol, 
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_forward_pass_has_the_same_bits(autocast):
+@pytest.mark.parametrize("name", ["norm", "mlp"])
+def test_norms_and_mlps_have_the_same_bits(name, autocast):
     model = _model("llama")
-    plain = copy.deepcopy(model)
+    parts = [copy.deepcopy(model), model]
     lean(model)
+    own, ours = (part.model.norm if name == "norm" else part.model.layers[0].mlp for part in parts)
+    states = torch.randn(2, 7, 16)
     for enabled in (torch.enable_grad, torch.no_grad):
         with enabled(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+            assert torch.equal(ours(states), own(states))
+
+
+def _rotations(attention: nn.Module):
+    """The function by which `attention` rotates: its own, or the one that `lean` gave it."""
+    return attention.forward.__globals__["apply_rotary_pos_emb"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_keys_are_turned_as_complex_numbers(dtype):
+    """Su et al. 2021, eq. 14: entries i and i + e / 2 of a head are one complex number, turned by the position's angle."""
+    attention = _model("llama").model.layers[0].self_attn
+    lean(attention)
+    angles = torch.randn(1, 7, 4, dtype=torch.float64)
+    cos, sin = (each.repeat(1, 1, 2).float() for each in (angles.cos(), angles.sin()))
+    states = [torch.randn(1, 7, heads, 8).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, 2)]
+    found = _rotations(attention)(*states, cos, sin)
+    slopes = [torch.randn(each.shape) for each in found]
+    gradients = torch.autograd.grad(found, states, slopes)
+    assert [each.dtype for each in found] == [torch.float32] * 2
+    assert [each.dtype for each in gradients] == [dtype] * 2
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    for own, turned, slope, gradient in zip(states, found, slopes, gradients, strict=True):
+        torch.testing.assert_close(turned.double(), _turned(own.detach(), turns), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            gradient, _turned(slope, turns.conj()).to(dtype), rtol=1e-6 if dtype.itemsize == 4 else 8e-3, atol=1e-6
+        )
+
+
+def _turned(states: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    found = torch.complex(*states.double().chunk(2, -1)) * turns
+    return torch.cat([found.real, found.imag], -1)
+
+
+def test_where_the_own_rotation_rounds_or_leaves_a_part_it_stays():
+    """Angles in bfloat16, as weights in bfloat16 have them, and angles for the first half of a head."""
+    attention = _model("llama").model.layers[0].self_attn
+    own = _rotations(attention)
+    lean(attention)
+    states = [torch.randn(1, heads, 7, 8).bfloat16() for heads in (4, 2)]
+    angles = [torch.randn(1, 7, 8).bfloat16() for _ in range(2)]
+    for found, expected in zip(_rotations(attention)(*states, *angles), own(*states, *angles), strict=True):
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, expected)
+
+
+def test_a_rotation_by_another_formula_stays_as_it_is():
+    """Cohere's turns neighbours; the name of the function is the same."""
+    model = CohereForCausalLM(CohereConfig(vocab_size=32, **SIZES))
+    assert lean(model) == 2  # the MLPs
+    assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
 
 
 def test_the_gradient_of_the_norm_is_that_of_finite_differences():
