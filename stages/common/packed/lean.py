@@ -97,15 +97,14 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         """With r = 1 / rms(x), the gradient by x is r · w · g − x · r³ · mean(x · w · g), that by w the sum of r · x · g."""
-        states, weight, scale = ctx.saved_tensors
-        states, grad, scale = (each.float().flatten(0, -2) for each in (states, grad, scale))
+        own, weight, scale = ctx.saved_tensors
+        states, grad, scale = (each.float().flatten(0, -2) for each in (own, grad, scale))
         with torch.autocast(grad.device.type, enabled=False):
             product = grad * states
             grad_weight = (scale.T @ product)[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
             slope = (product @ weight.float()[:, None]) * scale.pow(3) / len(weight)
             into = torch.mul(grad, weight, out=product).mul_(scale).addcmul_(states, slope, value=-1)
-        shape, dtype = ctx.saved_tensors[0].shape, ctx.saved_tensors[0].dtype
-        return into.view(shape).to(dtype), grad_weight, None
+        return into.view(own.shape).to(own.dtype), grad_weight, None
 
 
 def _rotating(forward: Callable) -> Callable | None:
