@@ -2,9 +2,9 @@
 and the rotation of queries and keys.
 
 Autograd keeps the input of an RMSNorm and that input normalized; of a gated MLP gate, act(gate), up and act(gate) · up. Here the
-input is kept, and gate with up; the rest is made again from them. The rotation is done in place of seven products, sums and
-copies. Only a module's `forward` is replaced, and only where the new one gives the same bits for a probe, the rotation the same
-but for the last one; so a family which computes something else under these names stays as it is.
+input is kept, and gate with up; the rest is made again from them. The rotation goes over its input three times instead of seven.
+Only a module's `forward` is replaced, and only where the new one gives the same bits for a probe, or the rotation the same numbers
+but for rounding; so a family which computes something else under these names stays as it is.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ class _Norm(torch.autograd.Function):
         states, grad, scale = (each.float().flatten(0, -2) for each in (own, grad, scale))
         with torch.autocast(grad.device.type, enabled=False):
             product = grad * states
-            grad_weight = (scale.T @ product)[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
-            slope = (product @ weight.float()[:, None]) * scale.pow(3) / len(weight)
+            # by `mv`, which no setting for fast products makes coarser
+            grad_weight = product.T.mv(scale[:, 0]).to(weight.dtype) if ctx.needs_input_grad[1] else None
+            slope = product.mv(weight.float())[:, None] * scale.pow(3) / len(weight)
             into = torch.mul(grad, weight, out=product).mul_(scale).addcmul_(states, slope, value=-1)
         return into.view(own.shape).to(own.dtype), grad_weight, None
 

@@ -16,7 +16,7 @@ from stages.common.packed.attention import Sequences
 from stages.common.ragged import Ragged
 from stages.optimize.algorithms import ALGORITHMS, part, resolve
 from stages.optimize.objective import Batch
-from stages.optimize.optimizer import learning_rate, load_state, make_optimizer, state
+from stages.optimize.optimizer import learning_rate, load_state, make_optimizer, state, total_norm
 from stages.optimize.stage import Config
 from stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
@@ -242,6 +242,12 @@ def test_numbers_of_a_step(policy, rows):
     taken = [(math.exp(x) > 1.2 and a > 0) or (math.exp(x) < 0.8 and a < 0) for x, a in zip(gaps, advantages, strict=True)]
     assert numbers["clip_fraction"] == pytest.approx(sum(taken) / len(taken), abs=1e-9)
     assert made.logprobs.tolist() == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_the_norm_of_many_numbers_is_exact():
+    gradients = [torch.randn(1 << 24), torch.randn(1000, 3).T, torch.full((5,), 300.0).bfloat16()]
+    expected = math.sqrt(sum(float(each.double().square().sum()) for each in gradients))
+    assert float(total_norm(gradients)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_score_is_what_sampling_said(policy, rows):
