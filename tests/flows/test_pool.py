@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from stages.common.store import Store
-from tests.flows.conftest import command_environment, free_port, left_behind, prefect_server, quiver
+from tests.flows.conftest import command_environment, left_behind, quiver
 
 pytestmark = pytest.mark.prefect
 WORKER = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
@@ -28,24 +28,22 @@ DEPLOY = (
 
 
 @pytest.fixture(scope="module")
-def place(workplace):
+def place(workplace, api):
     """A folder with a recipe, and a server with the pools `box` (one worker) and `nobody` (none)."""
-    environment = {**command_environment(workplace), **WORKER, "PYTHONPATH": os.getcwd()}
-    with prefect_server(environment, free_port()) as url:
-        environment["PREFECT_API_URL"] = url
-        subprocess.run([sys.executable, "-c", DEPLOY, "box", "nobody"], env=environment, check=True, cwd=workplace)
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "box", "--name", "one"]
-        worker = subprocess.Popen(command, env=environment, cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        os.environ["PREFECT_API_URL"] = url
-        try:
-            while not _post("work_pools/box/workers/filter"):
-                assert worker.poll() is None, "the worker ended"
-                time.sleep(0.1)
-            yield workplace
-        finally:
-            os.environ.pop("PREFECT_API_URL")
-            worker.terminate()
-            worker.wait(30)
+    environment = {**command_environment(workplace), **WORKER, "PYTHONPATH": os.getcwd(), "PREFECT_API_URL": api}
+    subprocess.run([sys.executable, "-c", DEPLOY, "box", "nobody"], env=environment, check=True, cwd=workplace)
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "box", "--name", "one"]
+    worker = subprocess.Popen(command, env=environment, cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.environ["PREFECT_API_URL"] = api
+    try:
+        while not _post("work_pools/box/workers/filter"):
+            assert worker.poll() is None, "the worker ended"
+            time.sleep(0.1)
+        yield workplace
+    finally:
+        os.environ.pop("PREFECT_API_URL")
+        worker.terminate()
+        worker.wait(30)
 
 
 def _post(path: str) -> list[dict]:

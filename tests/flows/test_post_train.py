@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import pyarrow as pa
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -325,8 +326,16 @@ def start_and_wait_for_shards(folder) -> subprocess.Popen:
     return running
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> pa.Table:
+    """The rollouts of a run that nobody stopped."""
+    folder = write_recipe(tmp_path_factory.mktemp("whole"))
+    quiver(folder, "run", "recipe.toml", *SLOW_GENERATION)
+    return Store(folder / "store").open("tiny/rollouts@1").table()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_a_stopped_run_leaves_nobody_and_goes_on(tmp_path, number, code):
+def test_a_stopped_run_leaves_nobody_and_goes_on(tmp_path, whole, number, code):
     """At most one shard is redone, and the rollouts are those of an uninterrupted run.
 
     As a terminal and `timeout` do, SIGINT and SIGTERM reach the whole group; what is started in it must not die before the flow.
@@ -348,9 +357,6 @@ def test_a_stopped_run_leaves_nobody_and_goes_on(tmp_path, number, code):
     assert len(resumed.manifest.files) == 32
     for name in finished:
         assert (resumed.path / name).stat().st_mtime_ns == kept[name], "a finished shard was done again"
-    other = write_recipe(tmp_path / "whole")
-    quiver(other, "run", "recipe.toml", *SLOW_GENERATION)
-    whole = Store(other / "store").open("tiny/rollouts@1").table()
     exact = [name for name in whole.column_names if name != "old_logprobs"]
     assert resumed.table().select(exact).equals(whole.select(exact))
     gaps = [abs(a - b) for x, y in zip(resumed.table()["old_logprobs"].to_pylist(), whole["old_logprobs"].to_pylist(), strict=True)

@@ -72,7 +72,8 @@ def test_a_secret_appears_nowhere(tmp_path):
     with FakeServer(play_back) as server:
         recipe = folder / "recipe.toml"
         recipe.write_text(recipe.read_text().replace("\n[optimize]", SERVER.format(url=server.url) + "\n[optimize]"))
-        options = ["--iterations", "1", "--set", "data.held_out=null", "--set", "reward.max_invalid=0.5"]
+        settings = ("data.held_out=null", "reward.max_invalid=0.5", "placement.retry_seconds=0.1")
+        options = ["--iterations", "1", *(part for setting in settings for part in ("--set", setting))]
         refusing = True
         refused = run(folder, *options)
         assert refused.returncode == 6 and b"bad key ***" in refused.stderr, refused.stderr.decode()
