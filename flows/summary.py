@@ -31,7 +31,8 @@ def summary(recipe: Recipe, path: Path, settings: list[str], result: dict[str, A
 def next_commands(recipe: Recipe, path: Path, settings: list[str], result: dict[str, Any]) -> list[tuple[str, str]]:
     """What is worth trying next: (why, a command that a shell takes as it is)."""
     last, quiver = result["iterations"][-1], program()
-    same = ["--store", recipe.store, *(part for setting in settings for part in ("--set", setting))]
+    others = [setting for setting in settings if setting.partition("=")[0].strip() != "store"]
+    same = ["--store", recipe.store, *(part for setting in others for part in ("--set", setting))]
     length = ["--set", 'reward.functions=[{use="length",arguments={target=4}}]', "--set", "evaluate.score=reward"]
     rescored = shlex.join([str(path), *same, *length, "--rollouts", last["rollouts"]])
     more = shlex.join([quiver, "run", str(path), *same, "--iterations", str(len(result["iterations"]) + 2)])

@@ -6,6 +6,7 @@ code span: escaped like in a terminal, cut, and without a backtick that could en
 
 from __future__ import annotations
 
+import hashlib
 import re
 import textwrap
 from typing import Any
@@ -43,5 +44,6 @@ def _cell(value: Any) -> str:
 
 def key(view: str, run: str) -> str:
     """An artifact's key, one for a run and view. Prefect's keys are lower-case letters, digits and dashes; names of runs are that
-    but for dots and underscores."""
-    return f"{view}-{re.sub('[^a-z0-9-]', '-', run)}"
+    but for dots and underscores: where one holds any, its hash tells `a.b` from `a-b`."""
+    plain = re.sub("[^a-z0-9-]", "-", run)
+    return "-".join([view, plain] if plain == run else [view, plain, hashlib.sha256(run.encode()).hexdigest()[:6]])

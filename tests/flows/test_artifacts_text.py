@@ -76,7 +76,13 @@ def test_numbers():
     assert [words.number(value) for value in (None, 0, 12345, 0.5, 1234.5678)] == ["–", "0", "12,345", "0.5", "1235"]
     assert [words.size(count) for count in (0, 999, 13_100, 2_500_000_000)] == ["0 B", "999 B", "13.1 kB", "2.5 GB"]
     assert words.measured(0.41234, 0.03867) == "0.4123 ± 0.039" and words.measured(1.0, None) == "1 ± –"
-    assert text.key("rewards", "my_run.eval") == "rewards-my-run-eval"
+
+
+def test_a_key_is_one_run_s():
+    assert text.key("rewards", "my-run") == "rewards-my-run"
+    names = ("my-run-eval", "my_run.eval", "my-run.eval", "my.run_eval")
+    keys = {text.key("rewards", name) for name in names}
+    assert len(keys) == len(names) and all(re.fullmatch("rewards-my-run-eval(-[0-9a-f]{6})?", key) for key in keys)
 
 
 # -- pictures -------------------------------------------------------------------------------------------------------------
