@@ -354,15 +354,15 @@ def wait_for(bar_says: float, key: str) -> None:
 
 def test_progress_comes_while_the_stage_runs(store, monkeypatch):
     monkeypatch.setattr(progress_module, "SECONDS_BETWEEN", 0.05)
-    call, heard = Call("generate", {}, store.path, into="under.way"), []
+    call, heard, key = Call("generate", {}, store.path, into="under.way"), [], text.key("progress-generate", "under.way")
 
     def run() -> None:
         with progress(call, heard.append) as on_line:
             on_line("reward function x: 3 of 4 <b>")
             on_line("generate: 4 of 16 rows, 100 tokens/s")
-            wait_for(25.0, "progress-generate-under-way")
+            wait_for(25.0, key)
             on_line("generate: 12 of 16 rows, 100 tokens/s")
-            wait_for(75.0, "progress-generate-under-way")
+            wait_for(75.0, key)
 
     (page,) = shown(run).values()
     assert page == {"type": "progress", "data": 100.0, "description": "`generate: 12 of 16 rows, 100 tokens/s`"}
