@@ -7,9 +7,9 @@ process, so nothing else imports this module. It knows nothing of CUDA's kernels
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch.utils import backend_registration
@@ -27,8 +27,8 @@ _ACROSS = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor}
 """Operations that a GPU, too, does with a tensor of the CPU; numbers, tensors without a dimension, it takes everywhere."""
 _NARROWED = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
 """What autocast does in bfloat16; everything else keeps its dtype."""
-_done: Counter[str] = Counter()
-"""How often each operation was done there."""
+_done: list[Any] = []
+"""What the running test did there."""
 
 
 class _Module(backend_registration._DummyBackendModule):
@@ -98,7 +98,8 @@ def _call(func, args: tuple, kwargs: dict[str, Any]) -> Any:
     strangers = [tuple(each.shape) for each in tensors if not isinstance(each, Tensor) and each.dim()]
     if there and strangers and func not in _ACROSS:
         raise RuntimeError(f"{func}: expected all tensors on one device, found tensors of shape {strangers} on the CPU")
-    _done[str(func)] += there
+    if there:
+        _done.append(func)
     wanted = kwargs.get("device")
     inner_args, inner_kwargs = tree_map(_inner, (args, kwargs))
     out = func(*inner_args, **inner_kwargs)
@@ -162,6 +163,7 @@ def _install() -> list[torch.library.Library]:
 
 def _put_models_there() -> None:
     device, make, load = torch.device(NAME, 0), trainer.make_accelerator, stages.common.models.load_model
+    train = trainer.Trainer.train
 
     def make_accelerator(config):
         AcceleratorState._reset_state(True)
@@ -172,16 +174,26 @@ def _put_models_there() -> None:
     def load_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
         return load(*args, **{**kwargs, **({"device": device} if "device" in kwargs else {})})
 
-    trainer.make_accelerator = make_accelerator
+    def train_there(self: trainer.Trainer) -> Any:
+        outcome = train(self)
+        assert {parameter.device for parameter in self.policy.parameters()} == {device}, "somebody moved the model away"
+        return outcome
+
+    trainer.make_accelerator, trainer.Trainer.train = make_accelerator, train_there
     stages.common.models.load_model = hf_engine.load_model = load_model
     for each in (forward.Forward, hf_engine.TransformersEngine):
         each.device = property(lambda self: device, lambda self, asked: None)
 
 
-_kept = _install()
+_kept = _install()  # a library that nobody holds is gone, and its kernels with it
 _put_models_there()
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    """What the tests did there, the products of matrices among it."""
-    terminalreporter.write_line(f"on the other device: {_done.total()} operations, {_done['aten.mm.default']} aten.mm")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """A test that made no product of matrices there fails."""
+    _done.clear()
+    result = yield
+    products = {aten.mm.default, aten.linear.default}  # the latter in inference mode, which takes nothing apart
+    assert products & {*_done}, f"{item.name} computed on the CPU alone"
+    return result

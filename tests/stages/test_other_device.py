@@ -1,7 +1,6 @@
 """The stages' models on a device that is not the CPU: the same tests as there, in one child process."""
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -33,8 +32,6 @@ def test_nobody_forgets_where_a_models_tensors_live():
     tests = [f"tests/stages/{name}" for name in THESE.split()]
     done = child("-m", "pytest", "-p", "tests.other_device", "-p", "no:cacheprovider", "-q", *tests)
     assert done.returncode == 0, done.stdout[-8000:]
-    operations, products = map(int, re.search(r"on the other device: (\d+) operations, (\d+) aten.mm", done.stdout).groups())
-    assert operations > 50_000 and products > 1_000
 
 
 def test_a_tensor_left_on_the_cpu_is_refused():
