@@ -72,13 +72,13 @@ def test_adapters_start_and_step_as_on_the_cpu(store, policy, monkeypatch):
     assert max(float(value.abs().max()) for name, value in found[0].items() if "lora_B" in name) > 1e-5
 
 
-@pytest.mark.vllm
-def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy, tmp_path):
+def sample(store, policy, folder, **values):
+    """Rollouts by vLLM on the GPU, with its CUDA graphs, in a process of its own, and rewards for them."""
     prompts = random_prompts(store, 8)
-    config = {"dtype": "float32", "device": "cuda", "samples_per_prompt": 4, "sampling": {"temperature": 0.8, "max_tokens": 32}}
+    config = {"device": "cuda", "samples_per_prompt": 4, "sampling": {"temperature": 0.8, "max_tokens": 32}, **values}
     refs = {"prompts": str(prompts.ref), "policy": str(policy.ref)}
     call = {"stage": "generate", "config": config, "store": str(store.path), "refs": refs}
-    spec, result = tmp_path / "spec.json", tmp_path / "result.json"
+    spec, result = folder / "spec.json", folder / "result.json"
     spec.write_text(json.dumps(call))
     command = [sys.executable, "-m", "stages", "generate", "--spec", str(spec), "--result", str(result)]
     root = Path(__file__).parents[2]
@@ -86,10 +86,26 @@ def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy, tmp_
     assert done.returncode == 0, done.stderr[-4000:]
     rollouts = store.open(json.loads(result.read_text())["ref"])
     assert rollouts.manifest.environment["device"] == "cuda"
-    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    return rollouts, world.write_rewards(store, rollouts, world.even_share)
+
+
+@pytest.mark.vllm
+def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy, tmp_path):
+    made = sample(store, policy, tmp_path, dtype="float32")
     metrics = optimize(store, policy, made, "cuda", precision="fp32", audit={"max_mean_gap": 1e-3}).manifest.metrics
     assert metrics["audit"]["mean_gap"] <= 1e-3
-    assert metrics["audit"]["tokens"] == rollouts.manifest.metrics["tokens"]
+    assert metrics["audit"]["tokens"] == made[0].manifest.metrics["tokens"]
+
+
+@pytest.mark.vllm
+def test_what_vllm_samples_with_fp8_weights_is_near_the_trainers(store, policy, tmp_path):
+    gaps = {}
+    for name, arguments in (("bfloat16", {}), ("fp8", {"quantization": "fp8"})):
+        folder = tmp_path / name
+        folder.mkdir()
+        made = sample(store, policy, folder, dtype="bfloat16", options={"engine_args": arguments})
+        gaps[name] = optimize(store, policy, made, "cuda", precision="fp32").manifest.metrics["audit"]["mean_gap"]
+    assert gaps["bfloat16"] < gaps["fp8"] < 0.1
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import torch
@@ -138,19 +139,21 @@ def make_layout(
     starts = np.cumsum(lengths) - lengths
     first = starts[heads + np.arange(len(pieces))]  # of each piece, where its prompt starts
     own = starts[places]  # of each rollout, where its completion starts
-    sources = np.empty(len(lengths), object)  # slices are copied several times faster than ids are gathered one by one
-    sources[places], sources[heads + np.arange(len(pieces))] = (
-        _rows_of(data.completions, rows, 1),
-        _rows_of(data.prompts, rows[heads]),
-    )
-    ids = np.concatenate(sources).astype(np.int64)
+    answers = data.completions.views(rows)
+    rest = iter(answers)
+    segments = [
+        segment
+        for prompt, count in zip(data.prompts.views(rows[heads]), counts.tolist(), strict=True)
+        for segment in (prompt, *(answer[:-1] for answer in islice(rest, count)))
+    ]
+    ids = np.concatenate(segments, dtype=np.int64)  # slices are copied several times faster than ids are gathered one by one
     begins = np.zeros_like(lengths)  # the position of each segment's first token
     begins[places] = prompts[piece_of]
     positions = np.arange(len(ids)) - np.repeat(starts - begins, lengths)
     wanted = inputs + 1
     predictors = ranges(own - 1, wanted)
     predictors[np.cumsum(wanted) - wanted] = (first + prompts - 1)[piece_of]
-    targets = np.concatenate(_rows_of(data.completions, rows))
+    targets = np.concatenate(answers, dtype=np.int64)
     spans = _spans(counts, piece_of, first, prompts, own, inputs)
     blocks, gather = _blocks(spans, len(ids))
     return Layout(
@@ -160,17 +163,10 @@ def make_layout(
         gather=gather.to(device),
         rows=torch.from_numpy(rows),
         predictors=torch.from_numpy(predictors).to(device),
-        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
+        targets=torch.from_numpy(targets).to(device),
         temperature=torch.from_numpy(np.repeat(data.temperature.numpy()[rows], wanted)).to(device),
         runs=make_runs(spans, device) if varlen else None,
     )
-
-
-def _rows_of(source: Ragged, rows: np.ndarray, shorter: int = 0) -> np.ndarray:
-    """Views of the values of `rows` [n], without their last `shorter`: [n] objects."""
-    found = np.empty(len(rows), object)
-    found[:] = [view[:-shorter] if shorter else view for view in source.views(rows)]
-    return found
 
 
 def _spans(counts, piece_of, first, prompts, own, inputs) -> np.ndarray:
@@ -179,30 +175,45 @@ def _spans(counts, piece_of, first, prompts, own, inputs) -> np.ndarray:
     alone = counts[piece_of] == 1
     several = counts > 1
     ends, zeros = first + prompts, np.zeros_like(own)
-    single = np.stack([zeros, zeros, first[piece_of], own + inputs], 1)[alone]
-    shared = np.stack([np.zeros_like(first), np.zeros_like(first), first, ends], 1)[several]
-    after = np.stack([first[piece_of], ends[piece_of], own, own + inputs], 1)[~alone & (inputs > 0)]
-    return np.concatenate([single, shared, after])
+    single = np.array([zeros, zeros, first[piece_of], own + inputs])[:, alone]
+    shared = np.array([np.zeros_like(first), np.zeros_like(first), first, ends])[:, several]
+    after = np.array([first[piece_of], ends[piece_of], own, own + inputs])[:, ~alone & (inputs > 0)]
+    return np.concatenate([single, shared, after], 1).T
 
 
 def _blocks(spans: np.ndarray, size: int) -> tuple[list[Block], torch.Tensor]:
     """`spans` as blocks, and the index that puts their outputs back in order."""
     low, high, start, end = spans.T
-    queries, causal = end - start, low == high
-    keys = high - low + queries
+    queries, causal, prefix = end - start, low == high, high - low
+    keys = prefix + queries
     order = np.lexsort((-start, -keys, ~causal))  # the causal ones first, longest first
-    blocks, gather, filled = [], np.empty(size, np.int64), 0
+    blocks, shifts, filled = [], np.empty_like(start), 0
     for part in _parts(order, queries, keys, causal):
-        at, width = start[part, None], _rounded(int(queries[part].max()))
-        prefix, column = (high - low)[part], np.arange(_rounded(int(keys[part].max())))
-        inside, seen = column[:width] < queries[part, None], column < keys[part, None]
-        query = np.where(inside, at + column[:width], 0)
-        key = np.where(column < prefix[:, None], low[part, None] + column, at + column - prefix[:, None])
-        gather[query[inside]] = filled + np.flatnonzero(inside)
+        query = _indices(queries[part], start[part])
+        key = query
+        if not causal[part[0]]:
+            key = _indices(keys[part], start[part] - prefix[part], low[part], prefix[part])
+        shifts[part] = filled + np.arange(len(part)) * query.shape[1] - start[part]
         filled += query.size
-        tensors = (torch.from_numpy(each) for each in (query, np.where(seen, key, 0), prefix))
+        tensors = (torch.from_numpy(each) for each in (query, key, prefix[part]))
         blocks.append(Block(*tensors, bool(causal[part[0]])))
-    return blocks, torch.from_numpy(gather)
+    order = np.argsort(start, kind="stable")
+    return blocks, torch.from_numpy(np.arange(size) + np.repeat(shifts[order], queries[order]))
+
+
+def _indices(
+    lengths: np.ndarray, own: np.ndarray, low: np.ndarray | None = None, prefix: np.ndarray | None = None
+) -> np.ndarray:
+    """[n, width] where the tokens of n sequences of `lengths` [n] stand in the row, 0 beyond their ends: number t at own + t, the
+    first `prefix` of them at low + t."""
+    column = np.arange(_rounded(int(lengths.max())))
+    found = own[:, None] + column
+    if low is not None:
+        early = column[: prefix.max()]
+        found[:, : len(early)] += (low - own)[:, None] * (early < prefix[:, None])
+    if lengths.min() < len(column):
+        found *= column < lengths[:, None]
+    return found
 
 
 def _rounded(length: int) -> int:
