@@ -1,11 +1,5 @@
 """The optimize stage on a CUDA device: the CPU's step in float32, its own logprobs in bfloat16 within the audit's limit, vLLM's in
-float32, and attention by fused kernels alone."""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+float32 and with FP8 weights, and attention by fused kernels alone."""
 
 import pytest
 import torch
@@ -15,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stages.common.packed.attention import Sequences, block_attention, make_layout
 from stages.common.packed.packing import make_pieces
+from stages.common.process import Call, run_stage
 from stages.common.ragged import Ragged
 from stages.common.work import Work
 from stages.optimize.stage import Config, run
@@ -42,6 +37,15 @@ def optimize(store, policy, made, device, **values):
     done = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, force=True))
     assert done.manifest.environment["device"] == device
     return done
+
+
+def sample(store, policy, **values):
+    """Rollouts by vLLM on the GPU, with its CUDA graphs, in a process of its own, and rewards for them."""
+    config = {"device": "cuda", "samples_per_prompt": 4, "sampling": {"temperature": 0.8, "max_tokens": 32}, **values}
+    refs = {"prompts": str(random_prompts(store, 8).ref), "policy": str(policy.ref)}
+    rollouts = store.open(run_stage(Call("generate", config, store.path, refs)).ref)
+    assert rollouts.manifest.environment["device"] == "cuda"
+    return rollouts, world.write_rewards(store, rollouts, world.even_share)
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -81,38 +85,19 @@ def test_adapters_start_and_step_as_on_the_cpu(store, policy):
     assert max(float(value.abs().max()) for name, value in found[0].items() if "lora_B" in name) > 1e-5
 
 
-def sample(store, policy, folder, **values):
-    """Rollouts by vLLM on the GPU, with its CUDA graphs, in a process of its own, and rewards for them."""
-    prompts = random_prompts(store, 8)
-    config = {"device": "cuda", "samples_per_prompt": 4, "sampling": {"temperature": 0.8, "max_tokens": 32}, **values}
-    refs = {"prompts": str(prompts.ref), "policy": str(policy.ref)}
-    call = {"stage": "generate", "config": config, "store": str(store.path), "refs": refs}
-    spec, result = folder / "spec.json", folder / "result.json"
-    spec.write_text(json.dumps(call))
-    command = [sys.executable, "-m", "stages", "generate", "--spec", str(spec), "--result", str(result)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, env=dict(os.environ), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    rollouts = store.open(json.loads(result.read_text())["ref"])
-    assert rollouts.manifest.environment["device"] == "cuda"
-    return rollouts, world.write_rewards(store, rollouts, world.even_share)
-
-
 @pytest.mark.vllm
-def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy, tmp_path):
-    made = sample(store, policy, tmp_path, dtype="float32")
+def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy):
+    made = sample(store, policy, dtype="float32")
     metrics = optimize(store, policy, made, "cuda", precision="fp32", audit={"max_mean_gap": 1e-3}).manifest.metrics
     assert metrics["audit"]["mean_gap"] <= 1e-3
     assert metrics["audit"]["rollouts"] + metrics["zero_advantage"] == len(made[0].table()) == 32
 
 
 @pytest.mark.vllm
-def test_what_vllm_samples_with_fp8_weights_is_near_the_trainers(store, policy, tmp_path):
+def test_what_vllm_samples_with_fp8_weights_is_near_the_trainers(store, policy):
     gaps = {}
     for name, arguments in (("bfloat16", {}), ("fp8", {"quantization": "fp8"})):
-        folder = tmp_path / name
-        folder.mkdir()
-        made = sample(store, policy, folder, dtype="bfloat16", options={"engine_args": arguments})
+        made = sample(store, policy, dtype="bfloat16", options={"engine_args": arguments})
         gaps[name] = optimize(store, policy, made, "cuda", precision="fp32").manifest.metrics["audit"]["mean_gap"]
     assert gaps["bfloat16"] < gaps["fp8"] < 0.1
 

@@ -141,11 +141,9 @@ def make_layout(
     own = starts[places]  # of each rollout, where its completion starts
     answers = data.completions.views(rows)
     rest = iter(answers)
-    segments = [
-        segment
-        for prompt, count in zip(data.prompts.views(rows[heads]), counts.tolist(), strict=True)
-        for segment in (prompt, *(answer[:-1] for answer in islice(rest, count)))
-    ]
+    segments = []
+    for prompt, count in zip(data.prompts.views(rows[heads]), counts.tolist(), strict=True):
+        segments += prompt, *(answer[:-1] for answer in islice(rest, count))
     ids = np.concatenate(segments, dtype=np.int64)  # slices are copied several times faster than ids are gathered one by one
     begins = np.zeros_like(lengths)  # the position of each segment's first token
     begins[places] = prompts[piece_of]
@@ -190,15 +188,15 @@ def _blocks(spans: np.ndarray, size: int) -> tuple[list[Block], torch.Tensor]:
     blocks, shifts, filled = [], np.empty_like(start), 0
     for part in _parts(order, queries, keys, causal):
         query = _indices(queries[part], start[part])
-        key = query
+        key = query  # where they are the same tokens
         if not causal[part[0]]:
             key = _indices(keys[part], start[part] - prefix[part], low[part], prefix[part])
         shifts[part] = filled + np.arange(len(part)) * query.shape[1] - start[part]
         filled += query.size
         tensors = (torch.from_numpy(each) for each in (query, key, prefix[part]))
         blocks.append(Block(*tensors, bool(causal[part[0]])))
-    order = np.argsort(start, kind="stable")
-    return blocks, torch.from_numpy(np.arange(size) + np.repeat(shifts[order], queries[order]))
+    in_row = np.argsort(start, kind="stable")
+    return blocks, torch.from_numpy(np.arange(size) + np.repeat(shifts[in_row], queries[in_row]))
 
 
 def _indices(
