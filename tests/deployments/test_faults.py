@@ -75,7 +75,15 @@ class Runs:
     def flow(self, run: str) -> int:
         """The process that runs the flow: the one whose parent is a worker."""
         workers = {process.pid for process in self.place.running.values()}
-        return next(pid for pid in self.processes(run) if _parent(pid) in workers)
+        found = {pid: _parent(pid) for pid in self.processes(run)}
+        flow = next((pid for pid, parent in found.items() if parent in workers), None)
+        assert flow, f"no flow among the processes {found} of {run}, which is {self.state(run)}; workers {workers}\n{self.told()}"
+        return flow
+
+    def told(self) -> str:
+        """The last that server and workers said."""
+        logs = sorted(self.place.folder.glob("*.log"))
+        return "\n".join(f"-- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
 
     def shards(self) -> int:
         return len([*(self.store.path / self.name / "rollouts/.staging").glob("*.notes/*.json")])
