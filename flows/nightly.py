@@ -135,9 +135,11 @@ def _filled(value: Any, night: str) -> Any:
 def _in_use(night: Night, base: str) -> str:
     """The policy that bears the tag; the first night gives it to `base`. With `rollback` the one before, where that is better."""
     store, promotion, run = night.store, night.promotion, night.recipe.run
+    tagged = f"{run}/policy@{promotion.tag}"
     if store.tagged(run, promotion.tag) is None:
         store.tag(run, promotion.tag, base, expected=None, why="the base model", key="base")
-    ref, key = str(store.resolve(f"{run}/policy@{promotion.tag}")), f"rollback {night.name}"
+        announce_move(tagged, entry_of(store, run, promotion, "base"))
+    ref, key = str(store.resolve(tagged)), f"rollback {night.name}"
     earlier = previous(store.history(run, promotion.tag))
     if not promotion.rollback or earlier is None or entry_of(store, run, promotion, key):
         return ref
@@ -149,7 +151,7 @@ def _in_use(night: Night, base: str) -> str:
     about = {"night": night.name, "decision": "rolled back", "candidate": ref, "evaluation": then.ref, **judged.numbers}
     entry = roll_back(store, run, promotion, key, f"{earlier} is better: {judged.why}", about)
     log.warning("%-22s rolled back to %s: %s", f"nightly {night.name}", entry.ref, printable(entry.why, 1000))
-    announce_move(f"{run}/policy@{promotion.tag}", entry)
+    announce_move(tagged, entry)
     return entry.ref
 
 

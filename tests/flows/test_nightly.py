@@ -120,16 +120,16 @@ def test_the_numbers_are_those_of_the_prompts_taken_in_pairs(store, nights):
         assert (night["decision"] == "promoted") == (night["bound"] >= 0.02)
 
 
-def test_a_promotion_is_an_event_and_a_night_that_keeps_the_old_is_none(nights, server):
-    """With what the night tells of itself, so that whoever it starts need not ask."""
+def test_the_first_night_and_a_promotion_are_events_and_a_night_that_keeps_the_old_is_none(nights, server):
+    """A promotion's with what the night tells of itself, so that whoever it starts need not ask."""
     body = {"filter": {"event": {"name": ["quiver.tag.moved"]}, "resource": {"id": ["quiver://tiny/policy@prod"]}}}
-    deadline = time.monotonic() + 60  # a thread sends it
-    while not (found := httpx.post(f"{server}/events/filter", json=body).json()["events"]):
-        assert time.monotonic() < deadline, "no event"
+    deadline = time.monotonic() + 60  # a thread sends them
+    while len(found := httpx.post(f"{server}/events/filter", json=body).json()["events"]) < 2:
+        assert time.monotonic() < deadline, f"{len(found)} events"
         time.sleep(0.1)
-    assert [event["payload"] for event in found] == [
-        {name: value for name, value in nights[0].items() if name not in ("run", "tag", "iterations")}
-    ]
+    base, promoted = sorted((event["payload"] for event in found), key=lambda payload: payload["at"])
+    assert (base["before"], base["in_use"], base["why"]) == (None, "tiny/policy@0", "the base model")
+    assert promoted == {name: value for name, value in nights[0].items() if name not in ("run", "tag", "iterations")}
 
 
 def test_each_night_has_rows_of_its_own(store, nights):
