@@ -1,8 +1,9 @@
-"""What happens by itself: a run that fell silent has crashed; a new version, or a promotion, starts a deployment.
+"""What happens by itself: a run that fell silent has crashed; a new version, or a promotion, starts
+a deployment.
 
-Prefect's automations watch events. A flow run beats every `HEARTBEAT_SECONDS`; Quiver emits one event a version that it made, an
-asset `quiver://RUN/KIND`, and one of `quiver://RUN/KIND@TAG` when a tag moves, in a flow or by hand. Installing twice leaves one
-automation of each name.
+Prefect's automations watch events. A flow run beats every `HEARTBEAT_SECONDS`; Quiver emits one
+event a version that it made, an asset `quiver://RUN/KIND`, and one of `quiver://RUN/KIND@TAG` when
+a tag moves, in a flow or by hand. Installing twice leaves one automation of each name.
 
     install(client, silent_runs())
     triggers = [on_event("arith/prompts", "post-train/arith")]        # of a deployment, which owns them
@@ -30,11 +31,15 @@ HEARTBEAT_SECONDS = 30
 SILENT_SECONDS = 180
 """Longest silence of a live run; a server that is away for less marks nobody."""
 _BEAT = "prefect.flow-run.heartbeat"
-_ENDS = tuple(f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Crashed", "Cancelled", "Suspended"))
+_ENDS = tuple(
+    f"prefect.flow-run.{state}"
+    for state in ("Completed", "Failed", "Crashed", "Cancelled", "Suspended")
+)
 
 
 def silent_runs(seconds: float = SILENT_SECONDS) -> AutomationCore:
-    """A run of ours that has beaten once, and then neither beats again nor ends for `seconds`, is marked as crashed."""
+    """A run of ours that has beaten once, and then neither beats again nor ends for `seconds`, is
+    marked as crashed."""
     trigger = EventTrigger(
         after={_BEAT},
         expect={_BEAT, *_ENDS},
@@ -45,17 +50,22 @@ def silent_runs(seconds: float = SILENT_SECONDS) -> AutomationCore:
         threshold=1,
         within=timedelta(seconds=seconds),
     )
-    message = f"no sign of life for {seconds:g} s: its process is gone; the next run goes on where it stopped"
+    message = (
+        f"no sign of life for {seconds:g} s: its process is gone; the next run goes on where it "
+        "stopped"
+    )
     return AutomationCore(
         name="quiver: a silent run has crashed",
-        description="Marks flow runs whose process died together with its worker, so that they hold no slot.",
+        description="Marks flow runs whose process died together with its worker, so that they "
+        "hold no slot.",
         trigger=trigger,
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
     )
 
 
 def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
-    """Run `deployment` at each new version of `source` = RUN/KIND, or each time that a tag moves: RUN/policy@TAG.
+    """Run `deployment` at each new version of `source` = RUN/KIND, or each time that a tag moves:
+    RUN/policy@TAG.
 
     ConfigError: it is neither, or the deployment would start itself for ever.
     """
@@ -64,7 +74,9 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
     tagged = kind == "policy" and NAME.fullmatch(tag) if at else True
     if not slash or not NAME.fullmatch(run) or kind not in KINDS or not tagged:
         what = f"expected RUN/KIND or RUN/policy@TAG, with KIND one of {', '.join(KINDS)}"
-        raise ConfigError(f"--on {printable(source)}", what, next="e.g. --on feed/prompts, --on arith/policy@prod")
+        raise ConfigError(
+            f"--on {printable(source)}", what, next="e.g. --on feed/prompts, --on arith/policy@prod"
+        )
     if deployment.partition("/")[2] == run:
         raise ConfigError(
             f"--on {printable(source)}",
@@ -81,7 +93,8 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
 
 
 def install(client: SyncPrefectClient, automation: AutomationCore) -> bool:
-    """Create or correct the automation of this name; whether anything changed. What a person switched off stays off."""
+    """Create or correct the automation of this name; whether anything changed. What a person
+    switched off stays off."""
     found = client.read_automations_by_name(automation.name)
     if not found:
         client.create_automation(automation)
@@ -90,7 +103,9 @@ def install(client: SyncPrefectClient, automation: AutomationCore) -> bool:
     for double in doubles:
         client.delete_automation(double.id)
     compared = {"trigger", "actions", "description"}
-    if first.model_dump(include=compared) == automation.model_dump(include=compared):  # as JSON, sets would have an order
+    if first.model_dump(include=compared) == automation.model_dump(
+        include=compared
+    ):  # as JSON, sets would have an order
         return bool(doubles)
     client.update_automation(first.id, automation.model_copy(update={"enabled": first.enabled}))
     return True

@@ -1,6 +1,8 @@
-"""Rows of many requests, scored together: collected for a moment, scored in a thread, each answer handed back to its request.
+"""Rows of many requests, scored together: collected for a moment, scored in a thread, each answer
+handed back to its request.
 
-What is said of a row is what the reward stage would write of it: parts, weights, clip, overlong penalty; null is "not scored".
+What is said of a row is what the reward stage would write of it: parts, weights, clip, overlong
+penalty; null is "not scored".
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from stages.reward.stage import Config
 
 
 class Limits(NamedTuple):
-    """What a server takes. `rows` a batch, `wait` seconds for a batch to fill, `queued` rows at most, `bytes` a request."""
+    """What a server takes. `rows` a batch, `wait` seconds for a batch to fill, `queued` rows at
+    most, `bytes` a request."""
 
     rows: int = 256
     wait: float = 0.005
@@ -32,7 +35,8 @@ class Limits(NamedTuple):
 
 
 class Batcher:
-    """Collects rows of requests that come together, and has them scored in a thread, one batch at a time."""
+    """Collects rows of requests that come together, and has them scored in a thread, one batch at a
+    time."""
 
     def __init__(self, score: Callable[[list[Row]], list[Scored]], limits: Limits) -> None:
         self._score, self._limits = score, limits
@@ -40,9 +44,12 @@ class Batcher:
         self._arrived = asyncio.Event()
 
     async def score(self, rows: list[Row]) -> list[Scored]:
-        """What is said of each row, in order. BusyError where too many wait; what scoring raises."""
+        """What is said of each row, in order. BusyError where too many wait; what scoring
+        raises."""
         if len(self._waiting) + len(rows) > self._limits.queued:
-            raise BusyError("reward server", f"{len(self._waiting)} rows wait already", next="ask again later")
+            raise BusyError(
+                "reward server", f"{len(self._waiting)} rows wait already", next="ask again later"
+            )
         loop = asyncio.get_running_loop()
         added = [(row, loop.create_future()) for row in rows]
         self._waiting.extend(added)
@@ -59,7 +66,9 @@ class Batcher:
                     await asyncio.sleep(self._limits.wait)
                 rows, futures = zip(*self._take(), strict=True)
                 try:
-                    found = await asyncio.get_running_loop().run_in_executor(thread, self._score, list(rows))
+                    found = await asyncio.get_running_loop().run_in_executor(
+                        thread, self._score, list(rows)
+                    )
                 except Exception as error:
                     found = [error] * len(rows)
                 for future, outcome in zip(futures, found, strict=True):
@@ -90,13 +99,19 @@ def _settle(future: asyncio.Future[Scored], outcome: Scored | Exception) -> None
 
 
 def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[Scored]:
-    """What the section says of rows that have the same columns. ConfigError where a scorer needs another column."""
+    """What the section says of rows that have the same columns. ConfigError where a scorer needs
+    another column."""
     for scorer in scorers:
         scorer.require(rows[0].columns)
     found: dict[str, list[Part]] = {}
-    batch = as_batch([row._replace(id=str(at)) for at, row in enumerate(rows)])  # ids of different requests may be the same
+    batch = as_batch(
+        [row._replace(id=str(at)) for at, row in enumerate(rows)]
+    )  # ids of different requests may be the same
     score_all(scorers, [(0, batch)], Allowance(math.inf), lambda _, parts: found.update(parts))
-    return [_weigh(config, row, {name: parts[at] for name, parts in found.items()}) for at, row in enumerate(rows)]
+    return [
+        _weigh(config, row, {name: parts[at] for name, parts in found.items()})
+        for at, row in enumerate(rows)
+    ]
 
 
 def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
@@ -104,13 +119,25 @@ def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
     errors = {name: part.error for name, part in parts.items() if part.error is not None}
     extra = {name: json.loads(part.extra) for name, part in parts.items() if part.extra is not None}
     numbers = {name: part.value for name, part in parts.items()}
-    reward, error = None, "; ".join(f"{name}: {text}" if len(parts) > 1 else text for name, text in errors.items()) or None
+    reward, error = (
+        None,
+        "; ".join(f"{name}: {text}" if len(parts) > 1 else text for name, text in errors.items())
+        or None,
+    )
     try:
-        reward = tables.weigh(parts, {each.name: each.weight for each in config.scorers}, config.reward_clip)
+        reward = tables.weigh(
+            parts, {each.name: each.weight for each in config.scorers}, config.reward_clip
+        )
         if config.overlong and row.completion_ids is not None:
-            penalty = overlong_penalty(len(row.completion_ids), config.overlong.max_tokens, config.overlong.cache)
+            penalty = overlong_penalty(
+                len(row.completion_ids), config.overlong.max_tokens, config.overlong.cache
+            )
             numbers[tables.OVERLONG] = penalty
-            reward = None if reward is None else tables.storable(reward + config.overlong.weight * penalty)
+            reward = (
+                None
+                if reward is None
+                else tables.storable(reward + config.overlong.weight * penalty)
+            )
     except NumericError as wrong:
         reward, error = None, wrong.message
     if config.overlong and row.completion_ids is None:

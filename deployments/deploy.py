@@ -1,9 +1,10 @@
 """Put a recipe on a Prefect server: who runs it, where, when, and what starts it besides.
 
-`deploy` registers `post-train/RUN` (`nightly/RUN` where the recipe has a section [promotion]) with a work pool, and `stage/POOL`
-with every pool that [placement] names. All paths are made absolute first, and what the workers could not see is refused before
-anything is registered. A deployment's version is the hash of all that it says: deploying the same again changes nothing, not even
-the schedule's next runs or what a person paused meanwhile.
+`deploy` registers `post-train/RUN` (`nightly/RUN` where the recipe has a section [promotion]) with
+a work pool, and `stage/POOL` with every pool that [placement] names. All paths are made absolute
+first, and what the workers could not see is refused before anything is registered. A deployment's
+version is the hash of all that it says: deploying the same again changes nothing, not even the
+schedule's next runs or what a person paused meanwhile.
 
     deploy(load("recipe.toml"), Where(pool="gpu", cron="0 2 * * *", timezone="Europe/Berlin"))
 """
@@ -18,7 +19,11 @@ from typing import Any, Literal
 
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy, WorkPool
+from prefect.client.schemas.objects import (
+    ConcurrencyLimitConfig,
+    ConcurrencyLimitStrategy,
+    WorkPool,
+)
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
@@ -36,14 +41,18 @@ from .paths import check_visible, resolve
 from .server import check_api
 
 Overlap = Literal["queue", "skip"]
-_STRATEGIES = {"queue": ConcurrencyLimitStrategy.ENQUEUE, "skip": ConcurrencyLimitStrategy.CANCEL_NEW}
+_STRATEGIES = {
+    "queue": ConcurrencyLimitStrategy.ENQUEUE,
+    "skip": ConcurrencyLimitStrategy.CANCEL_NEW,
+}
 _LOCAL = "process"
 log = logging.getLogger("quiver")
 
 
 @dataclass(frozen=True)
 class Where:
-    """Where and when. `overlap`: what a run does whose predecessor still runs, wait (queue) or not run at all (skip)."""
+    """Where and when. `overlap`: what a run does whose predecessor still runs, wait (queue) or not
+    run at all (skip)."""
 
     pool: str
     cron: str | None = None
@@ -54,13 +63,15 @@ class Where:
     image: str | None = None
     """Container image, for pools that are not of type process; refused where all are."""
     folder: str | None = None
-    """What relative paths of the recipe are taken from: a folder of that image, say. None: the folder of the command."""
+    """What relative paths of the recipe are taken from: a folder of that image, say. None: the
+    folder of the command."""
     now: bool = False
     """Start a run at once."""
 
 
 def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
-    """Register everything; what there is now, by name, and whether it changed. Raises before anything is registered."""
+    """Register everything; what there is now, by name, and whether it changed. Raises before
+    anything is registered."""
     url = check_api()
     with get_client(sync_client=True) as client:
         pools = {name: _pool(client, name) for name in dict.fromkeys([where.pool, *placed(recipe)])}
@@ -70,14 +81,22 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
         changes = [(deployment.full_name, _register(client, deployment)) for deployment in wanted]
         changed = install(client, silent_runs())
         started = start_run(client, wanted[0]) if where.now else None
-    entries = [{"name": name, "pool": d.work_pool_name, "changed": new} for (name, new), d in zip(changes, wanted, strict=True)]
+    entries = [
+        {"name": name, "pool": d.work_pool_name, "changed": new}
+        for (name, new), d in zip(changes, wanted, strict=True)
+    ]
     automations = [{"name": silent_runs().name, "changed": changed}]
-    automations += [{"name": trigger.name, "changed": changes[0][1]} for trigger in wanted[0].triggers]
+    automations += [
+        {"name": trigger.name, "changed": changes[0][1]} for trigger in wanted[0].triggers
+    ]
     return {"api": url, "deployments": entries, "automations": automations, "flow_run": started}
 
 
-def recipe_parameters(file: str, pool: str, folder: str | None = None, settings: list[str] | None = None) -> dict[str, Any]:
-    """A build step of prefect.yaml: the recipe in `file` as parameters, `{{ id.recipe }}`, with the checks that `deploy` makes."""
+def recipe_parameters(
+    file: str, pool: str, folder: str | None = None, settings: list[str] | None = None
+) -> dict[str, Any]:
+    """A build step of prefect.yaml: the recipe in `file` as parameters, `{{ id.recipe }}`, with the
+    checks that `deploy` makes."""
     check_api()
     with get_client(sync_client=True) as client:
         recipe = load(file, settings or [])
@@ -86,7 +105,8 @@ def recipe_parameters(file: str, pool: str, folder: str | None = None, settings:
 
 
 def parameters(recipe: Recipe) -> dict[str, Any]:
-    """What a run is started with: only what the recipe says, since a section's own value goes before the run's."""
+    """What a run is started with: only what the recipe says, since a section's own value goes
+    before the run's."""
     return {"recipe": recipe.model_dump(mode="json", exclude_unset=True)}
 
 
@@ -104,16 +124,19 @@ def flow_of(recipe: Recipe) -> Flow:
     return nightly
 
 
-# -- what is wanted -------------------------------------------------------------------------------------------------------------
+# -- what is wanted
 
 
 def described(flow: Flow, name: str, where: Where, **more: Any) -> RunnerDeployment:
-    """A deployment of `flow` by module path, one run at a time, with schedule and triggers; ConfigError: the schedule is none."""
+    """A deployment of `flow` by module path, one run at a time, with schedule and triggers;
+    ConfigError: the schedule is none."""
     return RunnerDeployment.from_flow(
         flow,
         name=name,
         schedules=_schedules(where),
-        concurrency_limit=ConcurrencyLimitConfig(limit=1, collision_strategy=_STRATEGIES[where.overlap]),
+        concurrency_limit=ConcurrencyLimitConfig(
+            limit=1, collision_strategy=_STRATEGIES[where.overlap]
+        ),
         triggers=[on_event(source, f"{flow.name}/{name}") for source in where.on],
         tags=[TAG],
         entrypoint_type=EntrypointType.MODULE_PATH,
@@ -125,7 +148,9 @@ def _schedules(where: Where) -> list[Schedule]:
     if where.cron is None:
         return []
     try:
-        CronSchedule(cron=where.cron, timezone=where.timezone)  # Prefect checks some of it only as it registers
+        CronSchedule(
+            cron=where.cron, timezone=where.timezone
+        )  # Prefect checks some of it only as it registers
     except ValueError as error:  # pydantic's is one too
         raise ConfigError(
             f"--cron {printable(where.cron)} --timezone {printable(where.timezone)}",
@@ -138,18 +163,26 @@ def _schedules(where: Where) -> list[Schedule]:
 def _wanted(recipe: Recipe, where: Where, pools: dict[str, WorkPool]) -> Iterator[RunnerDeployment]:
     """The recipe's own flow first, then `stage/POOL` of each pool that [placement] names."""
     yield _versioned(
-        described(flow_of(recipe), recipe.run, where, parameters=parameters(recipe), **_work(pools[where.pool], where))
+        described(
+            flow_of(recipe),
+            recipe.run,
+            where,
+            parameters=parameters(recipe),
+            **_work(pools[where.pool], where),
+        )
     )
     for name in placed(recipe):
         work = _work(pools[name], where)
         yield _versioned(
-            RunnerDeployment.from_flow(stage, name=name, tags=[TAG], entrypoint_type=EntrypointType.MODULE_PATH, **work)
+            RunnerDeployment.from_flow(
+                stage, name=name, tags=[TAG], entrypoint_type=EntrypointType.MODULE_PATH, **work
+            )
         )
 
 
 def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
-    """Which pool, and the job variables over its own: the image, and heartbeats, which the worker puts beside the environment that
-    the pool has by then."""
+    """Which pool, and the job variables over its own: the image, and heartbeats, which the worker
+    puts beside the environment that the pool has by then."""
     defaults = pool.base_job_template.get("variables", {}).get("properties", {})
     env = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
     if pool.type == _LOCAL:
@@ -171,7 +204,7 @@ def _versioned(deployment: RunnerDeployment) -> RunnerDeployment:
     return deployment
 
 
-# -- what there is --------------------------------------------------------------------------------------------------------------
+# -- what there is
 
 
 def _pool(client: SyncPrefectClient, name: str) -> WorkPool:
@@ -189,25 +222,40 @@ def _check_image(image: str | None, pools: dict[str, WorkPool]) -> None:
     if image and all(pool.type == _LOCAL for pool in pools.values()):
         raise ConfigError(
             f"--image {printable(image)}",
-            f"work pool {', '.join(pools)} is of type {_LOCAL}: its runs have Quiver where their worker has it, and no image",
+            f"work pool {', '.join(pools)} is of type {_LOCAL}: its runs have Quiver where their "
+            "worker has it, and no image",
             next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
         )
 
 
 def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -> Recipe:
-    """`recipe` with absolute paths that the workers of all these pools can see, as far as can be known."""
+    """`recipe` with absolute paths that the workers of all these pools can see, as far as can be
+    known."""
     containers = [pool for pool in pools.values() if pool.type != _LOCAL]
-    resolved, paths = resolve(recipe, f"work pool {next(iter(pools))}", folder=folder, must_exist=not containers)
+    resolved, paths = resolve(
+        recipe, f"work pool {next(iter(pools))}", folder=folder, must_exist=not containers
+    )
     for pool in containers:
         check_visible(paths, _mounts(pool), f"work pool {pool.name} (type {pool.type})")
     return resolved
 
 
 def _mounts(pool: WorkPool) -> tuple[str, ...]:
-    """Folders that every container of a pool sees under the host's own path: `volumes` as Docker pools name them."""
-    volumes = pool.base_job_template.get("variables", {}).get("properties", {}).get("volumes", {}).get("default") or []
+    """Folders that every container of a pool sees under the host's own path: `volumes` as Docker
+    pools name them."""
+    volumes = (
+        pool.base_job_template.get("variables", {})
+        .get("properties", {})
+        .get("volumes", {})
+        .get("default")
+        or []
+    )
     halves = [str(volume).split(":") for volume in volumes]
-    return tuple(half[0] for half in halves if len(half) > 1 and half[0] == half[1] and Path(half[0]).is_absolute())
+    return tuple(
+        half[0]
+        for half in halves
+        if len(half) > 1 and half[0] == half[1] and Path(half[0]).is_absolute()
+    )
 
 
 def _register(client: SyncPrefectClient, wanted: RunnerDeployment) -> bool:

@@ -1,8 +1,10 @@
-"""Every path of a recipe, made absolute where the recipe is handed in; what another host could not see is refused.
+"""Every path of a recipe, made absolute where the recipe is handed in; what another host could not
+see is refused.
 
-A worker runs in another folder, maybe on another host, maybe in a container. So a relative path is taken from the folder of the
-command, as everywhere, but now; and what has to be there is looked for now. Left as they are: names that are no paths (hub ids,
-`package:…`, `datasets:…`, functions that come with Quiver, modules that are installed), and arguments of the user's own functions.
+A worker runs in another folder, maybe on another host, maybe in a container. So a relative path is
+taken from the folder of the command, as everywhere, but now; and what has to be there is looked for
+now. Left as they are: names that are no paths (hub ids, `package:…`, `datasets:…`, functions that
+come with Quiver, modules that are installed), and arguments of the user's own functions.
 
     recipe, paths = resolve(load("recipe.toml"), "work pool gpu")
     check_visible(paths, mounts=("/srv/quiver",), where="work pool gpu (docker)")
@@ -30,11 +32,14 @@ Paths = dict[str, Path]
 """Absolute paths by the key that names them, such as `data.source`."""
 
 
-def resolve(recipe: Recipe, where: str, *, folder: str | Path | None = None, must_exist: bool = True) -> tuple[Recipe, Paths]:
-    """The recipe with absolute paths, and those paths. ConfigError: one is not there, or names what only this folder has.
+def resolve(
+    recipe: Recipe, where: str, *, folder: str | Path | None = None, must_exist: bool = True
+) -> tuple[Recipe, Paths]:
+    """The recipe with absolute paths, and those paths. ConfigError: one is not there, or names what
+    only this folder has.
 
-    Relative paths are taken from `folder`, or from here. Without `must_exist`, files may be those of an image: they are not looked
-    for. The store need not be there yet.
+    Relative paths are taken from `folder`, or from here. Without `must_exist`, files may be those
+    of an image: they are not looked for. The store need not be there yet.
     """
     data = recipe.model_dump(mode="json", exclude_unset=True)
     data.setdefault("store", recipe.store)
@@ -49,24 +54,38 @@ def resolve(recipe: Recipe, where: str, *, folder: str | Path | None = None, mus
             found[name] = path
             holder[last] = f"{path}{rest}"
             if must_exist and name != "store" and NIGHT not in str(path) and not path.exists():
-                raise ConfigError(f"{name} {printable(path)}", "there is no such file or folder", next=f"correct {name}")
+                raise ConfigError(
+                    f"{name} {printable(path)}",
+                    "there is no such file or folder",
+                    next=f"correct {name}",
+                )
     return parse(Recipe, data, f"recipe {recipe.run}"), found
 
 
 def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
-    """ConfigError when a container would not see a path: one in this host's home or temporary folder, below none of `mounts`."""
-    own = (Path.home(), Path(tempfile.gettempdir()).absolute(), Path("/tmp"), Path("/home"), Path("/root"))
+    """ConfigError when a container would not see a path: one in this host's home or temporary
+    folder, below none of `mounts`."""
+    own = (
+        Path.home(),
+        Path(tempfile.gettempdir()).absolute(),
+        Path("/tmp"),
+        Path("/home"),
+        Path("/root"),
+    )
     for name, path in paths.items():
-        private = next((folder for folder in own if folder != Path("/") and path.is_relative_to(folder)), None)
+        private = next(
+            (folder for folder in own if folder != Path("/") and path.is_relative_to(folder)), None
+        )
         if private and not any(path.is_relative_to(mount) for mount in mounts):
             raise ConfigError(
                 f"{name} {printable(path)}",
                 f"lies in {private} of this host, which {where} does not see",
-                next=f"put it where every host sees it under this very path, or mount {private} in the pool's volumes",
+                next=f"put it where every host sees it under this very path, or mount {private} "
+                "in the pool's volumes",
             )
 
 
-# -- what a value names -----------------------------------------------------------------------------------------------------------
+# -- what a value names
 
 
 def _path(value: str) -> tuple[Path | None, str]:
@@ -80,7 +99,8 @@ def _code(value: str) -> tuple[Path | None, str]:
 
 
 def _model(value: str) -> tuple[Path | None, str]:
-    """A directory or file that is there, or is written as a path; else a function, a package's file, or a hub id."""
+    """A directory or file that is there, or is written as a path; else a function, a package's
+    file, or a hub id."""
     path = Path(value).expanduser()
     written = value.startswith((".", "/", "~")) or path.suffix == ".gguf" or value.count("/") > 1
     named = path.exists() or (written and ":" not in value)
@@ -88,11 +108,16 @@ def _model(value: str) -> tuple[Path | None, str]:
 
 
 def _rows(value: str) -> tuple[Path | None, str]:
-    return _path(value) if Path(value).suffix in SUFFIXES and not value.startswith("datasets:") else _code(value)
+    return (
+        _path(value)
+        if Path(value).suffix in SUFFIXES and not value.startswith("datasets:")
+        else _code(value)
+    )
 
 
 def _interpreter(value: str) -> tuple[Path | None, str]:
-    """A bare name is looked for in PATH; links are not followed, since a virtual environment's python is one."""
+    """A bare name is looked for in PATH; links are not followed, since a virtual environment's
+    python is one."""
     return _path(value if "/" in value else shutil.which(value) or value)
 
 
@@ -118,7 +143,8 @@ PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
 
 
 def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any, Any, str]]:
-    """The places in `data` at `keys` (`*`: each entry) that hold text: their holder, its key, and the whole name."""
+    """The places in `data` at `keys` (`*`: each entry) that hold text: their holder, its key, and
+    the whole name."""
     first, *rest = keys
     if isinstance(data, list):
         names = range(len(data)) if first == "*" else []
@@ -135,7 +161,11 @@ def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any
 def _check_importable(name: str, value: str, where: str) -> None:
     """ConfigError where `module:function` is found only because the command runs in this folder."""
     module, colon, _ = value.rpartition(":")
-    if not colon or not module.replace(".", "").isidentifier() or value.startswith(("package:", "datasets:")):
+    if (
+        not colon
+        or not module.replace(".", "").isidentifier()
+        or value.startswith(("package:", "datasets:"))
+    ):
         return
     here = {"", os.getcwd()}
     kept, sys.path[:] = sys.path[:], [entry for entry in sys.path if entry not in here]
@@ -147,5 +177,6 @@ def _check_importable(name: str, value: str, where: str) -> None:
         raise ConfigError(
             f"{name} {printable(value)}",
             f"module {module} is not installed, and {where} does not run in this folder",
-            next=f"name its file, {module.replace('.', '/')}.py:{value.rpartition(':')[2]}, or install it",
+            next=f"name its file, {module.replace('.', '/')}.py:{value.rpartition(':')[2]}, or "
+            "install it",
         )

@@ -5,13 +5,15 @@
     POST /slime        dialect slime        one row
     GET  /health, /openapi.json
 
-The protocols are those of `stages/reward/servers/dialects`, so any of these dialects in [[reward.servers]] scores here as the
-section would score by itself, row by row: weights, clip and the overlong penalty included; but a reward model here is told what
-the policy was given to continue by its own `prefill` alone. Labels reach functions as the column
-`--label`. Rows of requests that come together are scored together. A row that fails is an error in the answer, never a number.
+The protocols are those of `stages/reward/servers/dialects`, so any of these dialects in
+[[reward.servers]] scores here as the section would score by itself, row by row: weights, clip and
+the overlong penalty included; but a reward model here is told what the policy was given to continue
+by its own `prefill` alone. Labels reach functions as the column `--label`. Rows of requests that
+come together are scored together. A row that fails is an error in the answer, never a number.
 
-It listens on loopback; anywhere else it wants `--token env:NAME`, which requests must carry as bearer token. Without a token it
-answers only requests that name a loopback host, so that no web page can reach it through a browser.
+It listens on loopback; anywhere else it wants `--token env:NAME`, which requests must carry as
+bearer token. Without a token it answers only requests that name a loopback host, so that no web
+page can reach it through a browser.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ DEFAULT = Limits()
 _STATUS = {"E-CONFIG": 422, "E-BUSY": 503, "E-REMOTE": 502}
 
 
-# -- HTTP ---------------------------------------------------------------------------------------------------------------------
+# -- HTTP
 
 
 class _StrictRequest(Request):
@@ -69,9 +71,13 @@ class _StrictRequest(Request):
                     async for chunk in self.stream():
                         found += chunk
                         if len(found) > self.app.state.limits.bytes:
-                            raise HTTPException(413, f"the body has more than {self.app.state.limits.bytes} bytes")
+                            raise HTTPException(
+                                413, f"the body has more than {self.app.state.limits.bytes} bytes"
+                            )
             except TimeoutError:
-                raise HTTPException(408, f"the body did not arrive within {_BODY_SECONDS:g} s") from None
+                raise HTTPException(
+                    408, f"the body did not arrive within {_BODY_SECONDS:g} s"
+                ) from None
             self._body = bytes(found)
         return self._body
 
@@ -93,7 +99,8 @@ class _StrictRoute(APIRoute):
 
 
 class _Gate:
-    """Lets nobody in without the token; where there is none, nobody who does not name a loopback host."""
+    """Lets nobody in without the token; where there is none, nobody who does not name a loopback
+    host."""
 
     def __init__(self, app: Any, token: str) -> None:
         self._app, self._token = app, f"Bearer {token}".encode() if token else b""
@@ -111,17 +118,28 @@ class _Gate:
             return _refuse(401, "SECURITY", "the bearer token is missing or wrong")
         host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
         name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
-        return None if is_loopback(name) else _refuse(403, "SECURITY", "the request names another host than loopback")
+        return (
+            None
+            if is_loopback(name)
+            else _refuse(403, "SECURITY", "the request names another host than loopback")
+        )
 
 
 def _refuse(status: int, code: str, message: str, next: str = "see /openapi.json") -> Response:
-    error = {"code": f"E-{code}", "object": "reward server", "message": printable(message), "next": next}
+    error = {
+        "code": f"E-{code}",
+        "object": "reward server",
+        "message": printable(message),
+        "next": next,
+    }
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
     return _json({"error": error}, status, headers)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(json.dumps(data, allow_nan=False), status, headers, media_type="application/json")
+    return Response(
+        json.dumps(data, allow_nan=False), status, headers, media_type="application/json"
+    )
 
 
 class Error(BaseModel):
@@ -131,7 +149,12 @@ class Error(BaseModel):
 
 
 def make_app(
-    config: Config, scorers: list[Scorer], *, token: str = "", label: str = "answer", limits: Limits = DEFAULT
+    config: Config,
+    scorers: list[Scorer],
+    *,
+    token: str = "",
+    label: str = "answer",
+    limits: Limits = DEFAULT,
 ) -> FastAPI:
     """The application. `label` is the column that labels of openrlhf and slime become."""
     batcher = Batcher(lambda rows: score_rows(config, scorers, rows), limits)
@@ -142,13 +165,17 @@ def make_app(
         yield
         work.cancel()
 
-    app = FastAPI(title="Quiver reward server", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Quiver reward server", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.state.limits = limits
     app.router.route_class = _StrictRoute
     app.add_middleware(_Gate, token=token)
     _tell_errors(app)
     bearer = [Security(HTTPBearer(auto_error=False))] if token else []
-    refusals = {status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)}
+    refusals = {
+        status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)
+    }
     told = {"responses": refusals, "dependencies": bearer}
 
     @app.get("/health")
@@ -195,12 +222,16 @@ def _tell_errors(app: FastAPI) -> None:
         known = error if isinstance(error, QuiverError) else unexpected("reward server", error)
         status = _STATUS.get(known.code, 500)
         headers = {"Retry-After": "1"} if status == 503 else None
-        return _json({"error": {key: text for key, text in known.to_dict().items() if key != "state"}}, status, headers)
+        return _json(
+            {"error": {key: text for key, text in known.to_dict().items() if key != "state"}},
+            status,
+            headers,
+        )
 
     app.add_exception_handler(QuiverError, failed)
 
 
-# -- command line -------------------------------------------------------------------------------------------------------------
+# -- command line
 
 
 def load(path: Path) -> Config:
@@ -209,45 +240,77 @@ def load(path: Path) -> Config:
         section = tomllib.loads(path.read_text(encoding="utf-8")).get("reward")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"recipe {path}", printable(error), next="name a recipe, e.g. deployments/recipes/demo.toml"
+            f"recipe {path}",
+            printable(error),
+            next="name a recipe, e.g. deployments/recipes/demo.toml",
         ) from None
     if not isinstance(section, dict):
-        raise ConfigError(f"recipe {path}", "has no section [reward]", next="name a recipe that has one")
+        raise ConfigError(
+            f"recipe {path}", "has no section [reward]", next="name a recipe that has one"
+        )
     return parse(Config, section, "reward")
 
 
 def listen(host: str, port: int, token: str) -> socket.socket:
-    """A socket at `host`. SecurityError: anywhere but on loopback without a token. ConfigError: it can not be had."""
+    """A socket at `host`. SecurityError: anywhere but on loopback without a token. ConfigError: it
+    can not be had."""
     if not token and not is_loopback(host):
         raise SecurityError(
-            f"reward server on {printable(host)}", "others could reach it without a token", next="give --token env:NAME"
+            f"reward server on {printable(host)}",
+            "others could reach it without a token",
+            next="give --token env:NAME",
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
-        raise ConfigError(f"reward server on {printable(host)}:{port}", printable(error), next="choose another port") from None
+        raise ConfigError(
+            f"reward server on {printable(host)}:{port}",
+            printable(error),
+            next="choose another port",
+        ) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal, then end in order; the exit code is the error's, or 143 for SIGTERM and 130 for SIGINT."""
-    parser = argparse.ArgumentParser(prog="python -m deployments.reward_server", description=__doc__.splitlines()[0])
+    """Serve until a signal, then end in order; the exit code is the error's, or 143 for SIGTERM and
+    130 for SIGINT."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deployments.reward_server", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("recipe", type=Path, help="TOML file with a [reward] section")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8700, help="0: any that is free")
-    parser.add_argument("--token", default="", help="env:NAME of the bearer token that requests must carry")
-    parser.add_argument("--label", default="answer", help="column that labels of openrlhf and slime become")
+    parser.add_argument(
+        "--token", default="", help="env:NAME of the bearer token that requests must carry"
+    )
+    parser.add_argument(
+        "--label", default="answer", help="column that labels of openrlhf and slime become"
+    )
     parser.add_argument("--rows", type=int, default=DEFAULT.rows, help="most rows scored together")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         config, token = load(given.recipe), secret(given.token, "reward server")
         with listen(given.host, given.port, token) as listener, open_scorers(config) as scorers:
-            app = make_app(config, scorers, token=token, label=given.label, limits=DEFAULT._replace(rows=max(1, given.rows)))
+            app = make_app(
+                config,
+                scorers,
+                token=token,
+                label=given.label,
+                limits=DEFAULT._replace(rows=max(1, given.rows)),
+            )
             log.info("rewards are served on http://%s:%d", given.host, listener.getsockname()[1])
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends by it in order, then raises it anew
+            signal.signal(
+                signal.SIGTERM, lambda *_: sys.exit(143)
+            )  # the server ends by it in order, then raises it anew
             server = uvicorn.Server(
-                uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=5)
+                uvicorn.Config(
+                    app,
+                    log_level="warning",
+                    access_log=False,
+                    server_header=False,
+                    timeout_graceful_shutdown=5,
+                )
             )
             server.run(sockets=[listener])
     except QuiverError as error:

@@ -1,9 +1,10 @@
 """Serve a recipe from this very process: a schedule for a laptop, without work pools and workers.
 
-Prefect's embedded server, which `quiver run` lives with, has no scheduler and triggers nothing. So where PREFECT_API_URL names no
-server, a real one is started on loopback and ends with this command. Runs are child processes; a run that is due while the last
-one still runs waits, or is skipped. When this process ends, its schedule is paused and its runs are cancelled; the finished shards
-of an unfinished stage are kept, and serving again goes on from there.
+Prefect's embedded server, which `quiver run` lives with, has no scheduler and triggers nothing. So
+where PREFECT_API_URL names no server, a real one is started on loopback and ends with this command.
+Runs are child processes; a run that is due while the last one still runs waits, or is skipped. When
+this process ends, its schedule is paused and its runs are cancelled; the finished shards of an
+unfinished stage are kept, and serving again goes on from there.
 
     serve(load("recipe.toml"), cron="0 2 * * *", timezone="Europe/Berlin")
 """
@@ -41,17 +42,25 @@ def serve(
     port: int | None = None,
     tell: Callable[[dict[str, Any]], None] = lambda served: None,
 ) -> None:
-    """Run `recipe` when it is due, until SIGINT or SIGTERM. `now`: once at the beginning, too. `port`: of a server of its own;
-    None: Prefect's setting PREFECT_SERVER_API_PORT, 4200. `tell` is called once with what is served, and where."""
+    """Run `recipe` when it is due, until SIGINT or SIGTERM. `now`: once at the beginning, too.
+    `port`: of a server of its own; None: Prefect's setting PREFECT_SERVER_API_PORT, 4200. `tell` is
+    called once with what is served, and where."""
     if port and PREFECT_API_URL.value():
-        what = f"no server is started: PREFECT_API_URL names one, {printable(PREFECT_API_URL.value())}"
+        what = (
+            f"no server is started: PREFECT_API_URL names one, {printable(PREFECT_API_URL.value())}"
+        )
         raise ConfigError(f"--port {port}", what, next="leave --port out, or unset PREFECT_API_URL")
     where = Where(pool="", cron=cron, timezone=timezone, overlap=overlap, on=on)
     resolved, _ = resolve(recipe, "a served run")
-    deployment = described(flow_of(recipe), recipe.run, where, parameters=parameters(resolved), paused=False)
+    deployment = described(
+        flow_of(recipe), recipe.run, where, parameters=parameters(resolved), paused=False
+    )
     with ExitStack() as stack:
         if not PREFECT_API_URL.value():
-            log.info("PREFECT_API_URL is not set, and the embedded server keeps no schedules: starting a real one, on loopback")
+            log.info(
+                "PREFECT_API_URL is not set, and the embedded server keeps no schedules: starting "
+                "a real one, on loopback"
+            )
             stack.enter_context(own_server(port or PREFECT_SERVER_API_PORT.value()))
         url = check_api()
         runner = Runner(name=f"quiver-{recipe.run}", heartbeat_seconds=HEARTBEAT_SECONDS)
@@ -62,12 +71,21 @@ def serve(
         log.info("serving %s; pages: %s", deployment.full_name, url.removesuffix("/api"))
         log.info("schedule: %s", f"{cron} ({timezone})" if cron else "none; runs start by hand")
         log.info("by hand: PREFECT_API_URL=%s prefect deployment run %s", url, deployment.full_name)
-        tell({"api": url, "deployment": deployment.full_name, "cron": cron, "timezone": timezone, "flow_run": started})
+        tell(
+            {
+                "api": url,
+                "deployment": deployment.full_name,
+                "cron": cron,
+                "timezone": timezone,
+                "flow_run": started,
+            }
+        )
         _run(runner)
 
 
 def _run(runner: Runner) -> None:
-    """Until a signal. SIGTERM ends it as Ctrl-C does: Prefect's own answer to it leaves the runs to themselves."""
+    """Until a signal. SIGTERM ends it as Ctrl-C does: Prefect's own answer to it leaves the runs to
+    themselves."""
 
     async def until_stopped() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -1,8 +1,10 @@
-"""Work beside a flow's own: a thread that runs stages while the flow runs others, and that ends at once with it.
+"""Work beside a flow's own: a thread that runs stages while the flow runs others, and that ends at
+once with it.
 
-Prefect's `.submit()` waits for its threads when a flow is cancelled, and would leave their children behind. Here whatever ends the
-`with` block (an error, a cancel, Ctrl-C) stops the work first: `stages.common.process` ends its child. When the flow is killed
-outright, the child sees its lifeline close, as every stage does.
+Prefect's `.submit()` waits for its threads when a flow is cancelled, and would leave their children
+behind. Here whatever ends the `with` block (an error, a cancel, Ctrl-C) stops the work first:
+`stages.common.process` ends its child. When the flow is killed outright, the child sees its
+lifeline close, as every stage does.
 
     with Ahead(lambda: sample(recipe, 2)) as ahead:
         optimize(recipe, 1)
@@ -34,13 +36,16 @@ def is_stopped() -> bool:
 
 
 class Ahead(Generic[_T]):
-    """`work()` in a thread of its own, in a copy of the caller's context. Its error is raised by `result`, in the caller."""
+    """`work()` in a thread of its own, in a copy of the caller's context. Its error is raised by
+    `result`, in the caller."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
         self._stop, self._error, self._work = threading.Event(), None, work
         context = copy_context()
         context.run(_STOP.set, self._stop)
-        self._thread = threading.Thread(target=context.run, args=(self._run,), daemon=True, name="ahead")
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), daemon=True, name="ahead"
+        )
 
     def __enter__(self) -> Ahead[_T]:
         self._thread.start()
@@ -48,7 +53,9 @@ class Ahead(Generic[_T]):
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
-        self._thread.join(GRACE_SECONDS + 3)  # a child that ignores SIGTERM is killed after the grace
+        self._thread.join(
+            GRACE_SECONDS + 3
+        )  # a child that ignores SIGTERM is killed after the grace
 
     def result(self) -> _T:
         """Wait for the work; what it returned, or raised."""

@@ -1,10 +1,12 @@
-"""A person's answer to a paused flow run: typed, by the form of Prefect's pages or over its API, and no after a time.
+"""A person's answer to a paused flow run: typed, by the form of Prefect's pages or over its API,
+and no after a time.
 
     POST /api/flow_runs/ID/resume   {"run_input": {"approve": true, "author": "ada", "reason": "reads well"}}
 
-The server checks the answer against the form; one that does not fit resumes nothing. An answer that overrides rewards has the
-policy trained again on a new rewards version, which says who and why, and is asked about what came of it. Refused: a run without
-a server of its own, since Prefect's embedded one ends with the run.
+The server checks the answer against the form; one that does not fit resumes nothing. An answer that
+overrides rewards has the policy trained again on a new rewards version, which says who and why, and
+is asked about what came of it. Refused: a run without a server of its own, since Prefect's embedded
+one ends with the run.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ from .recipe import Recipe
 from .tasks import perform
 
 POLL_SECONDS = 5.0
-_PARAMETERS = {"policy": "policy", "rollouts": "rollouts", "rewards": "rewards", "ref": "ref_logprobs", "prox": "prox_logprobs"}
+_PARAMETERS = {
+    "policy": "policy",
+    "rollouts": "rollouts",
+    "rewards": "rewards",
+    "ref": "ref_logprobs",
+    "prox": "prox_logprobs",
+}
 _SPARE_SECONDS = 300  # Prefect's own limit fails a run that nobody resumed, so ours comes first
 
 
@@ -42,16 +50,22 @@ class Answer(RunInput):
 
     approve: bool = Field(description="Promote it.")
     author: str = Field(pattern=r"\S", max_length=2000, description="Who answers.")
-    reason: str = Field(pattern=r"\S", max_length=2000, description="Why; it stays with the tag, and with the rewards.")
+    reason: str = Field(
+        pattern=r"\S",
+        max_length=2000,
+        description="Why; it stays with the tag, and with the rewards.",
+    )
     overrides: dict[str, float] = Field(
         default_factory=dict,
-        description="Rewards by rollout_id that shall be others. If there are any, the policy is trained again on the rewards "
+        description="Rewards by rollout_id that shall be others. If there are any, the policy is "
+        "trained again on the rewards "
         "with these in place, and asked about again; `approve` then decides nothing.",
     )
 
 
 class Candidate(NamedTuple):
-    """A policy that would take the tag over, the rewards that it learned from last, its evaluation, and how it was judged."""
+    """A policy that would take the tag over, the rewards that it learned from last, its evaluation,
+    and how it was judged."""
 
     policy: str
     rewards: str
@@ -64,28 +78,42 @@ def require_server() -> None:
     if not PREFECT_API_URL.value():
         raise ConfigError(
             "promotion.approval",
-            "an answer needs a Prefect server that stays; without PREFECT_API_URL the run has one of its own, which ends with it",
-            next="prefect server start, then PREFECT_API_URL=http://127.0.0.1:4200/api and the same command again",
+            "an answer needs a Prefect server that stays; without PREFECT_API_URL the run has one "
+            "of its own, which ends with it",
+            next="prefect server start, then PREFECT_API_URL=http://127.0.0.1:4200/api and the "
+            "same command again",
         )
 
 
 def ask(question: str, seconds: float) -> Answer:
-    """Pause this flow run until somebody answers; after `seconds` the answer is no. `question` (Markdown) stands above the form.
+    """Pause this flow run until somebody answers; after `seconds` the answer is no. `question`
+    (Markdown) stands above the form.
 
     A run that was stopped while it waited asks again.
     """
     form, over = Answer.with_initial_data(description=question), Event()
-    clock = Thread(target=copy_context().run, args=(_answer_no, UUID(flow_run.id), seconds, over), daemon=True)
+    clock = Thread(
+        target=copy_context().run, args=(_answer_no, UUID(flow_run.id), seconds, over), daemon=True
+    )
     clock.start()
     try:
-        return pause_flow_run(form, timeout=int(seconds) + _SPARE_SECONDS, poll_interval=POLL_SECONDS, key=str(uuid4()))
+        return pause_flow_run(
+            form,
+            timeout=int(seconds) + _SPARE_SECONDS,
+            poll_interval=POLL_SECONDS,
+            key=str(uuid4()),
+        )
     finally:
         over.set()
 
 
 def _answer_no(run: UUID, seconds: float, over: Event) -> None:
     """Answer after `seconds`, unless the question is `over`."""
-    answer = {"approve": False, "author": "quiver", "reason": f"nobody answered within {seconds:g} s"}
+    answer = {
+        "approve": False,
+        "author": "quiver",
+        "reason": f"nobody answered within {seconds:g} s",
+    }
     over.wait(seconds)
     while not over.is_set():
         with suppress(NotPausedError):  # somebody answered just now, or it does not pause yet
@@ -96,7 +124,8 @@ def _answer_no(run: UUID, seconds: float, over: Event) -> None:
 def reviewed(
     recipe: Recipe, candidate: Candidate, before: str, weigh: Callable[[str, str], Candidate]
 ) -> tuple[Candidate, Answer | None]:
-    """The candidate that somebody said yes or no to, and the answer; no answer where one that was trained again is not better.
+    """The candidate that somebody said yes or no to, and the answer; no answer where one that was
+    trained again is not better.
 
     `weigh` judges a policy and the rewards that it learned from.
     """
@@ -110,7 +139,10 @@ def reviewed(
             refs = {"rewards": candidate.rewards}
             rewards = perform(recipe, "override", "override", config, refs, recipe.run, False).ref
         except ConfigError as error:  # what was typed; the one who typed it is told
-            note = f"\n\n**The overrides of {answer.author} were refused**: {error.object}: {error.message}"
+            note = (
+                f"\n\n**The overrides of {answer.author} were refused**: {error.object}: "
+                f"{error.message}"
+            )
             continue
         note = ""
         candidate = weigh(train_again(recipe, candidate, rewards), rewards)
@@ -119,21 +151,28 @@ def reviewed(
 
 
 def train_again(recipe: Recipe, candidate: Candidate, rewards: str) -> str:
-    """The policy that the candidate's last training makes of other `rewards`; whatever else it was made of stays."""
+    """The policy that the candidate's last training makes of other `rewards`; whatever else it was
+    made of stays."""
     refs: dict[str, list[str]] = {}
     for entry in Store(recipe.store).open(candidate.policy).manifest.inputs:
         parameter = _PARAMETERS.get(entry.role.partition(".")[0])
         if parameter:
-            refs.setdefault(parameter, []).append(rewards if entry.ref == candidate.rewards else entry.ref)
+            refs.setdefault(parameter, []).append(
+                rewards if entry.ref == candidate.rewards else entry.ref
+            )
     plain = {name: found[0] if len(found) == 1 else found for name, found in refs.items()}
-    return perform(recipe, "optimize again", "optimize", recipe.optimize_config(), plain, recipe.run, False).ref
+    return perform(
+        recipe, "optimize again", "optimize", recipe.optimize_config(), plain, recipe.run, False
+    ).ref
 
 
 def _question(recipe: Recipe, candidate: Candidate, before: str) -> str:
     rewards, store = candidate.rewards, recipe.store
     return (
-        f"Shall **{candidate.policy}** replace **{before}** as `{recipe.run}/policy@{recipe.promotion.tag}`?\n\n"
+        f"Shall **{candidate.policy}** replace **{before}** as "
+        f"`{recipe.run}/policy@{recipe.promotion.tag}`?\n\n"
         f"{candidate.judged.why}\n\n"
-        f"Its last rewards are {rewards}: `quiver show {rewards} --store {store}`. Without an answer within "
+        f"Its last rewards are {rewards}: `quiver show {rewards} --store {store}`. Without an "
+        "answer within "
         f"{recipe.promotion.approval_seconds:g} s it is not promoted."
     )

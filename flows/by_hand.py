@@ -1,8 +1,10 @@
-"""What a command did by hand, told to the Prefect server that PREFECT_API_URL names, in the form of a flow's events.
+"""What a command did by hand, told to the Prefect server that PREFECT_API_URL names, in the form of
+a flow's events.
 
-So what waits for a version or a tag starts whoever made it. Without PREFECT_API_URL nothing is told, and nothing of Prefect is
-imported. A flow leaves its events to a thread of Prefect's, which may try for minutes and says to nobody whether they arrived; a
-command ends at once, so it posts them itself. A server that does not take them costs a warning for each, and `SECONDS` in all.
+So what waits for a version or a tag starts whoever made it. Without PREFECT_API_URL nothing is
+told, and nothing of Prefect is imported. A flow leaves its events to a thread of Prefect's, which
+may try for minutes and says to nobody whether they arrived; a command ends at once, so it posts
+them itself. A server that does not take them costs a warning for each, and `SECONDS` in all.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ log = logging.getLogger("quiver")
 
 
 def tell_version(call: Call, outcome: Outcome) -> None:
-    """Tell of each version that the stage wrote; nothing where it was there already. Never raises."""
+    """Tell of each version that the stage wrote; nothing where it was there already. Never
+    raises."""
 
     def events() -> list[dict[str, Any]]:
         from .assets import version_events
@@ -57,10 +60,14 @@ def _tell(what: str, events: Callable[[], list[dict[str, Any]]]) -> None:
         if time.monotonic() < _failed + _RESPITE_SECONDS:
             raise TimeoutError("nor of the one before")
         _post(events())
-    except Exception as error:  # whatever it is: what was done stands, and the command's answer with it
+    except (
+        Exception
+    ) as error:  # whatever it is: what was done stands, and the command's answer with it
         _failed = time.monotonic()
         why = printable(error) or f"no answer within {SECONDS:g} s"
-        log.warning("%s: Prefect's server was not told of it, so no deployment starts by it (%s)", what, why)
+        log.warning(
+            "%s: Prefect's server was not told of it, so no deployment starts by it (%s)", what, why
+        )
 
 
 def _post(events: list[dict[str, Any]]) -> None:
@@ -79,6 +86,7 @@ def _post(events: list[dict[str, Any]]) -> None:
         except Exception as error:
             answer.set_exception(error)
 
-    # a thread, since Prefect's client tries again for as long as a busy server asks it to; it dies with this process
+    # a thread, since Prefect's client tries again for as long as a busy server asks it to; it dies
+    # with this process
     threading.Thread(target=post, daemon=True, name="events").start()
     answer.result(SECONDS)

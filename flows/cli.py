@@ -1,7 +1,8 @@
-"""The command line. With --json one JSON object is the last line of stdout and nothing else is there; logs go to stderr.
+"""The command line. With --json one JSON object is the last line of stdout and nothing else is
+there; logs go to stderr.
 
-The commands are in `commands/`; here they are gathered, and their errors become exit codes. Heavy imports wait until a command
-needs them.
+The commands are in `commands/`; here they are gathered, and their errors become exit codes. Heavy
+imports wait until a command needs them.
 """
 
 from __future__ import annotations
@@ -48,11 +49,18 @@ def _run() -> int:
     try:
         return get_command(app).main(standalone_mode=False) or 0
     except typer.Abort:  # Ctrl-C
-        print("stopped; what is finished is kept: the same command goes on from there", file=sys.stderr)
+        print(
+            "stopped; what is finished is kept: the same command goes on from there",
+            file=sys.stderr,
+        )
         return 130
     except _UsageError as error:
         command = error.ctx.info_name if error.ctx and error.ctx.parent else ""
-        told = ConfigError("command line", error.format_message(), next=" ".join(filter(None, ("quiver", command, "--help"))))
+        told = ConfigError(
+            "command line",
+            error.format_message(),
+            next=" ".join(filter(None, ("quiver", command, "--help"))),
+        )
     except QuiverError as error:
         told = error
         if "--debug" in sys.argv:
@@ -73,10 +81,12 @@ def main() -> None:
     os.environ["QUIVER_DEBUG"] = "1" if debug else ""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver").setLevel(logging.INFO)
-    served = sys.argv[1:2] == ["serve"]  # its runs are read on Prefect's pages, so they log there as they do under a worker
+    # runs of `serve` are read on Prefect's pages, so they log there as they do under a worker
+    served = sys.argv[1:2] == ["serve"]
     if not served:
         os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
-    if not (debug or served):  # Prefect logs a stage's error with its traceback; the error itself is printed once, at the end
+    if not (debug or served):
+        # Prefect logs a stage's error with its traceback; the error is printed once, at the end
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "CRITICAL")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

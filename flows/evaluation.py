@@ -1,6 +1,8 @@
-"""Measure a policy on the held-out rows: generate + reward + estimators, in a run of its own, so that training's `latest` stays.
+"""Measure a policy on the held-out rows: generate + reward + estimators, in a run of its own, so
+that training's `latest` stays.
 
-The prompts, rollouts and rewards go to `<run>.eval`; the evaluation itself, with score, standard error and n, to `<run>`.
+The prompts, rollouts and rewards go to `<run>.eval`; the evaluation itself, with score, standard
+error and n, to `<run>`.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ def measure(
     baseline: str | None = None,
     run: Callable[..., Outcome] | None = None,
 ) -> Outcome | None:
-    """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages; None without held-out rows.
+    """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages;
+    None without held-out rows.
 
-    `baseline`: an evaluation of another policy on the same rows; the metrics then hold the difference to it too. `run` calls a
-    stage, given recipe, stage, config, references, force and the run that the version goes to; None: a task of Prefect's does.
+    `baseline`: an evaluation of another policy on the same rows; the metrics then hold the
+    difference to it too. `run` calls a stage, given recipe, stage, config, references, force and
+    the run that the version goes to; None: a task of Prefect's does.
     """
     if recipe.data.held_out is None:
         return None
@@ -50,7 +54,14 @@ def measure(
     rollouts = stage("generate", config, aside, prompts=prompts.ref, policy=policy)
     rewards = stage("reward", recipe.reward, aside, rollouts=rollouts.ref)
     beside = {"baseline": baseline} if baseline else {}
-    scored = stage("evaluate", recipe.score_config(), recipe.run, rollouts=rollouts.ref, rewards=rewards.ref, **beside)
+    scored = stage(
+        "evaluate",
+        recipe.score_config(),
+        recipe.run,
+        rollouts=rollouts.ref,
+        rewards=rewards.ref,
+        **beside,
+    )
     total = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, scored))
     return replace(scored, seconds=round(total, 3))
 
@@ -58,7 +69,11 @@ def measure(
 def require_held_out(recipe: Recipe) -> None:
     """ConfigError where the recipe has nothing to measure on."""
     if recipe.data.held_out is None:
-        raise ConfigError("data.held_out", "the recipe names no held-out rows", next="add [data.held_out] to the recipe")
+        raise ConfigError(
+            "data.held_out",
+            "the recipe names no held-out rows",
+            next="add [data.held_out] to the recipe",
+        )
 
 
 def numbers(outcome: Outcome | None) -> dict[str, Any] | None:

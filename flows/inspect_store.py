@@ -1,4 +1,5 @@
-"""What the command line says of a store: rows of `show`, the tree of `lineage`, the differences of `diff`."""
+"""What the command line says of a store: rows of `show`, the tree of `lineage`, the differences of
+`diff`."""
 
 from __future__ import annotations
 
@@ -13,24 +14,41 @@ from stages.common.store import Store, Version
 from stages.reward.measures import changes
 
 _KEYS = ("rollout_id", "group_id", "step")
-_ALWAYS_DIFFERENT = {"version", "created", "commit_id", "content_hash", "run_key", "seconds", "bytes", "files", "run"}
+_ALWAYS_DIFFERENT = {
+    "version",
+    "created",
+    "commit_id",
+    "content_hash",
+    "run_key",
+    "seconds",
+    "bytes",
+    "files",
+    "run",
+}
 
 
 def listing(store: Store, run: str | None) -> list[dict[str, Any]]:
-    """What `ls` prints of each version: ref, rows, stage, created; of one whose manifest is torn, ref and `error`."""
+    """What `ls` prints of each version: ref, rows, stage, created; of one whose manifest is torn,
+    ref and `error`."""
 
     def line(ref: Ref) -> dict[str, Any]:
         try:
             manifest = store.open(ref).manifest
         except QuiverError as error:
             return {"ref": str(ref), "error": f"{error.code} {error.object}: {error.message}"}
-        return {"ref": manifest.ref, "rows": manifest.rows, "stage": manifest.stage, "created": manifest.created}
+        return {
+            "ref": manifest.ref,
+            "rows": manifest.rows,
+            "stage": manifest.stage,
+            "created": manifest.created,
+        }
 
     return [line(ref) for ref in store.refs(run)]
 
 
 def history(store: Store, tag: str) -> list[dict[str, Any]]:
-    """What became of a tag, given as run/kind@tag, oldest first: at, before, ref, why, key, about. ConfigError, LineageError."""
+    """What became of a tag, given as run/kind@tag, oldest first: at, before, ref, why, key, about.
+    ConfigError, LineageError."""
     ref = parse(tag)
     entries = store.history(ref.run, str(ref.version))
     store.resolve(ref)
@@ -45,9 +63,11 @@ def rows(version: Version, count: int) -> list[dict[str, Any]]:
 
 
 def lineage(store: Store, ref: str, _seen: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`ref` and what it was made of, down to the sources: {"ref", "stage", "inputs": [{"role", "ref", …}]}.
+    """`ref` and what it was made of, down to the sources: {"ref", "stage", "inputs": [{"role",
+    "ref", …}]}.
 
-    A version that was reached before is named without its inputs again; one that is gone is marked `expired`.
+    A version that was reached before is named without its inputs again; one that is gone is marked
+    `expired`.
     """
     seen = {} if _seen is None else _seen
     version = store.open(ref)
@@ -56,7 +76,9 @@ def lineage(store: Store, ref: str, _seen: dict[str, Any] | None = None) -> dict
         return {"ref": name, "stage": seen[name], "inputs": [], "seen": True}
     manifest = version.manifest
     seen[name] = manifest.stage
-    parents = {entry.ref: entry.role for entry in (*manifest.models, *manifest.inputs) if entry.ref != name}
+    parents = {
+        entry.ref: entry.role for entry in (*manifest.models, *manifest.inputs) if entry.ref != name
+    }
     inputs = []
     for parent, role in parents.items():
         try:
@@ -69,14 +91,22 @@ def lineage(store: Store, ref: str, _seen: dict[str, Any] | None = None) -> dict
 def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     """What differs between two versions of one kind.
 
-    `changed`: {path in the manifest: [a, b]}; `rows`: how many stand only in one of them, in both, and by column how many differ;
-    for rewards, `rewards`: what became of those of the rows in both (`stages.reward.measures.changes`).
+    `changed`: {path in the manifest: [a, b]}; `rows`: how many stand only in one of them, in both,
+    and by column how many differ; for rewards, `rewards`: what became of those of the rows in both
+    (`stages.reward.measures.changes`).
     """
     a, b = store.open(first), store.open(second)
     if a.ref.kind != b.ref.kind:
-        raise ConfigError(f"{a.ref} {b.ref}", "two versions of one kind are compared", next="quiver ls")
-    flat = [_flatten(v.manifest.model_dump(mode="json", by_alias=True, exclude=_ALWAYS_DIFFERENT)) for v in (a, b)]
-    paths = sorted(path for path in flat[0].keys() | flat[1].keys() if flat[0].get(path) != flat[1].get(path))
+        raise ConfigError(
+            f"{a.ref} {b.ref}", "two versions of one kind are compared", next="quiver ls"
+        )
+    flat = [
+        _flatten(v.manifest.model_dump(mode="json", by_alias=True, exclude=_ALWAYS_DIFFERENT))
+        for v in (a, b)
+    ]
+    paths = sorted(
+        path for path in flat[0].keys() | flat[1].keys() if flat[0].get(path) != flat[1].get(path)
+    )
     changed = {path: [flat[0].get(path), flat[1].get(path)] for path in paths}
     if a.ref.kind == "policy":
         return {"changed": changed, "rows": {}}
@@ -89,7 +119,11 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
 
 
 def _flatten(data: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(data, list) and data and all(isinstance(item, dict) and "role" in item for item in data):
+    if (
+        isinstance(data, list)
+        and data
+        and all(isinstance(item, dict) and "role" in item for item in data)
+    ):
         data = {item["role"]: item for item in data}
     if not isinstance(data, dict) or not data:
         return {path: data}
@@ -118,7 +152,9 @@ def _diff_rows(a: pa.Table, b: pa.Table, left: pa.Table, right: pa.Table) -> dic
 
 
 def _count_different(left: pa.ChunkedArray, right: pa.ChunkedArray) -> int:
-    if (pa.types.is_primitive(left.type) and left.type == right.type) or pa.types.is_string(left.type):
+    if (pa.types.is_primitive(left.type) and left.type == right.type) or pa.types.is_string(
+        left.type
+    ):
         same = pc.fill_null(pc.equal(left, right), False)
         neither = pc.and_(pc.is_null(left), pc.is_null(right))
         return len(left) - (pc.sum(pc.or_(same, neither)).as_py() or 0)

@@ -1,4 +1,5 @@
-"""What stages say, on Prefect's pages too: lines of the logger `quiver` go to the flow and task run in which they were said."""
+"""What stages say, on Prefect's pages too: lines of the logger `quiver` go to the flow and task run
+in which they were said."""
 
 from __future__ import annotations
 

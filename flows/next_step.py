@@ -1,7 +1,7 @@
 """What an error says to do next, as a command that a shell takes at this very place.
 
-A stage knows neither the recipe's file nor how the store was named: it says `quiver reward RECIPE --rollouts a/rollouts@1`. The
-command line puts in what it was given itself.
+A stage knows neither the recipe's file nor how the store was named: it says `quiver reward RECIPE
+--rollouts a/rollouts@1`. The command line puts in what it was given itself.
 
 >>> complete("quiver verify a/rewards@1", Called(store="my store"), {"verify": {"--store"}}.get)
 "quiver verify a/rewards@1 --store 'my store'"
@@ -38,23 +38,32 @@ def default_store() -> str:
 
 
 def options_in(commands: Mapping[str, Any]) -> Callable[[str], set[str]]:
-    """The options of one of `commands` (as typer makes them), by its name; none of one that is not there."""
+    """The options of one of `commands` (as typer makes them), by its name; none of one that is not
+    there."""
 
     def options_of(name: str) -> set[str]:
-        return {option for parameter in commands[name].params for option in parameter.opts} if name in commands else set()
+        return (
+            {option for parameter in commands[name].params for option in parameter.opts}
+            if name in commands
+            else set()
+        )
 
     return options_of
 
 
 def complete(next: str, called: Called, options_of: Callable[[str], set[str]]) -> str:
-    """`next` with the recipe in place of RECIPE, and with the settings and store of this call; anything that is no command of ours
-    as it is. `options_of`: the options of a command, by its name."""
+    """`next` with the recipe in place of RECIPE, and with the settings and store of this call;
+    anything that is no command of ours as it is. `options_of`: the options of a command, by its
+    name."""
     if not next.startswith("quiver "):
         return next
     words = [program(), *shlex.split(next)[1:]]
     if "RECIPE" in words and called.recipe:
         words[words.index("RECIPE")] = str(called.recipe)
         words += [part for setting in called.settings for part in ("--set", setting)]
-    if "--store" in options_of(words[1]) - set(words) and called.store not in (None, default_store()):
+    if "--store" in options_of(words[1]) - set(words) and called.store not in (
+        None,
+        default_store(),
+    ):
         words += ["--store", called.store]
     return shlex.join(words)

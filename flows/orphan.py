@@ -1,9 +1,12 @@
-"""A flow run does not outlive the worker that started it: nobody could cancel it any more, and its place is taken over.
+"""A flow run does not outlive the worker that started it: nobody could cancel it any more, and its
+place is taken over.
 
-Prefect's workers leave their flow processes running when they are killed. A thread asks every second whether the parent still is
-the one that it began with; when not, the flow gets SIGTERM, as on a cancel, and so ends its stage; if it can not end (it tells the
-server so first, which may be gone as well), SIGKILL follows, and the stage's process sees its lifeline close. Whoever died before
-the thread began, while this process was still importing, no longer listens at the port that he gave it for commands.
+Prefect's workers leave their flow processes running when they are killed. A thread asks every
+second whether the parent still is the one that it began with; when not, the flow gets SIGTERM, as
+on a cancel, and so ends its stage; if it can not end (it tells the server so first, which may be
+gone as well), SIGKILL follows, and the stage's process sees its lifeline close. Whoever died before
+the thread began, while this process was still importing, no longer listens at the port that he gave
+it for commands.
 """
 
 from __future__ import annotations
@@ -34,9 +37,19 @@ def _watch(parent: int) -> None:
 
 
 def _is_there() -> bool:
-    """Whether the worker listens where it said when it started this process; true where it said nothing."""
-    given = Path("/proc/self/environ").read_bytes().split(b"\0")  # Prefect takes it out of os.environ
-    port = next((int(entry.partition(b"=")[2]) for entry in given if entry.startswith(b"PREFECT__CONTROL_PORT=")), None)
+    """Whether the worker listens where it said when it started this process; true where it said
+    nothing."""
+    given = (
+        Path("/proc/self/environ").read_bytes().split(b"\0")
+    )  # Prefect takes it out of os.environ
+    port = next(
+        (
+            int(entry.partition(b"=")[2])
+            for entry in given
+            if entry.startswith(b"PREFECT__CONTROL_PORT=")
+        ),
+        None,
+    )
     if port is None:
         return True
     try:

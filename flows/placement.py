@@ -1,7 +1,9 @@
-"""Where a stage runs: a child process of this one, or the workers of a Prefect work pool, as the recipe's [placement] says.
+"""Where a stage runs: a child process of this one, or the workers of a Prefect work pool, as the
+recipe's [placement] says.
 
-What is done already is found in this process in either case, in milliseconds. Refused before anything runs: a pool where no server
-is named, and a store by a relative path, which another host would look for elsewhere.
+What is done already is found in this process in either case, in milliseconds. Refused before
+anything runs: a pool where no server is named, and a store by a relative path, which another host
+would look for elsewhere.
 
     outcome = place(recipe, Call("generate", …), "arith · generate 1/3")
 """
@@ -57,8 +59,9 @@ class Place:
     slots: int = 0
     limit: str | None = None
     soon: tuple[Next, ...] = ()
-    """Whose processes are begun with this one's: they import, on a core that this one leaves idle as it starts; and where this
-    stage makes their checkpoint, they start as soon as its model is whole."""
+    """Whose processes are begun with this one's: they import, on a core that this one leaves idle
+    as it starts; and where this stage makes their checkpoint, they start as soon as its model is
+    whole."""
 
 
 def place_of(recipe: Recipe, stage: str) -> Place:
@@ -79,11 +82,14 @@ def place_of(recipe: Recipe, stage: str) -> Place:
 def coming(recipe: Recipe, hints: Mapping[str, Hint]) -> tuple[Next, ...]:
     """Those of the stages hinted at that will run in a child process of this one."""
     places = {stage: place_of(recipe, stage) for stage in hints}
-    return tuple(Next(name, hints[name], at.python, at.online) for name, at in places.items() if not at.pool)
+    return tuple(
+        Next(name, hints[name], at.python, at.online) for name, at in places.items() if not at.pool
+    )
 
 
 def check_placement(recipe: Recipe) -> None:
-    """ConfigError where a pool is named that can not be reached from here, or could not see the store."""
+    """ConfigError where a pool is named that can not be reached from here, or could not see the
+    store."""
     pools = recipe.placement.pools
     if not pools:
         return
@@ -92,8 +98,10 @@ def check_placement(recipe: Recipe) -> None:
     if not Path(recipe.store).expanduser().is_absolute():
         raise ConfigError(
             "store",
-            f"{recipe.store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts that have other folders",
-            next=f"mount the store at the same path everywhere, e.g. --set store={str(Path(recipe.store).absolute())!r}",
+            f"{recipe.store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts "
+            "that have other folders",
+            next="mount the store at the same path everywhere, e.g. --set "
+            f"store={str(Path(recipe.store).absolute())!r}",
         )
 
 
@@ -105,7 +113,8 @@ def require_server(name: str) -> None:
         raise ConfigError(
             name,
             "a work pool needs a Prefect server, and PREFECT_API_URL names none",
-            next="prefect server start, then export PREFECT_API_URL=http://127.0.0.1:4200/api and run again",
+            next="prefect server start, then export PREFECT_API_URL=http://127.0.0.1:4200/api and "
+            "run again",
         )
 
 
@@ -123,7 +132,8 @@ def run_at(
     on_line: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """As `place`, for a place that is known. `on_line` is called with each line of a child process of this one."""
+    """As `place`, for a place that is known. `on_line` is called with each line of a child process
+    of this one."""
     announcement = ""
     if not call.force:
         try:
@@ -146,9 +156,11 @@ def run_when_free(
     stopped: Callable[[], bool] = lambda: False,
     **more: Any,
 ) -> Outcome:
-    """As `run_at`; while another process is at this very work alone, wait until it has finished or is gone.
+    """As `run_at`; while another process is at this very work alone, wait until it has finished or
+    is gone.
 
-    So does the run that follows one whose flow was killed: what that flow had started in a pool may still be at work.
+    So does the run that follows one whose flow was killed: what that flow had started in a pool may
+    still be at work.
     """
     pause, told = POLL_SECONDS, ""
     while True:
@@ -184,14 +196,17 @@ def run_here(
     on_line: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """In a child process of this one, once there is a slot for it. `announcement`: where the stage says that its model is whole;
-    engines that come soon wait for that, unless somebody counts who is at work on this host."""
+    """In a child process of this one, once there is a slot for it. `announcement`: where the stage
+    says that its model is whole; engines that come soon wait for that, unless somebody counts who
+    is at work on this host."""
     if call.stage not in ("prompt", "generate"):
         end_early(engines=True)  # nobody took it up, and this one may need the memory
     if call.stage != "optimize" or where.slots or where.limit:
         announcement = ""
     with slots(call, label, where.slots, where.limit, stopped) as env:
-        for stage, hint, python, online in () if env else where.soon:  # else they know only later which devices they have
+        for stage, hint, python, online in (
+            () if env else where.soon
+        ):  # else they know only later which devices they have
             begin_early(stage, replace(hint, announcement=announcement), python, online)
         try:
             return run_stage(

@@ -1,10 +1,11 @@
-"""Progress of a running stage on Prefect's pages, read from the lines that its child process logs anyway.
+"""Progress of a running stage on Prefect's pages, read from the lines that its child process logs
+anyway.
 
     with progress(call, log.info) as on_line:
         outcome = run_stage(call, on_line=on_line)
 
-A thread of its own tells the server, every few seconds and only of news: a slow server, or none, does not hold up the stage, and
-a stage that is done sooner than that leaves no artifact.
+A thread of its own tells the server, every few seconds and only of news: a slow server, or none,
+does not hold up the stage, and a stage that is done sooner than that leaves no artifact.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _STEP = re.compile(r"step (\d+): (?:(\d+) of (\d+) micro-batches|loss)")
 
 @contextmanager
 def progress(call: Call, on_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """What takes the lines of the child that runs `call`: it hands them on to `on_line`, and shows how far the stage is."""
+    """What takes the lines of the child that runs `call`: it hands them on to `on_line`, and shows
+    how far the stage is."""
     bar, ended = Bar(call), threading.Event()
 
     def hear(line: str) -> None:
@@ -75,7 +77,10 @@ class Bar:
         elif found := _STEP.match(line):
             step = int(found[1])
             self._first = step if self._first is None else self._first
-            done, total = step - self._first + (int(found[2]) / int(found[3]) if found[2] else 1), self._steps
+            done, total = (
+                step - self._first + (int(found[2]) / int(found[3]) if found[2] else 1),
+                self._steps,
+            )
         else:
             return
         self.percent, self.line = min(100.0, 100.0 * done / max(total, 1)), line

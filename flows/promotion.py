@@ -1,7 +1,8 @@
-"""Whether a policy takes the tag over: better than the one that bears it, on the same held-out prompts, by more than chance.
+"""Whether a policy takes the tag over: better than the one that bears it, on the same held-out
+prompts, by more than chance.
 
-The tag moves by compare-and-swap, and its journal (`quiver history`) keeps what was decided and on what, whether it moved or not.
-Nothing here runs a stage.
+The tag moves by compare-and-swap, and its journal (`quiver history`) keeps what was decided and on
+what, whether it moved or not. Nothing here runs a stage.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ class Promotion(Config):
     """When the policy of a nightly run takes over the tag of the one in use."""
 
     tag: str = "prod"
-    """The tag: `run/policy@prod` is the policy in use. The first night gives it to policy@0. Each night starts from it."""
+    """The tag: `run/policy@prod` is the policy in use. The first night gives it to policy@0. Each
+    night starts from it."""
     margin: float = Field(default=0.01, ge=0)
     """How much better the new policy must be, in units of `by`."""
     by: str = Field(default="score", pattern=r"^(score|pass@[1-9][0-9]*)$")
     """What is compared: `score`, or `pass@4` where `evaluate.k` has a 4."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
-    """How sure it must be: the one-sided lower confidence bound of the difference, paired by prompt, must reach `margin`. 0.5: the
-    difference itself must, however uncertain it is."""
+    """How sure it must be: the one-sided lower confidence bound of the difference, paired by
+    prompt, must reach `margin`. 0.5: the difference itself must, however uncertain it is."""
     rollback: bool = False
-    """First measure the policy in use against the one before it, on tonight's held-out rows; where that one is better by the same
-    rule, the tag goes back to it."""
+    """First measure the policy in use against the one before it, on tonight's held-out rows; where
+    that one is better by the same rule, the tag goes back to it."""
     approval: bool = False
-    """Pause a better policy for a person's answer, in the Prefect server's pages or over its API. Needs a server of its own."""
+    """Pause a better policy for a person's answer, in the Prefect server's pages or over its API.
+    Needs a server of its own."""
     approval_seconds: float = Field(default=43200, ge=1)
     """How long to wait for the answer; then the answer is no."""
 
@@ -58,13 +61,22 @@ def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
     better  ⇔  difference − z(confidence) · stderr ≥ margin, and the difference is above 0
     """
     _, _, k = promotion.by.partition("@")
-    found = Estimate(**(metrics["difference"]["pass@k"][k] if k else metrics["difference"]["score"]))
+    found = Estimate(
+        **(metrics["difference"]["pass@k"][k] if k else metrics["difference"]["score"])
+    )
     bound = lower_bound(found, promotion.confidence)
     numbers = {"by": promotion.by, "difference": found._asdict(), "bound": bound}
     numbers |= {"margin": promotion.margin, "confidence": promotion.confidence}
     if bound is None:
-        return Judgement(False, f"{promotion.by} {found.score:+.4f} on one prompt, which has no standard error", numbers)
-    sure = f"at least {bound:+.4f} with confidence {promotion.confidence:g}, margin {promotion.margin:g}"
+        return Judgement(
+            False,
+            f"{promotion.by} {found.score:+.4f} on one prompt, which has no standard error",
+            numbers,
+        )
+    sure = (
+        f"at least {bound:+.4f} with confidence {promotion.confidence:g}, margin "
+        f"{promotion.margin:g}"
+    )
     why = f"{promotion.by} {found.score:+.4f} ± {found.stderr:.4f} over {found.n} prompts; {sure}"
     return Judgement(bound >= promotion.margin and found.score > 0, why, numbers)
 
@@ -75,9 +87,17 @@ def entry_of(store: Store, run: str, promotion: Promotion, key: str) -> tags.Ent
 
 
 def decide(
-    store: Store, run: str, promotion: Promotion, key: str, before: str, ref: str, why: str, about: dict[str, Any]
+    store: Store,
+    run: str,
+    promotion: Promotion,
+    key: str,
+    before: str,
+    ref: str,
+    why: str,
+    about: dict[str, Any],
 ) -> tags.Entry:
-    """Move the tag from `before` to `ref`, or note that it stays; the entry of `key`, which may be another process's.
+    """Move the tag from `before` to `ref`, or note that it stays; the entry of `key`, which may be
+    another process's.
 
     ConflictError where somebody moved the tag since: what was compared with is no longer in use.
     """
@@ -93,12 +113,16 @@ def decide(
     return entry_of(store, run, promotion, key)
 
 
-def roll_back(store: Store, run: str, promotion: Promotion, key: str, why: str, about: dict[str, Any]) -> tags.Entry:
+def roll_back(
+    store: Store, run: str, promotion: Promotion, key: str, why: str, about: dict[str, Any]
+) -> tags.Entry:
     """Give the tag back to the version that bore it before. LineageError where there is none."""
     entries = store.history(run, promotion.tag)
     target = tags.previous(entries)
     if target is None:
         raise LineageError(
-            f"tag {run}/{promotion.tag}", "nothing bore it before", next=f"quiver history {run}/policy@{promotion.tag}"
+            f"tag {run}/{promotion.tag}",
+            "nothing bore it before",
+            next=f"quiver history {run}/policy@{promotion.tag}",
         )
     return decide(store, run, promotion, key, entries[-1].ref, target, why, about)

@@ -1,7 +1,8 @@
-"""The recipe: one TOML file, one typed object, the same for the shell, for Prefect's form and for a deployment.
+"""The recipe: one TOML file, one typed object, the same for the shell, for Prefect's form and for a
+deployment.
 
-Each section is the config of the stage that it feeds, so a key's meaning stands beside the code that reads it. Relative paths are
-taken from the folder in which the command runs.
+Each section is the config of the stage that it feeds, so a key's meaning stands beside the code
+that reads it. Relative paths are taken from the folder in which the command runs.
 
     recipe = load("deployments/recipes/demo.toml", ["optimize.learning_rate=1e-6", "iterations=2"])
 """
@@ -33,30 +34,39 @@ from stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
 
-StageName = Literal["policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"]
+StageName = Literal[
+    "policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"
+]
 _SHAPE_ONLY = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
-_GROUP_ADVANTAGES = {"group_normalized", "group_centered", "leave_one_out", "batch_normalized_baseline"}
+_GROUP_ADVANTAGES = {
+    "group_normalized",
+    "group_centered",
+    "leave_one_out",
+    "batch_normalized_baseline",
+}
 
 
 class Data(SourceConfig):
     """The training rows, and what is different for the held-out ones."""
 
     held_out: dict[str, Any] | None = None
-    """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`. Without it: no evaluation. It must
-    name other rows: another source, split, name or arguments."""
+    """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`.
+    Without it: no evaluation. It must name other rows: another source, split, name or arguments."""
 
     def for_evaluation(self) -> SourceConfig:
-        """The held-out source: [data] with the keys of [data.held_out] in place of its own, and no limit unless given."""
+        """The held-out source: [data] with the keys of [data.held_out] in place of its own, and no
+        limit unless given."""
         train = self.model_dump(exclude={"held_out", "limit", "source_sha256"})
         return parse(SourceConfig, {**train, **(self.held_out or {})}, "data.held_out")
 
 
 class Reference(Config):
-    """Which policy the KL term holds on to. It is scored only where `optimize.kl_coef` is above 0."""
+    """Which policy the KL term holds on to. It is scored only where `optimize.kl_coef` is above
+    0."""
 
     rule: Literal["fixed", "every", "ema"] = "fixed"
-    """`fixed`: policy@0. `every`: the policy that began the current span of `iterations` iterations. `ema`: a moving average of
-    weights that takes `rate` of each new policy."""
+    """`fixed`: policy@0. `every`: the policy that began the current span of `iterations`
+    iterations. `ema`: a moving average of weights that takes `rate` of each new policy."""
     iterations: int = Field(1, ge=1)
     """Length of a span for `every`."""
     rate: float = Field(0.1, gt=0, lt=1)
@@ -64,14 +74,17 @@ class Reference(Config):
 
     def start(self, iteration: int) -> int:
         """Which iteration, counted from 1, the reference is the starting policy of."""
-        return 1 + (iteration - 1) // self.iterations * self.iterations if self.rule == "every" else 1
+        return (
+            1 + (iteration - 1) // self.iterations * self.iterations if self.rule == "every" else 1
+        )
 
 
 class Logprobs(PassConfig):
     """How saved completions are scored again, and whether under the policy that sampled too."""
 
     prox: bool = False
-    """Score under the sampling policy with the trainer's numerics, and take that as the ratio's denominator."""
+    """Score under the sampling policy with the trainer's numerics, and take that as the ratio's
+    denominator."""
 
 
 class Generate(GenerateConfig):
@@ -87,8 +100,8 @@ class Optimize(OptimizeConfig):
     seed: int | None = Field(None, ge=0)
     """The section's own. None: the run's."""
     replay: Runtime[int] = Field(0, ge=0)
-    """Train on the rollouts of up to this many earlier iterations besides the current ones, each row with its own old logprobs.
-    `max_staleness` must be at least as large."""
+    """Train on the rollouts of up to this many earlier iterations besides the current ones, each
+    row with its own old logprobs. `max_staleness` must be at least as large."""
 
 
 class Evaluate(ScoreConfig):
@@ -97,18 +110,21 @@ class Evaluate(ScoreConfig):
     every: Runtime[int] = Field(0, ge=0)
     """Also after every n-th iteration; 0: before the first and after the last only."""
     generate: dict[str, Any] = Field(default_factory=dict)
-    """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling = { temperature = 0.0 } }`."""
+    """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling
+    = { temperature = 0.0 } }`."""
 
 
 Pool = Annotated[str, Field(min_length=1, pattern=r"^[^/%&<>\"' ]+$")]
 
 
 class Placement(Config):
-    """Where each stage runs. A stage that is not named runs as a child process of the flow, with the flow's interpreter."""
+    """Where each stage runs. A stage that is not named runs as a child process of the flow, with
+    the flow's interpreter."""
 
     generate: Pool | None = None
-    """Prefect work pool whose workers sample, e.g. `generate = "gpu-pool"`. It holds a deployment `stage/gpu-pool` (`quiver deploy`
-    makes it), and its hosts see the store under the same absolute path."""
+    """Prefect work pool whose workers sample, e.g. `generate = "gpu-pool"`. It holds a deployment
+    `stage/gpu-pool` (`quiver deploy` makes it), and its hosts see the store under the same absolute
+    path."""
     reward: Pool | None = None
     """Work pool that scores rollouts."""
     logprobs: Pool | None = None
@@ -118,36 +134,42 @@ class Placement(Config):
     prompt: Pool | None = None
     """Work pool that renders prompts; its hosts see the source."""
     evaluate: Pool | None = None
-    """Work pool of the estimators; held-out rows are sampled and scored where `generate` and `reward` say."""
+    """Work pool of the estimators; held-out rows are sampled and scored where `generate` and
+    `reward` say."""
     policy: Pool | None = None
     """Work pool that imports the base model; its hosts see the model."""
     average: Pool | None = None
     """Work pool that averages weights for a reference that follows the policy."""
     fan_out: int | None = Field(default=None, ge=1)
-    """How many workers of its pool do a generate, reward or logprobs stage together. None: as many as are online when it starts."""
+    """How many workers of its pool do a generate, reward or logprobs stage together. None: as many
+    as are online when it starts."""
     wait_seconds: float = Field(default=600, gt=0)
     """How long a stage waits for a worker of its pool where none is online."""
     python: dict[StageName, str] = Field(default_factory=dict)
-    """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an environment of its own, in which
-    Quiver is installed too. In a pool: on the worker's host."""
+    """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an
+    environment of its own, in which Quiver is installed too. In a pool: on the worker's host."""
     timeout_seconds: dict[StageName, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards are kept."""
+    """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards
+    are kept."""
     retries: int = Field(default=2, ge=0)
-    """How often a stage is tried again when a server failed it, or when memory, a device or its process was lost. Each attempt goes
-    on at the first unfinished shard. Any other error is told at once."""
+    """How often a stage is tried again when a server failed it, or when memory, a device or its
+    process was lost. Each attempt goes on at the first unfinished shard. Any other error is told at
+    once."""
     retry_seconds: float = Field(default=10, gt=0)
     """Pause before the first retry; three times as long before each further one."""
     slots: int = Field(default=0, ge=0)
-    """On a host without GPU: how many of generate, reward, logprobs and optimize run at once, those of other flows included. 0: any
-    number. Where there are GPUs, each has one slot."""
+    """On a host without GPU: how many of generate, reward, logprobs and optimize run at once, those
+    of other flows included. 0: any number. Where there are GPUs, each has one slot."""
     limits: dict[StageName, str] = Field(default_factory=dict)
-    """By stage: a global concurrency limit of the Prefect server of which the stage holds a slot, e.g. `optimize = "gpus"` after
-    `prefect gcl create gpus --limit 1`."""
+    """By stage: a global concurrency limit of the Prefect server of which the stage holds a slot,
+    e.g. `optimize = "gpus"` after `prefect gcl create gpus --limit 1`."""
 
     @property
     def pools(self) -> dict[str, str]:
         """Work pool by stage, of those that run in one."""
-        return {stage: getattr(self, stage) for stage in get_args(StageName) if getattr(self, stage)}
+        return {
+            stage: getattr(self, stage) for stage in get_args(StageName) if getattr(self, stage)
+        }
 
 
 class Recipe(Config):
@@ -162,10 +184,12 @@ class Recipe(Config):
     iterations: int = Field(1, ge=1)
     """How many times the policy is improved."""
     overlap: int = Field(0, ge=0, le=1)
-    """1: while an iteration optimizes, the next one already samples and scores, with the policy that is being improved; so from the
-    second iteration on rollouts are one policy old, which their saved logprobs correct. 0: one after another."""
+    """1: while an iteration optimizes, the next one already samples and scores, with the policy
+    that is being improved; so from the second iteration on rollouts are one policy old, which their
+    saved logprobs correct. 0: one after another."""
     report_url: str | None = Field(None, pattern=r"^https?://")
-    """Where the store's folder is served, so that Prefect's pages can link to the run's report; None: a link for this host."""
+    """Where the store's folder is served, so that Prefect's pages can link to the run's report;
+    None: a link for this host."""
     policy: PolicyConfig
     """The base model: `policy@0`."""
     data: Data
@@ -200,27 +224,41 @@ class Recipe(Config):
     @property
     def online(self) -> bool:
         """Whether a hub may be reached: only when the recipe names a hub model or dataset."""
-        embedders = (str(each.arguments.get("model", ".")) for each in self.reward.functions if each.use == "similarity")
+        embedders = (
+            str(each.arguments.get("model", "."))
+            for each in self.reward.functions
+            if each.use == "similarity"
+        )
         models = (self.policy.model, *(scorer.model for scorer in self.reward.models), *embedders)
         sources = (self.data.source, (self.data.held_out or {}).get("source", ""))
-        return any(map(_on_hub, models)) or any(source.startswith("datasets:") for source in sources)
+        return any(map(_on_hub, models)) or any(
+            source.startswith("datasets:") for source in sources
+        )
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
-        """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same rows each time)."""
+        """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same
+        rows each time)."""
         source = self.data.for_evaluation() if evaluation else self.data
         common = {
             "seed": self.seed,
             "iteration": 0 if evaluation else iteration - 1,
             "reserve_tokens": self._reserve(evaluation),
         }
-        return PromptConfig(**source.model_dump(exclude={"held_out"}), **{**common, **_chosen(self.prompt)})
+        return PromptConfig(
+            **source.model_dump(exclude={"held_out"}), **{**common, **_chosen(self.prompt)}
+        )
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
-        """The generate stage's config; for evaluation the seeds are the same each time, so that scores are paired."""
+        """The generate stage's config; for evaluation the seeds are the same each time, so that
+        scores are paired."""
         own = _chosen(self.generate)
         if evaluation:
             own = _merge(own, self.evaluate.generate)
-        return parse(GenerateConfig, {"seed": self.seed, "iteration": 0 if evaluation else iteration, **own}, "generate")
+        return parse(
+            GenerateConfig,
+            {"seed": self.seed, "iteration": 0 if evaluation else iteration, **own},
+            "generate",
+        )
 
     def is_measured(self, iteration: int) -> bool:
         """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""
@@ -247,24 +285,37 @@ class Recipe(Config):
 
 
 def _chosen(section: Config) -> dict[str, Any]:
-    """What a section sets to other than its defaults. (Prefect's form sends every default as if it had been typed in.)"""
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(section).model_fields.items()}
-    return {name: value for name, value in section.model_dump().items() if getattr(section, name) != defaults[name]}
+    """What a section sets to other than its defaults. (Prefect's form sends every default as if it
+    had been typed in.)"""
+    defaults = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in type(section).model_fields.items()
+    }
+    return {
+        name: value
+        for name, value in section.model_dump().items()
+        if getattr(section, name) != defaults[name]
+    }
 
 
 def _on_hub(model: str) -> bool:
-    return not (Path(model).expanduser().exists() or model.startswith("package:") or is_function(model))
+    return not (
+        Path(model).expanduser().exists() or model.startswith("package:") or is_function(model)
+    )
 
 
 def _check_training(generate: GenerateConfig, optimize: Optimize, overlap: int) -> None:
     sampling, neutral = generate.sampling, type(generate.sampling)()
     if sampling.temperature == 0:
-        raise ValueError("generate.sampling.temperature must be > 0: greedy rows have no probability to train on")
+        raise ValueError(
+            "generate.sampling.temperature must be > 0: greedy rows have no probability to train on"
+        )
     biases = [name for name in type(sampling).model_fields if name not in _SHAPE_ONLY]
     biased = [name for name in biases if getattr(sampling, name) != getattr(neutral, name)]
     if biased and not optimize.allow_biased_sampling:
         raise ValueError(
-            f"generate.sampling.{biased[0]} makes the sampled distribution another than the policy's: leave it out, "
+            f"generate.sampling.{biased[0]} makes the sampled distribution another than the "
+            "policy's: leave it out, "
             "or set optimize.allow_biased_sampling = true"
         )
     if optimize.replay + overlap > optimize.max_staleness:
@@ -277,7 +328,8 @@ def _check_training(generate: GenerateConfig, optimize: Optimize, overlap: int) 
     row = ALGORITHMS.get(optimize.algorithm)
     if row and row.advantage in _GROUP_ADVANTAGES and generate.samples_per_prompt < 2:
         raise ValueError(
-            f"generate.samples_per_prompt must be >= 2 for algorithm {row.name!r}, got {generate.samples_per_prompt}: "
+            f"generate.samples_per_prompt must be >= 2 for algorithm {row.name!r}, got "
+            f"{generate.samples_per_prompt}: "
             "raise it, or use 'ppo', which needs no group"
         )
 
@@ -285,7 +337,9 @@ def _check_training(generate: GenerateConfig, optimize: Optimize, overlap: int) 
 def _check_evaluation(recipe: Recipe) -> None:
     recipe.data.for_evaluation()
     if not {"source", "split", "name", "arguments"} & set(recipe.data.held_out):
-        raise ValueError("data.held_out has the rows of [data]: give it another source, split, name or arguments")
+        raise ValueError(
+            "data.held_out has the rows of [data]: give it another source, split, name or arguments"
+        )
     samples, score, wanted = (
         recipe.generate_config(0, evaluation=True).samples_per_prompt,
         recipe.evaluate.score,
@@ -296,29 +350,42 @@ def _check_evaluation(recipe: Recipe) -> None:
         raise ValueError(f"evaluate.score must be one of {', '.join(parts)}, got {score!r}")
     by = recipe.promotion.by
     if by != "score" and int(by.removeprefix("pass@")) not in wanted:
-        raise ValueError(f"promotion.by is {by!r}, which evaluate.k = {list(wanted)} does not measure: add it there")
+        raise ValueError(
+            f"promotion.by is {by!r}, which evaluate.k = {list(wanted)} does not measure: add it "
+            "there"
+        )
     if max(wanted, default=0) > samples:
-        raise ValueError(f"evaluate.k asks for {max(wanted)} samples, evaluate.generate.samples_per_prompt is {samples}")
+        raise ValueError(
+            f"evaluate.k asks for {max(wanted)} samples, evaluate.generate.samples_per_prompt is "
+            f"{samples}"
+        )
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     both = {**base, **over}
-    nested = [key for key in over if isinstance(base.get(key), dict) and isinstance(over[key], dict)]
+    nested = [
+        key for key in over if isinstance(base.get(key), dict) and isinstance(over[key], dict)
+    ]
     return {**both, **{key: _merge(base[key], over[key]) for key in nested}}
 
 
 def load(path: str | Path, settings: list[str] | tuple[str, ...] = ()) -> Recipe:
-    """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file, line or key."""
+    """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file,
+    line or key."""
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"recipe {path}", "there is no such file", next="name a recipe, e.g. deployments/recipes/demo.toml"
+            f"recipe {path}",
+            "there is no such file",
+            next="name a recipe, e.g. deployments/recipes/demo.toml",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path}", printable(error), next="correct the file") from None
     except OSError as error:
-        raise ConfigError(f"recipe {path}", error.strerror or "can not be read", next="name a recipe file") from None
+        raise ConfigError(
+            f"recipe {path}", error.strerror or "can not be read", next="name a recipe file"
+        ) from None
     for setting in settings:
         _set(data, setting)
     return parse(Recipe, data, f"recipe {path}")
@@ -328,13 +395,19 @@ def _set(data: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise ConfigError(
-            f"--set {printable(setting)}", "expected KEY=VALUE", next="write it like --set optimize.learning_rate=1e-6"
+            f"--set {printable(setting)}",
+            "expected KEY=VALUE",
+            next="write it like --set optimize.learning_rate=1e-6",
         )
     *path, last = key.strip().split(".")
     for part in path:
         data = data.setdefault(part, {})
         if not isinstance(data, dict):
-            raise ConfigError(f"--set {printable(key)}", f"{part} is a value, not a section", next="correct the key")
+            raise ConfigError(
+                f"--set {printable(key)}",
+                f"{part} is a value, not a section",
+                next="correct the key",
+            )
     data[last] = _value(text)
 
 

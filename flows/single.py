@@ -1,7 +1,9 @@
-"""Each stage as a flow of its own, for Prefect's form and for deployments: what `quiver STAGE RECIPE` does in a shell.
+"""Each stage as a flow of its own, for Prefect's form and for deployments: what `quiver STAGE
+RECIPE` does in a shell.
 
-A reference that is left out is found: what belongs to the given ones, or else the run's latest (`rerun.find`). The same call again
-returns the finished version. `rerun` does any of the stages by its name; `evaluation` measures several policies.
+A reference that is left out is found: what belongs to the given ones, or else the run's latest
+(`rerun.find`). The same call again returns the finished version. `rerun` does any of the stages by
+its name; `evaluation` measures several policies.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ StageName = Literal["prompt", "generate", "reward", "logprobs", "optimize", "eva
 
 
 @flow(name="prompt", flow_run_name="{recipe.run} · prompt {iteration}", persist_result=False)
-def prompt(recipe: Recipe, policy: str | None = None, iteration: int = 1, force: bool = False) -> dict[str, Any]:
+def prompt(
+    recipe: Recipe, policy: str | None = None, iteration: int = 1, force: bool = False
+) -> dict[str, Any]:
     """Render the source's rows to token ids: a new prompts version.
 
     Args:
         recipe: The recipe whose [data] and [prompt] are meant.
-        policy: Whose tokenizer renders. None: the run's latest policy, imported where there is none.
+        policy: Whose tokenizer renders. None: the run's latest policy, imported where there is
+            none.
         iteration: Whose rows are meant, counted from 1.
         force: Do it anew, even where a finished version exists.
     """
@@ -38,7 +43,11 @@ def prompt(recipe: Recipe, policy: str | None = None, iteration: int = 1, force:
 
 @flow(name="generate", flow_run_name="{recipe.run} · generate {iteration}", persist_result=False)
 def generate(
-    recipe: Recipe, prompts: str | None = None, policy: str | None = None, iteration: int = 1, force: bool = False
+    recipe: Recipe,
+    prompts: str | None = None,
+    policy: str | None = None,
+    iteration: int = 1,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Sample completions: a new rollouts version.
 
@@ -54,14 +63,19 @@ def generate(
 
 @flow(name="reward", flow_run_name="{recipe.run} · reward {iteration}", persist_result=False)
 def reward(
-    recipe: Recipe, rollouts: str | None = None, retry: str | None = None, iteration: int = 1, force: bool = False
+    recipe: Recipe,
+    rollouts: str | None = None,
+    retry: str | None = None,
+    iteration: int = 1,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Score saved rollouts: a new rewards version.
 
     Args:
         recipe: The recipe whose [reward] is meant.
         rollouts: What is scored. None: the rollouts of `retry`, or the run's latest.
-        retry: A rewards version of which only the rows without a reward are scored again. None: every row is scored.
+        retry: A rewards version of which only the rows without a reward are scored again. None:
+            every row is scored.
         iteration: What the run is called by; it decides nothing.
         force: Do it anew, even where a finished version exists.
     """
@@ -70,7 +84,11 @@ def reward(
 
 @flow(name="logprobs", flow_run_name="{recipe.run} · logprobs {iteration}", persist_result=False)
 def logprobs(
-    recipe: Recipe, rollouts: str | None = None, policy: str | None = None, iteration: int = 1, force: bool = False
+    recipe: Recipe,
+    rollouts: str | None = None,
+    policy: str | None = None,
+    iteration: int = 1,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Score saved completions again, under a reference: a new logprobs version.
 
@@ -98,16 +116,26 @@ def optimize(
     Args:
         recipe: The recipe whose [optimize] is meant.
         policy: Where to start. None: the newest of the policies that sampled the rollouts.
-        rollouts: What is trained on; several are a replay. None: those of `rewards`, or the run's latest.
-        rewards: Of each rollouts version, in any order. None: those that the recipe's [reward] gave.
+        rollouts: What is trained on; several are a replay. None: those of `rewards`, or the run's
+            latest.
+        rewards: Of each rollouts version, in any order. None: those that the recipe's [reward]
+            gave.
         iteration: What the run is called by; it decides nothing.
         force: Do it anew, even where a finished version exists.
     """
-    return _do(recipe, "optimize", {"policy": policy, "rollouts": rollouts, "rewards": rewards}, iteration, force)
+    return _do(
+        recipe,
+        "optimize",
+        {"policy": policy, "rollouts": rollouts, "rewards": rewards},
+        iteration,
+        force,
+    )
 
 
 @flow(name="evaluate", flow_run_name="{recipe.run} · evaluate {iteration}", persist_result=False)
-def evaluate(recipe: Recipe, policy: str | None = None, iteration: int = 1, force: bool = False) -> dict[str, Any]:
+def evaluate(
+    recipe: Recipe, policy: str | None = None, iteration: int = 1, force: bool = False
+) -> dict[str, Any]:
     """Measure a policy on the held-out rows: a new evaluations version.
 
     Args:
@@ -132,7 +160,8 @@ def rerun(
     Args:
         recipe: The recipe whose sections are meant.
         stage: What is done.
-        references: Versions by role (prompts, policy, rollouts, rewards, retry), as the stage takes them; others are found.
+        references: Versions by role (prompts, policy, rollouts, rewards, retry), as the stage takes
+            them; others are found.
         iteration: Whose prompts and seeds are meant, counted from 1.
         force: Do it anew, even where a finished version exists.
     """
@@ -141,29 +170,38 @@ def rerun(
 
 @flow(name="evaluation", flow_run_name="{recipe.run} · evaluation", persist_result=False)
 def evaluation(recipe: Recipe, policies: list[str] | None = None) -> list[dict[str, Any]]:
-    """Measure policies on the same held-out rows with the same seeds, so that their scores are paired.
+    """Measure policies on the same held-out rows with the same seeds, so that their scores are
+    paired.
 
     Args:
         recipe: The recipe whose held-out rows, sampling and rewards are meant.
         policies: References of the policies, in any run. None: all of the recipe's run.
 
     Returns:
-        One row a policy: its reference, score, standard error, number of rows, and the evaluation's reference.
+        One row a policy: its reference, score, standard error, number of rows, and the evaluation's
+        reference.
     """
     require_held_out(recipe)
     check_placement(recipe)
     store = Store(recipe.store)
-    chosen = [store.resolve(ref, recipe.run) for ref in policies or store.refs(recipe.run, "policy")]
+    chosen = [
+        store.resolve(ref, recipe.run) for ref in policies or store.refs(recipe.run, "policy")
+    ]
     with tagged(recipe):
         found = [(policy, measure(recipe, str(policy), policy.version)) for policy in chosen]
     return [{"policy": str(policy), **numbers(outcome)} for policy, outcome in found]
 
 
-def _do(recipe: Recipe, stage: str, given: dict[str, Any], iteration: int, force: bool) -> dict[str, Any]:
-    """The outcome of one stage, as `quiver STAGE --json` prints it; of the metrics only single numbers and words."""
+def _do(
+    recipe: Recipe, stage: str, given: dict[str, Any], iteration: int, force: bool
+) -> dict[str, Any]:
+    """The outcome of one stage, as `quiver STAGE --json` prints it; of the metrics only single
+    numbers and words."""
 
     def run(recipe: Recipe, name: str, config: Any, refs: plain.Refs, force: bool) -> Outcome:
-        return perform(recipe, f"{name} {iteration}", name, config, refs, recipe.run, force, iteration)
+        return perform(
+            recipe, f"{name} {iteration}", name, config, refs, recipe.run, force, iteration
+        )
 
     with tagged(recipe):
         return asdict(plain.rerun(recipe, stage, plain.ROLES[stage], given, iteration, force, run))

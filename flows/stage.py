@@ -1,7 +1,9 @@
-"""The flow `stage`: one stage on the host of a work pool's worker, in a child process. Deployment `stage/POOL` holds it.
+"""The flow `stage`: one stage on the host of a work pool's worker, in a child process. Deployment
+`stage/POOL` holds it.
 
-The store is what hosts have in common: the flow refuses one that is not the asker's. Its last state's message says in one line of
-JSON what came of it, an outcome or an error, since Prefect's results stay off. `pool.run_in_pool` starts such runs.
+The store is what hosts have in common: the flow refuses one that is not the asker's. Its last
+state's message says in one line of JSON what came of it, an outcome or an error, since Prefect's
+results stay off. `pool.run_in_pool` starts such runs.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ class StageCall(Config):
     """What to run on the worker's host, and how."""
 
     stage: str
-    """Name of the stage: policy, prompt, generate, reward, logprobs, average, optimize or evaluate."""
+    """Name of the stage: policy, prompt, generate, reward, logprobs, average, optimize or
+    evaluate."""
     config: dict[str, Any]
     """Its section of the recipe."""
     store: str
     """Folder of the store, the same on every host."""
     store_id: str = ""
-    """What store.json must say there, so that a folder that is not mounted is no new store. Empty: anything."""
+    """What store.json must say there, so that a folder that is not mounted is no new store. Empty:
+    anything."""
     refs: dict[str, str | list[str]] = Field(default_factory=dict)
     """References of the versions that it reads, by role."""
     into: str | None = None
@@ -62,7 +66,10 @@ class StageCall(Config):
     @classmethod
     def of(cls, call: Call, where: Place, label: str) -> StageCall:
         """`call` for a worker of the pool of `where`."""
-        told = {name: getattr(where, name) for name in ("python", "timeout_seconds", "online", "slots", "limit")}
+        told = {
+            name: getattr(where, name)
+            for name in ("python", "timeout_seconds", "online", "slots", "limit")
+        }
         store = Store(call.store)
         about = {**call.__dict__, "store": str(store.path), "store_id": store_id(store)}
         return cls(**about, **told, label=label)
@@ -77,7 +84,12 @@ class StageCall(Config):
                 next="mount the same folder at this path on every host",
             )
         names = ("stage", "config", "store", "refs", "into", "force", "share")
-        place = Place(**{name: getattr(self, name) for name in ("python", "timeout_seconds", "online", "slots", "limit")})
+        place = Place(
+            **{
+                name: getattr(self, name)
+                for name in ("python", "timeout_seconds", "online", "slots", "limit")
+            }
+        )
         return place, Call(**{name: getattr(self, name) for name in names})
 
 
@@ -95,11 +107,15 @@ def stage(call: StageCall) -> dict[str, Any]:
     except QuiverError as error:
         return Failed(message=f"{error}\n{json.dumps({'error': error.to_dict()})}", data=error)
     told = asdict(outcome)
-    return Completed(message=f"{outcome.ref}\n{json.dumps({'ref': outcome.ref, 'cached': outcome.cached})}", data=told)
+    return Completed(
+        message=f"{outcome.ref}\n{json.dumps({'ref': outcome.ref, 'cached': outcome.cached})}",
+        data=told,
+    )
 
 
 def told(message: str | None) -> dict[str, Any] | None:
-    """What `stage` says in its last state: {"ref", "cached"} or {"error": QuiverError}; None when it did not come to that."""
+    """What `stage` says in its last state: {"ref", "cached"} or {"error": QuiverError}; None when
+    it did not come to that."""
     try:
         answer = json.loads((message or "").rpartition("\n")[2])
     except ValueError:

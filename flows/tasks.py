@@ -1,8 +1,10 @@
-"""One Prefect task for every stage. It passes references and small numbers, never data; its cache is the store, not Prefect's.
+"""One Prefect task for every stage. It passes references and small numbers, never data; its cache
+is the store, not Prefect's.
 
-The task is called directly, never submitted, so that a cancelled flow ends the stage at once. Its name tells run, stage and
-iteration; flow runs bear them as tags, a task run none, since Prefect asks its server for a slot for each tag of a task, before
-and after it. A task is tried again, with growing pauses, where the error's code says that this can help.
+The task is called directly, never submitted, so that a cancelled flow ends the stage at once. Its
+name tells run, stage and iteration; flow runs bear them as tags, a task run none, since Prefect
+asks its server for a slot for each tag of a task, before and after it. A task is tried again, with
+growing pauses, where the error's code says that this can help.
 """
 
 from __future__ import annotations
@@ -41,21 +43,35 @@ log = logging.getLogger("quiver")
 
 
 def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
-    """Whether the error may be gone in a while: a server, memory or a process lost. Never for bad input."""
+    """Whether the error may be gone in a while: a server, memory or a process lost. Never for bad
+    input."""
     error = state.data
-    again = isinstance(error, QuiverError) and error.code in WORTH_RETRYING and not isinstance(error, GivenUp)
+    again = (
+        isinstance(error, QuiverError)
+        and error.code in WORTH_RETRYING
+        and not isinstance(error, GivenUp)
+    )
     if again:
         log.warning("%s: %s; it is tried again soon", error.object, error.message)
     return again
 
 
-@task(name="stage", task_run_name="{name}", cache_policy=NO_CACHE, persist_result=False, retry_condition_fn=worth_retrying)
+@task(
+    name="stage",
+    task_run_name="{name}",
+    cache_policy=NO_CACHE,
+    persist_result=False,
+    retry_condition_fn=worth_retrying,
+)
 def stage_task(name: str, call: Call, where: Place, labels: tuple[str, ...]) -> Outcome:
-    """Run one stage and return its reference with a few numbers; "already done" when a finished version bears its run_key."""
+    """Run one stage and return its reference with a few numbers; "already done" when a finished
+    version bears its run_key."""
     with progress(call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
         outcome = run_when_free(where, call, name, tags=labels, on_line=on_line, stopped=is_stopped)
     publish(call, outcome)
-    return replace(outcome, metrics={key: value for key, value in outcome.metrics.items() if _is_small(value)})
+    return replace(
+        outcome, metrics={key: value for key, value in outcome.metrics.items() if _is_small(value)}
+    )
 
 
 def perform(
@@ -70,20 +86,27 @@ def perform(
     *,
     soon: Mapping[str, Hint] = MappingProxyType({}),
 ) -> Outcome:
-    """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a person reads is logged.
+    """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a
+    person reads is logged.
 
-    `label` says stage and iteration; of the metrics only single numbers and words come back, the version has them all.
-    The processes of the stages that come `soon` begin to prepare for what is hinted at while this one runs.
+    `label` says stage and iteration; of the metrics only single numbers and words come back, the
+    version has them all. The processes of the stages that come `soon` begin to prepare for what is
+    hinted at while this one runs.
     """
     call = Call(stage, config.model_dump(mode="json"), str(recipe.store), refs, into, force)
-    labels, where = labels_of(recipe, stage, iteration), replace(place_of(recipe, stage), soon=coming(recipe, soon))
+    labels, where = (
+        labels_of(recipe, stage, iteration),
+        replace(place_of(recipe, stage), soon=coming(recipe, soon)),
+    )
     with TagsContext(current_tags=set()):
         outcome = _retrying(recipe.placement, force)(f"{recipe.run} · {label}", call, where, labels)
     log.info("%s", describe(label, outcome))
     return outcome
 
 
-def labels_of(recipe: Recipe, stage: str | None = None, iteration: int | None = None) -> tuple[str, ...]:
+def labels_of(
+    recipe: Recipe, stage: str | None = None, iteration: int | None = None
+) -> tuple[str, ...]:
     """The tags of a run: `run:arith`, `stage:generate`, `iteration:3`."""
     given = {"run": recipe.run, "stage": stage, "iteration": iteration}
     return tuple(f"{key}:{value}" for key, value in given.items() if value is not None)
@@ -95,8 +118,9 @@ def tagged(recipe: Recipe) -> AbstractContextManager[set[str]]:
 
 
 def _retrying(place: Placement, force: bool) -> Callable[..., Outcome]:
-    """The task with the recipe's retries; a forced one has none, since what it made before it failed would be made again. Work
-    beside the flow's own has a key of its own: Prefect numbers the runs of a key, and does not expect two threads."""
+    """The task with the recipe's retries; a forced one has none, since what it made before it
+    failed would be made again. Work beside the flow's own has a key of its own: Prefect numbers the
+    runs of a key, and does not expect two threads."""
     retries = 0 if force else place.retries
     delays = [place.retry_seconds * 3**attempt for attempt in range(retries)]
     made = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
@@ -106,15 +130,29 @@ def _retrying(place: Placement, force: bool) -> Callable[..., Outcome]:
 
 
 def _is_small(value: Any) -> bool:
-    return value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 100)
+    return (
+        value is None
+        or isinstance(value, int | float)
+        or (isinstance(value, str) and len(value) <= 100)
+    )
 
 
-def check_rewards(recipe: Recipe, prompts: str, policy: str, config: GenerateConfig, into: str, force: bool = False) -> None:
-    """ConfigError when something that scores is missing, or can not score `prompts`: told before the engine starts, so nothing is
-    looked at where `policy` has answered them already."""
+def check_rewards(
+    recipe: Recipe,
+    prompts: str,
+    policy: str,
+    config: GenerateConfig,
+    into: str,
+    force: bool = False,
+) -> None:
+    """ConfigError when something that scores is missing, or can not score `prompts`: told before
+    the engine starts, so nothing is looked at where `policy` has answered them already."""
     try:
         refs = {"prompts": prompts, "policy": policy}
-        find_finished(Call("generate", config.model_dump(mode="json"), recipe.store, refs, into, force), lookup=True)
+        find_finished(
+            Call("generate", config.model_dump(mode="json"), recipe.store, refs, into, force),
+            lookup=True,
+        )
         return
     except NotDone:
         pass
@@ -124,7 +162,8 @@ def check_rewards(recipe: Recipe, prompts: str, policy: str, config: GenerateCon
 
 
 def describe(label: str, outcome: Outcome) -> str:
-    """One line of what a stage did: label, reference, rows, seconds, and its most telling number."""
+    """One line of what a stage did: label, reference, rows, seconds, and its most telling
+    number."""
     if outcome.cached:
         return f"{label:<22} {outcome.ref}  already done"
     telling = {
@@ -133,7 +172,11 @@ def describe(label: str, outcome: Outcome) -> str:
         "score": "score {:.3f}",
         "loss": "loss {:.4f}",
     }
-    extra = [form.format(outcome.metrics[key]) for key, form in telling.items() if outcome.metrics.get(key) is not None]
+    extra = [
+        form.format(outcome.metrics[key])
+        for key, form in telling.items()
+        if outcome.metrics.get(key) is not None
+    ]
     missing = outcome.metrics.get("reward_null") or outcome.metrics.get("null")
     extra += [f"{missing} not scored"] if missing else []
     rows = [f"{outcome.rows} rows"] if outcome.rows else []

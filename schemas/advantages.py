@@ -29,7 +29,8 @@ SCHEMA = fields.kind_schema(
     ],
 )
 PER_TOKEN = fields.kind_schema(
-    "advantages/1", [SCHEMA.field(0), pa.field("advantage", pa.list_(pa.float32())), *list(SCHEMA)[2:]]
+    "advantages/1",
+    [SCHEMA.field(0), pa.field("advantage", pa.list_(pa.float32())), *list(SCHEMA)[2:]],
 )
 
 

@@ -14,8 +14,9 @@
     ├── OutcomeUnknownError  E-OUTCOME-UNKNOWN  9  RuntimeError      done or not done: can not be told
     └── SecurityError        E-SECURITY        10  PermissionError   refused on purpose
 
-Every error carries `code`, `object` (what it is about), `message` (expected and found), `state` (what is still whole) and
-`next` (one command or one change). It survives a process boundary: `to_dict` / `from_dict`.
+Every error carries `code`, `object` (what it is about), `message` (expected and found), `state`
+(what is still whole) and `next` (one command or one change). It survives a process boundary:
+`to_dict` / `from_dict`.
 
 >>> print(CorruptError("arith/rollouts@7", "sha256 differs", state="versions 1-6 are intact", next="quiver verify"))
 E-CORRUPT arith/rollouts@7: sha256 differs
@@ -29,8 +30,12 @@ _LIMIT = 200
 
 
 def printable(text: object, limit: int = _LIMIT) -> str:
-    """Foreign text made safe for a terminal: control characters escaped, cut at `limit` characters."""
-    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(text))
+    """Foreign text made safe for a terminal: control characters escaped, cut at `limit`
+    characters."""
+    escaped = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in str(text)
+    )
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
@@ -40,7 +45,9 @@ class QuiverError(Exception):
     code = "E-INTERNAL"
     exit_code = 1
 
-    def __init__(self, object: str, message: str, *, state: str = "nothing was changed.", next: str = "") -> None:
+    def __init__(
+        self, object: str, message: str, *, state: str = "nothing was changed.", next: str = ""
+    ) -> None:
         self.object, self.message, self.state, self.next = object, message, state, next
         super().__init__(object, message)
 
@@ -110,7 +117,9 @@ class SecurityError(QuiverError, PermissionError):
     code, exit_code = "E-SECURITY", 10
 
 
-BY_CODE: dict[str, type[QuiverError]] = {cls.code: cls for cls in (QuiverError, *QuiverError.__subclasses__())}
+BY_CODE: dict[str, type[QuiverError]] = {
+    cls.code: cls for cls in (QuiverError, *QuiverError.__subclasses__())
+}
 
 
 def unexpected(object: str, error: BaseException) -> QuiverError:
@@ -118,11 +127,16 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
     cls = ResourceError if isinstance(error, MemoryError) else QuiverError
     what = f"{type(error).__name__}: {printable(error)}"
     return cls(
-        object, what, state="finished shards and all versions are kept.", next="run again with --debug for the traceback"
+        object,
+        what,
+        state="finished shards and all versions are kept.",
+        next="run again with --debug for the traceback",
     )
 
 
 def from_dict(data: dict[str, str]) -> QuiverError:
     """The error that `to_dict` described, as the same class."""
     cls = BY_CODE.get(data.get("code", ""), QuiverError)
-    return cls(data["object"], data["message"], state=data.get("state", ""), next=data.get("next", ""))
+    return cls(
+        data["object"], data["message"], state=data.get("state", ""), next=data.get("next", "")
+    )

@@ -1,7 +1,7 @@
 """Fields that several kinds share, and the one comparison of a table with its schema.
 
-Ids and logprobs are lists with items that can not be null: an Arrow list column is values + offsets, and so is every tensor
-made of it, without a copy.
+Ids and logprobs are lists with items that can not be null: an Arrow list column is values +
+offsets, and so is every tensor made of it, without a copy.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ def with_struct(schema: pa.Schema, **structs: pa.StructType) -> pa.Schema:
 def fail(schema: pa.Schema, message: str) -> SchemaError:
     """A SchemaError about a table that should be of `schema`'s kind."""
     kind = kind_of(schema)
-    return SchemaError(kind, message, next=f"make the table as schemas/{kind.partition('/')[0]}.py describes it")
+    return SchemaError(
+        kind, message, next=f"make the table as schemas/{kind.partition('/')[0]}.py describes it"
+    )
 
 
 def compare(table: pa.Table, schema: pa.Schema) -> None:
-    """Raise SchemaError with the difference unless `table` has `schema`'s columns, types and no forbidden null."""
+    """Raise SchemaError with the difference unless `table` has `schema`'s columns, types and no
+    forbidden null."""
     wanted, found = set(schema.names), set(table.column_names)
     problems = [f"missing {name}" for name in schema.names if name not in found]
     problems += [f"unexpected {name}" for name in table.column_names if name not in wanted]
@@ -65,7 +68,11 @@ def compare(table: pa.Table, schema: pa.Schema) -> None:
         if field.name not in found:
             continue
         column = table.column(field.name)
-        opened = pa.types.is_struct(field.type) and field.type.num_fields == 0 and pa.types.is_struct(column.type)
+        opened = (
+            pa.types.is_struct(field.type)
+            and field.type.num_fields == 0
+            and pa.types.is_struct(column.type)
+        )
         if not opened and column.type != field.type:
             problems.append(f"{field.name} is {column.type}, expected {field.type}")
         elif not field.nullable and column.null_count:
@@ -88,7 +95,9 @@ def require_unique(table: pa.Table, schema: pa.Schema, name: str) -> None:
 
 def require_same_lengths(table: pa.Table, schema: pa.Schema, first: str, second: str) -> None:
     """Raise SchemaError unless the lists of two columns have equal lengths row by row."""
-    same = pc.equal(pc.list_value_length(table.column(first)), pc.list_value_length(table.column(second)))
+    same = pc.equal(
+        pc.list_value_length(table.column(first)), pc.list_value_length(table.column(second))
+    )
     if not pc.all(same, min_count=0).as_py():
         row = pc.index(same, False).as_py()
         lengths = [len(table.column(name)[row]) for name in (first, second)]
@@ -96,7 +105,8 @@ def require_same_lengths(table: pa.Table, schema: pa.Schema, first: str, second:
 
 
 def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message: str) -> None:
-    """Raise SchemaError when `wrong(values)` (a compute expression on the flat values) is true anywhere."""
+    """Raise SchemaError when `wrong(values)` (a compute expression on the flat values) is true
+    anywhere."""
     for chunk in table.column(name).chunks:
         values = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
         found = wrong(values)

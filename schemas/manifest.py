@@ -1,7 +1,8 @@
 """The manifest: what a version says of itself, as canonical JSON (sorted keys, no spaces, no NaN).
 
-It carries its own checksum, so a flipped bit in it is found like one in the data, and the sha256, size and row count of each
-file, because a flipped bit in an Arrow file reads as silently different numbers.
+It carries its own checksum, so a flipped bit in it is found like one in the data, and the sha256,
+size and row count of each file, because a flipped bit in an Arrow file reads as silently different
+numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _SHA = r"^[0-9a-f]{64}$"
 
 def canonical(data: Any) -> bytes:
     """Canonical JSON as UTF-8 bytes. ValueError for NaN, infinity and lone surrogates."""
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
 
 
 def digest(data: Any) -> str:
@@ -109,12 +112,14 @@ class Manifest(_Part):
 
 
 def content_hash(schema: str, files: tuple[FileEntry, ...]) -> str:
-    """Hash of what a version holds: its schema and its files' names, hashes and rows; not of when or where it was made."""
+    """Hash of what a version holds: its schema and its files' names, hashes and rows; not of when
+    or where it was made."""
     return digest([schema, [[entry.name, entry.sha256, entry.rows] for entry in files]])
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An `object_pairs_hook` for JSON that refuses an object with the same key twice. ValueError."""
+    """An `object_pairs_hook` for JSON that refuses an object with the same key twice.
+    ValueError."""
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError("a key stands twice")
@@ -126,10 +131,16 @@ def _no_constant(name: str) -> float:
 
 
 def from_json(raw: bytes, name: str) -> Manifest:
-    """The manifest in `raw`; CorruptError (naming `name`) when it is torn, changed, of a newer format, or not one at all."""
-    help = {"state": "no file was changed; other versions are not touched by this.", "next": f"quiver verify {name}"}
+    """The manifest in `raw`; CorruptError (naming `name`) when it is torn, changed, of a newer
+    format, or not one at all."""
+    help = {
+        "state": "no file was changed; other versions are not touched by this.",
+        "next": f"quiver verify {name}",
+    }
     if not raw or len(raw) > MAX_BYTES:
-        raise CorruptError(name, f"manifest.json has {len(raw)} bytes, expected 1 to {MAX_BYTES}", **help)
+        raise CorruptError(
+            name, f"manifest.json has {len(raw)} bytes, expected 1 to {MAX_BYTES}", **help
+        )
     try:
         data = json.loads(raw, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
         if not isinstance(data, dict):
@@ -137,17 +148,23 @@ def from_json(raw: bytes, name: str) -> Manifest:
         checksum = data.pop("checksum", None)
         found = digest(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(name, f"manifest.json can not be read: {printable(error)}", **help) from None
+        raise CorruptError(
+            name, f"manifest.json can not be read: {printable(error)}", **help
+        ) from None
     unknown = set(data.get("required_features") or ()) - FEATURES if checksum == found else set()
     if checksum == found and (data.get("format") != FORMAT or unknown):
         what = f"format {data.get('format')!r}" if not unknown else f"features {sorted(unknown)}"
         newer = f"written by a newer Quiver: {what}; this one reads format {FORMAT}"
         raise CorruptError(name, newer, state=help["state"], next="update Quiver")
     if checksum != found:
-        raise CorruptError(name, f"manifest.json: checksum expected {printable(checksum)}, found {found}", **help)
+        raise CorruptError(
+            name, f"manifest.json: checksum expected {printable(checksum)}, found {found}", **help
+        )
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise CorruptError(name, f"manifest.json: {where}: {printable(first['msg'])}", **help) from None
+        raise CorruptError(
+            name, f"manifest.json: {where}: {printable(first['msg'])}", **help
+        ) from None

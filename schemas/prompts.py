@@ -8,7 +8,8 @@
 | prompt_ids | list<int32> | what the engine gets; exactly one BOS where the model has one |
 | columns | struct | the user's own columns, untouched; rewards get them by name |
 
-    {"group_id": "sum-0017", "messages": [{"role": "user", "content": "3 + four?"}], "prompt_text": "<|im_start|>user…",
+    {"group_id": "sum-0017", "messages": [{"role": "user", "content": "3 + four?"}], "prompt_text":
+    "<|im_start|>user…",
      "prompt_ids": [1, 4093, …], "columns": {"answer": 7}}
 """
 
@@ -30,7 +31,8 @@ SCHEMA = fields.kind_schema(
 
 
 def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is prompts/1 with unique group ids and non-negative, non-empty prompts."""
+    """Raise SchemaError unless `table` is prompts/1 with unique group ids and non-negative,
+    non-empty prompts."""
     fields.compare(table, SCHEMA)
     fields.require_unique(table, SCHEMA, "group_id")
     fields.require_ids(table, SCHEMA, "prompt_ids")

@@ -1,7 +1,7 @@
 """References: `run/kind@version`, the only thing that travels between tasks.
 
-A version is a number, `latest`, or a tag. Inside a recipe the run may be left out: `policy@3`. Names are checked here, once,
-so that no name can leave the store's folder.
+A version is a number, `latest`, or a tag. Inside a recipe the run may be left out: `policy@3`.
+Names are checked here, once, so that no name can leave the store's folder.
 
 >>> parse("arith/rollouts@3")
 Ref(run='arith', kind='rollouts', version=3)
@@ -16,7 +16,16 @@ from typing import NamedTuple
 
 from .errors import ConfigError, printable
 
-KINDS = ("prompts", "rollouts", "rewards", "logprobs", "advantages", "updates", "evaluations", "policy")
+KINDS = (
+    "prompts",
+    "rollouts",
+    "rewards",
+    "logprobs",
+    "advantages",
+    "updates",
+    "evaluations",
+    "policy",
+)
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -48,7 +57,8 @@ class Ref(NamedTuple):
 
 
 def parse(text: str | Ref, run: str | None = None) -> Ref:
-    """`run/kind@version`, or `kind@version` where `run` is given. ConfigError says what is wrong."""
+    """`run/kind@version`, or `kind@version` where `run` is given. ConfigError says what is
+    wrong."""
     if isinstance(text, Ref):
         return text
     head, at, version = str(text).rpartition("@")

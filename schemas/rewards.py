@@ -30,7 +30,8 @@ SCHEMA = fields.kind_schema(
 
 
 def schema_for(functions: list[str], extras: list[str] | tuple[str, ...] = ()) -> pa.Schema:
-    """The schema of a rewards table with one part and one error for each function's name, and `extra` for `extras`, if any."""
+    """The schema of a rewards table with one part and one error for each function's name, and
+    `extra` for `extras`, if any."""
     made = fields.with_struct(
         SCHEMA,
         parts=pa.struct([pa.field(name, pa.float32()) for name in functions]),
@@ -41,19 +42,37 @@ def schema_for(functions: list[str], extras: list[str] | tuple[str, ...] = ()) -
 
 
 def names_of(table: pa.Table, column: str = "parts") -> list[str]:
-    """The functions' names in a struct column of a rewards table, in order; none where there is no such column."""
-    return [field.name for field in table.schema.field(column).type] if column in table.column_names else []
+    """The functions' names in a struct column of a rewards table, in order; none where there is no
+    such column."""
+    return (
+        [field.name for field in table.schema.field(column).type]
+        if column in table.column_names
+        else []
+    )
 
 
 def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is rewards/1: unique ids, finite rewards, parts and errors of the same functions."""
-    fields.compare(table.drop_columns(["extra"]) if "extra" in table.column_names else table, SCHEMA)
+    """Raise SchemaError unless `table` is rewards/1: unique ids, finite rewards, parts and errors
+    of the same functions."""
+    fields.compare(
+        table.drop_columns(["extra"]) if "extra" in table.column_names else table, SCHEMA
+    )
     fields.require_unique(table, SCHEMA, "rollout_id")
     if "extra" in table.column_names and not pa.types.is_struct(table.schema.field("extra").type):
         raise fields.fail(SCHEMA, "extra must be a struct with one string a function")
     names, extras = names_of(table), names_of(table, "extra")
-    if table.schema != schema_for(names, extras) or names_of(table, "errors") != names or not set(extras) <= set(names):
-        raise fields.fail(SCHEMA, "parts must be float32, errors and extra string, with the same function names")
+    if (
+        table.schema != schema_for(names, extras)
+        or names_of(table, "errors") != names
+        or not set(extras) <= set(names)
+    ):
+        raise fields.fail(
+            SCHEMA, "parts must be float32, errors and extra string, with the same function names"
+        )
     fields.require_values(
-        table, SCHEMA, "reward", lambda v: pc.invert(pc.is_finite(pc.fill_null(v, 0))), "a reward is finite or null"
+        table,
+        SCHEMA,
+        "reward",
+        lambda v: pc.invert(pc.is_finite(pc.fill_null(v, 0))),
+        "a reward is finite or null",
     )

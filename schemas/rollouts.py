@@ -1,4 +1,5 @@
-"""rollouts/1: what the policy answered, token by token, with the probability it had when it was sampled.
+"""rollouts/1: what the policy answered, token by token, with the probability it had when it was
+sampled.
 
 | column | type | meaning |
 |---|---|---|
@@ -12,8 +13,10 @@
 | temperature | float32 | the logits were divided by it |
 | seed | int64 | of this row |
 
-    {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "sample_index": 2, "completion_ids": [45, 2],
-     "old_logprobs": [-0.31, -0.02], "finish_reason": "stop", "completion_text": "7", "temperature": 1.0, …}
+    {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "sample_index": 2,
+    "completion_ids": [45, 2],
+     "old_logprobs": [-0.31, -0.02], "finish_reason": "stop", "completion_text": "7", "temperature":
+     1.0, …}
 """
 
 import pyarrow as pa
@@ -41,7 +44,8 @@ SCHEMA = fields.kind_schema(
 
 
 def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is rollouts/1: unique ids, one finite logprob ≤ 0 a token, known finish reasons."""
+    """Raise SchemaError unless `table` is rollouts/1: unique ids, one finite logprob ≤ 0 a token,
+    known finish reasons."""
     fields.compare(table, SCHEMA)
     fields.require_unique(table, SCHEMA, "rollout_id")
     fields.require_same_lengths(table, SCHEMA, "completion_ids", "old_logprobs")
@@ -50,7 +54,11 @@ def check(table: pa.Table) -> None:
     fields.require_ids(table, SCHEMA, "completion_ids")
     known = pa.array(FINISH_REASONS)
     fields.require_values(
-        table, SCHEMA, "finish_reason", lambda v: pc.invert(pc.is_in(v, known)), f"one of {', '.join(FINISH_REASONS)}"
+        table,
+        SCHEMA,
+        "finish_reason",
+        lambda v: pc.invert(pc.is_in(v, known)),
+        f"one of {', '.join(FINISH_REASONS)}",
     )
     fields.require_values(
         table,

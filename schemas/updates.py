@@ -16,7 +16,8 @@
 | applied | | false: a gradient was not finite, and the step was left out |
 | seconds | s | wall time of the step |
 
-    {"step": 0, "epoch": 0, "minibatch": 0, "loss": 0.01, "grad_norm": 1.3, "tokens": 4096, "applied": true, …}
+    {"step": 0, "epoch": 0, "minibatch": 0, "loss": 0.01, "grad_norm": 1.3, "tokens": 4096,
+    "applied": true, …}
 """
 
 import pyarrow as pa

@@ -1,7 +1,8 @@
 """One stage, one process: python -m stages NAME --spec spec.json --result out.json
 
-The spec holds stage, config, store, refs, into, force and share. The result is one JSON object in a file, because libraries print
-on stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code", "object", "message", "next"}}.
+The spec holds stage, config, store, refs, into, force and share. The result is one JSON object in a
+file, because libraries print on stdout as they like: {"ref", "cached", "rows", "seconds",
+"metrics"}, or {"error": {"code", "object", "message", "next"}}.
 """
 
 from __future__ import annotations
@@ -31,10 +32,20 @@ def main() -> int:
     parser.add_argument("stage", choices=sorted(MODULES))
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--waits", action="store_true", help="import what the stage needs; read the spec when a line comes in")
-    parser.add_argument("--lifeline", type=int, help="file descriptor; this process dies when its other end is closed")
+    parser.add_argument(
+        "--waits",
+        action="store_true",
+        help="import what the stage needs; read the spec when a line comes in",
+    )
+    parser.add_argument(
+        "--lifeline",
+        type=int,
+        help="file descriptor; this process dies when its other end is closed",
+    )
     arguments = parser.parse_args()
-    gc.set_threshold(100_000, 50, 100)  # at Python's own, walks over what imports made are a third of their time
+    gc.set_threshold(
+        100_000, 50, 100
+    )  # at Python's own, walks over what imports made are a third of their time
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if arguments.lifeline is not None:
         watch_lifeline(arguments.lifeline)
@@ -42,7 +53,9 @@ def main() -> int:
     logging.getLogger("stages").setLevel(logging.INFO)
     if arguments.waits:
         config_class, _ = load(arguments.stage)
-        if not early.wait(sys.modules[config_class.__module__], config_class, arguments.spec.with_name(HINT)):
+        if not early.wait(
+            sys.modules[config_class.__module__], config_class, arguments.spec.with_name(HINT)
+        ):
             return 0  # nobody needs it
     call = Call(**json.loads(arguments.spec.read_text()))
     try:
@@ -60,7 +73,8 @@ def main() -> int:
 
 
 def leave(code: int) -> None:
-    """End the process now. All is written; taking a model and a million objects apart would take seconds that somebody waits."""
+    """End the process now. All is written; taking a model and a million objects apart would take
+    seconds that somebody waits."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

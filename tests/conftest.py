@@ -1,4 +1,5 @@
-"""Fixtures for all tests: offline, one thread, a store in the test's own folder, a tiny policy in it."""
+"""Fixtures for all tests: offline, one thread, a store in the test's own folder, a tiny policy in
+it."""
 
 import os
 import signal
@@ -17,7 +18,8 @@ import pytest
 
 from stages.common.store import Store, Version
 
-# a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would wait for nothing
+# a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would
+# wait for nothing
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

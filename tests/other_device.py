@@ -1,8 +1,10 @@
-"""A device beside the CPU where there is no GPU, as a plugin of pytest: `pytest -p tests.other_device TESTS`.
+"""A device beside the CPU where there is no GPU, as a plugin of pytest: `pytest -p
+tests.other_device TESTS`.
 
-It computes on the CPU, and refuses what a GPU would refuse: an operation on tensors of which one lives there and one on the CPU,
-unless it copies or indexes. The stages' models are put there, wherever a test's configuration wants them. It stands for the whole
-process, so nothing else imports this module. It knows nothing of CUDA's kernels, memory and streams: that is for tests/gpu.
+It computes on the CPU, and refuses what a GPU would refuse: an operation on tensors of which one
+lives there and one on the CPU, unless it copies or indexes. The stages' models are put there,
+wherever a test's configuration wants them. It stands for the whole process, so nothing else imports
+this module. It knows nothing of CUDA's kernels, memory and streams: that is for tests/gpu.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from stages.reward.models import forward
 NAME = "other"
 aten = torch.ops.aten
 _ACROSS = {aten.copy_.default, aten._to_copy.default, aten.index.Tensor}
-"""Operations that a GPU, too, does with a tensor of the CPU; numbers, tensors without a dimension, it takes everywhere."""
+"""Operations that a GPU, too, does with a tensor of the CPU; numbers, tensors without a dimension,
+it takes everywhere."""
 _NARROWED = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention")
 """What autocast does in bfloat16; everything else keeps its dtype."""
 _done: set[Any] = set()
@@ -92,12 +95,18 @@ class Tensor(torch.Tensor):
 
 
 def _call(func, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Do the operation on the inner tensors; what comes of it lives where its operands do, or where it is asked to."""
+    """Do the operation on the inner tensors; what comes of it lives where its operands do, or where
+    it is asked to."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     there = any(isinstance(each, Tensor) for each in tensors)
-    strangers = [tuple(each.shape) for each in tensors if not isinstance(each, Tensor) and each.dim()]
+    strangers = [
+        tuple(each.shape) for each in tensors if not isinstance(each, Tensor) and each.dim()
+    ]
     if there and strangers and func not in _ACROSS:
-        raise RuntimeError(f"{func}: expected all tensors on one device, found tensors of shape {strangers} on the CPU")
+        raise RuntimeError(
+            f"{func}: expected all tensors on one device, found tensors of shape {strangers} on "
+            "the CPU"
+        )
     if there:
         _done.add(func)
     wanted = kwargs.get("device")
@@ -125,14 +134,17 @@ def _narrowed(operation):
             is_wide = isinstance(given, Tensor) and given.dtype == torch.float32
             return given.to(torch.get_autocast_dtype(NAME)) if is_wide else given
 
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        with torch._C._ExcludeDispatchKeyGuard(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+        ):
             return operation(*tree_map(narrow, args), **tree_map(narrow, kwargs))
 
     return run
 
 
 class _Made(torch.overrides.TorchFunctionMode):
-    """torch.tensor(…, device=…) is made in C++, which finds no kernels there that are not Python's."""
+    """torch.tensor(…, device=…) is made in C++, which finds no kernels there that are not
+    Python's."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -156,13 +168,19 @@ def _install() -> list[torch.library.Library]:
     for name in _NARROWED:
         autocast.impl(name, _narrowed(getattr(aten, name).default), "AutocastPrivateUse1")
     torch.Generator = _Generator
-    torch.__future__.set_swap_module_params_on_conversion(True)  # else tied weights part, as two wrappers
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # else tied weights part, as two wrappers
     _Made().__enter__()
     return [everything, autocast]
 
 
 def _put_models_there() -> None:
-    device, make, load = torch.device(NAME, 0), trainer.make_accelerator, stages.common.models.load_model
+    device, make, load = (
+        torch.device(NAME, 0),
+        trainer.make_accelerator,
+        stages.common.models.load_model,
+    )
     train = trainer.Trainer.train
 
     def make_accelerator(config):
@@ -176,7 +194,9 @@ def _put_models_there() -> None:
 
     def train_there(self: trainer.Trainer) -> Any:
         outcome = train(self)
-        assert {parameter.device for parameter in self.policy.parameters()} == {device}, "somebody moved the model away"
+        assert {parameter.device for parameter in self.policy.parameters()} == {device}, (
+            "somebody moved the model away"
+        )
         return outcome
 
     trainer.make_accelerator, trainer.Trainer.train = make_accelerator, train_there
@@ -194,6 +214,9 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     """A test that made no product of matrices there fails."""
     _done.clear()
     result = yield
-    products = {aten.mm.default, aten.linear.default}  # the latter in inference mode, which takes nothing apart
+    products = {
+        aten.mm.default,
+        aten.linear.default,
+    }  # the latter in inference mode, which takes nothing apart
     assert products & _done, f"{item.name} computed on the CPU alone"
     return result

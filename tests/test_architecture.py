@@ -1,4 +1,5 @@
-"""The direction of imports: schemas ← stages.common ← stages.<x> ← flows ← deployments, and who may import the heavy libraries."""
+"""The direction of imports: schemas ← stages.common ← stages.<x> ← flows ← deployments, and who may
+import the heavy libraries."""
 
 import ast
 import subprocess
@@ -10,12 +11,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("schemas", "stages", "flows", "deployments")
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-STAGES = {path.name for path in (ROOT / "stages").iterdir() if path.is_dir()} - {"common", "__pycache__"}
-NAMES = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+STAGES = {path.name for path in (ROOT / "stages").iterdir() if path.is_dir()} - {
+    "common",
+    "__pycache__",
+}
+NAMES = {
+    path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in FILES
+}
 
 
 def imported(path: Path, *, top_only: bool = False) -> set[str]:
-    """Dotted names that a file imports, relative ones resolved; `top_only`: not inside functions or TYPE_CHECKING."""
+    """Dotted names that a file imports, relative ones resolved; `top_only`: not inside functions or
+    TYPE_CHECKING."""
     tree = ast.parse(path.read_text())
     package = path.relative_to(ROOT).parts[:-1]
     found = set()
@@ -24,7 +32,9 @@ def imported(path: Path, *, top_only: bool = False) -> set[str]:
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            base = ".".join(
+                [*package[: len(package) - node.level + 1], *([node.module] if node.module else [])]
+            )
             module = base if node.level else node.module
             found.add(module)
             found.update(f"{module}.{alias.name}" for alias in node.names)
@@ -40,7 +50,10 @@ def imported(path: Path, *, top_only: bool = False) -> set[str]:
 
 
 def uses(path: Path, library: str, *, top_only: bool = False) -> bool:
-    return any(name == library or name.startswith(f"{library}.") for name in imported(path, top_only=top_only))
+    return any(
+        name == library or name.startswith(f"{library}.")
+        for name in imported(path, top_only=top_only)
+    )
 
 
 def floor(module: str) -> int:
@@ -86,37 +99,74 @@ def test_torch_stays_out_of_the_light_rooms():
         "stages.common.config",
         "stages.prompt",
     )
-    heavy = [NAMES[p] for p in FILES if uses(p, "torch") and NAMES[p].startswith((*light, "stages.reward.stage"))]
+    heavy = [
+        NAMES[p]
+        for p in FILES
+        if uses(p, "torch") and NAMES[p].startswith((*light, "stages.reward.stage"))
+    ]
     assert heavy == []
 
 
 @pytest.mark.parametrize("name", ["losses", "advantages"])
 def test_the_maths_stands_alone(name):
     path = ROOT / "stages/optimize" / f"{name}.py"
-    ours_or_foreign = {module.partition(".")[0] for module in imported(path)} - set(sys.stdlib_module_names)
+    ours_or_foreign = {module.partition(".")[0] for module in imported(path)} - set(
+        sys.stdlib_module_names
+    )
     assert ours_or_foreign <= {"torch", "stages"}
-    assert {m for m in imported(path) if m.startswith("stages")} <= {"stages.common.ragged", "stages.common.ragged.Ragged"}
+    assert {m for m in imported(path) if m.startswith("stages")} <= {
+        "stages.common.ragged",
+        "stages.common.ragged.Ragged",
+    }
 
 
 def test_no_flow_file_bears_the_name_of_a_library():
-    libraries = {"datasets", "evaluate", "torch", "transformers", "prefect", "accelerate", "vllm", "pyarrow", "typer", "rich"}
-    assert {path.stem for path in (ROOT / "flows").glob("*.py")} & (libraries | set(sys.stdlib_module_names)) == set()
+    libraries = {
+        "datasets",
+        "evaluate",
+        "torch",
+        "transformers",
+        "prefect",
+        "accelerate",
+        "vllm",
+        "pyarrow",
+        "typer",
+        "rich",
+    }
+    assert {path.stem for path in (ROOT / "flows").glob("*.py")} & (
+        libraries | set(sys.stdlib_module_names)
+    ) == set()
 
 
 @pytest.mark.parametrize(
-    "module", ["stages.prompt.stage", "stages.generate.stage", "stages.reward.stage", "stages.optimize.stage", "flows.cli"]
+    "module",
+    [
+        "stages.prompt.stage",
+        "stages.generate.stage",
+        "stages.reward.stage",
+        "stages.optimize.stage",
+        "flows.cli",
+    ],
 )
 def test_a_stage_is_cheap_to_import(module):
     code = (
-        f"import sys, {module}; print(sorted({{'torch', 'vllm', 'prefect', 'transformers', 'accelerate'}} & set(sys.modules)))"
+        f"import sys, {module}; print(sorted({{'torch', 'vllm', 'prefect', 'transformers', "
+        f"'accelerate'}} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_help_waits_for_no_library():
-    code = "import sys, flows.cli; print(sorted({'pyarrow', 'numpy', 'pydantic', 'prefect', 'torch'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    code = (
+        "import sys, flows.cli; print(sorted({'pyarrow', 'numpy', 'pydantic', 'prefect', 'torch'} "
+        "& set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -1,4 +1,5 @@
-"""The documents against the code: every file, command, option, target and name that they mention exists, and the reverse."""
+"""The documents against the code: every file, command, option, target and name that they mention
+exists, and the reverse."""
 
 import doctest
 import importlib
@@ -21,14 +22,20 @@ from stages.reward.functions import FUNCTIONS
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = sorted(
-    path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 COMMANDS = set(get_command(app).commands)
 
 
 def tracked() -> set[str]:
     done = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return set(done.stdout.splitlines())
 
@@ -39,8 +46,14 @@ def captioned() -> set[str]:
 
 
 def test_every_file_is_captioned_and_every_caption_has_its_file():
-    quiet = {path for path in tracked() if path.endswith("__init__.py") and not (ROOT / path).read_text().strip()}
-    files = {path for path in tracked() - quiet if not path.startswith(".") and (ROOT / path).exists()}
+    quiet = {
+        path
+        for path in tracked()
+        if path.endswith("__init__.py") and not (ROOT / path).read_text().strip()
+    }
+    files = {
+        path for path in tracked() - quiet if not path.startswith(".") and (ROOT / path).exists()
+    }
     assert captioned() - files == set(), "captions without a file"
     assert files - captioned() - {"README.md"} == set(), "files without a caption"
 
@@ -49,7 +62,9 @@ def test_every_file_is_captioned_and_every_caption_has_its_file():
 def test_what_a_document_names_exists(path):
     text = path.read_text()
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        assert (path.parent / link).exists() or (ROOT / link).exists(), f"{path.name} links to {link}"
+        assert (path.parent / link).exists() or (ROOT / link).exists(), (
+            f"{path.name} links to {link}"
+        )
     for command in re.findall(r"\bquiver ([a-z]+)", text):
         assert command in COMMANDS, f"{path.name} names quiver {command}"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -59,7 +74,12 @@ def test_what_a_document_names_exists(path):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
     others = r"(?m)(?<![\w/])(?:prefect|docker|pip) [^`\n]*"  # command lines of other programs
     for option in re.findall(r"(?<![\w-])--([a-z]+)", re.sub(others, "", text)):
-        known = {o.lstrip("-") for c in get_command(app).commands.values() for p in c.params for o in p.opts}
+        known = {
+            o.lstrip("-")
+            for c in get_command(app).commands.values()
+            for p in c.params
+            for o in p.opts
+        }
         assert option in known | {"spec", "result", "nproc"}, f"{path.name} names --{option}"
 
 
@@ -72,7 +92,9 @@ def test_every_kind_stage_engine_algorithm_and_reward_is_documented():
             assert (folder / "README.md").exists(), f"{folder.name} has no README"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "deployments/recipes").glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "deployments/recipes").glob("*.toml")), ids=lambda path: path.name
+)
 def test_every_recipe_is_a_recipe(path):
     assert isinstance(load(path), Recipe)
 

@@ -1,4 +1,5 @@
-"""What an error says to do next: one command that the command line takes, or one plain imperative."""
+"""What an error says to do next: one command that the command line takes, or one plain
+imperative."""
 
 import ast
 import re
@@ -16,7 +17,8 @@ COMMANDS = get_command(app).commands
 
 
 def told() -> list[tuple[str, str]]:
-    """Every `next` that an error is made with, as (place, text); what is filled in at run time is a reference."""
+    """Every `next` that an error is made with, as (place, text); what is filled in at run time is a
+    reference."""
 
     def text(node: ast.expr) -> list[str]:
         if isinstance(node, ast.Constant):
@@ -24,7 +26,11 @@ def told() -> list[tuple[str, str]]:
         if isinstance(node, ast.IfExp):
             return [*text(node.body), *text(node.orelse)]
         if isinstance(node, ast.JoinedStr):
-            return ["".join(p.value if isinstance(p, ast.Constant) else "a/rollouts@1" for p in node.values)]
+            return [
+                "".join(
+                    p.value if isinstance(p, ast.Constant) else "a/rollouts@1" for p in node.values
+                )
+            ]
         return []
 
     def nodes(path: Path):
@@ -32,9 +38,18 @@ def told() -> list[tuple[str, str]]:
             if isinstance(node, ast.keyword) and node.arg == "next":
                 yield node.value
             if isinstance(node, ast.Dict):
-                yield from (v for k, v in zip(node.keys, node.values, strict=True) if getattr(k, "value", None) == "next")
+                yield from (
+                    v
+                    for k, v in zip(node.keys, node.values, strict=True)
+                    if getattr(k, "value", None) == "next"
+                )
 
-    return [(f"{path.relative_to(ROOT)}:{node.lineno}", said) for path in FILES for node in nodes(path) for said in text(node)]
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno}", said)
+        for path in FILES
+        for node in nodes(path)
+        for said in text(node)
+    ]
 
 
 def test_a_command_stands_alone_and_is_one_that_there_is():
@@ -43,7 +58,9 @@ def test_a_command_stands_alone_and_is_one_that_there_is():
     for place, said in found:
         assert "…" not in said, f"{place} leaves something out: {said}"
         assert not re.search(r"\bREF\b", said), f"{place} names no version: {said}"
-        assert said.startswith("quiver ") or not re.search(r"\bquiver [a-z-]", said), f"{place} has a command inside: {said}"
+        assert said.startswith("quiver ") or not re.search(r"\bquiver [a-z-]", said), (
+            f"{place} has a command inside: {said}"
+        )
         if said.startswith("quiver "):
             _, name, *arguments = shlex.split(said)
             if name.startswith("--"):
@@ -73,8 +90,12 @@ def test_a_command_is_completed_with_what_was_given(said, expected, monkeypatch)
     assert complete(said, Called(), lambda name: OPTIONS.get(name, set())) == said
     if said == "quiver verify a/b@1":
         monkeypatch.setattr("sys.argv", ["my folder/bin/quiver", "ls"])
-        assert complete(said, called, lambda name: set()) == "'my folder/bin/quiver' verify a/b@1", "as it was called"
+        assert (
+            complete(said, called, lambda name: set()) == "'my folder/bin/quiver' verify a/b@1"
+        ), "as it was called"
         monkeypatch.setattr("sys.argv", ["pytest"])
-        assert complete(said, Called(store="store"), OPTIONS.get) == said, "the command finds that one by itself"
+        assert complete(said, Called(store="store"), OPTIONS.get) == said, (
+            "the command finds that one by itself"
+        )
         monkeypatch.setenv("QUIVER_STORE", "my store")
         assert complete(said, called, OPTIONS.get) == said

@@ -1,4 +1,5 @@
-"""Tiny real models for tests: random fp32 weights, a byte-level BPE tokenizer with a ChatML template, written as a policy@0."""
+"""Tiny real models for tests: random fp32 weights, a byte-level BPE tokenizer with a ChatML
+template, written as a policy@0."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from stages.common.store import Store, Version
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TEXTS = [
@@ -42,10 +44,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=320,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     made.train_from_iterator(_TEXTS * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token=SPECIALS[0], bos_token=SPECIALS[1], eos_token=SPECIALS[2])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token=SPECIALS[0], bos_token=SPECIALS[1], eos_token=SPECIALS[2]
+    )
     fast.chat_template = CHATML
     return fast
 
@@ -67,8 +74,21 @@ def _config(kind: str, vocabulary: int):
     if kind == "qwen3":
         return Qwen3Config(**ids, **decoder)
     if kind == "t5":
-        return T5Config(**ids, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=PAD)
-    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+        return T5Config(
+            **ids,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=PAD,
+        )
+    layers = {
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    }
     return BartConfig(
         **ids, **layers, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=256,
         decoder_start_token_id=EOS, forced_eos_token_id=None,
@@ -76,13 +96,16 @@ def _config(kind: str, vocabulary: int):
 
 
 def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: int = 320) -> Path:
-    """A tiny model directory: `kind` is llama, qwen3, t5 or bart; the same seed gives the same weights."""
+    """A tiny model directory: `kind` is llama, qwen3, t5 or bart; the same seed gives the same
+    weights."""
     config = _config(kind, vocabulary)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = loader.from_config(config)
-        for parameter in model.parameters():  # the usual 0.02 gives a near-uniform model, in which little can go visibly wrong
+        for parameter in (
+            model.parameters()
+        ):  # the usual 0.02 gives a near-uniform model, in which little can go visibly wrong
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, bos_token_id=BOS)
@@ -93,7 +116,9 @@ def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: in
     return folder
 
 
-def make_policy(store: Store, run_name: str = "tiny", kind: str = "llama", seed: int = 0, vocabulary: int = 320) -> Version:
+def make_policy(
+    store: Store, run_name: str = "tiny", kind: str = "llama", seed: int = 0, vocabulary: int = 320
+) -> Version:
     """`run_name/policy@0` in `store`: a tiny model imported as a user's directory would be."""
     with tempfile.TemporaryDirectory() as folder:
         made = make_folder(Path(folder), kind, seed, vocabulary)

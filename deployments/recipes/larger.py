@@ -1,6 +1,8 @@
-"""The demo's task: which of two numbers is larger, each written in words or in digits? The answer is exact, in digits.
+"""The demo's task: which of two numbers is larger, each written in words or in digits? The answer
+is exact, in digits.
 
-Pairs of numbers are split once, by a rule that no seed changes, so a held-out pair never stands in training, in either order.
+Pairs of numbers are split once, by a rule that no seed changes, so a held-out pair never stands in
+training, in either order.
 
 >>> row = next(rows("train", seed=0))
 >>> row["question"], row["answer"]
@@ -14,7 +16,22 @@ from collections.abc import Iterator
 from typing import Any
 
 _ONES = [
-    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen"),
+    *(
+        "zero",
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+        "thirteen",
+    ),
     *("fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
 ]
 _TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
@@ -35,14 +52,17 @@ def in_words(number: int) -> str:
 
 
 def rows(split: str, seed: int | str = 0) -> Iterator[dict[str, Any]]:
-    """Questions of one split, `train` or `held_out`, in an order and wording that `seed` decides."""
+    """Questions of one split, `train` or `held_out`, in an order and wording that `seed`
+    decides."""
     pairs = [(low, high) for low in range(10, 100) for high in range(low + 1, 100)]
     random.Random(0).shuffle(pairs)
     chosen = {"held_out": pairs[:_HELD_OUT], "train": pairs[_HELD_OUT:]}[split]
     order = random.Random(f"{split} {seed}")
     order.shuffle(chosen)
     for low, high in chosen:
-        first, second = (order.choice((in_words(number), str(number))) for number in order.sample((low, high), 2))
+        first, second = (
+            order.choice((in_words(number), str(number))) for number in order.sample((low, high), 2)
+        )
         question = f"{first} or {second}?"
         yield {
             "group_id": f"{split}-{low}-{high}",

@@ -1,7 +1,9 @@
-"""What Prefect's pages show of a finished stage: pictures, tables and samples, and the event that a version is there.
+"""What Prefect's pages show of a finished stage: pictures, tables and samples, and the event that a
+version is there.
 
-Numbers come from the version's manifest, which stays the record; an artifact is a view of it and may be lost with the server. One
-key a run and view, so that a key's history is the run's. Rows of a dataset are read from its first shards alone.
+Numbers come from the version's manifest, which stays the record; an artifact is a view of it and
+may be lost with the server. One key a run and view, so that a key's history is the run's. Rows of a
+dataset are read from its first shards alone.
 """
 
 from __future__ import annotations
@@ -29,19 +31,30 @@ VIEWS: dict[str, Callable[[Store, Version], list[Artifact]]] = {
 
 
 def link_report(recipe: Recipe) -> None:
-    """Bring the report of the run up to date, and link to it from the page of the flow run. Never raises."""
+    """Bring the report of the run up to date, and link to it from the page of the flow run. Never
+    raises."""
     with attempt(f"the report of {recipe.run}"):
         store = Store(recipe.store, create=False)
         if not report.is_current(store, recipe.run):
             report.write(store, recipe.run)
         path = (store.path / recipe.run / report.FILE).absolute()
-        link = f"{recipe.report_url.rstrip('/')}/{recipe.run}/{report.FILE}" if recipe.report_url else path.as_uri()
+        link = (
+            f"{recipe.report_url.rstrip('/')}/{recipe.run}/{report.FILE}"
+            if recipe.report_url
+            else path.as_uri()
+        )
         about = f"All of {recipe.run} on one page: `{path}`"
-        LinkArtifact(key=key("report", recipe.run), link=link, link_text=f"report of {recipe.run}", description=about).create()
+        LinkArtifact(
+            key=key("report", recipe.run),
+            link=link,
+            link_text=f"report of {recipe.run}",
+            description=about,
+        ).create()
 
 
 def publish(call: Call, outcome: Outcome) -> None:
-    """Leave what there is to see of `outcome` with the task that runs now; nothing for a version that was there already.
+    """Leave what there is to see of `outcome` with the task that runs now; nothing for a version
+    that was there already.
 
     Never raises: what could not be shown is logged.
     """

@@ -13,7 +13,8 @@ from stages.report.plots import Panel, said, svg, thinned
 
 
 def picture(panels: list[Panel], x_name: str) -> str:
-    """Markdown of one picture with two panels a row; a panel without any value is left out, and without panels there is none."""
+    """Markdown of one picture with two panels a row; a panel without any value is left out, and
+    without panels there is none."""
     shown = thinned(panels)
     if not shown:
         return ""

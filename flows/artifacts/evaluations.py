@@ -1,4 +1,5 @@
-"""What a person wants to see of an evaluation: the score with its standard error, before and after, and all between."""
+"""What a person wants to see of an evaluation: the score with its standard error, before and after,
+and all between."""
 
 from __future__ import annotations
 
@@ -20,21 +21,40 @@ _MOST = 50
 
 
 def views(store: Store, version: Version) -> list[Artifact]:
-    """One page: this evaluation beside those of the same run that measured the same thing, oldest first."""
+    """One page: this evaluation beside those of the same run that measured the same thing, oldest
+    first."""
     ref, last = version.ref, version.manifest
     earlier = [_opened(store, ref._replace(version=each)) for each in _chosen(store, ref)]
-    same = [found for found in earlier if found and _measured(store, found) == _measured(store, last)]
+    same = [
+        found for found in earlier if found and _measured(store, found) == _measured(store, last)
+    ]
     shown = [*same, last]
     first = shown[0]
     gain = last.metrics["score"] - first.metrics["score"]
-    said = f"{_score(first.metrics)} before ({_policy(first)}), {_score(last.metrics)} after ({_policy(last)}): {gain:+.4g}"
+    said = (
+        f"{_score(first.metrics)} before ({_policy(first)}), {_score(last.metrics)} after "
+        f"({_policy(last)}): {gain:+.4g}"
+    )
     if not same:
         said = f"{_score(last.metrics)} ({_policy(last)})"
-    panel = Panel("held-out score", [(each.version, each.metrics["score"], each.metrics["stderr"] or 0.0) for each in shown])
+    panel = Panel(
+        "held-out score",
+        [(each.version, each.metrics["score"], each.metrics["stderr"] or 0.0) for each in shown],
+    )
     ks = list(last.metrics.get("pass@k", {}))
-    columns = ["evaluation", "policy", "score ± standard error", "prompts", "not scored", *(f"pass@{k}" for k in ks)]
+    columns = [
+        "evaluation",
+        "policy",
+        "score ± standard error",
+        "prompts",
+        "not scored",
+        *(f"pass@{k}" for k in ks),
+    ]
     rows = [_row(each, ks) for each in shown]
-    note = f"The score is {quoted(str(last.config.get('score')))}; each evaluation has the same prompts."
+    note = (
+        f"The score is {quoted(str(last.config.get('score')))}; each evaluation has the same "
+        "prompts."
+    )
     blocks = [picture([panel], "evaluation") if same else "", table(columns, rows), note]
     markdown = "\n\n".join(filter(None, blocks))
     return [MarkdownArtifact(key=key("evaluations", ref.run), markdown=markdown, description=said)]
@@ -73,4 +93,11 @@ def _row(manifest: Manifest, ks: list[str]) -> list[Any]:
     numbers = manifest.metrics
     passes = [numbers["pass@k"].get(k, {}).get("score") for k in ks]
     score = measured(numbers["score"], numbers["stderr"])
-    return [f"{manifest.kind}@{manifest.version}", _policy(manifest), score, numbers["n"], numbers.get("null"), *passes]
+    return [
+        f"{manifest.kind}@{manifest.version}",
+        _policy(manifest),
+        score,
+        numbers["n"],
+        numbers.get("null"),
+        *passes,
+    ]

@@ -1,4 +1,5 @@
-"""What a person wants to see of a new policy: the audit, how the steps went, where the time went, what it was made of."""
+"""What a person wants to see of a new policy: the audit, how the steps went, where the time went,
+what it was made of."""
 
 from __future__ import annotations
 
@@ -40,27 +41,41 @@ def _page(store: Store, version: Version) -> MarkdownArtifact:
     steps = _steps(store, manifest)
     panels = [Panel(name, [(row["step"], row[name], 0.0) for row in steps]) for name in _CURVES]
     skipped = f" ({numbers['skipped_steps']} left out)" if numbers.get("skipped_steps") else ""
-    speed = f", {number(numbers['tokens_per_second'])} tokens/s" if numbers.get("tokens_per_second") else ""
-    what = f"{quoted(str(manifest.config.get('algorithm')))}, {counted(numbers['steps'], 'step')}{skipped}"
-    phases = sorted(((name, value) for name, value in manifest.seconds.items() if name != "total"), key=lambda row: -row[1])
+    speed = (
+        f", {number(numbers['tokens_per_second'])} tokens/s"
+        if numbers.get("tokens_per_second")
+        else ""
+    )
+    what = (
+        f"{quoted(str(manifest.config.get('algorithm')))}, "
+        f"{counted(numbers['steps'], 'step')}{skipped}"
+    )
+    phases = sorted(
+        ((name, value) for name, value in manifest.seconds.items() if name != "total"),
+        key=lambda row: -row[1],
+    )
     blocks = [
         picture(panels, "step") if len(steps) > 1 else "",
         table(["last step", ""], [[name, numbers.get(name)] for name in (*_CURVES, "entropy")]),
         "## Audit before the first step",
         _audit(numbers.get("audit")),
         "## Seconds and bytes",
-        table(["phase", "seconds"], [*map(list, phases), ["**total**", manifest.seconds.get("total")]]),
+        table(
+            ["phase", "seconds"], [*map(list, phases), ["**total**", manifest.seconds.get("total")]]
+        ),
         f"{size(manifest.bytes['data'])} in {counted(len(manifest.files), 'file')}.",
     ]
     return MarkdownArtifact(
         key=key("policy", version.ref.run),
         markdown="\n\n".join(filter(None, blocks)),
-        description=f"**{version.ref}**: {what}, {number(numbers['tokens'])} tokens{speed}; rollouts: {_counts(numbers)}",
+        description=f"**{version.ref}**: {what}, {number(numbers['tokens'])} tokens{speed}; "
+        f"rollouts: {_counts(numbers)}",
     )
 
 
 def _steps(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
-    """The steps of this policy and of those before it, oldest first: an iteration alone has few, often one."""
+    """The steps of this policy and of those before it, oldest first: an iteration alone has few,
+    often one."""
     steps, found = _own_steps(store, manifest), manifest
     for _ in range(_MOST_POLICIES):
         try:
@@ -79,18 +94,25 @@ def _own_steps(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
 
 def _counts(numbers: dict[str, Any]) -> str:
     dropped = (numbers.get("dropped") or {}).items()
-    found = [f"{number(count)} dropped ({reason.replace('_', ' ')})" for reason, count in dropped if count]
+    found = [
+        f"{number(count)} dropped ({reason.replace('_', ' ')})"
+        for reason, count in dropped
+        if count
+    ]
     return ", ".join([f"{number(numbers.get('kept'))} kept", *found])
 
 
 def _audit(audit: dict[str, Any] | None) -> str:
     if not audit:
         return "Not made: `optimize.audit.enabled = false`, or there was nothing to train on."
-    return table(["", "", "meaning"], [[name, audit.get(name), meaning] for name, meaning in _AUDIT.items()])
+    return table(
+        ["", "", "meaning"], [[name, audit.get(name), meaning] for name, meaning in _AUDIT.items()]
+    )
 
 
 def _lineage(store: Store, version: Version) -> TableArtifact:
-    """One row a version, from the new policy down to the prompts; earlier policies are named, and not followed."""
+    """One row a version, from the new policy down to the prompts; earlier policies are named, and
+    not followed."""
     rows, waiting, seen = [], [str(version.ref)], set()
     while waiting and len(rows) < _MOST_VERSIONS:
         ref = waiting.pop(0)
@@ -100,14 +122,28 @@ def _lineage(store: Store, version: Version) -> TableArtifact:
         try:
             manifest = store.open(ref).manifest
         except LineageError:
-            rows.append({"version": ref, "stage": "(gone)", "made of": "", "rows": None, "content": ""})
+            rows.append(
+                {"version": ref, "stage": "(gone)", "made of": "", "rows": None, "content": ""}
+            )
             continue
         parents = parents_of(manifest)
         named = {parent.removeprefix(f"{manifest.run}/"): role for parent, role in parents.items()}
-        made = ", ".join(short if f"{role}@" in short else f"{short} ({role})" for short, role in named.items())
+        made = ", ".join(
+            short if f"{role}@" in short else f"{short} ({role})" for short, role in named.items()
+        )
         content = manifest.content_hash[:8]
         rows.append(
-            {"version": ref, "stage": manifest.stage, "made of": made, "rows": manifest.rows or None, "content": content}
+            {
+                "version": ref,
+                "stage": manifest.stage,
+                "made of": made,
+                "rows": manifest.rows or None,
+                "content": content,
+            }
         )
         waiting += [parent for parent in parents if parse(parent).kind != "policy"]
-    return TableArtifact(key=key("lineage", version.ref.run), table=rows, description=f"What **{version.ref}** was made of")
+    return TableArtifact(
+        key=key("lineage", version.ref.run),
+        table=rows,
+        description=f"What **{version.ref}** was made of",
+    )

@@ -14,10 +14,19 @@ _told: set[str] = set()
 
 @contextmanager
 def attempt(what: str) -> Iterator[None]:
-    """Do what is inside; where it fails, log `what` and why, each kind of failure once in a process (later ones at level DEBUG)."""
+    """Do what is inside; where it fails, log `what` and why, each kind of failure once in a process
+    (later ones at level DEBUG)."""
     try:
         yield
-    except Exception as error:  # whatever it is: the version is finished, and this is only a view of it
+    except (
+        Exception
+    ) as error:  # whatever it is: the version is finished, and this is only a view of it
         level = logging.DEBUG if type(error).__name__ in _told else logging.WARNING
         _told.add(type(error).__name__)
-        log.log(level, "not on Prefect's pages: %s (%s: %s); the run goes on", what, type(error).__name__, printable(error))
+        log.log(
+            level,
+            "not on Prefect's pages: %s (%s: %s); the run goes on",
+            what,
+            type(error).__name__,
+            printable(error),
+        )

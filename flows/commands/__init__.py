@@ -1,1 +1,2 @@
-"""The commands of `quiver`, in files by what they are about. Each is thin: it reads, calls what Python users call, and says."""
+"""The commands of `quiver`, in files by what they are about. Each is thin: it reads, calls what
+Python users call, and says."""

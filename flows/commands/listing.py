@@ -8,7 +8,8 @@ from .shared import Debug, Json, say
 
 
 def _list(word: str, entries: list[dict[str, Any]], details: str, as_json: bool) -> None:
-    """`entries`, one a line; below it what stands under the key `details` of one, and its reference."""
+    """`entries`, one a line; below it what stands under the key `details` of one, and its
+    reference."""
     lines = []
     for entry in entries:
         lines.append(f"{entry['name']:<24} {entry['description']}")
@@ -22,20 +23,42 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
     """The algorithms, with defaults and references."""
     from stages.optimize.algorithms import ALGORITHMS
 
-    shown = ("name", "description", "advantage", "surrogate", "aggregation", "defaults", "reference")
-    _list("algorithms", [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()], "defaults", json)
+    shown = (
+        "name",
+        "description",
+        "advantage",
+        "surrogate",
+        "aggregation",
+        "defaults",
+        "reference",
+    )
+    _list(
+        "algorithms",
+        [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()],
+        "defaults",
+        json,
+    )
 
 
 def rewards(json: Json = False, debug: Debug = False) -> None:
-    """What can score: functions that come with Quiver, with their arguments, and the dialects in which servers are asked."""
+    """What can score: functions that come with Quiver, with their arguments, and the dialects in
+    which servers are asked."""
     from stages.reward.functions import FUNCTIONS
     from stages.reward.servers.dialects import DIALECTS
 
     shipped = [
-        {"name": name, "kind": "function", "description": found.description, "arguments": found.arguments}
+        {
+            "name": name,
+            "kind": "function",
+            "description": found.description,
+            "arguments": found.arguments,
+        }
         for name, found in FUNCTIONS.items()
     ]
-    spoken = [{"name": name, "kind": "server", "description": found.description} for name, found in DIALECTS.items()]
+    spoken = [
+        {"name": name, "kind": "server", "description": found.description}
+        for name, found in DIALECTS.items()
+    ]
     _list("rewards", [*shipped, *spoken], "arguments", json)
 
 
@@ -45,4 +68,9 @@ def engines(json: Json = False, debug: Debug = False) -> None:
 
     shipped = ENGINES.items()
     defaults = {name: entry.options().model_dump(mode="json") for name, entry in shipped}
-    _list("engines", [{"name": n, "description": e.description, "options": defaults[n]} for n, e in shipped], "options", json)
+    _list(
+        "engines",
+        [{"name": n, "description": e.description, "options": defaults[n]} for n, e in shipped],
+        "options",
+        json,
+    )

@@ -10,19 +10,35 @@ import typer
 
 from schemas.errors import ConfigError, printable
 
-from .shared import Debug, Force, Given, Json, RecipeFile, Settings, Several, StorePath, read_recipe, say
+from .shared import (
+    Debug,
+    Force,
+    Given,
+    Json,
+    RecipeFile,
+    Settings,
+    Several,
+    StorePath,
+    read_recipe,
+    say,
+)
 
 
 def run(
     recipe: RecipeFile,
-    iterations: Annotated[int | None, typer.Option(help="how many, instead of the recipe's")] = None,
-    first: Annotated[str | None, typer.Option("--from", help="do this stage and those after it anew")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="how many, instead of the recipe's")
+    ] = None,
+    first: Annotated[
+        str | None, typer.Option("--from", help="do this stage and those after it anew")
+    ] = None,
     store: StorePath = None,
     settings: Settings = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after. Resumes by itself."""
+    """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after.
+    Resumes by itself."""
     from ..embedded import guard_embedded_server
     from ..placement import check_placement
     from ..post_train import STAGES, post_train
@@ -30,8 +46,16 @@ def run(
     from ..tasks import tagged
 
     if first and first not in STAGES:
-        raise ConfigError(f"--from {printable(first)}", f"expected one of {', '.join(STAGES)}", next="correct --from")
-    loaded = read_recipe(recipe, [*(settings or []), *([f"iterations={iterations}"] if iterations is not None else [])], store)
+        raise ConfigError(
+            f"--from {printable(first)}",
+            f"expected one of {', '.join(STAGES)}",
+            next="correct --from",
+        )
+    loaded = read_recipe(
+        recipe,
+        [*(settings or []), *([f"iterations={iterations}"] if iterations is not None else [])],
+        store,
+    )
     check_placement(loaded)
     guard_embedded_server()
     with tagged(loaded):
@@ -47,7 +71,8 @@ def nightly(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """One night: improve the policy in use on new prompts, and promote the result if it is better. What is decided stays so."""
+    """One night: improve the policy in use on new prompts, and promote the result if it is better.
+    What is decided stays so."""
     from ..embedded import guard_embedded_server
     from ..nightly import begin
     from ..nightly import nightly as flow
@@ -56,20 +81,34 @@ def nightly(
     begin(loaded, night or "tonight")  # what is refused is refused before a server is started
     guard_embedded_server()
     result = flow(loaded, night)
-    say(json, result, [f"{result['decision']}: {result['tag']} is {result['in_use']}", printable(result["why"], 1000)])
+    say(
+        json,
+        result,
+        [
+            f"{result['decision']}: {result['tag']} is {result['in_use']}",
+            printable(result["why"], 1000),
+        ],
+    )
 
 
 def _stage_command(name: str, roles: tuple[str, ...], help: str) -> Callable[..., None]:
-    """`quiver NAME RECIPE`: this one stage on saved versions; a reference that is not given is the run's latest."""
+    """`quiver NAME RECIPE`: this one stage on saved versions; a reference that is not given is the
+    run's latest."""
 
     def command(
         recipe: RecipeFile,
         prompts: Annotated[str | None, Given] = None,
         rollouts: Annotated[list[str] | None, Several] = None,
         rewards: Annotated[list[str] | None, Several] = None,
-        retry: Annotated[str | None, typer.Option(help="reward: score again only the rows that have none in these")] = None,
+        retry: Annotated[
+            str | None,
+            typer.Option(help="reward: score again only the rows that have none in these"),
+        ] = None,
         override: Annotated[
-            str | None, typer.Option(help="reward: replace those that a JSON file {author, reason, overrides} names")
+            str | None,
+            typer.Option(
+                help="reward: replace those that a JSON file {author, reason, overrides} names"
+            ),
         ] = None,
         policy: Annotated[str | None, Given] = None,
         iteration: Annotated[int, typer.Option(help="whose prompts and seeds are meant")] = 1,
@@ -81,12 +120,20 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> Callable[...
     ) -> None:
         from .. import rerun as again
 
-        given = {"prompts": prompts, "rollouts": rollouts, "rewards": rewards, "retry": retry, "policy": policy}
+        given = {
+            "prompts": prompts,
+            "rollouts": rollouts,
+            "rewards": rewards,
+            "retry": retry,
+            "policy": policy,
+        }
         loaded = read_recipe(recipe, settings, store)
         if override and name == "reward":
             outcome = again.override(loaded, override, given, force)
         else:
-            outcome = again.rerun(loaded, name, roles, {**given, "override": override}, iteration, force)
+            outcome = again.rerun(
+                loaded, name, roles, {**given, "override": override}, iteration, force
+            )
         what = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
         say(json, asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {what}"])
 
@@ -95,12 +142,24 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> Callable[...
 
 
 STAGES = (
-    _stage_command("prompt", ("policy",), "Render the source's rows to token ids: a new prompts version."),
-    _stage_command("generate", ("prompts", "policy"), "Sample completions: a new rollouts version."),
+    _stage_command(
+        "prompt", ("policy",), "Render the source's rows to token ids: a new prompts version."
+    ),
+    _stage_command(
+        "generate", ("prompts", "policy"), "Sample completions: a new rollouts version."
+    ),
     _stage_command("reward", ("rollouts", "retry"), "Score saved rollouts: a new rewards version."),
     _stage_command(
-        "logprobs", ("rollouts", "policy"), "Score saved completions again, under a reference: a new logprobs version."
+        "logprobs",
+        ("rollouts", "policy"),
+        "Score saved completions again, under a reference: a new logprobs version.",
     ),
-    _stage_command("optimize", ("policy", "rollouts", "rewards"), "Update the policy on saved rollouts: the next policy."),
-    _stage_command("evaluate", ("policy",), "Measure a policy on the held-out rows: a new evaluations version."),
+    _stage_command(
+        "optimize",
+        ("policy", "rollouts", "rewards"),
+        "Update the policy on saved rollouts: the next policy.",
+    ),
+    _stage_command(
+        "evaluate", ("policy",), "Measure a policy on the held-out rows: a new evaluations version."
+    ),
 )

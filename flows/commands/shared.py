@@ -1,4 +1,5 @@
-"""What every command shares: its options, the recipe and the store that it is about, and how it answers."""
+"""What every command shares: its options, the recipe and the store that it is about, and how it
+answers."""
 
 from __future__ import annotations
 
@@ -25,18 +26,24 @@ RecipeFile = Annotated[Path, typer.Argument(help="the recipe, a TOML file", meta
 Reference = Annotated[str, typer.Argument(help="run/kind@version", metavar="REF")]
 StorePath = Annotated[str | None, typer.Option("--store", help="folder of the store")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="KEY=VALUE over the recipe's, e.g. optimize.learning_rate=1e-6")
+    list[str] | None,
+    typer.Option("--set", help="KEY=VALUE over the recipe's, e.g. optimize.learning_rate=1e-6"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
 Debug = Annotated[bool, typer.Option("--debug", help="traceback of an error")]
-Force = Annotated[bool, typer.Option("--force", help="do it anew, even where a finished version exists")]
+Force = Annotated[
+    bool, typer.Option("--force", help="do it anew, even where a finished version exists")
+]
 Given = typer.Option(help="run/kind@version; default: the run's latest")
-Several = typer.Option(help="run/kind@version; default: the run's latest. For optimize it may stand several times (replay)")
+Several = typer.Option(
+    help="run/kind@version; default: the run's latest. For optimize it may stand several times "
+    "(replay)"
+)
 
 
 def keep_stdout() -> None:
-    """From now on only `say` reaches the stdout that this process was started with; what libraries and a user's reward print, as
-    it is imported, goes to stderr."""
+    """From now on only `say` reaches the stdout that this process was started with; what libraries
+    and a user's reward print, as it is imported, goes to stderr."""
     global _stdout  # noqa: PLW0603
     _stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -67,7 +74,8 @@ def open_store(path: str | None) -> Store:
 
 
 def _plain(data: Any) -> Any:
-    """`data` as JSON has it: a number that is not finite is null, a date or anything else of the user's columns its text."""
+    """`data` as JSON has it: a number that is not finite is null, a date or anything else of the
+    user's columns its text."""
     if isinstance(data, dict):
         return {str(key): _plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,4 +1,5 @@
-"""Commands about what a store holds: versions, what they came from, how they differ, whether they are whole; tags."""
+"""Commands about what a store holds: versions, what they came from, how they differ, whether they
+are whole; tags."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ def ls(
     from ..inspect_store import listing
 
     rows = listing(open_store(store), run)
-    lines = [r.get("error") or f"{r['ref']:<40} {r['rows']:>8}  {r['stage']:<10} {r['created'][:19]}" for r in rows]
+    lines = [
+        r.get("error") or f"{r['ref']:<40} {r['rows']:>8}  {r['stage']:<10} {r['created'][:19]}"
+        for r in rows
+    ]
     say(json, {"versions": rows}, lines)
 
 
@@ -42,11 +46,16 @@ def show(
 
     version = open_store(store).open(ref)
     manifest, found = version.manifest.model_dump(mode="json", by_alias=True), rows(version, n)
-    lines = [codec.dumps(manifest, indent=2, ensure_ascii=False), *(printable(row, 2000) for row in found)]
+    lines = [
+        codec.dumps(manifest, indent=2, ensure_ascii=False),
+        *(printable(row, 2000) for row in found),
+    ]
     say(json, {"ref": str(version.ref), "manifest": manifest, "rows": found}, lines)
 
 
-def lineage(ref: Reference, store: StorePath = None, json: Json = False, debug: Debug = False) -> None:
+def lineage(
+    ref: Reference, store: StorePath = None, json: Json = False, debug: Debug = False
+) -> None:
     """What a version was made of, down to the sources."""
     from ..inspect_store import lineage as trace
 
@@ -59,13 +68,25 @@ def lineage(ref: Reference, store: StorePath = None, json: Json = False, debug: 
     say(json, found, tree(found))
 
 
-def diff(first: Reference, second: Reference, store: StorePath = None, json: Json = False, debug: Debug = False) -> None:
+def diff(
+    first: Reference,
+    second: Reference,
+    store: StorePath = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
     """What differs between two versions of one kind: config, models, metrics, rows."""
     from ..inspect_store import diff as compare
 
     found = compare(open_store(store), first, second)
-    lines = [f"{path}: {printable(a)} → {printable(b)}" for path, (a, b) in found["changed"].items()]
-    say(json, found, [*lines, *(f"{part}: {found[part]}" for part in ("rows", "rewards") if part in found)])
+    lines = [
+        f"{path}: {printable(a)} → {printable(b)}" for path, (a, b) in found["changed"].items()
+    ]
+    say(
+        json,
+        found,
+        [*lines, *(f"{part}: {found[part]}" for part in ("rows", "rewards") if part in found)],
+    )
 
 
 def verify(
@@ -108,13 +129,15 @@ def tag(
 def report(
     run: Annotated[str, typer.Argument(help="the run")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="the file; default: report.html in the run's folder")
+        Path | None,
+        typer.Option("--output", "-o", help="the file; default: report.html in the run's folder"),
     ] = None,
     store: StorePath = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """One self-contained HTML file over a whole run: how well it went, curves, answers before and after, what it was made of."""
+    """One self-contained HTML file over a whole run: how well it went, curves, answers before and
+    after, what it was made of."""
     from stages.report.stage import write
 
     path = write(open_store(store), check_name(run, "run"), output)
@@ -132,6 +155,8 @@ def history(
 
     entries = of_tag(open_store(store), name)
     lines = [
-        f"{entry['at'][:19]}  {entry['before'] or 'none'} → {entry['ref']}  {printable(entry['why'])}" for entry in entries
+        f"{entry['at'][:19]}  {entry['before'] or 'none'} → {entry['ref']}  "
+        f"{printable(entry['why'])}"
+        for entry in entries
     ]
     say(json, {"tag": name, "entries": entries}, lines)

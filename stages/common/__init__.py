@@ -1,1 +1,2 @@
-"""What every stage stands on: config, store, files, checkpoints, models, ragged tensors, child processes."""
+"""What every stage stands on: config, store, files, checkpoints, models, ragged tensors, child
+processes."""

@@ -1,8 +1,9 @@
-"""Checkpoints: the base imported once as `policy@0`, each later policy saved beside it; what a model is, told by hashes.
+"""Checkpoints: the base imported once as `policy@0`, each later policy saved beside it; what a
+model is, told by hashes.
 
-A policy version is a Hugging Face model directory that vLLM and transformers load as it is. The optimizer's state lives below
-it in `optimizer/`, a LoRA adapter in `adapter/`, because vLLM reads every *.safetensors at the top. Refused: pickled weights,
-code that a model brings along.
+A policy version is a Hugging Face model directory that vLLM and transformers load as it is. The
+optimizer's state lives below it in `optimizer/`, a LoRA adapter in `adapter/`, because vLLM reads
+every *.safetensors at the top. Refused: pickled weights, code that a model brings along.
 
     ref = run(PolicyConfig(model="path/to/model"), store, into="arith")        # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
@@ -59,40 +60,61 @@ class PolicyConfig(Config):
     """Where the base model comes from. It becomes `policy@0` of the run."""
 
     model: str = Field(min_length=1)
-    """A model directory, a .gguf file, `package:NAME/FILE.gguf` (a file inside an installed package), a hub id, or a function of
-    yours that makes the model, `module:function` or `file.py:function`. It is called once a run, as
-    `function(folder, **arguments)` with a `pathlib.Path`, and writes config, safetensors, tokenizer and generation config there,
-    by `save_pretrained` say."""
+    """A model directory, a .gguf file, `package:NAME/FILE.gguf` (a file inside an installed
+    package), a hub id, or a function of yours that makes the model, `module:function` or
+    `file.py:function`. It is called once a run, as `function(folder, **arguments)` with a
+    `pathlib.Path`, and writes config, safetensors, tokenizer and generation config there, by
+    `save_pretrained` say."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function. They and the bytes of its file say which base model it is, so what it draws at random
-    must follow from a seed among them. Sums may differ in their last bits on another machine: the store keeps what was made."""
+    """Keyword arguments of the function. They and the bytes of its file say which base model it is,
+    so what it draws at random must follow from a seed among them. Sums may differ in their last
+    bits on another machine: the store keeps what was made."""
     revision: str | None = None
-    """Commit or tag of a hub id. Without it the hub's default branch is taken. The manifest's metrics say which commit it was."""
+    """Commit or tag of a hub id. Without it the hub's default branch is taken. The manifest's
+    metrics say which commit it was."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What a GGUF file's quantized weights become. A directory or hub model keeps the dtype that it has."""
+    """What a GGUF file's quantized weights become. A directory or hub model keeps the dtype that it
+    has."""
 
     @model_validator(mode="after")
     def _fits(self) -> PolicyConfig:
         if self.arguments and not made.is_function(self.model):
-            raise ValueError(f"arguments are for a function, module:function or file.py:function; model is {self.model!r}")
+            raise ValueError(
+                "arguments are for a function, module:function or file.py:function; model is "
+                f"{self.model!r}"
+            )
         return self
 
 
 class _Pinned(PolicyConfig):
     source_hash: str
-    """sha256 over the names and bytes of the source: a changed directory is not mistaken for the old one."""
+    """sha256 over the names and bytes of the source: a changed directory is not mistaken for the
+    old one."""
 
     def key(self) -> dict[str, Any]:
         """The bytes decide, wherever they lie; the dtype only where it is chosen here."""
-        return {"source_hash": self.source_hash, "dtype": self.dtype if self.model.endswith(".gguf") else None}
+        return {
+            "source_hash": self.source_hash,
+            "dtype": self.dtype if self.model.endswith(".gguf") else None,
+        }
 
 
 def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -> Ref:
-    """Import the base model as `into/policy@0`; the same bytes again are a cache hit. ConfigError, SecurityError."""
-    source_hash, commit, fill = _from_function(config) if made.is_function(config.model) else _from_files(config)
+    """Import the base model as `into/policy@0`; the same bytes again are a cache hit. ConfigError,
+    SecurityError."""
+    source_hash, commit, fill = (
+        _from_function(config) if made.is_function(config.model) else _from_files(config)
+    )
     pinned = _Pinned(**config.model_dump(), source_hash=source_hash)
     with begin(
-        store, into, "policy", stage="policy", stage_version=STAGE_VERSION, config=pinned, inputs={}, force=force
+        store,
+        into,
+        "policy",
+        stage="policy",
+        stage_version=STAGE_VERSION,
+        config=pinned,
+        inputs={},
+        force=force,
     ) as work:
         if work.done:
             return work.done.ref
@@ -102,12 +124,16 @@ def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -
         with work.phase("import"), files.storage(f"{into}/policy@0"):
             fill(work.folder)
             check_folder(work.folder, config.model)
-        metrics = {"parameters": count_parameters(work.folder), **({"commit": commit} if commit else {})}
+        metrics = {
+            "parameters": count_parameters(work.folder),
+            **({"commit": commit} if commit else {}),
+        }
         return work.commit(number=None if force else 0, metrics=metrics).ref
 
 
 def _from_function(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]:
-    """Hash of the function that makes the model and of its arguments, no commit, and what fills a folder."""
+    """Hash of the function that makes the model and of its arguments, no commit, and what fills a
+    folder."""
     function, source_hash = made.load(config.model, config.model_dump(mode="json")["arguments"])
 
     def fill(folder: Path) -> None:
@@ -139,19 +165,24 @@ def _from_files(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]
 
 
 def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, Path | None, str]:
-    """The folder that holds the model, the GGUF file in it where it is one, and the commit of a hub model."""
+    """The folder that holds the model, the GGUF file in it where it is one, and the commit of a hub
+    model."""
     name = config.model
     if name.startswith("package:"):
         package, _, inner = name.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise ConfigError(f"{field} {name}", f"package {package} is not installed", next=f"install {package}")
+            raise ConfigError(
+                f"{field} {name}", f"package {package} is not installed", next=f"install {package}"
+            )
         path = Path(spec.submodule_search_locations[0]) / inner
     else:
         path = Path(name).expanduser().absolute()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ConfigError(f"{field} {name}", f"there is no file {path.name}", next=f"correct {field}")
+            raise ConfigError(
+                f"{field} {name}", f"there is no file {path.name}", next=f"correct {field}"
+            )
         return path.parent, path, ""
     if path.is_dir():
         return path, None, ""
@@ -166,8 +197,12 @@ def _download(config: PolicyConfig, field: str) -> Path:
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many types; each means that the model can not be had
+        return Path(
+            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+        )
+    except (
+        Exception
+    ) as error:  # the hub client raises many types; each means that the model can not be had
         raise ConfigError(
             f"{field} {config.model}",
             f"no directory of that name, and the hub gave none ({type(error).__name__})",
@@ -180,14 +215,19 @@ def _wanted(path: Path) -> bool:
     return path.is_file() and (weights or path.name == "config.json" or path.name in _CARRIED)
 
 
-# -- what a checkpoint is ----------------------------------------------------------------------------------------------------
+# -- what a checkpoint is
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:
-    """The whole model directory that `field` of a recipe names: a directory, or a hub id. ConfigError, SecurityError."""
+    """The whole model directory that `field` of a recipe names: a directory, or a hub id.
+    ConfigError, SecurityError."""
     folder, gguf, _ = _locate(PolicyConfig(model=model, revision=revision), field)
     if gguf:
-        raise ConfigError(f"{field} {model}", "is a GGUF file; safetensors are needed", next=f"name a directory in {field}")
+        raise ConfigError(
+            f"{field} {model}",
+            "is a GGUF file; safetensors are needed",
+            next=f"name a directory in {field}",
+        )
     check_folder(folder, model)
     return folder
 
@@ -196,17 +236,27 @@ def folder_as_model(role: str, name: str, folder: Path) -> Model:
     """`as_model` for a directory that lies outside any store: its files are hashed here."""
     paths = sorted(path for path in folder.iterdir() if _wanted(path))
     with ThreadPoolExecutor(4) as pool:  # a large file is hashed at the speed of one core
-        return _as_model(role, name, [(p.name, sha) for p, sha in zip(paths, pool.map(files.sha256, paths), strict=True)])
+        return _as_model(
+            role,
+            name,
+            [(p.name, sha) for p, sha in zip(paths, pool.map(files.sha256, paths), strict=True)],
+        )
 
 
 def as_model(role: str, version: Version) -> Model:
-    """The manifest entry of a policy version: hashes of weights + config, of the tokenizer, and of the chat template."""
-    return _as_model(role, str(version.ref), [(entry.name, entry.sha256) for entry in version.manifest.files])
+    """The manifest entry of a policy version: hashes of weights + config, of the tokenizer, and of
+    the chat template."""
+    return _as_model(
+        role, str(version.ref), [(entry.name, entry.sha256) for entry in version.manifest.files]
+    )
 
 
 def _as_model(role: str, ref: str, entries: list[tuple[str, str]]) -> Model:
     weights = [
-        e for e in entries if "/" not in e[0] and (e[0].endswith((".safetensors", ".index.json")) or e[0] == "config.json")
+        e
+        for e in entries
+        if "/" not in e[0]
+        and (e[0].endswith((".safetensors", ".index.json")) or e[0] == "config.json")
     ]
     return Model(
         role=role,
@@ -218,7 +268,8 @@ def _as_model(role: str, ref: str, entries: list[tuple[str, str]]) -> Model:
 
 
 def adapter_base(store: Store, policy: Version) -> Version | None:
-    """The policy whose weights the adapter of `policy` is relative to; None where it has no adapter. LineageError."""
+    """The policy whose weights the adapter of `policy` is relative to; None where it has no
+    adapter. LineageError."""
     told = policy.manifest.input("base")
     if told is None:
         return None
@@ -232,7 +283,8 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
         found = f"{base.manifest.content_hash[:12]}…"
     raise LineageError(
         str(policy.ref),
-        f"its adapter was trained over {told.ref}, expected {told.content_hash[:12]}…, found {found}",
+        f"its adapter was trained over {told.ref}, expected {told.content_hash[:12]}…, found "
+        f"{found}",
         state="its merged weights are whole; nothing was changed.",
         next=f"restore {told.ref}, or start a new run with policy.model = {str(policy.path)!r}",
     )
@@ -273,12 +325,17 @@ def is_encoder_decoder(version: Version) -> bool:
 
 
 def end_token_ids(version: Version) -> list[int]:
-    """Ids that end a completion, from generation_config.json or else config.json, rising. ConfigError when there is none."""
+    """Ids that end a completion, from generation_config.json or else config.json, rising.
+    ConfigError when there is none."""
     for name in ("generation_config.json", "config.json"):
         found = _read_json(version, name).get("eos_token_id")
         if found is not None:
             return sorted(found if isinstance(found, list) else [found])
-    raise ConfigError(str(version.ref), "the model names no end token", next="add eos_token_id to generation_config.json")
+    raise ConfigError(
+        str(version.ref),
+        "the model names no end token",
+        next="add eos_token_id to generation_config.json",
+    )
 
 
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
@@ -293,7 +350,9 @@ def load_folders_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     about = folder / "tokenizer_config.json"
     named = json.loads(about.read_bytes()).get("tokenizer_class") if about.is_file() else None
     if named in _PLAIN and (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast  # what AutoTokenizer would choose, without its import of every model
+        from transformers import (
+            PreTrainedTokenizerFast,
+        )  # what AutoTokenizer would choose, without its import of every model
 
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     from transformers import AutoTokenizer
@@ -302,7 +361,8 @@ def load_folders_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:
-    """Write `model` as a model directory; tokenizer, template and generation config are the parent's, byte for byte."""
+    """Write `model` as a model directory; tokenizer, template and generation config are the
+    parent's, byte for byte."""
     model.save_pretrained(folder)
     for name in _CARRIED:
         if (parent.path / name).is_file():

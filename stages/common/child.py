@@ -1,8 +1,9 @@
-"""The process of a stage: in a session of its own, with a lifeline, its lines read as they come, and nobody left behind.
+"""The process of a stage: in a session of its own, with a lifeline, its lines read as they come,
+and nobody left behind.
 
-When whoever follows it is cancelled or fails, the whole group is ended (SIGTERM, then SIGKILL). When he dies, even by kill -9, the
-child sees its lifeline (a pipe that nobody writes to) close and kills its own group, with whatever it started; PDEATHSIG says the
-same to the child itself.
+When whoever follows it is cancelled or fails, the whole group is ended (SIGTERM, then SIGKILL).
+When he dies, even by kill -9, the child sees its lifeline (a pipe that nobody writes to) close and
+kills its own group, with whatever it started; PDEATHSIG says the same to the child itself.
 
     with Child("generate") as child:
         child.tell(spec)
@@ -39,10 +40,14 @@ HINT = "hint.json"
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),  # glibc keeps large blocks for the next tensor: fresh pages were a third of a step
+    "MALLOC_MMAP_THRESHOLD_": str(
+        2**32
+    ),  # glibc keeps large blocks for the next tensor: fresh pages were a third of a step
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait by spinning take the cores from those that work,
-    "GOMP_SPINCOUNT": "10000",  # but to wake them for each small product costs a fifth of a step: some microseconds they spin
+    # threads that wait by spinning take the cores from those that work,
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # but to wake them for each small product costs a fifth of a step: some microseconds they spin
+    "GOMP_SPINCOUNT": "10000",
     "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries about one another
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -58,9 +63,11 @@ class Stopped(BaseException):
 
 
 class Child:
-    """`python -m stages STAGE` (interpreter `python`), started, and waiting for its call; a context manager that ends its group.
+    """`python -m stages STAGE` (interpreter `python`), started, and waiting for its call; a context
+    manager that ends its group.
 
-    `online` lets it reach a model hub, `env` is put over its environment, `hint` is what it prepares for.
+    `online` lets it reach a model hub, `env` is put over its environment, `hint` is what it
+    prepares for.
     """
 
     def __init__(
@@ -79,7 +86,12 @@ class Child:
             # -P: no module of the working folder may stand in for one of ours or of a library
             command = [python or sys.executable, "-u", "-P", "-m", "stages", stage, "--waits"]
             command += ["--spec", str(self._spec), "--result", str(self._result)]
-            environment = {**os.environ, **ENVIRONMENT, **({} if online else {"HF_HUB_OFFLINE": "1"}), **(env or {})}
+            environment = {
+                **os.environ,
+                **ENVIRONMENT,
+                **({} if online else {"HF_HUB_OFFLINE": "1"}),
+                **(env or {}),
+            }
             self.process = held.enter_context(started(command, environment))
             self._held = held.pop_all()
 
@@ -139,7 +151,8 @@ def follow(
     timeout: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[int, list[str]]:
-    """Exit code and last lines of the child, once it has ended. Stopped, ResourceError after `timeout` seconds."""
+    """Exit code and last lines of the child, once it has ended. Stopped, ResourceError after
+    `timeout` seconds."""
     last: deque[str] = deque(maxlen=5)
     for line in lines_of(child, stage, timeout, stopped):
         last.append(line)
@@ -148,9 +161,13 @@ def follow(
 
 
 def lines_of(
-    child: subprocess.Popen, stage: str, timeout: float | None, stopped: Callable[[], bool] = lambda: False
+    child: subprocess.Popen,
+    stage: str,
+    timeout: float | None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[str]:
-    """Lines as they come; of a progress bar that rewrites its line only the last state. ResourceError after `timeout` s."""
+    """Lines as they come; of a progress bar that rewrites its line only the last state.
+    ResourceError after `timeout` s."""
     deadline = time.monotonic() + timeout if timeout else None
     rest, handle = b"", child.stdout.fileno()
     while True:
@@ -180,7 +197,8 @@ def lines_of(
 
 
 def end_group(child: subprocess.Popen) -> None:
-    """End the child's whole session: SIGTERM, after `GRACE_SECONDS` SIGKILL; what it left behind is killed too."""
+    """End the child's whole session: SIGTERM, after `GRACE_SECONDS` SIGKILL; what it left behind is
+    killed too."""
     try:
         if child.poll() is None:
             _signal_group(child, signal.SIGTERM)
@@ -198,7 +216,8 @@ def _signal_group(child: subprocess.Popen, number: int) -> None:
 
 
 def watch_lifeline(handle: int) -> None:
-    """In the child: die with the whole group as soon as the parent's end of the pipe is closed, by whatever end it came to."""
+    """In the child: die with the whole group as soon as the parent's end of the pipe is closed, by
+    whatever end it came to."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def watch() -> None:

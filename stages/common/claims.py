@@ -1,4 +1,5 @@
-"""Who does which shard of a version: one process alone, or any number of them together, on any hosts that see the store.
+"""Who does which shard of a version: one process alone, or any number of them together, on any
+hosts that see the store.
 
     claims = work.claims(count)
     while claims.more():  # waits while the others are at the last shards
@@ -6,10 +7,12 @@
             work.write(index, table)
     work.commit()  # one of them comes here; in all others Finished has risen
 
-A claim is an flock on a file beside the shards. The system frees it as soon as its holder is dead, however it died. It decides who
-does the work, and nothing else: each shard is linked into place whole and the first stays, and the version appears by one rename.
-So a process that hangs, or locks that do not reach another host, cost work done twice and never another outcome. Whoever has
-nothing to do, and has seen another at a shard for longer than its patience, does that shard too, the one first seen first.
+A claim is an flock on a file beside the shards. The system frees it as soon as its holder is dead,
+however it died. It decides who does the work, and nothing else: each shard is linked into place
+whole and the first stays, and the version appears by one rename. So a process that hangs, or locks
+that do not reach another host, cost work done twice and never another outcome. Whoever has nothing
+to do, and has seen another at a shard for longer than its patience, does that shard too, the one
+first seen first.
 """
 
 from __future__ import annotations
@@ -51,7 +54,11 @@ class Alone:
 
     def unfinished(self) -> list[int]:
         """Shards that nobody has finished, rising."""
-        self._open = [index for index in self._open if not (self._work.notes / f"{_shard(index)}.arrow.json").exists()]
+        self._open = [
+            index
+            for index in self._open
+            if not (self._work.notes / f"{_shard(index)}.arrow.json").exists()
+        ]
         return list(self._open)
 
     def more(self) -> bool:
@@ -69,7 +76,8 @@ class Claims:
     count = 0
 
     def __init__(self, work: SharedWork, patience: float | None) -> None:
-        """`patience`: seconds; None: twice what the slowest shard took that anybody finished, and at least 30 s."""
+        """`patience`: seconds; None: twice what the slowest shard took that anybody finished, and
+        at least 30 s."""
         self._work, self._patience = work, patience
         self._held: dict[str, tuple[int, float]] = {}
         """By name the locked handle, and since when."""
@@ -82,7 +90,8 @@ class Claims:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Let the others know of this process: they leave it a shard. What is told of earlier attempts, all dead, is forgotten."""
+        """Let the others know of this process: they leave it a shard. What is told of earlier
+        attempts, all dead, is forgotten."""
         while (handle := _locked(self._work.notes / f"{self._work.worker}.here")) is None:
             time.sleep(0.01)  # somebody just looked whether anybody is here
         self._here, told = handle, list(self._work.notes.glob("*.part"))
@@ -103,7 +112,8 @@ class Claims:
         return [index for index in range(self.count) if f"{_shard(index)}.arrow.json" not in noted]
 
     def more(self) -> bool:
-        """Wait for a shard to take. False: all are finished and whole, and it is this process that commits. Finished."""
+        """Wait for a shard to take. False: all are finished and whole, and it is this process that
+        commits. Finished."""
         while _COMMIT not in self._held:
             self._work.look()
             with self._work.there():
@@ -120,8 +130,11 @@ class Claims:
         return False
 
     def take(self) -> int | None:
-        """Claim a shard without waiting; None: not now. Ahead of need only where each idle process finds one as well."""
-        if self._held and time.monotonic() - self._refused < _POLL_SECONDS:  # an engine asks at each of its steps
+        """Claim a shard without waiting; None: not now. Ahead of need only where each idle process
+        finds one as well."""
+        if (
+            self._held and time.monotonic() - self._refused < _POLL_SECONDS
+        ):  # an engine asks at each of its steps
             return None
         with self._work.there():
             rest = [index for index in self.unfinished() if _shard(index) not in self._held]
@@ -135,7 +148,8 @@ class Claims:
         self.shards += 1
 
     def _claim_one(self, rest: list[int]) -> int | None:
-        """A free shard; for one with empty hands also the shard that another has held for longest, if for long enough."""
+        """A free shard; for one with empty hands also the shard that another has held for longest,
+        if for long enough."""
         free = (index for index in rest if self._claim(_shard(index), again=False))
         found = next(free, None)
         if found is None and not self._held:
@@ -159,7 +173,11 @@ class Claims:
 
     def _others(self) -> set[str]:
         """The other processes that live."""
-        here = {path.stem: _locked(path) for path in self._work.notes.glob("*.here") if path.stem != self._work.worker}
+        here = {
+            path.stem: _locked(path)
+            for path in self._work.notes.glob("*.here")
+            if path.stem != self._work.worker
+        }
         for handle in filter(None, here.values()):
             _unlock(handle)
         return {worker for worker, handle in here.items() if handle is None}
@@ -169,7 +187,9 @@ class Claims:
         if handle is None:
             return False
         self._held[name] = handle, time.monotonic()
-        if (self._work.notes / f"{name}.arrow.json").exists():  # finished between the look and the lock
+        if (
+            self._work.notes / f"{name}.arrow.json"
+        ).exists():  # finished between the look and the lock
             self._release(name)
             return False
         os.ftruncate(handle, 0)
@@ -177,7 +197,8 @@ class Claims:
         return True
 
     def _lock(self, name: str, again: bool) -> int | None:
-        """The locked claim of `name`; with `again` one beside the claim of another, if that has been seen for long enough."""
+        """The locked claim of `name`; with `again` one beside the claim of another, if that has
+        been seen for long enough."""
         for level in itertools.count():
             path = self._work.notes / f"{name}.claim{level}"
             handle = _locked(path)
@@ -231,13 +252,16 @@ def _locked(path: Path) -> int | None:
 
 
 def _unlock(handle: int) -> None:
-    fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile holds this handle too, so closing it is not enough
+    fcntl.flock(
+        handle, fcntl.LOCK_UN
+    )  # a process forked meanwhile holds this handle too, so closing it is not enough
     os.close(handle)
 
 
 @contextmanager
 def joined(path: Path, what: str, last: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file of a work together with others; who leaves last calls `last`. BusyError: one is at it alone."""
+    """Hold the lock file of a work together with others; who leaves last calls `last`. BusyError:
+    one is at it alone."""
     handle = _join(path, what)
     try:
         os.ftruncate(handle, 0)
@@ -262,7 +286,9 @@ def _join(path: Path, what: str) -> int:
             os.close(handle)
             if _SHARED not in holder or time.monotonic() > deadline:
                 next = "wait for it, then run again; or end it, and start all of them with share"
-                raise BusyError(what, f"process {holder or 'unknown'} is at this very work alone", next=next) from None
+                raise BusyError(
+                    what, f"process {holder or 'unknown'} is at this very work alone", next=next
+                ) from None
             time.sleep(_POLL_SECONDS)  # one that leaves has it for itself for a moment
             continue
         with suppress(FileNotFoundError):

@@ -1,7 +1,9 @@
-"""The base of every config: frozen, refuses unknown keys (naming the nearest), a docstring under each field.
+"""The base of every config: frozen, refuses unknown keys (naming the nearest), a docstring under
+each field.
 
-A field that changes how fast or where the work runs, but not what comes out, is annotated `Runtime[...]`; it is left out of the
-run_key, so a rerun with another batch size is still "already done".
+A field that changes how fast or where the work runs, but not what comes out, is annotated
+`Runtime[...]`; it is left out of the run_key, so a rerun with another batch size is still "already
+done".
 """
 
 from __future__ import annotations
@@ -21,23 +23,30 @@ Runtime = Annotated[_T, _RUNTIME]
 class Config(BaseModel):
     """A typed section of a recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     def key(self) -> dict[str, Any]:
         """The resolved values that decide the outcome, as plain JSON: what enters the run_key."""
-        knobs = {name for name, field in type(self).model_fields.items() if _RUNTIME in field.metadata}
+        knobs = {
+            name for name, field in type(self).model_fields.items() if _RUNTIME in field.metadata
+        }
         dumped = self.model_dump(mode="json", exclude=knobs)
         for name, value in self:
             if name not in knobs and isinstance(value, Config):
                 dumped[name] = value.key()
             elif name not in knobs and isinstance(value, tuple):
                 plain = zip(value, dumped[name], strict=True)
-                dumped[name] = [item.key() if isinstance(item, Config) else as_json for item, as_json in plain]
+                dumped[name] = [
+                    item.key() if isinstance(item, Config) else as_json for item, as_json in plain
+                ]
         return dumped
 
 
 def without_folder(name: str) -> str:
-    """A file's name, or `file.py:function`, without its folder: for keys that hold the hash of its bytes besides.
+    """A file's name, or `file.py:function`, without its folder: for keys that hold the hash of its
+    bytes besides.
 
     >>> without_folder("/srv/quiver/mine.py:score"), without_folder("rows.jsonl"), without_folder("package.module:score")
     ('mine.py:score', 'rows.jsonl', 'package.module:score')
@@ -46,7 +55,8 @@ def without_folder(name: str) -> str:
 
 
 def parse(cls: type[_T], data: dict[str, Any], name: str) -> _T:
-    """`data` as a `cls`; ConfigError says which field of `name` is wrong, what came, what is allowed and what to do."""
+    """`data` as a `cls`; ConfigError says which field of `name` is wrong, what came, what is
+    allowed and what to do."""
     try:
         return cls.model_validate(data)
     except ValidationError as error:
@@ -59,7 +69,9 @@ def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigE
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             near = _nearest(str(item["loc"][-1]), _fields(cls, item["loc"][:-1]))
-            problems.append(f"unknown key {printable(path)}" + (f"; did you mean {near}?" if near else ""))
+            problems.append(
+                f"unknown key {printable(path)}" + (f"; did you mean {near}?" if near else "")
+            )
         elif item["type"] == "missing":
             problems.append(f"{path} is missing")
         else:
@@ -69,13 +81,20 @@ def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigE
                 else f", got {printable(repr(item['input']))}"
             )
             said = f"{printable(item['msg'].removeprefix('Value error, '))}{came}"
-            problems.append(f"{path}: {said}" if path else said)  # the whole is named by the error itself
+            problems.append(
+                f"{path}: {said}" if path else said
+            )  # the whole is named by the error itself
     return ConfigError(name, "; ".join(problems), next="correct the key and run again")
 
 
 def _nearest(key: str, names: list[str]) -> str | None:
-    """The name whose initials `key` is (lr: learning_rate), or the one that is spelled most like it."""
-    short = [name for name in names if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_"))]
+    """The name whose initials `key` is (lr: learning_rate), or the one that is spelled most like
+    it."""
+    short = [
+        name
+        for name in names
+        if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_"))
+    ]
     return next(iter(short or difflib.get_close_matches(key, names, 1, 0.5)), None)
 
 
@@ -85,7 +104,9 @@ def _fields(cls: Any, path: tuple[Any, ...]) -> list[str]:
             continue
         field = cls.model_fields.get(part)
         candidates = [field.annotation, *_unfold(field.annotation)] if field else []
-        cls = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        cls = next(
+            (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None
+        )
     return list(getattr(cls, "model_fields", {}))
 
 

@@ -1,9 +1,12 @@
-"""A stage's process that is there before its call is: it imports what the stage will need, and waits.
+"""A stage's process that is there before its call is: it imports what the stage will need, and
+waits.
 
-So an engine's library is there when the optimizer has its checkpoint. Where a hint names an announcement (`announced`), the engine
-itself starts as soon as the checkpoint's model is whole, while the rest is written, hashed and committed. Such a process decides
-nothing: the stage compares what was committed with what it read, and where that differs, or where the start failed, the process
-begins anew (`Anew`). Where it is gone, or was not needed, no harm is done.
+So an engine's library is there when the optimizer has its checkpoint. Where a hint names an
+announcement (`announced`), the engine itself starts as soon as the checkpoint's model is whole,
+while the rest is written, hashed and committed. Such a process decides
+nothing: the stage compares what was committed with what it read, and where that differs, or where
+the start failed, the process begins anew (`Anew`). Where it is gone, or was not needed, no harm is
+done.
 
     begin_early("generate", Hint(config, store, {"prompts": "a/prompts@latest"}, announcement))
     ...
@@ -46,14 +49,16 @@ class Hint:
     refs: dict[str, str] = field(default_factory=dict)
     """Versions like those that it will read."""
     announcement: str = ""
-    """File in which the maker of its checkpoint will say that the model is whole; empty: import only."""
+    """File in which the maker of its checkpoint will say that the model is whole; empty: import
+    only."""
 
 
 class Anew(BaseException):
-    """What was prepared does not fit the call; the process is to begin again, with nothing prepared."""
+    """What was prepared does not fit the call; the process is to begin again, with nothing
+    prepared."""
 
 
-# -- whoever calls -------------------------------------------------------------------------------------------------------------
+# -- whoever calls
 
 
 def begin_early(stage: str, hint: Hint, python: str | None = None, online: bool = False) -> None:
@@ -63,7 +68,8 @@ def begin_early(stage: str, hint: Hint, python: str | None = None, online: bool 
 
 
 def taken(stage: str, python: str | None = None, online: bool = False) -> Child | None:
-    """The child that waits for a call of `stage`, the caller's from now on; None where there is none, or it is dead."""
+    """The child that waits for a call of `stage`, the caller's from now on; None where there is
+    none, or it is dead."""
     child, _ = _early.pop((stage, python, online), (None, None))
     if child and child.process.poll() is not None:
         child.__exit__(None, None, None)
@@ -72,20 +78,23 @@ def taken(stage: str, python: str | None = None, online: bool = False) -> Child 
 
 
 def end_early(*, engines: bool = False) -> None:
-    """End those that nobody took; with `engines` those alone that may have started one, and hold memory."""
+    """End those that nobody took; with `engines` those alone that may have started one, and hold
+    memory."""
     for kind, (child, hint) in list(_early.items()):
         if hint.announcement or not engines:
             del _early[kind]
             child.__exit__(None, None, None)
 
 
-# -- in the process itself -----------------------------------------------------------------------------------------------------
+# -- in the process itself
 
 
 def wait(stage: ModuleType, config_class: type, path: Path) -> bool:
-    """Prepare for what `path` hints at, until a line comes in; False where the caller went without one. Anew.
+    """Prepare for what `path` hints at, until a line comes in; False where the caller went without
+    one. Anew.
 
-    `stage` may have `prepare(config)`, which imports, and `start(config, store, refs, policy)`, for a policy that is announced.
+    `stage` may have `prepare(config)`, which imports, and `start(config, store, refs, policy)`, for
+    a policy that is announced.
     """
     hint, failed = Hint(**json.loads(path.read_text())) if path.exists() else None, False
     since = path.stat().st_mtime if hint else 0.0
@@ -94,14 +103,21 @@ def wait(stage: ModuleType, config_class: type, path: Path) -> bool:
     except Exception as error:  # the call meets it again, if there is one, and tells it as its own
         log.debug("%s could not prepare: %s", stage.__name__, error)
         config = None
-    while config is not None and hint.announcement and not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]:
+    while (
+        config is not None
+        and hint.announcement
+        and not select.select([sys.stdin], [], [], _POLL_SECONDS)[0]
+    ):
         policy = look(Path(hint.announcement), since)
         if policy is not None:
             try:
                 stage.start(config, Store(hint.store, create=False), hint.refs, policy)
             except Exception as error:
                 failed = True
-                log.info("could not start before its checkpoint was committed, and starts again: %s", printable(error))
+                log.info(
+                    "could not start before its checkpoint was committed, and starts again: %s",
+                    printable(error),
+                )
             break
     if not sys.stdin.readline():
         return False

@@ -1,7 +1,8 @@
 """Bytes on disk: written whole, flushed, hashed, renamed. Nothing here knows what a version is.
 
-Every write of the store goes through these functions, so a test can record them and replay each state that a power loss may
-leave. A failed fsync is never tried again on the same file: the error rises, and the file is not acknowledged.
+Every write of the store goes through these functions, so a test can record them and replay each
+state that a power loss may leave. A failed fsync is never tried again on the same file: the error
+rises, and the file is not acknowledged.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _RUST = re.compile(r"\(os error (\d+)\)$")
 
 @contextlib.contextmanager
 def storage(name: object) -> Iterator[None]:
-    """Turn an operating system's error into ResourceError about `name`: full disk, read-only, input/output error."""
+    """Turn an operating system's error into ResourceError about `name`: full disk, read-only,
+    input/output error."""
     try:
         yield
     except QuiverError:
@@ -47,13 +49,15 @@ def storage(name: object) -> Iterator[None]:
         raise ResourceError(
             str(name),
             f"{why} ({os.path.basename(str(file))})" if file else why,
-            state="every version that was there is intact; finished shards are kept and taken up again.",
+            state="every version that was there is intact; finished shards are kept and taken up "
+            "again.",
             next="make room or make the store writable, then run the same command again",
         ) from error
 
 
 def _number(error: Exception) -> int | None:
-    """The system's number of an error. Libraries in Rust, such as safetensors, raise no OSError, but say it in their text."""
+    """The system's number of an error. Libraries in Rust, such as safetensors, raise no OSError,
+    but say it in their text."""
     if isinstance(error, OSError):
         return error.errno
     told = _RUST.search(str(error))
@@ -125,7 +129,8 @@ def make_folder(path: Path) -> None:
 
 
 def publish(folder: Path, target: Path) -> bool:
-    """Rename `folder` to `target` in one step; False when somebody else's non-empty `target` is there already.
+    """Rename `folder` to `target` in one step; False when somebody else's non-empty `target` is
+    there already.
 
     OutcomeUnknownError when the rename was done, but could not be flushed.
     """

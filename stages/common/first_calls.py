@@ -1,8 +1,10 @@
-"""The first calls of torch's functions of single numbers on a CPU, made by one thread before anything depends on them.
+"""The first calls of torch's functions of single numbers on a CPU, made by one thread before
+anything depends on them.
 
-MKL looks for the code of such a function when it is first called. When two threads do so at once, one of them may compute its
-share of that very call with half of the digits: cosines of positions were wrong by 1.5e-4, and logprobs by 3e-3, in one process
-of twenty (https://github.com/pytorch/pytorch/issues/188792).
+MKL looks for the code of such a function when it is first called. When two threads do so at once,
+one of them may compute its share of that very call with half of the digits: cosines of positions
+were wrong by 1.5e-4, and logprobs by 3e-3, in one process of twenty
+(https://github.com/pytorch/pytorch/issues/188792).
 """
 
 from __future__ import annotations

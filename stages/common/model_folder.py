@@ -1,6 +1,8 @@
-"""A folder that holds a model, before it is anybody's checkpoint: is it whole, is it safe, what does a GGUF file become.
+"""A folder that holds a model, before it is anybody's checkpoint: is it whole, is it safe, what
+does a GGUF file become.
 
-Refused: pickled weights, code that a model brings along, weight files that are missing or cut, no tokenizer.
+Refused: pickled weights, code that a model brings along, weight files that are missing or cut, no
+tokenizer.
 
     check_folder(Path("path/to/model"), "path/to/model")
 """
@@ -17,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Raise unless `folder` is a whole model directory: ConfigError names what is missing, SecurityError what is refused."""
+    """Raise unless `folder` is a whole model directory: ConfigError names what is missing,
+    SecurityError what is refused."""
     next = "complete the directory, or name another model"
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model {name}", "config.json is missing", next=next)
@@ -27,21 +30,30 @@ def check_folder(folder: Path, name: str) -> None:
         raise ConfigError(f"model {name}", "config.json is not JSON", next=next) from None
     if "auto_map" in config:
         what = "config.json asks to run code that the model brings (auto_map)"
-        raise SecurityError(f"model {name}", what, next="take auto_map out of config.json, or name another model")
+        raise SecurityError(
+            f"model {name}", what, next="take auto_map out of config.json, or name another model"
+        )
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = _shards(index, name, next)
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
             raise ConfigError(
-                f"model {name}", f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}", next=next
+                f"model {name}",
+                f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}",
+                next=next,
             )
     elif not any(folder.glob("*.safetensors")):
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
             help = "save its weights as safetensors, or name another model"
-            raise SecurityError(f"model {name}", "pickled weights only; safetensors are needed", next=help)
+            raise SecurityError(
+                f"model {name}", "pickled weights only; safetensors are needed", next=help
+            )
         raise ConfigError(f"model {name}", "no *.safetensors", next=next)
-    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")):
+    if not any(
+        (folder / file).is_file()
+        for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+    ):
         raise ConfigError(f"model {name}", "the tokenizer's files are missing", next=next)
     for path in sorted(folder.glob("*.safetensors")):
         _check_safetensors(path, name, next)
@@ -65,17 +77,22 @@ def _check_safetensors(path: Path, name: str, next: str) -> None:
         with safe_open(path, "numpy") as opened:
             opened.keys()
     except (SafetensorError, OSError):
-        raise ConfigError(f"model {name}", f"{path.name} is cut or not a safetensors file", next=next) from None
+        raise ConfigError(
+            f"model {name}", f"{path.name} is cut or not a safetensors file", next=next
+        ) from None
 
 
 def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
-    """Write model and tokenizer of the GGUF file `source` into `folder`, its weights dequantized to `dtype`."""
+    """Write model and tokenizer of the GGUF file `source` into `folder`, its weights dequantized to
+    `dtype`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("dequantizing %s, once", source.name)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=getattr(torch, dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=getattr(torch, dtype)
+    )
     # the weights are plain tensors now; with the quantizer's marks left on, saving refuses
     del model.config.quantization_config
     for mark in ("hf_quantizer", "quantization_method"):

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def verify_model(version: Version) -> None:
-    """Check the files that make the model, those at the top of the folder; the optimizer's state is checked where it is read."""
+    """Check the files that make the model, those at the top of the folder; the optimizer's state is
+    checked where it is read."""
     for entry in version.manifest.files:
         if "/" not in entry.name:
             version.verify(entry.name)
@@ -36,7 +37,11 @@ def verify_model(version: Version) -> None:
 
 
 def load_model(
-    version: Version, *, dtype: torch.dtype, device: str | torch.device = "cpu", attn_implementation: str = "sdpa"
+    version: Version,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
     """The model of a policy version in eval mode with every dropout at 0; hashes are checked first.
 
@@ -61,7 +66,10 @@ def load_model(
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
     configs = [config for each in modules for config in _configs(getattr(each, "config", None))]
-    for holder in (*configs, *modules):  # layers copy the rates of their config, or read them from it
+    for holder in (
+        *configs,
+        *modules,
+    ):  # layers copy the rates of their config, or read them from it
         for name, value in vars(holder).items():
             if "drop" in name and isinstance(value, float):
                 setattr(holder, name, 0.0)
@@ -79,7 +87,8 @@ def _configs(config: object) -> Iterator[PreTrainedConfig]:
 
 
 def restore_dropout(model: PreTrainedModel, version: Version) -> None:
-    """Make the config's dropout rates those of `version` again, for saving: they are not this project's to change."""
+    """Make the config's dropout rates those of `version` again, for saving: they are not this
+    project's to change."""
     original = type(model.config).from_pretrained(version.path)
     for own, before in zip(_configs(model.config), _configs(original), strict=True):
         for name, value in vars(before).items():
@@ -88,7 +97,8 @@ def restore_dropout(model: PreTrainedModel, version: Version) -> None:
 
 
 def decoder_start_id(model: PreTrainedModel) -> int:
-    """The id that an encoder-decoder model's decoder reads first. ConfigError when the model names none."""
+    """The id that an encoder-decoder model's decoder reads first. ConfigError when the model names
+    none."""
     for config in (model.config, model.generation_config):
         if getattr(config, "decoder_start_token_id", None) is not None:
             return config.decoder_start_token_id
@@ -100,8 +110,9 @@ def decoder_start_id(model: PreTrainedModel) -> int:
 
 
 def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = False) -> None:
-    """Refuse rollouts `name` with rows that have no probability (greedy ones: ConfigError) or that the model of `version` can
-    not read (SchemaError). `ahead`: the state after the last id is asked for too."""
+    """Refuse rollouts `name` with rows that have no probability (greedy ones: ConfigError) or that
+    the model of `version` can not read (SchemaError). `ahead`: the state after the last id is asked
+    for too."""
     if not len(table):
         return
     greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
@@ -111,7 +122,9 @@ def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = Fa
             f"{greedy} rows were sampled at temperature 0, where no token has a probability",
             next="generate at temperature > 0",
         )
-    prompts, completions = (pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids"))
+    prompts, completions = (
+        pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids")
+    )
     if pc.min(prompts).as_py() == 0:
         raise SchemaError(
             name,
@@ -120,7 +133,9 @@ def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = Fa
         )
     size, longest = vocabulary_size(version), context_length(version)
     for column in ("prompt_ids", "completion_ids"):
-        largest = max((pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0)
+        largest = max(
+            (pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0
+        )
         if largest >= size:
             raise SchemaError(
                 name,
@@ -133,7 +148,9 @@ def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = Fa
         most = pc.max(pc.add(prompts, completions)).as_py()
     if longest is not None and most > longest:
         raise SchemaError(
-            name, f"a rollout has {most} tokens, the policy reads {longest}", next="generate with a lower max_tokens"
+            name,
+            f"a rollout has {most} tokens, the policy reads {longest}",
+            next="generate with a lower max_tokens",
         )
 
 
@@ -149,8 +166,12 @@ def short_of_memory(name: str, help: str) -> Iterator[None]:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether torch or Python says that memory is short. On a CPU torch raises a plain RuntimeError."""
+    """Whether torch or Python says that memory is short. On a CPU torch raises a plain
+    RuntimeError."""
     import torch
 
-    said = any(words in str(error) for words in ("not enough memory", "can't allocate memory", "Cannot allocate memory"))
+    said = any(
+        words in str(error)
+        for words in ("not enough memory", "can't allocate memory", "Cannot allocate memory")
+    )
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or said

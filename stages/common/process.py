@@ -1,8 +1,11 @@
-"""A stage as a child process, its log streamed; what is done already is found in this process, in milliseconds.
+"""A stage as a child process, its log streamed; what is done already is found in this process, in
+milliseconds.
 
-Otherwise `python -m stages NAME` runs it: memory and the GPU are free when it ends, and it ends with its caller (`child`).
+Otherwise `python -m stages NAME` runs it: memory and the GPU are free when it ends, and it ends
+with its caller (`child`).
 
-    outcome = run_stage(Call("generate", config, store.path, refs={"prompts": "a/prompts@1", "policy": "a/policy@0"}))
+    outcome = run_stage(Call("generate", config, store.path, refs={"prompts": "a/prompts@1",
+    "policy": "a/policy@0"}))
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Call:
-    """What to run: the stage, its config as plain JSON, the store, and the references (one, or several) by the names that `run`
-    gives them. `share`: any number of equal calls, on any hosts that see the store, do the work together, and each returns the
-    version; a call that fails leaves its part to the others, so the work is done as soon as one of them returns."""
+    """What to run: the stage, its config as plain JSON, the store, and the references (one, or
+    several) by the names that `run` gives them. `share`: any number of equal calls, on any hosts
+    that see the store, do the work together, and each returns the version; a call that fails leaves
+    its part to the others, so the work is done as soon as one of them returns."""
 
     stage: str
     config: dict[str, Any]
@@ -45,7 +49,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it. `cached`: the version was there already. `rows` and `metrics` are the manifest's, `seconds` this call's."""
+    """What came of it. `cached`: the version was there already. `rows` and `metrics` are the
+    manifest's, `seconds` this call's."""
 
     ref: str
     cached: bool
@@ -55,14 +60,17 @@ class Outcome:
 
 
 def perform(call: Call, *, lookup: bool = False) -> Outcome:
-    """Run the stage in this process. With `lookup`, only find a finished version: NotDone when there is none."""
+    """Run the stage in this process. With `lookup`, only find a finished version: NotDone when
+    there is none."""
     from stages import load
 
     config_class, run = load(call.stage)
     started = time.monotonic()
     config = parse(config_class, call.config, f"stage {call.stage}")
     store = LookupOnly(call.store) if lookup else Store(call.store)
-    ref: Ref = run(config, store, **call.refs, into=call.into, force=call.force, **_sharing(call, run))
+    ref: Ref = run(
+        config, store, **call.refs, into=call.into, force=call.force, **_sharing(call, run)
+    )
     manifest = store.open(ref).manifest
     cached = str(ref) not in store.written
     seconds = round(time.monotonic() - started, 3)
@@ -72,7 +80,9 @@ def perform(call: Call, *, lookup: bool = False) -> Outcome:
 def _sharing(call: Call, run: Callable[..., Ref]) -> dict[str, bool]:
     if call.share and "share" not in inspect.signature(run).parameters:
         raise ConfigError(
-            f"stage {call.stage}", "its work can not be shared among processes", next="start it once, without share"
+            f"stage {call.stage}",
+            "its work can not be shared among processes",
+            next="start it once, without share",
         )
     return {"share": True} if call.share else {}
 
@@ -87,10 +97,12 @@ def run_stage(
     env: Mapping[str, str] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Find the finished version, or run the stage in a child (interpreter `python`, at most `timeout` seconds) and wait for it.
+    """Find the finished version, or run the stage in a child (interpreter `python`, at most
+    `timeout` seconds) and wait for it.
 
-    Raises what the stage raised; ResourceError when the child died or took too long. `online` lets it reach a model hub, `env`
-    is put over the child's environment. As soon as `stopped()` is true (another thread's wish) the child is ended: Stopped.
+    Raises what the stage raised; ResourceError when the child died or took too long. `online` lets
+    it reach a model hub, `env` is put over the child's environment. As soon as `stopped()` is true
+    (another thread's wish) the child is ended: Stopped.
     """
     started = time.monotonic()
     if not call.force:
@@ -98,7 +110,9 @@ def run_stage(
             return perform(call, lookup=True)
         except NotDone:
             pass
-    early = None if env else taken(call.stage, python, online)  # CUDA may have looked already at what devices it may see
+    early = (
+        None if env else taken(call.stage, python, online)
+    )  # CUDA may have looked already at what devices it may see
     with early or Child(call.stage, python, online, env) as child:
         child.tell({**call.__dict__, "store": str(call.store)})
         code, last = follow(child.process, call.stage, on_line, timeout, stopped)
@@ -106,7 +120,8 @@ def run_stage(
     if answer is None:
         raise ResourceError(
             f"stage {call.stage}",
-            f"its process ended {_how(code)} without an answer; last words: {printable(' / '.join(last[::-1]))}",
+            f"its process ended {_how(code)} without an answer; last words: "
+            f"{printable(' / '.join(last[::-1]))}",
             state="finished shards and all versions are kept.",
             next="run the same command again; it goes on where this one stopped",
         )

@@ -1,12 +1,17 @@
-"""Work on one version that any number of processes do together, on any hosts that see the store. See `claims` for whose a shard is.
+"""Work on one version that any number of processes do together, on any hosts that see the store.
+See `claims` for whose a shard is.
 
-What comes out is what one process alone makes, byte for byte, where the stage makes the same rows of a shard whoever does it:
-  * a shard is linked into place whole, and the first one stays; what another makes of it later is discarded
-  * the version is a folder of links of the committer's own, renamed to the next number after a look that no version of this work
-    is there: so it appears once, even where two commit at the same time
+What comes out is what one process alone makes, byte for byte, where the stage makes the same rows
+of a shard whoever does it:
+  * a shard is linked into place whole, and the first one stays; what another makes of it later is
+    discarded
+  * the version is a folder of links of the committer's own, renamed to the next number after a look
+    that no version of this work is there: so it appears once, even where two commit at the same
+    time
   * its seconds are summed over all processes that finished a shard; `total` is the longest of them
 
-A process that fails raises its error, and the others take up its shards; when they have committed, it has not failed either.
+A process that fails raises its error, and the others take up its shards; when they have committed,
+it has not failed either.
 
     with begin(..., share=True) as work:
         ...                                  # as for one process
@@ -48,7 +53,8 @@ class SharedWork(Work):
         self._looked = -1
 
     def together(self, patience: float | None) -> Iterator[Work]:
-        """Yield this once, and end quietly when another process has committed the version, whatever happened in this one."""
+        """Yield this once, and end quietly when another process has committed the version, whatever
+        happened in this one."""
         if self._committed():
             yield self
             return
@@ -86,7 +92,8 @@ class SharedWork(Work):
 
     @contextmanager
     def there(self) -> Iterator[None]:
-        """Where a staged file is gone: Finished when that is because another process committed them."""
+        """Where a staged file is gone: Finished when that is because another process committed
+        them."""
         try:
             yield
         except FileNotFoundError:
@@ -107,8 +114,8 @@ class SharedWork(Work):
             return int(path.read_bytes())
 
     def parts(self) -> list[dict[str, Any]]:
-        """As the base has it; of others what they said when they finished their last shard. `shards`: how many, `slowest`: the
-        seconds from claim to end of the slowest."""
+        """As the base has it; of others what they said when they finished their last shard.
+        `shards`: how many, `slowest`: the seconds from claim to end of the slowest."""
         with self.there():
             others = [path for path in self.notes.glob("*.part") if path.stem != self.worker]
             return [self._part(), *(json.loads(path.read_bytes()) for path in others)]
@@ -134,19 +141,25 @@ class SharedWork(Work):
         except FileExistsError:
             if note.exists():
                 return FileEntry.model_validate_json(note.read_bytes())
-            rows = pa.ipc.open_file(pa.memory_map(str(path))).read_all().num_rows  # its writer may have died before the note
+            rows = (
+                pa.ipc.open_file(pa.memory_map(str(path))).read_all().num_rows
+            )  # its writer may have died before the note
             if rows != table.num_rows:  # of an attempt with other shards
                 path.unlink(missing_ok=True)
                 return super()._write(name, table, first=first)
-            return FileEntry(name=name, bytes=path.stat().st_size, sha256=files.sha256(path), rows=rows)
+            return FileEntry(
+                name=name, bytes=path.stat().st_size, sha256=files.sha256(path), rows=rows
+            )
 
     def commit(self, *, metrics: dict[str, Any] | None = None, **about: Any) -> Version:
-        """As the base has it, with the number of processes that finished a shard among the metrics. Finished."""
+        """As the base has it, with the number of processes that finished a shard among the metrics.
+        Finished."""
         workers = sum(part["shards"] > 0 for part in self.parts())
         try:
             self.done = super().commit(metrics={**(metrics or {}), "workers": workers}, **about)
         except (FileNotFoundError, ValueError):
-            self.look()  # another has committed it meanwhile, and cleared away what this one was reading
+            # another has committed it meanwhile, and cleared away what this one was reading
+            self.look()
             raise
         return self.done
 
@@ -159,17 +172,24 @@ class SharedWork(Work):
 
     def _numbers(self) -> list[int]:
         taken = super()._numbers()
-        self.look()  # after the list: a version of this work that is not in it has the next number, or a higher one
+        # after the list: a version of this work that is not in it has the next number, or a higher
+        # one
+        self.look()
         return taken
 
     def _remove_strays(self, expected: list[str]) -> None:
         """They may be others' shards in the making; a commit takes what it links."""
 
     def clear(self) -> None:
-        """Remove all that is staged, each folder at once, so that nobody writes into it any more."""
+        """Remove all that is staged, each folder at once, so that nobody writes into it any
+        more."""
         for path in self.folder.parent.glob(f"{self.run_key}*"):
             if path.suffix != ".lock":
-                gone = path if path.suffix == ".gone" else path.with_name(f"{path.name}.{self.worker}.gone")
+                gone = (
+                    path
+                    if path.suffix == ".gone"
+                    else path.with_name(f"{path.name}.{self.worker}.gone")
+                )
                 with suppress(FileNotFoundError):
                     path.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)

@@ -5,8 +5,8 @@
     STORE/<run>/<kind>/.staging/<run_key>/    finished shards of an unfinished stage
     STORE/<run>/tags/<name>                   one reference, moved by compare-and-swap; its journal is beside it
 
-Reading checks size and sha256 before it parses, and maps files into memory. It never falls back in silence: when the newest
-version is torn, `latest` is an error. Writing is `stages.common.work`.
+Reading checks size and sha256 before it parses, and maps files into memory. It never falls back in
+silence: when the newest version is torn, `latest` is an error. Writing is `stages.common.work`.
 
     store = Store("store")
     rollouts = store.open("arith/rollouts@latest")
@@ -32,7 +32,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from schemas import refs
-from schemas.errors import BusyError, ConfigError, ConflictError, CorruptError, LineageError, QuiverError, SchemaError
+from schemas.errors import (
+    BusyError,
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    LineageError,
+    QuiverError,
+    SchemaError,
+)
 from schemas.manifest import Input, Manifest, from_json
 from schemas.refs import Ref
 
@@ -52,7 +60,8 @@ def schema_module(kind: str):
 
 
 class Version:
-    """One immutable version: its reference, folder and manifest; the data on demand, checked before it is parsed."""
+    """One immutable version: its reference, folder and manifest; the data on demand, checked before
+    it is parsed."""
 
     def __init__(self, ref: Ref, path: Path) -> None:
         self.ref, self.path = ref, path
@@ -78,7 +87,8 @@ class Version:
         return Input(role=role, ref=str(self.ref), content_hash=self.manifest.content_hash)
 
     def verify(self, prefix: str = "") -> None:
-        """Check size and sha256 of every file whose name starts with `prefix`; each once a process. CorruptError."""
+        """Check size and sha256 of every file whose name starts with `prefix`; each once a process.
+        CorruptError."""
         for entry in self.manifest.files:
             if entry.name.startswith(prefix) and entry.name not in self._checked:
                 self._verify_file(entry.name, entry.bytes, entry.sha256)
@@ -104,25 +114,36 @@ class Version:
         )
 
     def table(self, columns: list[str] | None = None) -> pa.Table:
-        """All rows in order, mapped into memory (nothing is copied). [rows] with the kind's schema."""
+        """All rows in order, mapped into memory (nothing is copied). [rows] with the kind's
+        schema."""
         self.verify()
         parts = [entry for entry in self.manifest.files if entry.name.endswith(".arrow")]
-        tables = [pa.ipc.open_file(pa.memory_map(str(self.path / entry.name))).read_all() for entry in parts]
+        tables = [
+            pa.ipc.open_file(pa.memory_map(str(self.path / entry.name))).read_all()
+            for entry in parts
+        ]
         for entry, table in zip(parts, tables, strict=True):
             if table.num_rows != entry.rows:
-                raise self.corrupt(entry.name, f"expected {entry.rows} rows, found {table.num_rows}")
+                raise self.corrupt(
+                    entry.name, f"expected {entry.rows} rows, found {table.num_rows}"
+                )
         whole = pa.concat_tables(tables)
         return whole.select(columns) if columns else whole
 
     def head(self, columns: list[str], most_bytes: int) -> pa.Table:
-        """These columns of the first shards, as many as have `most_bytes` together and at least one; checked, then mapped."""
+        """These columns of the first shards, as many as have `most_bytes` together and at least
+        one; checked, then mapped."""
         tables: list[pa.Table] = []
         for entry in self.manifest.files:
             most_bytes -= entry.bytes
             if tables and most_bytes < 0:
                 break
             self.verify(entry.name)
-            tables.append(pa.ipc.open_file(pa.memory_map(str(self.path / entry.name))).read_all().select(columns))
+            tables.append(
+                pa.ipc.open_file(pa.memory_map(str(self.path / entry.name)))
+                .read_all()
+                .select(columns)
+            )
         return pa.concat_tables(tables)
 
     def to_datasets(self) -> datasets.Dataset:
@@ -130,11 +151,16 @@ class Version:
         import datasets
         from datasets.table import ConcatenationTable, InMemoryTable
 
-        return datasets.Dataset(ConcatenationTable.from_tables([InMemoryTable(self.table().replace_schema_metadata(None))]))
+        return datasets.Dataset(
+            ConcatenationTable.from_tables(
+                [InMemoryTable(self.table().replace_schema_metadata(None))]
+            )
+        )
 
 
 class Store:
-    """A folder of versions. `written` holds the references that this object committed (the others were cache hits)."""
+    """A folder of versions. `written` holds the references that this object committed (the others
+    were cache hits)."""
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
         self.path = Path(path).expanduser().absolute()
@@ -143,28 +169,46 @@ class Store:
         if not marker.exists():
             if not create:
                 raise ConfigError(
-                    f"store {self.path}", "there is no store here", next="give --store PATH, or run a recipe first"
+                    f"store {self.path}",
+                    "there is no store here",
+                    next="give --store PATH, or run a recipe first",
                 )
-            if self.path.is_dir() and any(not path.name.startswith("store.json") for path in self.path.iterdir()):
-                raise ConfigError(f"store {self.path}", "the folder holds other things", next="name an empty or new folder")
+            if self.path.is_dir() and any(
+                not path.name.startswith("store.json") for path in self.path.iterdir()
+            ):
+                raise ConfigError(
+                    f"store {self.path}",
+                    "the folder holds other things",
+                    next="name an empty or new folder",
+                )
             with files.storage(f"store {self.path}"):
                 files.make_folder(self.path)
-                files.write_bytes(marker, json.dumps({"format": FORMAT, "id": str(uuid.uuid4())}).encode())
+                files.write_bytes(
+                    marker, json.dumps({"format": FORMAT, "id": str(uuid.uuid4())}).encode()
+                )
         try:
             about = json.loads(marker.read_bytes())
             newer = about["format"] != FORMAT
         except (ValueError, KeyError, TypeError):
             whole = json.dumps({"format": FORMAT, "id": str(uuid.uuid4())})
             help = f"write {whole} into {marker}, the versions need no more"
-            raise CorruptError(f"store {self.path}", "store.json can not be read", next=help) from None
+            raise CorruptError(
+                f"store {self.path}", "store.json can not be read", next=help
+            ) from None
         if newer:
-            raise CorruptError(f"store {self.path}", f"format {about['format']!r} is newer than {FORMAT}", next="update Quiver")
+            raise CorruptError(
+                f"store {self.path}",
+                f"format {about['format']!r} is newer than {FORMAT}",
+                next="update Quiver",
+            )
 
-    # -- reading ------------------------------------------------------------------------------------------------------------
+    # -- reading
 
     def runs(self) -> list[str]:
         """Names of all runs, sorted."""
-        return sorted(p.name for p in self.path.iterdir() if p.is_dir() and refs.NAME.fullmatch(p.name))
+        return sorted(
+            p.name for p in self.path.iterdir() if p.is_dir() and refs.NAME.fullmatch(p.name)
+        )
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Version numbers of one kind in one run, rising."""
@@ -187,7 +231,8 @@ class Store:
         return self.path / refs.check_name(run, "run") / kind
 
     def resolve(self, ref: str | Ref, run: str | None = None) -> Ref:
-        """The reference with its number. `latest` is the highest number; a tag is what it points at. LineageError."""
+        """The reference with its number. `latest` is the highest number; a tag is what it points
+        at. LineageError."""
         parsed = refs.parse(ref, run)
         if isinstance(parsed.version, int):
             if not (self.path / parsed.folder).is_dir():
@@ -213,8 +258,8 @@ class Store:
         return version
 
     def find(self, run: str, kind: str, run_key: str, above: int = -1) -> Version | None:
-        """The newest complete version that bears `run_key` and a number above `above`, or None. One whose manifest is torn is
-        passed over, with a warning."""
+        """The newest complete version that bears `run_key` and a number above `above`, or None. One
+        whose manifest is torn is passed over, with a warning."""
         needle = f'"run_key":"{run_key}"'.encode()
         for number in (each for each in reversed(self.numbers(run, kind)) if each > above):
             version = self._version(Ref(run, kind, number))
@@ -232,18 +277,25 @@ class Store:
     def _version(self, ref: Ref) -> Version:
         path = self.path / ref.folder
         if path.resolve() != self.path.resolve() / ref.folder:
-            raise CorruptError(str(ref), "the folder is a link", next="replace the link by the folder itself")
+            raise CorruptError(
+                str(ref), "the folder is a link", next="replace the link by the folder itself"
+            )
         return Version(ref, path)
 
     def _nowhere(self, ref: Ref, why: str) -> LineageError:
         next = "quiver ls" if any(self.refs()) else "run a recipe with this store first"
-        known = [str(found) for found in self.refs(ref.run if ref.run in self.runs() else None, ref.kind)]
-        return LineageError(str(ref), why + (f"; there are {', '.join(known[-5:])}" if known else ""), next=next)
+        known = [
+            str(found) for found in self.refs(ref.run if ref.run in self.runs() else None, ref.kind)
+        ]
+        return LineageError(
+            str(ref), why + (f"; there are {', '.join(known[-5:])}" if known else ""), next=next
+        )
 
-    # -- lineage and checks -------------------------------------------------------------------------------------------------
+    # -- lineage and checks
 
     def verify(self, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
-        """Check every byte of one version, or of all: how many were checked, and the errors found."""
+        """Check every byte of one version, or of all: how many were checked, and the errors
+        found."""
         named = [self.resolve(ref)] if ref else list(self.refs())
         bad: list[QuiverError] = []
         for each in named:
@@ -258,7 +310,11 @@ class Store:
     def _verify(self, version: Version) -> None:
         version.verify()
         known = {entry.name for entry in version.manifest.files} | {"manifest.json"}
-        extra = {path.relative_to(version.path).as_posix() for path in version.path.rglob("*") if path.is_file()} - known
+        extra = {
+            path.relative_to(version.path).as_posix()
+            for path in version.path.rglob("*")
+            if path.is_file()
+        } - known
         if extra:
             error = version.corrupt(min(extra), "is no file of this version")
             error.next = shlex.join(["rm", str(version.path / min(extra))])
@@ -274,23 +330,33 @@ class Store:
     def _verify_parent(self, version: Version, parent: Input) -> None:
         ref = refs.parse(parent.ref)
         if not (self.path / ref.folder).is_dir():
-            what = f"restore {self.path / ref.folder} from a copy; without it {version.ref} is whole, but not its lineage"
+            what = (
+                f"restore {self.path / ref.folder} from a copy; without it {version.ref} is whole, "
+                "but not its lineage"
+            )
             raise LineageError(str(version.ref), f"its input {ref} is gone", next=what)
         if self.open(ref).manifest.content_hash != parent.content_hash:
             what = f"make {version.ref.kind} anew of what {ref} is now"
             raise LineageError(str(version.ref), f"input {ref} is not what it was", next=what)
 
     def _tell_loss(self, error: QuiverError, ref: Ref) -> None:
-        """Say in `error` what refers to `ref`, whose bytes are not those written, and that only making it anew helps."""
+        """Say in `error` what refers to `ref`, whose bytes are not those written, and that only
+        making it anew helps."""
         users = [f"tag {tag}" for tag in self._tags_of(ref)]
         for other in self.refs():
             with contextlib.suppress(QuiverError):  # torn itself, and told so
                 about = self._version(other).manifest
-                users += [str(other)] * (str(ref) in {entry.ref for entry in (*about.inputs, *about.models)} and other != ref)
-        error.state = f"no other version is touched by this; what refers to this one: {', '.join(users) or 'nothing'}."
+                users += [str(other)] * (
+                    str(ref) in {entry.ref for entry in (*about.inputs, *about.models)}
+                    and other != ref
+                )
+        error.state = (
+            "no other version is touched by this; what refers to this one: "
+            f"{', '.join(users) or 'nothing'}."
+        )
         error.next = f"delete {self.path / ref.folder} and run the stage that made it again"
 
-    # -- tags ---------------------------------------------------------------------------------------------------------------
+    # -- tags
 
     def _tags(self, run: str) -> Path:
         return self.path / refs.check_name(run, "run") / "tags"
@@ -298,7 +364,11 @@ class Store:
     def _tags_of(self, ref: Ref) -> list[str]:
         """Names of the tags of its run that point at `ref`."""
         folder = self._tags(ref.run)
-        names = [path.name for path in sorted(folder.glob("*")) if refs.NAME.fullmatch(path.name)] if folder.is_dir() else []
+        names = (
+            [path.name for path in sorted(folder.glob("*")) if refs.NAME.fullmatch(path.name)]
+            if folder.is_dir()
+            else []
+        )
         return [name for name in names if tags.read(folder, name) == str(ref)]
 
     def tag(
@@ -312,10 +382,12 @@ class Store:
         key: str = "",
         about: dict[str, Any] | None = None,
     ) -> Ref:
-        """Point tag `name` of `run` at `ref`, and say in its journal why, on what the decision was made, and what it was (`key`).
+        """Point tag `name` of `run` at `ref`, and say in its journal why, on what the decision was
+        made, and what it was (`key`).
 
-        ConflictError unless the tag now holds `expected` ("*": whatever it holds). Nothing is done where an entry with this `key`
-        is there already: what was decided once stays decided. With a `key` a tag that stays where it is gets an entry too.
+        ConflictError unless the tag now holds `expected` ("*": whatever it holds). Nothing is done
+        where an entry with this `key` is there already: what was decided once stays decided. With a
+        `key` a tag that stays where it is gets an entry too.
         """
         tags.check_name(name)
         target, folder = self.resolve(ref, run), self._tags(run)
@@ -339,13 +411,15 @@ class Store:
         return tags.read(self._tags(run), tags.check_name(name))
 
     def history(self, run: str, name: str) -> list[tags.Entry]:
-        """What became of tag `name` of `run`, oldest first; empty for a tag that never moved. CorruptError."""
+        """What became of tag `name` of `run`, oldest first; empty for a tag that never moved.
+        CorruptError."""
         return tags.history(self._tags(run), tags.check_name(name))
 
 
 @contextlib.contextmanager
 def locked(path: Path, what: str, next: str = "wait for it, then run again") -> Iterator[None]:
-    """Hold a lock file; the system frees it when its process dies, however it dies. BusyError names the holder, and `next`."""
+    """Hold a lock file; the system frees it when its process dies, however it dies. BusyError names
+    the holder, and `next`."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

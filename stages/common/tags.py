@@ -3,8 +3,9 @@
     STORE/<run>/tags/prod               arith/policy@3
     STORE/<run>/tags/.prod.journal      one JSON line an entry, oldest first
 
-An entry is on disk before the tag moves, so every move has one. What a crash leaves in between, an entry that the tag does not
-bear out, is not shown, and the next entry takes its place. `Store.tag` writes here, under a lock; `Store.history` reads.
+An entry is on disk before the tag moves, so every move has one. What a crash leaves in between, an
+entry that the tag does not bear out, is not shown, and the next entry takes its place. `Store.tag`
+writes here, under a lock; `Store.history` reads.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def check_name(name: str) -> str:
     """`name` if it may be a tag; ConfigError otherwise."""
     refs.check_name(name, "tag")
     if name == "latest" or name.isdecimal():
-        raise ConfigError(f"tag {name!r}", "latest and numbers are not tags", next="choose another tag")
+        raise ConfigError(
+            f"tag {name!r}", "latest and numbers are not tags", next="choose another tag"
+        )
     return name
 
 
@@ -78,7 +81,8 @@ def history(folder: Path, name: str) -> list[Entry]:
 
 
 def move(folder: Path, name: str, target: str, why: str, key: str, about: dict[str, Any]) -> None:
-    """Point the tag at `target`, its entry first; nothing where it points there already and nothing is decided (no `key`)."""
+    """Point the tag at `target`, its entry first; nothing where it points there already and nothing
+    is decided (no `key`)."""
     held, entries = read(folder, name), history(folder, name)
     if held == target and not key:
         return
@@ -92,7 +96,8 @@ def move(folder: Path, name: str, target: str, why: str, key: str, about: dict[s
 
 
 def previous(entries: Iterable[Entry]) -> str | None:
-    """What the tag pointed at before its present version, and would go back to; None where there is nothing.
+    """What the tag pointed at before its present version, and would go back to; None where there is
+    nothing.
 
     A version that the tag came back from does not count.
 

@@ -1,4 +1,5 @@
-"""What every use of vLLM needs before it is imported: which build there is, the environment, and errors that are final.
+"""What every use of vLLM needs before it is imported: which build there is, the environment, and
+errors that are final.
 
 vLLM itself is not imported here.
 
@@ -20,10 +21,12 @@ from schemas.errors import ConfigError, QuiverError, ResourceError, printable
 from stages.common.first_calls import make_first_calls
 
 CPU_BLOCK = 32
-"""Smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix caching."""
+"""Smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix
+caching."""
 _GIB = 1 << 30
 _ALWAYS = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are a line for each weight that changes its dtype, and hints about preloading
+    # its warnings are a line for each weight that changes its dtype, and hints about preloading
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -31,7 +34,8 @@ _ALWAYS = {
 _ON_CPU = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCH_COMPILE_DISABLE": "1",
-    # threads that spin while they wait slow a shared machine down tenfold; read when torch is first imported
+    # threads that spin while they wait slow a shared machine down tenfold; read when torch is first
+    # imported
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 log = logging.getLogger(__name__)
@@ -56,25 +60,32 @@ def find_build(who: str) -> Build:
             return Build(name, metadata.version(name))
         except metadata.PackageNotFoundError:
             continue
-    raise ConfigError(who, "vLLM is not installed here", next='install vllm, or take "transformers" instead')
+    raise ConfigError(
+        who, "vLLM is not installed here", next='install vllm, or take "transformers" instead'
+    )
 
 
 def prepare(who: str, device: str = "auto") -> Build:
-    """The build, with the environment set for it; what the user has set stays. ConfigError when it is not for `device`."""
+    """The build, with the environment set for it; what the user has set stays. ConfigError when it
+    is not for `device`."""
     build = find_build(who)
     if device != "auto" and (device == "cpu") != build.cpu:
-        raise ConfigError(who, f"{build.name} is installed, device is {device}", next='set device = "auto"')
+        raise ConfigError(
+            who, f"{build.name} is installed, device is {device}", next='set device = "auto"'
+        )
     for name, value in {**_ALWAYS, **(_ON_CPU if build.cpu else {})}.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # it logs before it reads its own setting
+    logging.getLogger("vllm").setLevel(
+        os.environ["VLLM_LOGGING_LEVEL"].upper()
+    )  # it logs before it reads its own setting
     if build.cpu:
         make_first_calls()  # it computes the cosines of all positions once, for good
     return build
 
 
 def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsize: int) -> int:
-    """Key/value cache for `sequences` of `length` tokens of the model in config.json, at most 40 % of the free memory; vLLM queues
-    what does not fit."""
+    """Key/value cache for `sequences` of `length` tokens of the model in config.json, at most 40 %
+    of the free memory; vLLM queues what does not fit."""
     config = {**config, **config.get("text_config", {})}
     heads = config.get("num_attention_heads", 1)
     width = config.get("head_dim") or config.get("hidden_size", 1) // heads

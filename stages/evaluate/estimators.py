@@ -1,7 +1,8 @@
-"""Estimators of an evaluation: the mean with a standard error that knows about groups, unbiased pass@k, and paired differences.
+"""Estimators of an evaluation: the mean with a standard error that knows about groups, unbiased
+pass@k, and paired differences.
 
-Samples of one prompt are alike, so the groups are the independent units: n counts groups, never samples. Legend: n groups, group
-g with m_g scored samples s_gi, of which c_g are correct.
+Samples of one prompt are alike, so the groups are the independent units: n counts groups, never
+samples. Legend: n groups, group g with m_g scored samples s_gi, of which c_g are correct.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
 
         s̄_g = Σ_i s_gi / m_g        score = Σ_g s̄_g / n        stderr = √( Σ_g (s̄_g − score)² / (n (n − 1)) )
 
-    With one sample a group this is the plain s/√n. With equal m_g it is the clustered standard error of Miller 2024, with n (n − 1)
-    in place of n²; with unequal m_g each prompt counts the same here, however many of its samples were scored.
+    With one sample a group this is the plain s/√n. With equal m_g it is the clustered standard
+    error of Miller 2024, with n (n − 1) in place of n²; with unequal m_g each prompt counts the
+    same here, however many of its samples were scored.
 
     Args: groups: scores by group id; groups without a score are left out by the caller.
     Raises: ValueError where there is no group, or an empty one.
@@ -42,7 +44,9 @@ def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
     score = math.fsum(means) / n
     if n < 2:
         return Estimate(score, None, n)
-    return Estimate(score, math.sqrt(math.fsum((mean - score) ** 2 for mean in means) / (n * (n - 1))), n)
+    return Estimate(
+        score, math.sqrt(math.fsum((mean - score) ** 2 for mean in means) / (n * (n - 1))), n
+    )
 
 
 def group_means(groups: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -55,21 +59,27 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
         pass@k = 1 − C(m − c, k) / C(m, k)        m = samples, c = correct
 
-    k = 1 gives c/m. The obvious 1 − (1 − c/m)^k is biased low; this averages over all subsets of k samples.
+    k = 1 gives c/m. The obvious 1 − (1 − c/m)^k is biased low; this averages over all subsets of k
+    samples.
 
     Raises: ValueError unless 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples.
-    Reference: M. Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1, https://arxiv.org/abs/2107.03374
+    Reference: M. Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1,
+    https://arxiv.org/abs/2107.03374
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
     """
     if not (1 <= k <= samples and 0 <= correct <= samples):
-        raise ValueError(f"pass@k needs 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples, got k={k}, {correct} of {samples}")
+        raise ValueError(
+            f"pass@k needs 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples, got k={k}, {correct} of "
+            f"{samples}"
+        )
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def mean_pass_at_k(groups: Mapping[str, Sequence[float]], k: int, threshold: float) -> Estimate:
-    """pass@k of each group, averaged with `clustered_mean`; a sample is correct where its score is at least `threshold`.
+    """pass@k of each group, averaged with `clustered_mean`; a sample is correct where its score is
+    at least `threshold`.
 
     Groups with fewer than k scores are left out, so n says how many took part.
 
@@ -78,13 +88,20 @@ def mean_pass_at_k(groups: Mapping[str, Sequence[float]], k: int, threshold: flo
     >>> mean_pass_at_k({"a": [1.0, 0.0, 0.0, 0.0], "b": [0.0, 0.0], "c": [1.0]}, 2, 1.0)
     Estimate(score=0.25, stderr=0.25, n=2)
     """
-    return clustered_mean({group: [value] for group, value in group_passes(groups, k, threshold).items()})
+    return clustered_mean(
+        {group: [value] for group, value in group_passes(groups, k, threshold).items()}
+    )
 
 
-def group_passes(groups: Mapping[str, Sequence[float]], k: int, threshold: float) -> dict[str, float]:
+def group_passes(
+    groups: Mapping[str, Sequence[float]], k: int, threshold: float
+) -> dict[str, float]:
     """pass@k of each group that has k scores."""
     able = {group: scores for group, scores in groups.items() if len(scores) >= k}
-    return {group: pass_at_k(len(scores), sum(s >= threshold for s in scores), k) for group, scores in able.items()}
+    return {
+        group: pass_at_k(len(scores), sum(s >= threshold for s in scores), k)
+        for group, scores in able.items()
+    }
 
 
 def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Estimate:
@@ -92,24 +109,29 @@ def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) ->
 
         d_g = a_g − b_g        score = Σ_g d_g / n        stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
 
-    a_g, b_g: what two policies reached on the same prompt: the mean of its samples, or its pass@k. What makes a prompt hard for
-    both cancels, so the error is smaller than √(stderr_a² + stderr_b²), which is for two sets of prompts. Groups that only one of
-    them has are left out.
+    a_g, b_g: what two policies reached on the same prompt: the mean of its samples, or its pass@k.
+    What makes a prompt hard for both cancels, so the error is smaller than √(stderr_a² +
+    stderr_b²), which is for two sets of prompts. Groups that only one of them has are left out.
 
     Raises: ValueError where no group is in both.
-    Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2, https://arxiv.org/abs/2411.00640
+    Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2,
+    https://arxiv.org/abs/2411.00640
 
     >>> paired_difference({"a": 1.0, "b": 0.5, "c": 0.0}, {"a": 0.5, "b": 0.0, "d": 1.0})
     Estimate(score=0.5, stderr=0.0, n=2)
     """
-    return clustered_mean({group: [ours[group] - theirs[group]] for group in ours if group in theirs})
+    return clustered_mean(
+        {group: [ours[group] - theirs[group]] for group in ours if group in theirs}
+    )
 
 
 def lower_bound(estimate: Estimate, confidence: float) -> float | None:
-    """The one-sided lower confidence bound of an estimate, score − z · stderr; None where there is no standard error.
+    """The one-sided lower confidence bound of an estimate, score − z · stderr; None where there is
+    no standard error.
 
-    z is the normal quantile of `confidence`: 0.5 gives the score itself, 0.95 gives score − 1.645 · stderr. With fewer than
-    some 30 groups the normal quantile is too small, so the bound is too high.
+    z is the normal quantile of `confidence`: 0.5 gives the score itself, 0.95 gives score − 1.645 ·
+    stderr. With fewer than some 30 groups the normal quantile is too small, so the bound is too
+    high.
 
     >>> lower_bound(Estimate(0.25, 0.125, 40), 0.5)
     0.25

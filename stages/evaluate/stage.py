@@ -1,7 +1,9 @@
-"""evaluate: scored held-out rollouts become evaluations/1, with score, standard error and pass@k in the manifest.
+"""evaluate: scored held-out rollouts become evaluations/1, with score, standard error and pass@k in
+the manifest.
 
-Null scores are left out of every estimate and counted; where all are null there is nothing to say, and the stage fails. With a
-`baseline`, an evaluation on the same prompts, the difference to it is estimated prompt by prompt.
+Null scores are left out of every estimate and counted; where all are null there is nothing to say,
+and the stage fails. With a `baseline`, an evaluation on the same prompts, the difference to it is
+estimated prompt by prompt.
 
     ref = run(Config(k=(1, 4)), store, rollouts="held/rollouts@1", rewards="held/rewards@1")
     store.open(ref).manifest.metrics    # {"score": 0.31, "stderr": 0.04, "n": 64, "pass@k": {"1": {…}, "4": {…}}, …}
@@ -37,7 +39,8 @@ class Config(Base):
     score: str = "reward"
     """`reward`, or the name of one reward function: its part alone, before its weight."""
     k: tuple[int, ...] = (1,)
-    """For each k: the unbiased estimate that one of k samples is correct. A prompt with fewer samples is left out of it."""
+    """For each k: the unbiased estimate that one of k samples is correct. A prompt with fewer
+    samples is left out of it."""
     threshold: float = 1.0
     """A sample is correct where its score is at least this."""
 
@@ -59,8 +62,9 @@ def run(
     into: str | None = None,
     force: bool = False,
 ) -> Ref:
-    """Evaluate scored `rollouts`. LineageError: the rewards are of other rollouts, or `baseline`, the evaluation to compare with,
-    is on other prompts or was scored otherwise. NumericError: nothing was scored."""
+    """Evaluate scored `rollouts`. LineageError: the rewards are of other rollouts, or `baseline`,
+    the evaluation to compare with, is on other prompts or was scored otherwise. NumericError:
+    nothing was scored."""
     sampled, scored = store.open(rollouts), store.open(rewards)
     _require_lineage(sampled, scored)
     compared = None if baseline is None else store.open(baseline)
@@ -73,7 +77,11 @@ def run(
         stage="evaluate",
         stage_version=STAGE_VERSION,
         config=config,
-        inputs={"rollouts": sampled, "rewards": scored, **({"baseline": compared} if compared else {})},
+        inputs={
+            "rollouts": sampled,
+            "rewards": scored,
+            **({"baseline": compared} if compared else {}),
+        },
         models=sampled.manifest.models,
         force=force,
     ) as work:
@@ -88,7 +96,9 @@ def run(
                 work.write(index, table.slice(start, ROWS_PER_SHARD))
         null = table.column("score").null_count
         log.info("score %.4f over %d groups", metrics["score"], metrics["n"])
-        return work.commit(metrics=metrics, status={"scored": table.num_rows - null, "not_scored": null}).ref
+        return work.commit(
+            metrics=metrics, status={"scored": table.num_rows - null, "not_scored": null}
+        ).ref
 
 
 def measure(config: Config, table: pa.Table) -> dict[str, Any]:
@@ -96,7 +106,9 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
     groups = _groups(table)
     if not groups:
         raise NumericError(
-            "evaluation", f"none of {len(table)} rollouts has a score", next="look at the column errors of the rewards"
+            "evaluation",
+            f"none of {len(table)} rollouts has a score",
+            next="look at the column errors of the rewards",
         )
     passes = {}
     for k in config.k:
@@ -118,20 +130,27 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
 def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any]:
     """What the manifest says of an evaluations/1 table beside that of `baseline`, prompt by prompt.
 
-    `difference`: table − baseline, of the score and of pass@k; `baseline`: its score; `unpaired`: prompts that only one of them
-    has a score for. NumericError where no prompt has both.
+    `difference`: table − baseline, of the score and of pass@k; `baseline`: its score; `unpaired`:
+    prompts that only one of them has a score for. NumericError where no prompt has both.
     """
     ours, theirs = _groups(table), _groups(baseline.table())
     both = ours.keys() & theirs.keys()
     if not both:
         raise NumericError(
-            "evaluation", f"no prompt has a score here and in {baseline.ref}", next=f"quiver show {baseline.ref}"
+            "evaluation",
+            f"no prompt has a score here and in {baseline.ref}",
+            next=f"quiver show {baseline.ref}",
         )
     threshold = _threshold(config)
-    passes = {k: [estimators.group_passes(groups, k, threshold) for groups in (ours, theirs)] for k in config.k}
+    passes = {
+        k: [estimators.group_passes(groups, k, threshold) for groups in (ours, theirs)]
+        for k in config.k
+    }
     return {
         "difference": {
-            "score": estimators.paired_difference(*map(estimators.group_means, (ours, theirs)))._asdict(),
+            "score": estimators.paired_difference(
+                *map(estimators.group_means, (ours, theirs))
+            )._asdict(),
             "pass@k": {
                 str(k): estimators.paired_difference(*pair)._asdict()
                 for k, pair in passes.items()
@@ -146,32 +165,50 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
 def _groups(table: pa.Table) -> dict[str, list[float]]:
     """The scores of each group that has one."""
     groups: dict[str, list[float]] = {}
-    for group, score in zip(table.column("group_id").to_pylist(), table.column("score").to_pylist(), strict=True):
+    for group, score in zip(
+        table.column("group_id").to_pylist(), table.column("score").to_pylist(), strict=True
+    ):
         if score is not None:
             groups.setdefault(group, []).append(score)
     return groups
 
 
 def _threshold(config: Config) -> float:
-    return pa.scalar(config.threshold, pa.float32()).as_py()  # rounded as the scores are, so that 0.7 is at least 0.7
+    return pa.scalar(
+        config.threshold, pa.float32()
+    ).as_py()  # rounded as the scores are, so that 0.7 is at least 0.7
 
 
-def _require_same(config: Config, store: Store, rollouts: Version, rewards: Version, baseline: Version) -> None:
-    """LineageError unless `baseline` measured the same, on the same prompts, scored in the same way."""
+def _require_same(
+    config: Config, store: Store, rollouts: Version, rewards: Version, baseline: Version
+) -> None:
+    """LineageError unless `baseline` measured the same, on the same prompts, scored in the same
+    way."""
     sampled, scored = (baseline.manifest.input(role) for role in ("rollouts", "rewards"))
-    prompts = [version.manifest.input("prompts") for version in (rollouts, *([store.open(sampled.ref)] if sampled else []))]
+    prompts = [
+        version.manifest.input("prompts")
+        for version in (rollouts, *([store.open(sampled.ref)] if sampled else []))
+    ]
     hashes = {entry.content_hash if entry else None for entry in prompts}
     if len(prompts) < 2 or len(hashes) > 1 or None in hashes:
         named = [entry.ref if entry else "none" for entry in prompts]
         what = f"its prompts are {named[1] if len(named) > 1 else 'unknown'}, expected {named[0]}"
     elif baseline.manifest.config != config.model_dump(mode="json"):
-        what = f"it measured {printable(baseline.manifest.config)}, expected {printable(config.model_dump(mode='json'))}"
+        what = (
+            f"it measured {printable(baseline.manifest.config)}, expected "
+            f"{printable(config.model_dump(mode='json'))}"
+        )
     elif scored is None or not is_made_alike(store.open(scored.ref).manifest, rewards.manifest):
-        what = f"it was scored otherwise, by {scored.ref if scored else 'nothing'}; these are {rewards.ref}"
+        what = (
+            f"it was scored otherwise, by {scored.ref if scored else 'nothing'}; these are "
+            f"{rewards.ref}"
+        )
     else:
         return
     raise LineageError(
-        str(baseline.ref), f"is no baseline: {what}", next="evaluate both on the same [data.held_out], with the same [evaluate]"
+        str(baseline.ref),
+        f"is no baseline: {what}",
+        next="evaluate both on the same [data.held_out], with the same [evaluate]",
     )
 
 
@@ -186,14 +223,19 @@ def _require_lineage(rollouts: Version, rewards: Version) -> None:
 
 
 def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
-    """evaluations/1 in the rollouts' order, joined by rollout_id. LineageError for a rollout without a row of rewards."""
+    """evaluations/1 in the rollouts' order, joined by rollout_id. LineageError for a rollout
+    without a row of rewards."""
     sampled, scored = rollouts.table(), rewards.table()
     values = _score_column(scored, score)
-    order = pc.index_in(sampled.column("rollout_id").combine_chunks(), value_set=scored.column("rollout_id").combine_chunks())
+    order = pc.index_in(
+        sampled.column("rollout_id").combine_chunks(),
+        value_set=scored.column("rollout_id").combine_chunks(),
+    )
     if order.null_count or scored.num_rows != sampled.num_rows:
         raise LineageError(
             str(rewards.ref),
-            f"has {scored.num_rows} rows for {sampled.num_rows} rollouts; {order.null_count} rollouts are missing",
+            f"has {scored.num_rows} rows for {sampled.num_rows} rollouts; {order.null_count} "
+            "rollouts are missing",
             next=f"quiver reward RECIPE --rollouts {rollouts.ref} --force",
         )
     columns = {name: sampled.column(name) for name in ("group_id", "sample_index", "rollout_id")}

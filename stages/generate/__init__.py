@@ -1,1 +1,2 @@
-"""generate: prompts → rollouts. A policy answers; ids, logprobs, seeds and the way each row ended are saved."""
+"""generate: prompts → rollouts. A policy answers; ids, logprobs, seeds and the way each row ended
+are saved."""

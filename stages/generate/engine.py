@@ -1,8 +1,9 @@
-"""What an engine is: ids in, ids and their logprobs out. The registry, how one is made, and the check of what it answers.
+"""What an engine is: ids in, ids and their logprobs out. The registry, how one is made, and the
+check of what it answers.
 
-An engine is a class whose constructor takes a `Setup`, with `info`, `generate` and `close`. It may answer in any order. It is
-not trusted: `checked` lets an answer through only when it is one row's, whole, and a probability; else the stage stops and
-nothing of the shard is written.
+An engine is a class whose constructor takes a `Setup`, with `info`, `generate` and `close`. It may
+answer in any order. It is not trusted: `checked` lets an answer through only when it is one row's,
+whole, and a probability; else the stage stops and nothing of the shard is written.
 
     engine = make_engine("vllm", setup)
     for completion in checked(engine.generate(requests), requests, limits):
@@ -28,7 +29,8 @@ from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions
 
 
 class Request(NamedTuple):
-    """One row to make: `index` is its place among all rows; `prompt_ids` [P] int32; `seed` decides its draws, alone."""
+    """One row to make: `index` is its place among all rows; `prompt_ids` [P] int32; `seed` decides
+    its draws, alone."""
 
     index: int
     prompt_ids: np.ndarray
@@ -36,10 +38,12 @@ class Request(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """One row's answer: `completion_ids` [T] int32, a sampled end token last; `logprobs` [T] float32 of those ids.
+    """One row's answer: `completion_ids` [T] int32, a sampled end token last; `logprobs` [T]
+    float32 of those ids.
 
-    `logprobs` are of the distribution that was sampled from (after temperature and all else of `Sampling`). `finish_reason` is
-    stop, length or abort; `stop_reason` the id that stopped it, where one did.
+    `logprobs` are of the distribution that was sampled from (after temperature and all else of
+    `Sampling`). `finish_reason` is stop, length or abort; `stop_reason` the id that stopped it,
+    where one did.
     """
 
     index: int
@@ -63,12 +67,14 @@ class Setup:
     device: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     base: Version | None = None
-    """The weights that the policy's adapter goes on, where `options.lora` asks for that; None: load the policy's own."""
+    """The weights that the policy's adapter goes on, where `options.lora` asks for that; None: load
+    the policy's own."""
     longest: int | None = None
-    """Most ids that a row of the prompts can have, by which a cache may be sized; None: max_model_len."""
+    """Most ids that a row of the prompts can have, by which a cache may be sized; None:
+    max_model_len."""
     verified: Callable[[], object] = lambda: None
-    """Waits until the model's files are checked, which goes on meanwhile: import first, call this, then read them. Raises what is
-    wrong with them."""
+    """Waits until the model's files are checked, which goes on meanwhile: import first, call this,
+    then read them. Raises what is wrong with them."""
 
 
 class Engine(Protocol):
@@ -77,13 +83,15 @@ class Engine(Protocol):
     info: dict[str, Any]
     """Name, version, dtype, device and logprobs mode, for the manifest."""
     ahead: int
-    """The next shard's requests come when fewer rows than this are unanswered. May be left out: 1, so that a shard's rows stand
-    in no batch with another's, and what comes out does not depend on which shards this process does."""
+    """The next shard's requests come when fewer rows than this are unanswered. May be left out: 1,
+    so that a shard's rows stand in no batch with another's, and what comes out does not depend on
+    which shards this process does."""
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """One completion a request, as they finish; takes requests as it has room for them.
 
-        `requests` may end for now: there are more when these are answered, in the same call or in another.
+        `requests` may end for now: there are more when these are answered, in the same call or in
+        another.
         """
         ...
 
@@ -102,7 +110,9 @@ class Entry(NamedTuple):
 
 ENGINES = {
     "vllm": Entry(
-        "stages.generate.vllm_engine:VllmEngine", "fast; decoder-only models, on a GPU or a CPU; the default", VllmOptions
+        "stages.generate.vllm_engine:VllmEngine",
+        "fast; decoder-only models, on a GPU or a CPU; the default",
+        VllmOptions,
     ),
     "transformers": Entry(
         "stages.generate.hf_engine:TransformersEngine",
@@ -118,32 +128,39 @@ ENGINES = {
 
 
 def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
-    """The options of a shipped engine, checked; None for a user's own engine, which checks its own. ConfigError, also for a name
-    that is neither."""
+    """The options of a shipped engine, checked; None for a user's own engine, which checks its own.
+    ConfigError, also for a name that is neither."""
     if engine not in ENGINES and ":" not in engine:
         near = difflib.get_close_matches(engine, ENGINES, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
             f"generate.engine {printable(repr(engine))}",
-            f"no such engine, expected one of {', '.join(ENGINES)}, or module:Class or file.py:Class of your own{hint}",
+            f"no such engine, expected one of {', '.join(ENGINES)}, or module:Class or "
+            f"file.py:Class of your own{hint}",
             next=f"set generate.engine = {near[0]!r}" if near else "quiver engines",
         )
-    return parse(ENGINES[engine].options, options, "generate.options") if engine in ENGINES else None
+    return (
+        parse(ENGINES[engine].options, options, "generate.options") if engine in ENGINES else None
+    )
 
 
 def make_engine(name: str, setup: Setup) -> Engine:
-    """The engine of that name, or of that dotted path, ready to generate. ConfigError, ResourceError."""
+    """The engine of that name, or of that dotted path, ready to generate. ConfigError,
+    ResourceError."""
     return dotted.load(ENGINES[name].path if name in ENGINES else name, "generate.engine")[0](setup)
 
 
 def prepare(name: str, device: str) -> None:
     """Import what the engine of that name needs, where it is one of ours and takes long."""
     if name in ENGINES:
-        getattr(dotted.load(ENGINES[name].path, "generate.engine")[0], "prepare", lambda _: None)(device)
+        getattr(dotted.load(ENGINES[name].path, "generate.engine")[0], "prepare", lambda _: None)(
+            device
+        )
 
 
 def code_hash(engine: str, options: Config | None) -> str:
-    """sha256 of the user's own code that answers, be it an engine or a script; empty where there is none. ConfigError."""
+    """sha256 of the user's own code that answers, be it an engine or a script; empty where there is
+    none. ConfigError."""
     if engine not in ENGINES:
         return dotted.load(engine, "generate.engine")[1]
     if isinstance(options, ScriptedOptions) and ":" in options.script:
@@ -169,7 +186,8 @@ class Asked(Protocol):
 
 
 def checked(completions: Iterable[Completion], rows: Asked, limits: Limits) -> Iterator[Completion]:
-    """Pass on each completion that is whole; SchemaError or NumericError for one that is not, or that is missing at the end."""
+    """Pass on each completion that is whole; SchemaError or NumericError for one that is not, or
+    that is missing at the end."""
     for completion in completions:
         if completion.index not in rows.waiting:
             what = "answered twice" if completion.index in rows.asked else "never asked for"
@@ -178,29 +196,49 @@ def checked(completions: Iterable[Completion], rows: Asked, limits: Limits) -> I
         _check_one(completion, limits)
         yield completion
     if rows.waiting:
-        what = f"{len(rows.waiting)} of {len(rows.asked)} rows were never answered, the first is row {min(rows.waiting)}"
+        what = (
+            f"{len(rows.waiting)} of {len(rows.asked)} rows were never answered, the first is row "
+            f"{min(rows.waiting)}"
+        )
         raise _wrong(limits, what)
 
 
 def _check_one(completion: Completion, limits: Limits) -> None:
     row, ids, logprobs = f"row {completion.index}", completion.completion_ids, completion.logprobs
-    for name, array, dtype in (("completion_ids", ids, np.int32), ("logprobs", logprobs, np.float32)):
+    for name, array, dtype in (
+        ("completion_ids", ids, np.int32),
+        ("logprobs", logprobs, np.float32),
+    ):
         if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-            found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-            raise _wrong(limits, f"{row}: {name} is {found}, expected a flat array of {np.dtype(dtype)}")
+            found = (
+                f"{array.dtype} {list(array.shape)}"
+                if isinstance(array, np.ndarray)
+                else type(array).__name__
+            )
+            raise _wrong(
+                limits, f"{row}: {name} is {found}, expected a flat array of {np.dtype(dtype)}"
+            )
     if len(ids) != len(logprobs):
         raise _wrong(limits, f"{row}: {len(ids)} ids but {len(logprobs)} logprobs")
     if len(ids) > limits.max_tokens:
         raise _wrong(limits, f"{row}: {len(ids)} ids, max_tokens is {limits.max_tokens}")
     outside = ids[(ids < 0) | (ids >= limits.vocabulary_size)]
     if len(outside):
-        raise _wrong(limits, f"{row}: id {outside[0]} is outside the vocabulary of {limits.vocabulary_size}")
+        raise _wrong(
+            limits, f"{row}: id {outside[0]} is outside the vocabulary of {limits.vocabulary_size}"
+        )
     if completion.finish_reason not in FINISH_REASONS:
         expected = ", ".join(FINISH_REASONS)
-        raise _wrong(limits, f"{row}: finish_reason {printable(repr(completion.finish_reason))}, expected one of {expected}")
+        raise _wrong(
+            limits,
+            f"{row}: finish_reason {printable(repr(completion.finish_reason))}, expected one of "
+            f"{expected}",
+        )
     bad = logprobs[~np.isfinite(logprobs) | (logprobs > 1e-4)]
     if len(bad):
-        raise _wrong(limits, f"{row}: logprob {bad[0]}, expected a finite number of at most 0", NumericError)
+        raise _wrong(
+            limits, f"{row}: logprob {bad[0]}, expected a finite number of at most 0", NumericError
+        )
 
 
 def _wrong(limits: Limits, message: str, error: type = SchemaError) -> Exception:

@@ -1,8 +1,9 @@
 """The requests that an engine draws: shard after shard, each claimed when it is needed.
 
-While the engine still has rows unanswered, the next shard comes only when fewer than `ahead` are left, and only where the other
-processes that share the work find one as well: so an engine that decodes many rows at once has no empty places at the end of a
-shard, and none takes everything. With `ahead` = 1 a batch never holds rows of two shards.
+While the engine still has rows unanswered, the next shard comes only when fewer than `ahead` are
+left, and only where the other processes that share the work find one as well: so an engine that
+decodes many rows at once has no empty places at the end of a shard, and none takes everything. With
+`ahead` = 1 a batch never holds rows of two shards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from .rows import Rows
 class Handout:
     """An iterator of requests that may end for now, and go on when rows are answered."""
 
-    def __init__(self, rows: Rows, rows_of: Callable[[int], range], claims: Alone | Claims, ahead: int) -> None:
+    def __init__(
+        self, rows: Rows, rows_of: Callable[[int], range], claims: Alone | Claims, ahead: int
+    ) -> None:
         """`rows_of`: the rows of a shard."""
         self.asked: set[int] = set()
         self.waiting: set[int] = set()

@@ -1,9 +1,12 @@
-"""Engine `transformers`: decoder-only and encoder-decoder models (T5, BART), sampled by a loop of its own.
+"""Engine `transformers`: decoder-only and encoder-decoder models (T5, BART), sampled by a loop of
+its own.
 
-`model.generate` is not used: here each row draws from its own generator, the logprob is that of the very distribution that was
-sampled from (float32), and nothing of the model's generation config applies, forced tokens included. Padding lives in this file
-alone: prompts of like length stand together, left-padded for a decoder, right-padded for an encoder, and masks come from
-lengths, never from ids. A stored completion never holds the decoder's start token.
+`model.generate` is not used: here each row draws from its own generator, the logprob is that of the
+very distribution that was sampled from (float32), and nothing of the model's generation config
+applies, forced tokens included. Padding lives in this file
+alone: prompts of like length stand together, left-padded for a decoder, right-padded for an
+encoder, and masks come from lengths, never from ids. A stored completion never holds the decoder's
+start token.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ class _Batch:
     uniforms: torch.Tensor  # [B, max_tokens]
     ids: torch.Tensor  # [B, T]
     logprobs: torch.Tensor  # [B, T]
-    fed: torch.Tensor | None = None  # what the model reads next: the prompts, later the last id of each row
+    fed: torch.Tensor | None = (
+        None  # what the model reads next: the prompts, later the last id of each row
+    )
     cache: Any = None
     mask: torch.Tensor | None = None  # decoder: [B, P + T]; encoder: [B, P]
     encoded: Any = None
@@ -45,7 +50,11 @@ class _Batch:
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all rows but these, everywhere."""
         self.requests = [self.requests[row] for row in rows.tolist()]
-        self.uniforms, self.ids, self.logprobs = self.uniforms[rows], self.ids[rows], self.logprobs[rows]
+        self.uniforms, self.ids, self.logprobs = (
+            self.uniforms[rows],
+            self.ids[rows],
+            self.logprobs[rows],
+        )
         self.mask = self.mask[rows]
         self.cache.batch_select_indices(rows)
         if self.encoded is not None:
@@ -56,17 +65,26 @@ class TransformersEngine:
     """A transformers model behind the protocol."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.options = setup, parse(TransformersOptions, setup.options, "generate.options")
+        self.setup, self.options = (
+            setup,
+            parse(TransformersOptions, setup.options, "generate.options"),
+        )
         cuda = torch.cuda.is_available()
         if setup.device == "cuda" and not cuda:
             raise ConfigError(
-                "engine transformers", "device is cuda, but torch sees no GPU", next='set generate.device = "auto"'
+                "engine transformers",
+                "device is cuda, but torch sees no GPU",
+                next='set generate.device = "auto"',
             )
-        self.device = torch.device("cuda" if setup.device == "cuda" or (setup.device == "auto" and cuda) else "cpu")
+        self.device = torch.device(
+            "cuda" if setup.device == "cuda" or (setup.device == "auto" and cuda) else "cpu"
+        )
         dtype = self._dtype()
         setup.verified()
         attention = self.options.attn_implementation
-        self.model = load_model(setup.policy, dtype=dtype, device=self.device, attn_implementation=attention)
+        self.model = load_model(
+            setup.policy, dtype=dtype, device=self.device, attn_implementation=attention
+        )
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=self.device)
         self.info = {
             "name": "transformers",
@@ -108,14 +126,21 @@ class TransformersEngine:
 
     def _start(self, requests: list[Request]) -> _Batch:
         limit = self.setup.sampling.max_tokens
-        numbers = [torch.rand(limit, generator=torch.Generator().manual_seed(r.seed), dtype=torch.float64) for r in requests]
+        numbers = [
+            torch.rand(limit, generator=torch.Generator().manual_seed(r.seed), dtype=torch.float64)
+            for r in requests
+        ]
         empty = torch.empty(len(requests), 0, device=self.device)
         batch = _Batch(requests, torch.stack(numbers).to(self.device), empty.long(), empty)
         encoder = self.model.config.is_encoder_decoder
-        prompts, batch.mask = _pad([request.prompt_ids for request in requests], left=not encoder, device=self.device)
+        prompts, batch.mask = _pad(
+            [request.prompt_ids for request in requests], left=not encoder, device=self.device
+        )
         if encoder:
             batch.encoded = self.model.get_encoder()(input_ids=prompts, attention_mask=batch.mask)
-            prompts = torch.full((len(requests), 1), decoder_start_id(self.model), device=self.device)
+            prompts = torch.full(
+                (len(requests), 1), decoder_start_id(self.model), device=self.device
+            )
         batch.fed = prompts
         return batch
 
@@ -125,7 +150,12 @@ class TransformersEngine:
         for step in range(sampling.max_tokens):
             logits = self._forward(batch, first=step == 0)
             logprobs = processed_logprobs(
-                logits, sampling, step=step, stop_ids=self.stop_ids, seen=penalties.seen, counts=penalties.counts
+                logits,
+                sampling,
+                step=step,
+                stop_ids=self.stop_ids,
+                seen=penalties.seen,
+                counts=penalties.counts,
             )
             ids = draw(logprobs, batch.uniforms[:, step], sampling.temperature)
             penalties.add(ids)
@@ -146,12 +176,21 @@ class TransformersEngine:
         """Logits of the next id, [B, V]."""
         ids = batch.fed
         if batch.encoded is not None:
-            inputs = {"encoder_outputs": batch.encoded, "attention_mask": batch.mask, "decoder_input_ids": ids}
+            inputs = {
+                "encoder_outputs": batch.encoded,
+                "attention_mask": batch.mask,
+                "decoder_input_ids": ids,
+            }
         else:
             if not first:
                 batch.mask = torch.cat([batch.mask, torch.ones_like(batch.mask[:, :1])], 1)
             places = (batch.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            inputs = {"input_ids": ids, "attention_mask": batch.mask, "position_ids": places, "logits_to_keep": 1}
+            inputs = {
+                "input_ids": ids,
+                "attention_mask": batch.mask,
+                "position_ids": places,
+                "logits_to_keep": 1,
+            }
         output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)
         batch.cache = output.past_key_values
         return output.logits[:, -1]
@@ -162,7 +201,8 @@ class TransformersEngine:
 
 
 class _Penalties:
-    """Which ids stand in prompt and completion, kept only for the penalties that are on. An encoder's prompt does not count."""
+    """Which ids stand in prompt and completion, kept only for the penalties that are on. An
+    encoder's prompt does not count."""
 
     def __init__(self, sampling: Any, batch: _Batch, vocabulary: int) -> None:
         size = (len(batch.requests), vocabulary)
@@ -178,14 +218,18 @@ class _Penalties:
         if self.seen is not None:
             self.seen.scatter_(1, ids[:, None], True)
         if self.counts is not None:
-            self.counts.scatter_add_(1, ids[:, None], torch.ones_like(ids[:, None], dtype=self.counts.dtype))
+            self.counts.scatter_add_(
+                1, ids[:, None], torch.ones_like(ids[:, None], dtype=self.counts.dtype)
+            )
 
     def keep(self, rows: torch.Tensor) -> None:
         self.seen = None if self.seen is None else self.seen[rows]
         self.counts = None if self.counts is None else self.counts[rows]
 
 
-def _pad(prompts: list[np.ndarray], *, left: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(
+    prompts: list[np.ndarray], *, left: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts as one tensor [B, P] and the mask [B, P] of what is not padding, from the lengths."""
     width = max(len(prompt) for prompt in prompts)
     ids, mask = np.zeros((len(prompts), width), np.int64), np.zeros((len(prompts), width), np.int64)
@@ -199,4 +243,10 @@ def _completions(batch: _Batch, rows: Iterable[int], reason: str) -> Iterator[Co
     for row in rows:
         ids = batch.ids[row].cpu().numpy().astype(np.int32)
         logprobs = batch.logprobs[row].float().cpu().numpy()
-        yield Completion(batch.requests[row].index, ids, logprobs, reason, str(ids[-1]) if reason == "stop" else None)
+        yield Completion(
+            batch.requests[row].index,
+            ids,
+            logprobs,
+            reason,
+            str(ids[-1]) if reason == "stop" else None,
+        )

@@ -1,7 +1,9 @@
-"""What a recipe may say about sampling and about each engine: plain configs, so a wrong key is found before any engine is loaded.
+"""What a recipe may say about sampling and about each engine: plain configs, so a wrong key is
+found before any engine is loaded.
 
-`Sampling` is whole: every value that shapes the sampled distribution is here, and nothing of the model's own generation config
-applies. The engines' options are `Runtime` where they decide only speed or memory.
+`Sampling` is whole: every value that shapes the sampled distribution is here, and nothing of the
+model's own generation config applies. The engines' options are `Runtime` where they decide only
+speed or memory.
 """
 
 from __future__ import annotations
@@ -27,32 +29,39 @@ class Sampling(Config):
     """The distribution that completions are drawn from, and where they end."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """The logits are divided by it; 0 takes the likeliest id (evaluation only: such rows can not be trained on)."""
+    """The logits are divided by it; 0 takes the likeliest id (evaluation only: such rows can not be
+    trained on)."""
     max_tokens: int = Field(default=256, ge=1)
-    """Most ids of a completion, the end token included; prompt and completion must fit the context together."""
+    """Most ids of a completion, the end token included; prompt and completion must fit the context
+    together."""
     min_tokens: int = Field(default=0, ge=0)
     """No end token before so many ids."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Smallest set of ids with this much probability; below 1 the rows are refused for training unless allowed there."""
+    """Smallest set of ids with this much probability; below 1 the rows are refused for training
+    unless allowed there."""
     top_k: int = Field(default=0, ge=0)
     """Only the k likeliest ids; 0 is off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Only ids with at least this share of the likeliest id's probability; 0 is off."""
     repetition_penalty: float = Field(default=1.0, gt=0)
-    """Divides (multiplies, where negative) the logits of ids that stand in prompt or completion; 1 is off."""
+    """Divides (multiplies, where negative) the logits of ids that stand in prompt or completion; 1
+    is off."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     """Subtracted from the logits of ids that stand in the completion; 0 is off."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     """Subtracted once for each time that the id stands in the completion; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Ids that end a completion, beside the model's own end tokens; the sampled one stays as the last id."""
+    """Ids that end a completion, beside the model's own end tokens; the sampled one stays as the
+    last id."""
     ignore_eos: bool = False
     """The model's own end tokens do not end a completion."""
 
     @model_validator(mode="after")
     def _fits(self) -> Sampling:
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower it")
+            raise ValueError(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower it"
+            )
         return self
 
 
@@ -62,11 +71,13 @@ class VllmOptions(Config):
     max_num_seqs: Runtime[int] = Field(default=256, ge=1)
     """Most sequences decoded together."""
     max_num_batched_tokens: Runtime[int | None] = None
-    """Most tokens of one engine step; None: vLLM's choice on a GPU, the larger of 4096 and the context on a CPU."""
+    """Most tokens of one engine step; None: vLLM's choice on a GPU, the larger of 4096 and the
+    context on a CPU."""
     gpu_memory_utilization: Runtime[float] = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory that the engine may take."""
     cpu_kv_cache_gib: Runtime[float | None] = None
-    """Memory of the CPU's key/value cache; None: what max_num_seqs full sequences need, at most 40 % of the free memory."""
+    """Memory of the CPU's key/value cache; None: what max_num_seqs full sequences need, at most 40
+    % of the free memory."""
     tensor_parallel_size: Runtime[int] = Field(default=1, ge=1)
     """GPUs that share one copy of the model."""
     enforce_eager: Runtime[bool | None] = None
@@ -74,18 +85,22 @@ class VllmOptions(Config):
     enable_prefix_caching: Runtime[bool] = True
     """A group's shared prompt is computed once."""
     lora: bool = False
-    """Give a policy's adapter to the engine beside the weights that it was trained over, instead of the merged ones: bfloat16
-    then rounds the change apart from the weights, at some cost of speed. A policy without an adapter is loaded as it is."""
+    """Give a policy's adapter to the engine beside the weights that it was trained over, instead of
+    the merged ones: bfloat16 then rounds the change apart from the weights, at some cost of speed.
+    A policy without an adapter is loaded as it is."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of `vllm.LLM`, as vLLM names them (`quantization = "fp8"`, kv_cache_dtype, …); those that the engine sets
-    itself are refused."""
+    """More arguments of `vllm.LLM`, as vLLM names them (`quantization = "fp8"`, kv_cache_dtype, …);
+    those that the engine sets itself are refused."""
 
     @field_validator("engine_args")
     @classmethod
     def _free(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         taken = sorted(_VLLM_OWN & arguments.keys())
         if taken:
-            raise ValueError(f"{', '.join(taken)} can not be set here: the engine sets it, or an option of its own does")
+            raise ValueError(
+                f"{', '.join(taken)} can not be set here: the engine sets it, or an option of its "
+                "own does"
+            )
         return arguments
 
 
@@ -102,7 +117,8 @@ class ScriptedOptions(Config):
     """Options of engine `scripted`."""
 
     script: str = "sample"
-    """`sample` (ids of the prompt, drawn by the seed), `echo` (the prompt again), `fixed`, or a dotted path `module:function`."""
+    """`sample` (ids of the prompt, drawn by the seed), `echo` (the prompt again), `fixed`, or a
+    dotted path `module:function`."""
     completion_ids: tuple[int, ...] = ()
     """What `fixed` answers, before the end token."""
     logprob: float = Field(default=-0.6931471805599453, le=0)

@@ -1,7 +1,9 @@
-"""The rows of one rollouts version: which there are, in which order, with which seeds; and shards built of finished rows.
+"""The rows of one rollouts version: which there are, in which order, with which seeds; and shards
+built of finished rows.
 
-A row's seed is a hash of (recipe seed, iteration, group_id, sample_index), so shards, order, restarts and the number of
-workers change nothing. Rows stand prompt by prompt, sample by sample. List columns are built from flat buffers.
+A row's seed is a hash of (recipe seed, iteration, group_id, sample_index), so shards, order,
+restarts and the number of workers change nothing. Rows stand prompt by prompt, sample by sample.
+List columns are built from flat buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from .engine import Completion, Request
 
 def row_seed(seed: int, iteration: int, group_id: str, sample_index: int) -> int:
     """The 63-bit seed of one row, the same on every machine."""
-    return int.from_bytes(hashlib.sha256(canonical([seed, iteration, group_id, sample_index])).digest()[:8]) >> 1
+    return (
+        int.from_bytes(
+            hashlib.sha256(canonical([seed, iteration, group_id, sample_index])).digest()[:8]
+        )
+        >> 1
+    )
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class Rows:
         for index in indices:
             prompt, sample = divmod(index, self.samples)
             ids = values[offsets[prompt] : offsets[prompt + 1]]
-            yield Request(index, ids, row_seed(self.seed, self.iteration, self._groups[prompt], sample))
+            yield Request(
+                index, ids, row_seed(self.seed, self.iteration, self._groups[prompt], sample)
+            )
 
     @cached_property
     def _prompt_ids(self) -> pa.ListArray:
@@ -62,8 +71,11 @@ class Rows:
         pairs = (divmod(index, self.samples) for index in range(start, stop))
         return [f"{self.prefix}-{self._groups[prompt]}-{sample}" for prompt, sample in pairs]
 
-    def table(self, start: int, completions: list[Completion], texts: list[str], temperature: float) -> pa.Table:
-        """rollouts/1 of the rows from `start` on: one completion a row, in the order of their indices. [rows]"""
+    def table(
+        self, start: int, completions: list[Completion], texts: list[str], temperature: float
+    ) -> pa.Table:
+        """rollouts/1 of the rows from `start` on: one completion a row, in the order of their
+        indices. [rows]"""
         stop = start + len(completions)
         prompt, sample = np.divmod(np.arange(start, stop), self.samples)
         requests = self.requests(range(start, stop))

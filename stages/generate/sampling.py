@@ -1,7 +1,9 @@
-"""The distribution that the `transformers` engine samples from, and one draw of it. Pure functions on tensors.
+"""The distribution that the `transformers` engine samples from, and one draw of it. Pure functions
+on tensors.
 
-B rows, V ids. The steps and their order are vLLM's: end tokens masked before min_tokens, penalties, temperature, min_p, top_k
-and top_p; what is left is renormalised in float32. A logprob of a sampled id is always read off this distribution.
+B rows, V ids. The steps and their order are vLLM's: end tokens masked before min_tokens, penalties,
+temperature, min_p, top_k and top_p; what is left is renormalised in float32. A logprob of a sampled
+id is always read off this distribution.
 """
 
 from __future__ import annotations
@@ -20,19 +22,25 @@ def processed_logprobs(
     seen: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log-probabilities of the next id, [B, V] float32, of raw `logits` [B, V] at completion position `step`.
+    """Log-probabilities of the next id, [B, V] float32, of raw `logits` [B, V] at completion
+    position `step`.
 
-    `seen` [B, V] bool: the id stands in prompt or completion. `counts` [B, V]: how often in the completion. Both are needed
-    only for penalties. With temperature 0 these are the logprobs at temperature 1, as vLLM reports them.
+    `seen` [B, V] bool: the id stands in prompt or completion. `counts` [B, V]: how often in the
+    completion. Both are needed only for penalties. With temperature 0 these are the logprobs at
+    temperature 1, as vLLM reports them.
     """
     logits = logits.float()
     if step < sampling.min_tokens:
         logits = logits.index_fill(-1, stop_ids, -torch.inf)
     if seen is not None:
         penalty = sampling.repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = torch.where(
+            seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits
+        )
     if counts is not None:
-        logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+        logits = (
+            logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+        )
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
     return _truncated(logits / sampling.temperature, sampling).log_softmax(-1)
@@ -41,7 +49,9 @@ def processed_logprobs(
 def _truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.min_p > 0:
         probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+        logits = logits.masked_fill(
+            probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf
+        )
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -49,14 +59,18 @@ def _truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         rising, order = logits.sort(-1)
         outside = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         outside[:, -1] = False  # the likeliest id always stays
-        logits = logits.masked_fill(torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf)
+        logits = logits.masked_fill(
+            torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf
+        )
     return logits
 
 
 def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
-    """One id a row, [B], by inverting the distribution function of `logprobs` [B, V] at `uniforms` [B] float64 in [0, 1).
+    """One id a row, [B], by inverting the distribution function of `logprobs` [B, V] at `uniforms`
+    [B] float64 in [0, 1).
 
-    A row's id depends on its own number alone, not on its batch-mates. At temperature 0 the likeliest id.
+    A row's id depends on its own number alone, not on its batch-mates. At temperature 0 the
+    likeliest id.
     """
     if temperature == 0:
         return logprobs.argmax(-1)

@@ -1,7 +1,8 @@
-"""Shards in the making: rows come in any order, a shard is written as soon as its last row is there.
+"""Shards in the making: rows come in any order, a shard is written as soon as its last row is
+there.
 
-The size of a shard is a runtime knob; an unfinished attempt's shards keep the size that they have, so a restart with another
-size still takes them up, and so does every process that shares the work.
+The size of a shard is a runtime knob; an unfinished attempt's shards keep the size that they have,
+so a restart with another size still takes them up, and so does every process that shares the work.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Shards:
     def __init__(self, work: Work, rows: Rows, size: int, temperature: float) -> None:
         self.work, self.rows, self.temperature = work, rows, temperature
         self.size = work.plan(size)
-        self._count = max(1, -(-len(rows) // self.size))  # a version of no rows still has its one file
+        self._count = max(
+            1, -(-len(rows) // self.size)
+        )  # a version of no rows still has its one file
         self.claims = work.claims(self._count)
         self._open: dict[int, dict[int, Completion]] = {}
         self._made_tokens = 0
@@ -52,15 +55,24 @@ class Shards:
             self.work.write(index, self.rows.table(0, [], [], self.temperature))
 
     def take(self, engine: Engine, limits: Limits) -> None:
-        """Let the engine make what is not finished; write each shard when it is whole; a line of progress every two seconds."""
+        """Let the engine make what is not finished; write each shard when it is whole; a line of
+        progress every two seconds."""
         requests = Handout(self.rows, self._range, self.claims, getattr(engine, "ahead", 1))
         unfinished = self.claims.unfinished()
         if len(unfinished) < self._count:
-            log.info("taking up %d of %d shards that are finished", self._count - len(unfinished), self._count)
+            log.info(
+                "taking up %d of %d shards that are finished",
+                self._count - len(unfinished),
+                self._count,
+            )
         total = sum(len(self._range(index)) for index in unfinished)
         start = spoken = time.monotonic()
         while self.claims.more():
-            completions = checked(engine.generate(requests), requests, limits) if requests.open() else iter(())
+            completions = (
+                checked(engine.generate(requests), requests, limits)
+                if requests.open()
+                else iter(())
+            )
             while completion := self._next(completions):
                 self._add(completion)
                 if time.monotonic() - spoken > _SECONDS_BETWEEN_LINES:
@@ -77,7 +89,12 @@ class Shards:
         """Rows that are there by now, whoever made them, and the speed of this process."""
         going = {index: len(self._open.get(index, ())) for index in self.claims.unfinished()}
         done = total - sum(len(self._range(index)) - rows for index, rows in going.items())
-        log.info("generate: %d of %d rows, %.0f tokens/s", done, total, self._made_tokens / max(time.monotonic() - start, 1e-9))
+        log.info(
+            "generate: %d of %d rows, %.0f tokens/s",
+            done,
+            total,
+            self._made_tokens / max(time.monotonic() - start, 1e-9),
+        )
 
     def _add(self, completion: Completion) -> None:
         self._made_tokens += len(completion.completion_ids)
@@ -93,10 +110,13 @@ class Shards:
     def _write(self, index: int, completions: list[Completion]) -> None:
         ids = [completion.completion_ids for completion in completions]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        self.work.write(index, self.rows.table(self._range(index).start, completions, texts, self.temperature))
+        self.work.write(
+            index, self.rows.table(self._range(index).start, completions, texts, self.temperature)
+        )
 
     def summary(self) -> tuple[dict[str, Any], dict[str, int]]:
-        """Metrics over all rows, and how many ended how. The speed is over those made now, summed over processes."""
+        """Metrics over all rows, and how many ended how. The speed is over those made now, summed
+        over processes."""
         reasons: Counter[str] = Counter()
         lengths = [np.empty(0, np.int64)]
         for index in range(self._count):
@@ -104,9 +124,15 @@ class Shards:
             reasons.update(table.column("finish_reason").to_pylist())
             lengths.append(pc.list_value_length(table.column("completion_ids")).to_numpy())
         all_lengths = np.concatenate(lengths)
-        speeds = [part["tokens"] / max(part["seconds"]["generate"], 1e-9) for part in self.work.parts() if part.get("tokens")]
+        speeds = [
+            part["tokens"] / max(part["seconds"]["generate"], 1e-9)
+            for part in self.work.parts()
+            if part.get("tokens")
+        ]
         return {
             "tokens": int(all_lengths.sum()),
             "tokens_per_second": round(sum(speeds), 1),
-            "mean_completion_tokens": round(float(all_lengths.mean()), 3) if len(all_lengths) else 0.0,
+            "mean_completion_tokens": round(float(all_lengths.mean()), 3)
+            if len(all_lengths)
+            else 0.0,
         }, dict(sorted(reasons.items()))

@@ -1,12 +1,14 @@
-"""Engine `vllm`: a fresh engine for exactly one checkpoint, ids in, ids and their processed logprobs out.
+"""Engine `vllm`: a fresh engine for exactly one checkpoint, ids in, ids and their processed
+logprobs out.
 
-Explicit sampling parameters and `generation_config="vllm"`, so that nothing hidden in the model applies; the ids that end a
-completion are all named. One request a row with the row's own seed, so a row does not depend on its batch-mates. An engine that
-fails is never used again: it may be wedged, so the error is final for this process. Refused: encoder-decoder models.
+Explicit sampling parameters and `generation_config="vllm"`, so that nothing hidden in the model
+applies; the ids that end a completion are all named. One request a row with the row's own seed, so
+a row does not depend on its batch-mates. An engine that fails is never used again: it may be
+wedged, so the error is final for this process. Refused: encoder-decoder models.
 
-On a CPU the engine lives in this process, eager and without compilation (it starts in seconds). Chunked prefill is off there:
-the CPU build can not put back the random numbers that a seeded, half-read prompt drew. Prompts that do not fit one step wait for
-the next.
+On a CPU the engine lives in this process, eager and without compilation (it starts in seconds).
+Chunked prefill is off there: the CPU build can not put back the random numbers that a seeded,
+half-read prompt drew. Prompts that do not fit one step wait for the next.
 """
 
 from __future__ import annotations
@@ -33,14 +35,19 @@ _GIB = 1 << 30
 
 
 class VllmEngine:
-    """`vllm.LLM` behind the protocol. The environment is set before vLLM is imported; what the user has set stays."""
+    """`vllm.LLM` behind the protocol. The environment is set before vLLM is imported; what the user
+    has set stays."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.options = setup, parse(VllmOptions, setup.options, "generate.options")
-        self.ahead = self.options.max_num_seqs  # no place is empty while the last rows of a shard are decoded
+        self.ahead = (
+            self.options.max_num_seqs
+        )  # no place is empty while the last rows of a shard are decoded
         if checkpoints.is_encoder_decoder(setup.policy):
             raise ConfigError(
-                "engine vllm", f"{setup.policy.ref} is an encoder-decoder model", next='set generate.engine = "transformers"'
+                "engine vllm",
+                f"{setup.policy.ref} is an encoder-decoder model",
+                next='set generate.engine = "transformers"',
             )
         build = vllm_setup.prepare("engine vllm", setup.device)
         self.cpu = build.cpu
@@ -49,7 +56,13 @@ class VllmEngine:
         dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
         device = "cpu" if self.cpu else "cuda"
         name, version = build
-        self.info = {"name": name, "version": version, "dtype": dtype, "device": device, "logprobs_mode": LOGPROBS_MODE}
+        self.info = {
+            "name": name,
+            "version": version,
+            "dtype": dtype,
+            "device": device,
+            "logprobs_mode": LOGPROBS_MODE,
+        }
         self.info |= {"base": str(setup.base.ref)} if setup.base else {}
 
     @staticmethod
@@ -62,7 +75,9 @@ class VllmEngine:
         from vllm import LLM
 
         self.setup.verified()
-        gc.freeze()  # vLLM collects garbage five times as it starts, each time over every object that its import made
+        # vLLM collects garbage five times as it starts, each time over every object that its import
+        # made
+        gc.freeze()
         options = self.options
         eager = self.cpu if options.enforce_eager is None else options.enforce_eager
         arguments = {
@@ -86,13 +101,17 @@ class VllmEngine:
         return LLM(str(model.path), **arguments, **options.engine_args)
 
     def _lora_arguments(self) -> dict[str, Any]:
-        """Room for one adapter; vLLM knows some ranks only, and takes a smaller one under the next."""
+        """Room for one adapter; vLLM knows some ranks only, and takes a smaller one under the
+        next."""
         from typing import get_args
 
         from vllm.config.lora import MaxLoRARanks
 
         rank = self.setup.policy.manifest.config["lora"]["rank"]
-        return {"enable_lora": True, "max_lora_rank": min((r for r in get_args(MaxLoRARanks) if r >= rank), default=rank)}
+        return {
+            "enable_lora": True,
+            "max_lora_rank": min((r for r in get_args(MaxLoRARanks) if r >= rank), default=rank),
+        }
 
     def _dtype(self) -> str:
         if self.setup.dtype != "auto":
@@ -110,7 +129,9 @@ class VllmEngine:
             "block_size": vllm_setup.CPU_BLOCK,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(
-                self.options.max_num_batched_tokens or _CPU_STEP_TOKENS, self.setup.max_model_len, self.options.max_num_seqs
+                self.options.max_num_batched_tokens or _CPU_STEP_TOKENS,
+                self.setup.max_model_len,
+                self.options.max_num_seqs,
             ),
         }
         if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
@@ -118,16 +139,20 @@ class VllmEngine:
         return arguments
 
     def _cpu_cache_bytes(self) -> int:
-        """Room for max_num_seqs full sequences, at most 40 % of the free memory; vLLM queues what does not fit."""
+        """Room for max_num_seqs full sequences, at most 40 % of the free memory; vLLM queues what
+        does not fit."""
         if self.options.cpu_kv_cache_gib is not None:
             return int(self.options.cpu_kv_cache_gib * _GIB)
-        config, itemsize = checkpoints.model_config(self.setup.policy), 4 if self._dtype() == "float32" else 2
+        config, itemsize = (
+            checkpoints.model_config(self.setup.policy),
+            4 if self._dtype() == "float32" else 2,
+        )
         length = self.setup.longest or self.setup.max_model_len
         return vllm_setup.cpu_cache_bytes(config, length, self.options.max_num_seqs, itemsize)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Completions as they finish. Up to twice as many requests as fit one batch are in flight, so none of its places is
-        empty."""
+        """Completions as they finish. Up to twice as many requests as fit one batch are in flight,
+        so none of its places is empty."""
         requests, index_of, step = iter(requests), {}, self.llm.llm_engine
         room = max(2 * self.options.max_num_seqs, 512)
         while True:
@@ -146,10 +171,14 @@ class VllmEngine:
             return
         from vllm import TokensPrompt
 
-        prompts = [TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests]
+        prompts = [
+            TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests
+        ]
         parameters = [self._parameters(request.seed) for request in requests]
         names = self.llm.enqueue(prompts, parameters, self._adapter(), use_tqdm=False)
-        for name, request in zip(names, requests, strict=True):  # the engine names it "7-1f2e3d4c" here and "7" in its output
+        for name, request in zip(
+            names, requests, strict=True
+        ):  # the engine names it "7-1f2e3d4c" here and "7" in its output
             index_of[name.partition("-")[0]] = request.index
 
     def _adapter(self) -> Any:
@@ -183,13 +212,17 @@ class VllmEngine:
 
 
 def _fatal(what: str) -> AbstractContextManager[None]:
-    next = "run the same command again; for lack of memory, lower options.max_num_seqs or gpu_memory_utilization"
+    next = (
+        "run the same command again; for lack of memory, lower options.max_num_seqs or "
+        "gpu_memory_utilization"
+    )
     return vllm_setup.fatal("engine vllm", what, next)
 
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Let vLLM's shutdown ask in vain to collect garbage: two walks over every object there is take a second, and free little."""
+    """Let vLLM's shutdown ask in vain to collect garbage: two walks over every object there is take
+    a second, and free little."""
     collect, gc.collect = gc.collect, lambda *_: 0
     try:
         yield
@@ -199,7 +232,10 @@ def _no_collections() -> Iterator[None]:
 
 def _completion(index: int, output: Any) -> Completion:
     answer = output.outputs[0]
-    ids, logprobs = np.array(answer.token_ids, np.int32), np.array(answer.logprobs.logprobs, np.float32)
+    ids, logprobs = (
+        np.array(answer.token_ids, np.int32),
+        np.array(answer.logprobs.logprobs, np.float32),
+    )
     if list(answer.logprobs.token_ids) != list(answer.token_ids):
         raise ResourceError(
             "engine vllm",
@@ -207,5 +243,7 @@ def _completion(index: int, output: Any) -> Completion:
             next="update vLLM, or generate with another engine",
         )
     stopped = answer.finish_reason == "stop"
-    reason = str(answer.stop_reason if answer.stop_reason is not None else ids[-1]) if stopped else None
+    reason = (
+        str(answer.stop_reason if answer.stop_reason is not None else ids[-1]) if stopped else None
+    )
     return Completion(index, ids, logprobs, answer.finish_reason, reason)

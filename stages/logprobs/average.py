@@ -2,10 +2,12 @@
 
     reference ← (1 − rate) · reference + rate · policy
 
-Written as a policy version of its own (by the flow into the run `<run>.ref`), so it has a hash, a lineage, and can be loaded,
-scored under or evaluated like any other. Refused: models whose weights have other names or shapes.
+Written as a policy version of its own (by the flow into the run `<run>.ref`), so it has a hash, a
+lineage, and can be loaded, scored under or evaluated like any other. Refused: models whose weights
+have other names or shapes.
 
-    ref = run(Config(rate=0.1), store, reference="arith/policy@0", policy="arith/policy@3", into="arith.ref")
+    ref = run(Config(rate=0.1), store, reference="arith/policy@0", policy="arith/policy@3",
+    into="arith.ref")
 """
 
 from __future__ import annotations
@@ -36,11 +38,26 @@ class Config(Base):
     """Share of the policy in the new reference."""
 
 
-def run(config: Config, store: Store, *, reference: str | Ref, policy: str | Ref, into: str, force: bool = False) -> Ref:
-    """Write the average of `reference` and `policy` as the next policy of run `into`. LineageError: they are not one model."""
+def run(
+    config: Config,
+    store: Store,
+    *,
+    reference: str | Ref,
+    policy: str | Ref,
+    into: str,
+    force: bool = False,
+) -> Ref:
+    """Write the average of `reference` and `policy` as the next policy of run `into`. LineageError:
+    they are not one model."""
     old, new = store.open(reference), store.open(policy)
     models = (checkpoints.as_model("reference", old), checkpoints.as_model("policy", new))
-    about = {"stage": "average", "stage_version": STAGE_VERSION, "config": config, "inputs": {}, "models": models}
+    about = {
+        "stage": "average",
+        "stage_version": STAGE_VERSION,
+        "config": config,
+        "inputs": {},
+        "models": models,
+    }
     with begin(store, into, "policy", force=force, **about) as work:
         if work.done:
             return work.done.ref
@@ -55,7 +72,8 @@ def run(config: Config, store: Store, *, reference: str | Ref, policy: str | Ref
 
 
 def _average(old: Version, new: Version, rate: float, folder: Path) -> None:
-    """Every weight file of `new`, one at a time, in float32: in bfloat16 a small rate would move nothing."""
+    """Every weight file of `new`, one at a time, in float32: in bfloat16 a small rate would move
+    nothing."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -71,14 +89,22 @@ def _average(old: Version, new: Version, rate: float, folder: Path) -> None:
                     held = opened[places[name]].get_tensor(name) if name in places else None
                     if held is None or held.shape != tensor.shape:
                         found = f"shape {list(held.shape)}" if held is not None else "nothing"
-                        message = f"weight {name}: expected shape {list(tensor.shape)}, found {found}"
-                        raise LineageError(str(old.ref), message, next="average two versions of one model")
+                        message = (
+                            f"weight {name}: expected shape {list(tensor.shape)}, found {found}"
+                        )
+                        raise LineageError(
+                            str(old.ref), message, next="average two versions of one model"
+                        )
                     made[name] = torch.lerp(held.float(), tensor.float(), rate).contiguous()
             save_file(made, folder / file.name, {"format": "pt"})
 
 
 def _weights(version: Version) -> list[Path]:
-    return [version.path / e.name for e in version.manifest.files if e.name.endswith(".safetensors") and "/" not in e.name]
+    return [
+        version.path / e.name
+        for e in version.manifest.files
+        if e.name.endswith(".safetensors") and "/" not in e.name
+    ]
 
 
 def _names(file: Path) -> list[str]:

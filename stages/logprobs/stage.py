@@ -1,8 +1,10 @@
-"""logprobs: saved completions scored again under a checkpoint, as columns that any number of optimizer runs can use.
+"""logprobs: saved completions scored again under a checkpoint, as columns that any number of
+optimizer runs can use.
 
-Role `ref`: under the reference policy, for the KL term; a sweep over `kl_coef` then loads no reference model. Role `prox`: under
-the very weights that sampled, with the trainer's numerics, for the ratio's denominator. Each row at its own temperature. Refused:
-`prox` under other weights than those that sampled; a model to which an id is another token than to the one that sampled; greedy
+Role `ref`: under the reference policy, for the KL term; a sweep over `kl_coef` then loads no
+reference model. Role `prox`: under the very weights that sampled, with the trainer's numerics, for
+the ratio's denominator. Each row at its own temperature. Refused: `prox` under other weights than
+those that sampled; a model to which an id is another token than to the one that sampled; greedy
 rows, which have no probability; rows that the model can not read.
 
     ref = run(Config(role="ref"), store, rollouts="arith/rollouts@3", policy="arith/policy@0")
@@ -39,9 +41,10 @@ class PassConfig(Base):
     """How the pass over the saved completions is made."""
 
     precision: Literal["auto", "fp32", "fp32_fast", "bf16", "bf16_pure"] = "auto"
-    """Of the pass, as optimize has it. auto: bf16 on a GPU, fp32 on a CPU. fp32_fast: products as fast as float32 can have them
-    here (TF32 on a GPU; oneDNN on a CPU, whose factors may be bfloat16). bf16: autocast, weights in float32. bf16_pure: weights in
-    bfloat16 too, the pass of bf16_master and bf16_stochastic."""
+    """Of the pass, as optimize has it. auto: bf16 on a GPU, fp32 on a CPU. fp32_fast: products as
+    fast as float32 can have them here (TF32 on a GPU; oneDNN on a CPU, whose factors may be
+    bfloat16). bf16: autocast, weights in float32. bf16_pure: weights in bfloat16 too, the pass of
+    bf16_master and bf16_stochastic."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
     """Most that is packed together; a simpler way is taken when the model needs it."""
     token_budget: Runtime[int | None] = Field(default=None, ge=1)
@@ -49,15 +52,16 @@ class PassConfig(Base):
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """Where to score."""
     other_special_tokens: Runtime[bool] = False
-    """Accept a policy to which special tokens have other ids than to the one that sampled, such as a base model that knows no
-    chat. All other tokens must be the same in any case."""
+    """Accept a policy to which special tokens have other ids than to the one that sampled, such as
+    a base model that knows no chat. All other tokens must be the same in any case."""
 
 
 class Config(PassConfig):
     """Whose probability is asked for, and how the pass is made."""
 
     role: Literal["ref", "prox"] = "ref"
-    """`ref`: the reference, for the KL term. `prox`: the policy that sampled, with the trainer's numerics."""
+    """`ref`: the reference, for the KL term. `prox`: the policy that sampled, with the trainer's
+    numerics."""
 
 
 def run(
@@ -70,8 +74,8 @@ def run(
     force: bool = False,
     share: bool = False,
 ) -> Ref:
-    """Score the completions of `rollouts` under `policy`, with `share` together with all who do the same. ConfigError,
-    LineageError, NumericError."""
+    """Score the completions of `rollouts` under `policy`, with `share` together with all who do the
+    same. ConfigError, LineageError, NumericError."""
     saved, model = store.open(rollouts), store.open(policy)
     about = checkpoints.as_model(config.role, model)
     sampled = saved.manifest.model("policy")
@@ -79,7 +83,8 @@ def run(
         found = f"{sampled.weights[:12]}… ({sampled.ref})" if sampled else "no policy"
         raise LineageError(
             str(saved.ref),
-            f"sampled by weights {found}; proximal logprobs are of those weights, got {about.weights[:12]}… ({model.ref})",
+            f"sampled by weights {found}; proximal logprobs are of those weights, got "
+            f"{about.weights[:12]}… ({model.ref})",
             next=f"give {sampled.ref if sampled else 'the policy that sampled'}",
         )
     with begin(
@@ -99,14 +104,26 @@ def run(
 
 
 def _require_same_tokens(config: Config, store: Store, rollouts: Version, model: Version) -> None:
-    """LineageError unless every id is the same token to the policy that sampled `rollouts` and to `model`."""
+    """LineageError unless every id is the same token to the policy that sampled `rollouts` and to
+    `model`."""
     sampled, own = rollouts.manifest.model("policy"), checkpoints.as_model(config.role, model)
     if sampled is None or sampled.tokenizer == own.tokenizer:
         return
-    first, second = (checkpoints.load_tokenizer(version) for version in (store.open(sampled.ref), model))
-    special = {id for each in (first, second) for id, token in each.added_tokens_decoder.items() if token.special}
+    first, second = (
+        checkpoints.load_tokenizer(version) for version in (store.open(sampled.ref), model)
+    )
+    special = {
+        id
+        for each in (first, second)
+        for id, token in each.added_tokens_decoder.items()
+        if token.special
+    }
     theirs = {id: token for token, id in second.get_vocab().items()}
-    other = sorted((id, token, theirs.get(id)) for token, id in first.get_vocab().items() if theirs.get(id) != token)
+    other = sorted(
+        (id, token, theirs.get(id))
+        for token, id in first.get_vocab().items()
+        if theirs.get(id) != token
+    )
     if config.other_special_tokens:
         other = [each for each in other if each[0] not in special]
     if not other:
@@ -115,8 +132,10 @@ def _require_same_tokens(config: Config, store: Store, rollouts: Version, model:
     alone = all(each[0] in special for each in other)
     raise LineageError(
         str(model.ref),
-        f"its tokenizer is not that of {sampled.ref}, which sampled: {len(other)} {'special ' if alone else ''}ids are other "
-        f"tokens, such as {id}, expected {printable(repr(token))}, found {'none' if found is None else printable(repr(found))}",
+        f"its tokenizer is not that of {sampled.ref}, which sampled: {len(other)} "
+        f"{'special ' if alone else ''}ids are other "
+        f"tokens, such as {id}, expected {printable(repr(token))}, found "
+        f"{'none' if found is None else printable(repr(found))}",
         next="set logprobs.other_special_tokens = true"
         if alone
         else f"score under a policy with the tokenizer of {sampled.ref}",
@@ -130,11 +149,15 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
     from stages.common.packed.forward import Policy
     from stages.common.packed.precision import resolve
 
-    table = rollouts.table(["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"])
+    table = rollouts.table(
+        ["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"]
+    )
     check_rows(table, str(rollouts.ref), model)
     _require_same_tokens(config, work.store, rollouts, model)
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("logprobs.device", "expected cuda, there is none", next='set logprobs.device = "auto"')
+        raise ConfigError(
+            "logprobs.device", "expected cuda, there is none", next='set logprobs.device = "auto"'
+        )
     cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
     device = torch.device("cuda" if cuda else "cpu")
     memory = partial(short_of_memory, "logprobs", "lower logprobs.token_budget")
@@ -147,7 +170,9 @@ def _score_shards(config: Config, work: Work, rollouts: Version, model: Version)
         start = index * ROWS_PER_SHARD
         with memory(), work.phase("score"):
             part, chosen = _score(config, policy, table.slice(start, ROWS_PER_SHARD), chosen)
-        if pc.any(pc.invert(pc.is_finite(part["logprobs"].combine_chunks().flatten())), min_count=0).as_py():
+        if pc.any(
+            pc.invert(pc.is_finite(part["logprobs"].combine_chunks().flatten())), min_count=0
+        ).as_py():
             raise NumericError(
                 str(model.ref),
                 f"gives a logprob that is not finite in rows {start} and on",
@@ -174,7 +199,8 @@ def _tokens(column: pa.ChunkedArray) -> int:
 def _score(
     config: Config, policy: Policy, table: pa.Table, chosen: dict[str, str] | None
 ) -> tuple[pa.Table, dict[str, str] | None]:
-    """logprobs/1 of these rows; and, tried out with the first rows, the right way of packing and the kernel of attention."""
+    """logprobs/1 of these rows; and, tried out with the first rows, the right way of packing and
+    the kernel of attention."""
     import numpy as np
     import torch
 
@@ -185,8 +211,12 @@ def _score(
     from stages.common.ragged import Ragged
 
     everyone = torch.arange(len(table))
-    prompts, completions = (Ragged.from_arrow(table[name]).take(everyone) for name in ("prompt_ids", "completion_ids"))
-    temperature = torch.from_numpy(np.array(table["temperature"].combine_chunks(), dtype=np.float32))
+    prompts, completions = (
+        Ragged.from_arrow(table[name]).take(everyone) for name in ("prompt_ids", "completion_ids")
+    )
+    temperature = torch.from_numpy(
+        np.array(table["temperature"].combine_chunks(), dtype=np.float32)
+    )
     data = Sequences(prompts, completions, temperature)
     rows = [row for row, length in enumerate(completions.lengths.tolist()) if length]
     numbers = prompt_numbers(prompts, table["group_id"].to_pylist())
@@ -196,10 +226,14 @@ def _score(
         policy.set_mode(mode)
         if config.precision == "bf16_pure":
             narrow(policy.model)
-        micros = policy.microbatches(rows, numbers, data, config.token_budget or token_budget(policy.device))
+        micros = policy.microbatches(
+            rows, numbers, data, config.token_budget or token_budget(policy.device)
+        )
         if not chosen:
             with torch.no_grad():
                 chosen = {"packing": mode, "attention": choose_kernel(policy, micros[0], data)}
         found = score(policy, micros, data)
     column = completions.with_values(found.clamp(max=0.0)).to_arrow()
-    return pa.Table.from_arrays([table["rollout_id"].combine_chunks(), column], schema=logprobs.SCHEMA), chosen
+    return pa.Table.from_arrays(
+        [table["rollout_id"].combine_chunks(), column], schema=logprobs.SCHEMA
+    ), chosen

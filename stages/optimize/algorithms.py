@@ -1,9 +1,11 @@
-"""Algorithms as rows of a table: which advantage, which surrogate, which aggregation, with which defaults.
+"""Algorithms as rows of a table: which advantage, which surrogate, which aggregation, with which
+defaults.
 
-A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`; this module itself loads no
-torch, so a config is checked, and the table is listed, at once. A user's own row needs no edit here: put an `Algorithm` into a
-module and name it in the recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; its parts may be functions
-instead of names.
+A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`;
+this module itself loads no torch, so a config is checked, and the table is listed, at once. A
+user's own row needs no edit here: put an `Algorithm` into a module and name it in the recipe,
+`algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; its parts may be functions instead of
+names.
 
 >>> resolve("dapo").defaults["clip_high"]
 0.28
@@ -27,7 +29,8 @@ from .own import held
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row. `defaults` hold the surrogate's options and `drop_zero_variance`; the recipe's own values go before them."""
+    """One row. `defaults` hold the surrogate's options and `drop_zero_variance`; the recipe's own
+    values go before them."""
 
     name: str
     advantage: str | Callable[..., Any]
@@ -40,11 +43,12 @@ class Algorithm:
     reference: str = ""
     description: str = ""
     zero_is_idle: bool = True
-    """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still count in the
-    denominators)."""
+    """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still
+    count in the denominators)."""
     critic: bool = False
-    """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values [N], offsets [B+1], *, gamma,
-    gae_lambda, last_values [B] or None) -> advantages [N], returns [N]."""
+    """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
+    [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
+    [N]."""
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -67,7 +71,8 @@ ALGORITHMS = {
             "token_mean",
             _CLIP,
             "https://arxiv.org/abs/2506.02864",
-            "as grpo, but each token of the mini-batch counts alike (the paper's Beta normalisation is not part of it)",
+            "as grpo, but each token of the mini-batch counts alike (the paper's Beta "
+            "normalisation is not part of it)",
         ),
         Algorithm(
             "dapo",
@@ -112,7 +117,8 @@ ALGORITHMS = {
             "token_mean",
             {"clip_max": 5.0},
             "https://arxiv.org/abs/2506.13585",
-            "the ratio is a bounded weight (clip_max is the bound itself), so no token loses its gradient",
+            "the ratio is a bounded weight (clip_max is the bound itself), so no token loses its "
+            "gradient",
         ),
         Algorithm(
             "sapo",
@@ -168,10 +174,14 @@ OPTIONS = {
 
 
 def check_options(name: str, given: Iterable[str]) -> None:
-    """ValueError for an option that the surrogate of the row called `name` does not take. A user's own is asked later."""
+    """ValueError for an option that the surrogate of the row called `name` does not take. A user's
+    own is asked later."""
     known = OPTIONS[ALGORITHMS[name].surrogate] if name in ALGORITHMS else given
     if unknown := sorted(set(given) - set(known)):
-        raise ValueError(f"{unknown[0]} is no option of algorithm {name!r}: leave it out; it takes {', '.join(known)}")
+        raise ValueError(
+            f"{unknown[0]} is no option of algorithm {name!r}: leave it out; it takes "
+            f"{', '.join(known)}"
+        )
 
 
 CRITIC_OPTIONS = (
@@ -182,15 +192,20 @@ CRITIC_OPTIONS = (
 
 
 def check_effect(row: Algorithm, changed: Mapping[str, Any]) -> None:
-    """ValueError for options that `row` never looks at. `changed`: those with another value than their default, and the default:
-    a recipe may go through all algorithms with the defaults written out."""
+    """ValueError for options that `row` never looks at. `changed`: those with another value than
+    their default, and the default: a recipe may go through all algorithms with the defaults written
+    out."""
     idle = [name for name in CRITIC_OPTIONS if name in changed and not row.critic]
     if idle:
         able = ", ".join(each.name for each in ALGORITHMS.values() if each.critic)
-        defaults = ", ".join(f"{name} = {json.dumps(changed[name])}" for name in idle if changed[name] is not None)
+        defaults = ", ".join(
+            f"{name} = {json.dumps(changed[name])}" for name in idle if changed[name] is not None
+        )
         raise ValueError(
-            f"{', '.join(idle)} would have no effect: algorithm {row.name!r} has no critic. Leave out what has no effect"
-            f"{f' (or at the default: {defaults})' if defaults else ''}, or take an algorithm with a critic: {able}"
+            f"{', '.join(idle)} would have no effect: algorithm {row.name!r} has no critic. Leave "
+            "out what has no effect"
+            f"{f' (or at the default: {defaults})' if defaults else ''}, or take an algorithm "
+            f"with a critic: {able}"
         )
 
 
@@ -200,7 +215,9 @@ def check_name(name: str) -> str:
         return name
     near = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ValueError(f"expected one of {', '.join(ALGORITHMS)}, or module:NAME or file.py:NAME of your own{hint}")
+    raise ValueError(
+        f"expected one of {', '.join(ALGORITHMS)}, or module:NAME or file.py:NAME of your own{hint}"
+    )
 
 
 def resolve(name: str) -> Algorithm:
@@ -210,24 +227,29 @@ def resolve(name: str) -> Algorithm:
     try:
         check_name(name)
     except ValueError as error:
-        raise ConfigError("optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms") from None
+        raise ConfigError(
+            "optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms"
+        ) from None
     return held(dotted.load(name, "optimize.algorithm", Algorithm)[0], name)
 
 
 def source_hash(name: str) -> str:
-    """sha256 of the file behind a dotted path, so that an edited algorithm is not taken for the old one; empty for table rows."""
+    """sha256 of the file behind a dotted path, so that an edited algorithm is not taken for the old
+    one; empty for table rows."""
     return "" if name in ALGORITHMS else dotted.load(name, "optimize.algorithm", Algorithm)[1]
 
 
 def part(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a row means: itself, or the one of that name in `advantages` or `losses`. ConfigError."""
+    """The function that a row means: itself, or the one of that name in `advantages` or `losses`.
+    ConfigError."""
     if callable(chosen):
         return chosen
     found = getattr(importlib.import_module(f"stages.optimize.{module}"), chosen, None)
     if not inspect.isfunction(found):
         raise ConfigError(
             "optimize.algorithm",
-            f"expected a function or the name of one of {module}.py, found {printable(repr(chosen))}",
+            f"expected a function or the name of one of {module}.py, found "
+            f"{printable(repr(chosen))}",
             next="correct the algorithm's row",
         )
     return found

@@ -1,8 +1,9 @@
-"""The numeric audit before the first update: does the trainer give the saved tokens the probability that the engine reported?
+"""The numeric audit before the first update: does the trainer give the saved tokens the probability
+that the engine reported?
 
-Wrong weights, a wrong template, another temperature, raw instead of processed logprobs: each gives finite losses and a policy
-that gets worse. Each also moves the mean gap between the trainer's and the engine's logprobs far beyond what their numerics can
-differ.
+Wrong weights, a wrong template, another temperature, raw instead of processed logprobs: each gives
+finite losses and a policy that gets worse. Each also moves the mean gap between the trainer's and
+the engine's logprobs far beyond what their numerics can differ.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from .losses import log_ratio
 
 
 def measure(
-    trainer: torch.Tensor, old: torch.Tensor, offsets: torch.Tensor, clip_low: float, clip_high: float
+    trainer: torch.Tensor,
+    old: torch.Tensor,
+    offsets: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
 ) -> dict[str, float]:
     """How far the trainer's logprobs [N] are from `old` [N], before any weight has changed.
 
@@ -24,7 +29,8 @@ def measure(
         mean_gap, max_gap: |trainer − old| over all tokens, in nats
         kl_k1, kl_k3: estimates of KL(old ‖ trainer), mean over tokens
         outside_clip: share of tokens whose ratio is outside [1 − clip_low, 1 + clip_high]
-        effective_sample_size: (Σ w)² / Σ w² over rollouts, w the ratio of the whole completion; as a share of the rollouts
+        effective_sample_size: (Σ w)² / Σ w² over rollouts, w the ratio of the whole completion; as
+            a share of the rollouts
         tokens, rollouts: how many were compared
     """
     gap = (trainer - old).double()
@@ -48,9 +54,12 @@ def require(report: dict[str, float], max_mean_gap: float, name: str) -> None:
     if not report["mean_gap"] <= max_mean_gap:
         raise NumericError(
             name,
-            f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.4f} nats a token in the mean (at most "
-            f"{report['max_gap']:.3f}), allowed is optimize.audit.max_mean_gap = {max_mean_gap}; the engine sampled with other "
+            f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.4f} nats a "
+            "token in the mean (at most "
+            f"{report['max_gap']:.3f}), allowed is optimize.audit.max_mean_gap = {max_mean_gap}; "
+            "the engine sampled with other "
             "weights, another temperature, or reported raw logprobs",
             state="no weight was changed, no version was written.",
-            next="generate with the very checkpoint that is trained, or raise optimize.audit.max_mean_gap",
+            next="generate with the very checkpoint that is trained, or raise "
+            "optimize.audit.max_mean_gap",
         )

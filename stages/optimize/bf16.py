@@ -1,18 +1,24 @@
-"""AdamW for weights that are bfloat16: moments and arithmetic in float32, and two ways to keep what 8 bits can not hold.
+"""AdamW for weights that are bfloat16: moments and arithmetic in float32, and two ways to keep what
+8 bits can not hold.
 
-A step moves a weight by about the learning rate; a bfloat16 weight w can move by |w| / 256 at least, or not at all. Rounded to
-nearest, most steps would change nothing, ever. So either
+A step moves a weight by about the learning rate; a bfloat16 weight w can move by |w| / 256 at
+least, or not at all. Rounded to nearest, most steps would change nothing, ever. So either
 
-* `bf16_master`: the weights proper are float32 and travel with the optimizer's state; the model holds them rounded to nearest.
-* `bf16_stochastic`: there are no others. After each step a weight goes to one of its two bfloat16 neighbours by chance, so that
-  it is right in the mean, and steps that are too small for one weight still move many.
+* `bf16_master`: the weights proper are float32 and travel with the optimizer's state; the model
+  holds them rounded to nearest.
+* `bf16_stochastic`: there are no others. After each step a weight goes to one of its two bfloat16
+  neighbours by chance, so that it is right in the mean, and steps that are too small for one weight
+  still move many.
 
-The chance follows from seed, step and parameter: ranks round alike, and a restart does too. Gradients are float32 (see `narrow`).
+The chance follows from seed, step and parameter: ranks round alike, and a restart does too.
+Gradients are float32 (see `narrow`).
 
     masters = narrow(model)
-    optimizer = Bf16AdamW(groups, masters if config.precision == "bf16_master" else {}, seed=0, step=12, lr=1e-6)
+    optimizer = Bf16AdamW(groups, masters if config.precision == "bf16_master" else {}, seed=0,
+    step=12, lr=1e-6)
 
-References: https://arxiv.org/abs/1710.03740 (master weights); https://arxiv.org/abs/1502.02551 (stochastic rounding).
+References: https://arxiv.org/abs/1710.03740 (master weights); https://arxiv.org/abs/1502.02551
+(stochastic rounding).
 """
 
 from __future__ import annotations
@@ -33,7 +39,8 @@ _CHUNK = 1 << 20
 
 
 class Bf16AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, whose state of a parameter may hold a `master`; without one a bfloat16 weight is rounded by chance.
+    """`torch.optim.AdamW`, whose state of a parameter may hold a `master`; without one a bfloat16
+    weight is rounded by chance.
 
     Parameters in float32, such as a value head's, are treated as AdamW does.
     """
@@ -54,8 +61,11 @@ class Bf16AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step over all weights that have a gradient, one after another; `number` counts steps over the policy's life."""
-        numbered = enumerate((group, parameter) for group in self.param_groups for parameter in group["params"])
+        """One step over all weights that have a gradient, one after another; `number` counts steps
+        over the policy's life."""
+        numbered = enumerate(
+            (group, parameter) for group in self.param_groups for parameter in group["params"]
+        )
         for index, (group, parameter) in numbered:
             if parameter.grad is None:
                 continue
@@ -77,20 +87,35 @@ class Bf16AdamW(torch.optim.AdamW):
 
     def _round(self, parameter: nn.Parameter, wide: torch.Tensor, index: int) -> None:
         generator = torch.Generator(parameter.device)
-        generator.manual_seed(int(np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]))
-        for narrow, part in zip(parameter.view(-1).split(_CHUNK), wide.view(-1).split(_CHUNK), strict=True):
+        generator.manual_seed(
+            int(np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0])
+        )
+        for narrow, part in zip(
+            parameter.view(-1).split(_CHUNK), wide.view(-1).split(_CHUNK), strict=True
+        ):
             narrow.copy_(round_by_chance(part, generator))
 
 
 def round_by_chance(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """[n] float32 to [n] bfloat16: each to the neighbour below or above it, so that the mean over many draws is the value.
+    """[n] float32 to [n] bfloat16: each to the neighbour below or above it, so that the mean over
+    many draws is the value.
 
-    P(up) = (x − low) / (high − low), exact to 2^-16: a bfloat16 is the upper half of a float32's bits, so the lower half over
-    65536 is how far x is on the way from the neighbour that is nearer to 0, and a uniform number of 16 bits, added below, carries
-    over that often. What bfloat16 holds stays as it is, infinities and NaN too.
+    P(up) = (x − low) / (high − low), exact to 2^-16: a bfloat16 is the upper half of a float32's
+    bits, so the lower half over 65536 is how far x is on the way from the neighbour that is nearer
+    to 0, and a uniform number of 16 bits, added below, carries over that often. What bfloat16 holds
+    stays as it is, infinities and NaN too.
     """
     bits = values.view(torch.int32)
-    words = torch.empty(-(-len(bits) // 4), dtype=torch.int64, device=bits.device)  # four numbers each: drawing them costs most
-    noise = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: len(bits)].int().bitwise_and_(0xFFFF)
+    words = torch.empty(
+        -(-len(bits) // 4), dtype=torch.int64, device=bits.device
+    )  # four numbers each: drawing them costs most
+    noise = (
+        words.random_(-(2**63), None, generator=generator)
+        .view(torch.int16)[: len(bits)]
+        .int()
+        .bitwise_and_(0xFFFF)
+    )
     rounded = noise.add_(bits).bitwise_and_(-0x10000).view(torch.float32)
-    return rounded.to(torch.bfloat16).masked_fill_(values.isnan(), torch.nan)  # the carry makes a GPU's NaN, all ones, a 0
+    return rounded.to(torch.bfloat16).masked_fill_(
+        values.isnan(), torch.nan
+    )  # the carry makes a GPU's NaN, all ones, a 0

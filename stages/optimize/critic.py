@@ -1,8 +1,10 @@
-"""What a critic adds to the loop: the value of every state before the first update, and from it each token's advantage.
+"""What a critic adds to the loop: the value of every state before the first update, and from it
+each token's advantage.
 
-Values are taken once, before any weight changes, and stay what they are for all epochs and mini-batches. Only completion tokens
-are steps. Whether the state after the last token is worth anything is told by the finish reason, never by the last id: after
-`stop` nothing follows; after `length` the value of the cut state counts only where `bootstrap_length` asks for it.
+Values are taken once, before any weight changes, and stay what they are for all epochs and
+mini-batches. Only completion tokens are steps. Whether the state after the last token is worth
+anything is told by the finish reason, never by the last id: after `stop` nothing follows; after
+`length` the value of the cut state counts only where `bootstrap_length` asks for it.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
 
 
 def with_next_state(data: Sequences, cut: torch.Tensor) -> tuple[Sequences, torch.Tensor]:
-    """One more id after each rollout of `cut` [K] bool, so that a pass also gives the value after its last token.
+    """One more id after each rollout of `cut` [K] bool, so that a pass also gives the value after
+    its last token.
 
-    Returns the longer rollouts, and [N'] bool: which of their tokens are the rollouts' own. The id is 0; nobody reads it.
+    Returns the longer rollouts, and [N'] bool: which of their tokens are the rollouts' own. The id
+    is 0; nobody reads it.
     """
     completions = data.completions
     lengths = completions.lengths + cut
@@ -40,7 +44,8 @@ def with_next_state(data: Sequences, cut: torch.Tensor) -> tuple[Sequences, torc
 
 
 def token_rewards(config: Config, batch: Batch) -> torch.Tensor:
-    """[N] r_t: the rollout's reward on its last token, and with `kl_in_reward` −kl_coef · (old − ref) on every token."""
+    """[N] r_t: the rollout's reward on its last token, and with `kl_in_reward` −kl_coef · (old −
+    ref) on every token."""
     offsets = batch.data.completions.offsets
     rewards = torch.zeros(len(batch.old), dtype=torch.float64)
     if config.kl_in_reward:
@@ -49,13 +54,20 @@ def token_rewards(config: Config, batch: Batch) -> torch.Tensor:
 
 
 def judged(
-    config: Config, advantage: Callable[..., Any], batch: Batch, values: torch.Tensor, last_values: torch.Tensor | None
+    config: Config,
+    advantage: Callable[..., Any],
+    batch: Batch,
+    values: torch.Tensor,
+    last_values: torch.Tensor | None,
 ) -> Batch:
-    """The batch with its old values [N], returns [N] and whitened advantages [N]. `last_values` [K]: of the cut states."""
+    """The batch with its old values [N], returns [N] and whitened advantages [N]. `last_values`
+    [K]: of the cut states."""
     offsets = batch.data.completions.offsets
     options = {"gamma": config.gamma, "gae_lambda": config.gae_lambda, "last_values": last_values}
     found, returns = advantage(token_rewards(config, batch), values, offsets, **options)
-    return dataclasses.replace(batch, advantages=advantages.whitened(found), old_values=values, returns=returns)
+    return dataclasses.replace(
+        batch, advantages=advantages.whitened(found), old_values=values, returns=returns
+    )
 
 
 def moments(values: torch.Tensor, returns: torch.Tensor) -> list[torch.Tensor]:
@@ -65,8 +77,11 @@ def moments(values: torch.Tensor, returns: torch.Tensor) -> list[torch.Tensor]:
     return [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
 
 
-def explained_variance(returns: float, squares: float, errors: float, error_squares: float) -> float:
-    """1 − Var(R − V) / Var(R), from the means of what `moments` sums; NaN where all returns are equal."""
+def explained_variance(
+    returns: float, squares: float, errors: float, error_squares: float
+) -> float:
+    """1 − Var(R − V) / Var(R), from the means of what `moments` sums; NaN where all returns are
+    equal."""
     variance = squares - returns**2
     if not variance > 1e-12 * max(squares, 1e-12):
         return math.nan

@@ -1,13 +1,16 @@
-"""LoRA: a pair of small matrices beside each linear layer is trained, the layer's own weights stay as they are.
+"""LoRA: a pair of small matrices beside each linear layer is trained, the layer's own weights stay
+as they are.
 
     W' = W + (alpha / rank) · B A,    A [rank, in], B [out, rank]
 
-B starts at 0, so the first ratio is 1. W is that of the base: the policy that the first adapter was trained over, whichever
-iteration that was; for passes in bfloat16 it is held in that where nothing is lost. A policy trained this way holds two things: at
-the top the merged weights W' in float32, so that every reader takes it for a model like any other (its size on disk is that of a
-full one); below them `adapter/`, A and B as peft writes them. The next iteration goes on from the base's weights and the adapter,
-so the rounding of merges never adds up; its manifest names the base as an input. Refused: another rank, alpha or other layers than
-the adapter has; a base that is gone or changed.
+B starts at 0, so the first ratio is 1. W is that of the base: the policy that the first adapter was
+trained over, whichever iteration that was; for passes in bfloat16 it is held in that where nothing
+is lost. A policy trained this way holds two things: at the top the merged weights W' in float32, so
+that every reader takes it for a model like any other (its size on disk is that of a full one);
+below them `adapter/`, A and B as peft writes them. The next iteration goes on from the base's
+weights and the adapter, so the rounding of merges never adds up; its manifest names the base as an
+input. Refused: another rank, alpha or other layers than the adapter has; a base that is gone or
+changed.
 
     attach(config.lora, model, policy, seed=0)        # then train what still requires a gradient
     save_and_merge(model, folder)
@@ -41,23 +44,29 @@ log = logging.getLogger(__name__)
 
 
 class Lora(Config):
-    """Adapters instead of all weights. They want a larger learning rate than full training does, about ten times.
+    """Adapters instead of all weights. They want a larger learning rate than full training does,
+    about ten times.
 
-    References: https://arxiv.org/abs/2106.09685; rate and alpha: https://thinkingmachines.ai/blog/lora/.
+    References: https://arxiv.org/abs/2106.09685; rate and alpha:
+    https://thinkingmachines.ai/blog/lora/.
     """
 
     rank: int = Field(default=16, ge=1)
     """Rows of A and columns of B."""
     alpha: int = Field(default=32, ge=1)
-    """The adapter counts alpha / rank. Fixed rather than a multiple of the rank: then one learning rate does for all ranks."""
+    """The adapter counts alpha / rank. Fixed rather than a multiple of the rank: then one learning
+    rate does for all ranks."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
-    """Which layers: all linear ones but the output embedding, or those whose names end so, such as ["q_proj", "v_proj"]."""
+    """Which layers: all linear ones but the output embedding, or those whose names end so, such as
+    ["q_proj", "v_proj"]."""
 
 
 def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> dict[str, Version]:
-    """The stage's inputs and, where adapters are trained, under role `base` the policy whose weights stay as they are.
+    """The stage's inputs and, where adapters are trained, under role `base` the policy whose
+    weights stay as they are.
 
-    ConfigError: the adapter of the starting policy is of another kind. LineageError: its base is gone or changed.
+    ConfigError: the adapter of the starting policy is of another kind. LineageError: its base is
+    gone or changed.
     """
     if config is None:
         return inputs
@@ -70,49 +79,74 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
 
 def _check_same(config: Lora, policy: Version) -> None:
     told = Lora.model_validate(policy.manifest.config["lora"])
-    other = [name for name in type(config).model_fields if getattr(config, name) != getattr(told, name)]
+    other = [
+        name for name in type(config).model_fields if getattr(config, name) != getattr(told, name)
+    ]
     if other:
-        expected, found = (", ".join(f"{name} = {getattr(each, name)}" for name in other) for each in (told, config))
+        expected, found = (
+            ", ".join(f"{name} = {getattr(each, name)}" for name in other)
+            for each in (told, config)
+        )
         raise ConfigError(
             f"optimize.lora {policy.ref}",
             f"its adapter has {expected}, the recipe asks for {found}",
-            next=f"ask for what it has, or start a new run with policy.model = {str(policy.path)!r}",
+            next="ask for what it has, or start a new run with policy.model = "
+            f"{str(policy.path)!r}",
         )
 
 
 def check_installed() -> None:
     """ConfigError where there is no peft."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("optimize.lora", "peft is not installed here", next='pip install "quiver-rl[lora]"')
+        raise ConfigError(
+            "optimize.lora", "peft is not installed here", next='pip install "quiver-rl[lora]"'
+        )
 
 
 def moments_fit(config: Lora | None, policy: Version) -> bool:
-    """Whether the optimizer state in `policy` is of what is trained now, adapters or whole weights."""
+    """Whether the optimizer state in `policy` is of what is trained now, adapters or whole
+    weights."""
     fits = (policy.manifest.input("base") is None) == (config is None)
-    if not fits and any(entry.name.startswith(f"{OPTIMIZER_FOLDER}/") for entry in policy.manifest.files):
+    if not fits and any(
+        entry.name.startswith(f"{OPTIMIZER_FOLDER}/") for entry in policy.manifest.files
+    ):
         then, now = ("whole weights", "adapters") if config else ("adapters", "whole weights")
-        log.warning("%s was trained by %s, now it is %s: the moments start anew", policy.ref, then, now)
+        log.warning(
+            "%s was trained by %s, now it is %s: the moments start anew", policy.ref, then, now
+        )
     return fits
 
 
 def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) -> None:
-    """Freeze `model` (the base) and put adapters on it, in place: those of `policy`, else new ones, which `seed` decides.
+    """Freeze `model` (the base) and put adapters on it, in place: those of `policy`, else new ones,
+    which `seed` decides.
 
-    ConfigError when a name in `target_modules` is no layer of the model, or the adapter is of another one.
+    ConfigError when a name in `target_modules` is no layer of the model, or the adapter is of
+    another one.
     """
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     layers = _layers(config, model)
-    made = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=layers, task_type=task)
+    made = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=layers,
+        task_type=task,
+    )
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(seed)  # new layers are made on the CPU, whatever the model's device
+        torch.default_generator.manual_seed(
+            seed
+        )  # new layers are made on the CPU, whatever the model's device
         inject_adapter_in_model(made, model, _NAME)
     if policy.manifest.input("base") is not None:
         _load(model, policy)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    log.info("lora: rank %d on %d layers, %d numbers are trained", config.rank, len(layers), trained)
+    log.info(
+        "lora: rank %d on %d layers, %d numbers are trained", config.rank, len(layers), trained
+    )
 
 
 def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
@@ -124,7 +158,11 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    linear = [n for n, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    linear = [
+        n
+        for n, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
     if config.target_modules == "all-linear":
         return linear
     ends = sorted({name.rpartition(".")[2] for name in linear})
@@ -133,25 +171,41 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
             near = difflib.get_close_matches(wanted, ends, 1, 0.5)
             raise ConfigError(
                 "optimize.lora.target_modules",
-                f"no linear layer inside the model is called {printable(repr(wanted))}; there are {', '.join(ends)}",
-                next=f"set target_modules = {near}" if near else 'set target_modules = "all-linear"',
+                f"no linear layer inside the model is called {printable(repr(wanted))}; there are "
+                f"{', '.join(ends)}",
+                next=f"set target_modules = {near}"
+                if near
+                else 'set target_modules = "all-linear"',
             )
-    return [name for name in linear if f".{name}".endswith(tuple(f".{wanted}" for wanted in config.target_modules))]
+    return [
+        name
+        for name in linear
+        if f".{name}".endswith(tuple(f".{wanted}" for wanted in config.target_modules))
+    ]
 
 
 def narrow_frozen(model: nn.Module) -> None:
-    """Make the frozen weights of linear layers bfloat16 in place, where that loses nothing, as in a base that was saved so.
+    """Make the frozen weights of linear layers bfloat16 in place, where that loses nothing, as in a
+    base that was saved so.
 
-    For passes under bfloat16 autocast alone, which give the same numbers bit for bit: it rounds these weights anyway, and, as they
-    have no gradient, in each pass anew. An output embedding that is the input embedding too stays, for that one is not rounded.
+    For passes under bfloat16 autocast alone, which give the same numbers bit for bit: it rounds
+    these weights anyway, and, as they have no gradient, in each pass anew. An output embedding that
+    is the input embedding too stays, for that one is not rounded.
     """
     import torch
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    others = {id(p) for m in model.modules() if not isinstance(m, nn.Linear | Conv1D) for p in m.parameters(recurse=False)}
+    others = {
+        id(p)
+        for m in model.modules()
+        if not isinstance(m, nn.Linear | Conv1D)
+        for p in m.parameters(recurse=False)
+    }
     for module in model.modules():
-        for parameter in module.parameters(recurse=False) if isinstance(module, nn.Linear | Conv1D) else ():
+        for parameter in (
+            module.parameters(recurse=False) if isinstance(module, nn.Linear | Conv1D) else ()
+        ):
             if not parameter.requires_grad and id(parameter) not in others:
                 small = parameter.data.to(torch.bfloat16)
                 if torch.equal(small.to(parameter.dtype), parameter.data):
@@ -160,7 +214,11 @@ def narrow_frozen(model: nn.Module) -> None:
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained matrices by their names in peft's files."""
-    return {_PREFIX + n.replace(f".{_NAME}.", "."): p for n, p in model.named_parameters() if p.requires_grad}
+    return {
+        _PREFIX + n.replace(f".{_NAME}.", "."): p
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
 
 
 def _load(model: nn.Module, policy: Version) -> None:
@@ -168,8 +226,13 @@ def _load(model: nn.Module, policy: Version) -> None:
     from safetensors.torch import load_file
 
     policy.verify(f"{ADAPTER_FOLDER}/")
-    found, wanted = load_file(policy.path / ADAPTER_FOLDER / "adapter_model.safetensors"), _adapters(model)
-    if {name: value.shape for name, value in found.items()} != {name: p.shape for name, p in wanted.items()}:
+    found, wanted = (
+        load_file(policy.path / ADAPTER_FOLDER / "adapter_model.safetensors"),
+        _adapters(model),
+    )
+    if {name: value.shape for name, value in found.items()} != {
+        name: p.shape for name, p in wanted.items()
+    }:
         raise ConfigError(
             f"{policy.ref} {ADAPTER_FOLDER}",
             "its matrices have other names or shapes than the base's layers",
@@ -181,8 +244,8 @@ def _load(model: nn.Module, policy: Version) -> None:
 
 
 def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them; then make `model` in place the plain float32
-    model that base and adapters are together."""
+    """Write the adapters into `adapter/` below `folder`, as peft and vLLM read them; then make
+    `model` in place the plain float32 model that base and adapters are together."""
     from peft.tuners.lora import LoraLayer
     from safetensors.torch import save_file
 
@@ -190,8 +253,14 @@ def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
     tensors = {name: p.detach().cpu().contiguous() for name, p in _adapters(model).items()}
     save_file(tensors, folder / ADAPTER_FOLDER / "adapter_model.safetensors", {"format": "pt"})
     about = model.peft_config[_NAME].to_dict()
-    about |= {"inference_mode": True, "target_modules": sorted(about["target_modules"])}  # a set, in any order
-    files.write_bytes(folder / ADAPTER_FOLDER / "adapter_config.json", json.dumps(about, indent=2, sort_keys=True).encode())
+    about |= {
+        "inference_mode": True,
+        "target_modules": sorted(about["target_modules"]),
+    }  # a set, in any order
+    files.write_bytes(
+        folder / ADAPTER_FOLDER / "adapter_config.json",
+        json.dumps(about, indent=2, sort_keys=True).encode(),
+    )
     model.float()
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):

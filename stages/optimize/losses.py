@@ -1,9 +1,11 @@
-"""Per-token losses, their weights, KL estimators, off-policy weights. Pure functions of flat tensors.
+"""Per-token losses, their weights, KL estimators, off-policy weights. Pure functions of flat
+tensors.
 
-Legend: B rollouts, N completion tokens, one after another as an Arrow list column stores them; rollout i owns tokens
-`offsets[i]:offsets[i+1]`. `logprobs` [N] carries the gradient; everything else is data. The surrogate (what a token costs) and
-the aggregation (what a token weighs in the step) are apart: loss = Σ_t weight_t · surrogate_t. The weights are made once for
-the whole optimizer step, so micro-batches, their order and ranks change nothing.
+Legend: B rollouts, N completion tokens, one after another as an Arrow list column stores them;
+rollout i owns tokens `offsets[i]:offsets[i+1]`. `logprobs` [N] carries the gradient; everything
+else is data. The surrogate (what a token costs) and the aggregation (what a token weighs in the
+step) are apart: loss = Σ_t weight_t · surrogate_t. The weights are made once for the whole
+optimizer step, so micro-batches, their order and ranks change nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ class Tokens(NamedTuple):
 
 
 def log_ratio(logprobs: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """[N] logprobs − anchor, clamped to ±20 so that `exp` stays finite (the gradient is 0 beyond)."""
+    """[N] logprobs − anchor, clamped to ±20 so that `exp` stays finite (the gradient is 0
+    beyond)."""
     return (logprobs - anchor).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-# -- surrogates: Tokens -> (loss [N], clipped [N] bool) ------------------------------------------------------------------------
+# -- surrogates: Tokens -> (loss [N], clipped [N] bool)
 
 
 def clipped(
@@ -48,9 +51,10 @@ def clipped(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """loss_t = −min(r A, clip(r, 1−clip_low, 1+clip_high) A) with r = exp(logprobs − anchor).
 
-    Clipping stops the step where it would move a token further in the direction that its advantage already pushed it. At r = 1
-    its gradient is REINFORCE's, −A ∇logprobs; with both bounds infinite it is plain importance sampling. `dual_clip` c bounds
-    the loss where A < 0: min(loss, −c A). `delta` caps r in the unclipped branch only.
+    Clipping stops the step where it would move a token further in the direction that its advantage
+    already pushed it. At r = 1 its gradient is REINFORCE's, −A ∇logprobs; with both bounds infinite
+    it is plain importance sampling. `dual_clip` c bounds the loss where A < 0: min(loss, −c A).
+    `delta` caps r in the unclipped branch only.
 
     Args:
         tokens: of whole rollouts.
@@ -60,8 +64,10 @@ def clipped(
     Returns:
         loss [N]; and bool [N], true where a bound was the value taken (that token has no gradient).
 
-    Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476; dual
-    clip: https://arxiv.org/abs/1912.09729; delta: https://arxiv.org/abs/2505.07291 (two-sided clipping).
+    Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO,
+    https://arxiv.org/abs/2503.14476; dual
+    clip: https://arxiv.org/abs/1912.09729; delta: https://arxiv.org/abs/2505.07291 (two-sided
+    clipping).
     """
     ratio = log_ratio(tokens.logprobs, tokens.anchor).exp()
     return _bounded(ratio, tokens.advantages, clip_low, clip_high, dual_clip, delta)
@@ -97,16 +103,19 @@ def sequence_clipped(
     delta: float | None = None,
     token_form: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """loss_t = −min(s_i A, clip(s_i, 1−clip_low, 1+clip_high) A) with s_i = exp(mean over rollout i's tokens of log r).
+    """loss_t = −min(s_i A, clip(s_i, 1−clip_low, 1+clip_high) A) with s_i = exp(mean over rollout
+    i's tokens of log r).
 
-    The whole completion is in or out: its tokens share one ratio, whose gradient every one of them gets alike. As a geometric
-    mean s_i stays far nearer to 1 than a token's ratio, so its bounds are hundreds of times tighter than `clipped`'s. With
-    completions of one token it is `clipped`. `token_form` takes s_i · exp(logprobs − sg(logprobs)) instead: the same value, and
-    the same gradient wherever a rollout's tokens bear one advantage and one weight; the two part where tokens have advantages of
-    their own.
+    The whole completion is in or out: its tokens share one ratio, whose gradient every one of them
+    gets alike. As a geometric mean s_i stays far nearer to 1 than a token's ratio, so its bounds
+    are hundreds of times tighter than `clipped`'s. With completions of one token it is `clipped`.
+    `token_form` takes s_i · exp(logprobs − sg(logprobs)) instead: the same value, and the same
+    gradient wherever a rollout's tokens bear one advantage and one weight; the two part where
+    tokens have advantages of their own.
 
-    The clamp to ±20 is of the mean, which is what goes into `exp`, not of single tokens. verl takes the token form, bounded above
-    by log s = 10; TRL (`importance_sampling_level`) and OpenRLHF take the sequence form, without a clamp.
+    The clamp to ±20 is of the mean, which is what goes into `exp`, not of single tokens. verl takes
+    the token form, bounded above by log s = 10; TRL (`importance_sampling_level`) and OpenRLHF take
+    the sequence form, without a clamp.
 
     Args:
         tokens: of whole rollouts.
@@ -114,9 +123,11 @@ def sequence_clipped(
         dual_clip, delta: as in `clipped`, of the sequence ratio.
         token_form: as above.
     Returns:
-        loss [N]; and bool [N], true where a bound was the value taken (all of a rollout's tokens, where A is the rollout's).
+        loss [N]; and bool [N], true where a bound was the value taken (all of a rollout's tokens,
+        where A is the rollout's).
 
-    Reference: GSPO, https://arxiv.org/abs/2507.18071, section 4.1; the token form is its GSPO-token.
+    Reference: GSPO, https://arxiv.org/abs/2507.18071, section 4.1; the token form is its
+    GSPO-token.
     """
     each = Ragged(tokens.logprobs - tokens.anchor, tokens.offsets)
     mean = each.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[each.segment_ids]
@@ -128,33 +139,40 @@ def sequence_clipped(
 def cispo(tokens: Tokens, *, clip_max: float) -> tuple[torch.Tensor, torch.Tensor]:
     """loss_t = −sg[min(r, clip_max)] A logprobs: REINFORCE, weighted by the bounded ratio.
 
-    The bound holds the weight back, not the token: none loses its gradient, so rare tokens that `clipped` would cut still teach.
-    At r = 1, and with clip_max = 1 for every r ≥ 1, it is `reinforce`; with an infinite clip_max its gradient is that of plain
-    importance sampling, −r A ∇logprobs. Its value estimates no objective; only its gradient means something.
+    The bound holds the weight back, not the token: none loses its gradient, so rare tokens that
+    `clipped` would cut still teach. At r = 1, and with clip_max = 1 for every r ≥ 1, it is
+    `reinforce`; with an infinite clip_max its gradient is that of plain importance sampling, −r A
+    ∇logprobs. Its value estimates no objective; only its gradient means something.
 
-    `clip_max` bounds the ratio itself (5.0 lets weights up to 5 through). The paper writes clip(r, 1−ε_low, 1+ε_high) and leaves
-    the lower end open in its experiments; verl clips to [1−clip_ratio_low, 1+clip_ratio_high], so its 4.0 is the 5.0 here; TRL's
-    `epsilon_high` is the bound itself when its loss type is cispo.
+    `clip_max` bounds the ratio itself (5.0 lets weights up to 5 through). The paper writes clip(r,
+    1−ε_low, 1+ε_high) and leaves the lower end open in its experiments; verl clips to
+    [1−clip_ratio_low, 1+clip_ratio_high], so its 4.0 is the 5.0 here; TRL's `epsilon_high` is the
+    bound itself when its loss type is cispo.
 
     Args:
         tokens: of whole rollouts.
         clip_max: largest weight, > 0; the absolute bound of the ratio, not a distance from 1.
     Returns:
-        loss [N]; and bool [N], true where the weight was bounded (that token keeps a gradient, of clip_max).
+        loss [N]; and bool [N], true where the weight was bounded (that token keeps a gradient, of
+        clip_max).
 
-    Reference: MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5; 5.0: https://arxiv.org/abs/2510.13786.
+    Reference: MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5; 5.0:
+    https://arxiv.org/abs/2510.13786.
     """
     ratio = log_ratio(tokens.logprobs, tokens.anchor).detach().exp()
     loss = -ratio.clamp(max=clip_max) * tokens.advantages * tokens.logprobs
     return loss, (ratio > clip_max) & (tokens.advantages != 0)
 
 
-def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[torch.Tensor, torch.Tensor]:
+def sapo(
+    tokens: Tokens, *, tau_positive: float, tau_negative: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """loss_t = −A σ(τ (r−1)) 4/τ, with τ = tau_positive where A > 0, tau_negative elsewhere.
 
-    A soft gate in place of clipping: the gradient is −A r 4 σ(1−σ) ∇logprobs, which is `reinforce`'s at r = 1 and fades smoothly
-    on both sides of it, the faster the larger τ. Towards τ = 0 it is plain importance sampling up to a constant. At r = 1 the
-    value is −2 A/τ, not −A, so losses of different τ can not be compared.
+    A soft gate in place of clipping: the gradient is −A r 4 σ(1−σ) ∇logprobs, which is
+    `reinforce`'s at r = 1 and fades smoothly on both sides of it, the faster the larger τ. Towards
+    τ = 0 it is plain importance sampling up to a constant. At r = 1 the value is −2 A/τ, not −A, so
+    losses of different τ can not be compared.
 
     As in the paper, TRL and verl (whose names are sapo_temperature_pos/neg and tau_pos/neg).
 
@@ -176,8 +194,8 @@ def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[t
 def reinforce(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """loss_t = −A logprobs: the policy gradient of samples of the policy itself.
 
-    The ratio is not used, so from the second step on the same rollouts its gradient is biased and nothing bounds it. The first
-    step of every other surrogate here has this gradient where r = 1.
+    The ratio is not used, so from the second step on the same rollouts its gradient is biased and
+    nothing bounds it. The first step of every other surrogate here has this gradient where r = 1.
 
     Args:
         tokens: of whole rollouts.
@@ -186,14 +204,17 @@ def reinforce(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
 
     Reference: Williams 1992, https://doi.org/10.1007/BF00992696.
     """
-    return -tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.advantages, dtype=torch.bool)
+    return -tokens.advantages * tokens.logprobs, torch.zeros_like(
+        tokens.advantages, dtype=torch.bool
+    )
 
 
-# -- aggregations: what a token of the optimizer step weighs -------------------------------------------------------------------
+# -- aggregations: what a token of the optimizer step weighs
 
 
 def token_mean(lengths: torch.Tensor, max_completion_tokens: int | None = None) -> torch.Tensor:
-    """1 / N for each of the step's N tokens: every token counts alike, so long completions count more. [N]
+    """1 / N for each of the step's N tokens: every token counts alike, so long completions count
+    more. [N]
 
     Reference: DAPO, https://arxiv.org/abs/2503.14476 (token-level loss).
     """
@@ -210,23 +231,29 @@ def sequence_mean(lengths: torch.Tensor, max_completion_tokens: int | None = Non
 
 
 def constant(lengths: torch.Tensor, max_completion_tokens: int | None = None) -> torch.Tensor:
-    """1 / (B max_completion_tokens): a token weighs the same in every step, however long the completions came out. [N]
+    """1 / (B max_completion_tokens): a token weighs the same in every step, however long the
+    completions came out. [N]
 
     Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
     """
     if not max_completion_tokens:
         raise ValueError("aggregation 'constant' needs max_completion_tokens >= 1")
-    return torch.full((int(lengths.sum()),), 1.0 / (len(lengths) * max_completion_tokens), dtype=torch.float64)
+    return torch.full(
+        (int(lengths.sum()),), 1.0 / (len(lengths) * max_completion_tokens), dtype=torch.float64
+    )
 
 
-# -- the critic ----------------------------------------------------------------------------------------------------------------
+# -- the critic
 
 
-def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = 0.2) -> torch.Tensor:
-    """0.5 · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²): the critic's squared error, with the policy's caution.
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = 0.2
+) -> torch.Tensor:
+    """0.5 · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²): the critic's squared error, with
+    the policy's caution.
 
-    The larger of both, so a token has no gradient once V has moved by more than c towards its return. With c = None it is half
-    the squared error. verl takes the same.
+    The larger of both, so a token has no gradient once V has moved by more than c towards its
+    return. With c = None it is half the squared error. verl takes the same.
 
     Args:
         values: [N] V_t, with gradient.
@@ -245,17 +272,21 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
     return 0.5 * torch.maximum(error, (bounded - returns).square())
 
 
-# -- KL to the reference -------------------------------------------------------------------------------------------------------
+# -- KL to the reference
 
 
 def kl(
-    logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str = "k3", unbiased_gradient: bool = True
+    logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    estimator: str = "k3",
+    unbiased_gradient: bool = True,
 ) -> torch.Tensor:
-    """Estimate of KL(π_θ ‖ π_ref) a token, with d = ref − logprobs: k1 = −d, k2 = d²/2, k3 = e^d − d − 1.
+    """Estimate of KL(π_θ ‖ π_ref) a token, with d = ref − logprobs: k1 = −d, k2 = d²/2, k3 = e^d −
+    d − 1.
 
-    All three estimate the value; as a loss they differ: under samples of π_θ, the gradient of k1 is 0 in the mean and that of
-    k3 is not the KL's, while that of k2 is. `unbiased_gradient` therefore keeps the estimator's value and takes k2's gradient,
-    −d ∇logprobs.
+    All three estimate the value; as a loss they differ: under samples of π_θ, the gradient of k1 is
+    0 in the mean and that of k3 is not the KL's, while that of k2 is. `unbiased_gradient` therefore
+    keeps the estimator's value and takes k2's gradient, −d ∇logprobs.
 
     Args:
         logprobs: [N] with gradient.
@@ -273,7 +304,7 @@ def kl(
     return value.detach() + (k2 - k2.detach()) if unbiased_gradient else value
 
 
-# -- off-policy correction -----------------------------------------------------------------------------------------------------
+# -- off-policy correction
 
 
 def correction(
@@ -286,21 +317,23 @@ def correction(
     low: float = 0.0,
     high: float = 2.0,
 ) -> torch.Tensor:
-    """w = exp(prox − old), bounded: what multiplies a token's loss when the ratio is taken against `prox_logprobs`.
+    """w = exp(prox − old), bounded: what multiplies a token's loss when the ratio is taken against
+    `prox_logprobs`.
 
-    `level`: `token` as it stands; `sequence` the product over the rollout's tokens; `geometric` their geometric mean. `mode`:
-    `truncate` sets w to min(w, high); `mask` sets it to 0 outside [low, high] and leaves it inside. Equal policies give 1
-    everywhere.
+    `level`: `token` as it stands; `sequence` the product over the rollout's tokens; `geometric`
+    their geometric mean. `mode`: `truncate` sets w to min(w, high); `mask` sets it to 0 outside
+    [low, high] and leaves it inside. Equal policies give 1 everywhere.
 
     Args:
-        prox_logprobs, old_logprobs: [N] of the same weights under the trainer's and the engine's numerics.
+        prox_logprobs, old_logprobs: [N] of the same weights under the trainer's and the engine's
+        numerics.
         offsets: [B+1] int64.
         mode, level, low, high: as above.
     Returns:
         [N], no gradient.
 
-    Reference: decoupled PPO, https://arxiv.org/abs/2110.00641; truncation: https://arxiv.org/abs/1802.01561,
-    section 4.1.
+    Reference: decoupled PPO, https://arxiv.org/abs/2110.00641; truncation:
+    https://arxiv.org/abs/1802.01561, section 4.1.
     """
     rows = Ragged(log_ratio(prox_logprobs, old_logprobs).detach(), offsets)
     if level != "token":

@@ -1,7 +1,9 @@
-"""A user's own algorithm held to its contract: other arguments, or an answer in another form, are a ConfigError.
+"""A user's own algorithm held to its contract: other arguments, or an answer in another form, are a
+ConfigError.
 
-A loss of the wrong shape would be broadcast in silence, and a loss without gradient would end deep inside torch. So signatures are
-looked at before any data is read, and every answer before it is used. The table's own rows need none of it.
+A loss of the wrong shape would be broadcast in silence, and a loss without gradient would end deep
+inside torch. So signatures are looked at before any data is read, and every answer before it is
+used. The table's own rows need none of it.
 
     row = held(Algorithm("mine", "leave_one_out", my_surrogate, "token_mean"), "mine.py:ALGORITHM")
 """
@@ -21,9 +23,16 @@ if TYPE_CHECKING:
 
 
 def held(row: Algorithm, name: str) -> Algorithm:
-    """`row` with each of its own functions watched; `name` is what the recipe calls it. ConfigError for a wrong signature."""
-    parts = {"advantage": _judged if row.critic else _advantage, "surrogate": _surrogate, "aggregation": _aggregation}
-    watched = {part: _watched(f"{name} {part}", getattr(row, part), wrap) for part, wrap in parts.items()}
+    """`row` with each of its own functions watched; `name` is what the recipe calls it. ConfigError
+    for a wrong signature."""
+    parts = {
+        "advantage": _judged if row.critic else _advantage,
+        "surrogate": _surrogate,
+        "aggregation": _aggregation,
+    }
+    watched = {
+        part: _watched(f"{name} {part}", getattr(row, part), wrap) for part, wrap in parts.items()
+    }
     return dataclasses.replace(row, **watched)
 
 
@@ -45,7 +54,15 @@ def _advantage(name: str, function: Callable) -> Callable:
 
 def _judged(name: str, function: Callable) -> Callable:
     options = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
-    _takes(name, function, "(rewards, values, offsets, *, gamma, gae_lambda, last_values)", 0, 0, 0, **options)
+    _takes(
+        name,
+        function,
+        "(rewards, values, offsets, *, gamma, gae_lambda, last_values)",
+        0,
+        0,
+        0,
+        **options,
+    )
 
     @functools.wraps(function)
     def call(rewards, values, offsets, **options):
@@ -100,7 +117,9 @@ def _pair(name: str, found: Any, what: str) -> tuple[Any, Any]:
     return found
 
 
-def _is_tensor(name: str, found: Any, what: str, shape: tuple[int, ...], kind: str = "float") -> None:
+def _is_tensor(
+    name: str, found: Any, what: str, shape: tuple[int, ...], kind: str = "float"
+) -> None:
     import torch
 
     fits = isinstance(found, torch.Tensor) and tuple(found.shape) == tuple(shape)
@@ -112,10 +131,16 @@ def _described(found: Any) -> str:
     shape = getattr(found, "shape", None)
     if shape is not None:
         return f"{str(found.dtype).removeprefix('torch.')} {list(shape)}"
-    return f"{type(found).__name__} of {len(found)}" if isinstance(found, tuple | list) else type(found).__name__
+    return (
+        f"{type(found).__name__} of {len(found)}"
+        if isinstance(found, tuple | list)
+        else type(found).__name__
+    )
 
 
 def _wrong(name: str, message: str) -> ConfigError:
     return ConfigError(
-        f"optimize.algorithm {name}", message, next="correct the function; stages/optimize/README.md has one that works"
+        f"optimize.algorithm {name}",
+        message,
+        next="correct the function; stages/optimize/README.md has one that works",
     )

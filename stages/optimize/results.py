@@ -1,7 +1,8 @@
-"""What optimize leaves behind: the policy folder with its optimizer state, advantages/1, updates/1, and the manifest's numbers.
+"""What optimize leaves behind: the policy folder with its optimizer state, advantages/1, updates/1,
+and the manifest's numbers.
 
-Optimizer state is safetensors and JSON in a folder below the policy's, never a pickle. The policy is committed last: while it
-is not visible, the work is not done, whatever else is.
+Optimizer state is safetensors and JSON in a folder below the policy's, never a pickle. The policy
+is committed last: while it is not visible, the work is not done, whatever else is.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ _FOLDER = checkpoints.OPTIMIZER_FOLDER
 
 
 def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, work: Work) -> None:
-    """Write the model directory and, if asked, the optimizer's state below it, into the folder of `work`.
+    """Write the model directory and, if asked, the optimizer's state below it, into the folder of
+    `work`.
 
-    Where this is the only rank, the model's memory is given back and the model announced before the state is written: whoever
-    waits for it may begin. `model` and `trainer` are of no use after this.
+    Where this is the only rank, the model's memory is given back and the model announced before the
+    state is written: whoever waits for it may begin. `model` and `trainer` are of no use after
+    this.
     """
     from safetensors.torch import save_file
 
@@ -54,7 +57,13 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
             lora.save_and_merge(model, work.folder)
         checkpoints.save_policy(model, parent, work.folder)
         if trainer.judge is not None:
-            value_head.save(trainer.judge, trainer.optimizer, work.folder, config.critic, moments=config.save_optimizer)
+            value_head.save(
+                trainer.judge,
+                trainer.optimizer,
+                work.folder,
+                config.critic,
+                moments=config.save_optimizer,
+            )
         if trainer.accelerator.num_processes == 1:
             trainer.free()
             work.announce(parent.ref.version + 1)
@@ -67,7 +76,8 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
 
 
 def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
-    """The state that `save` wrote into this policy, checked against its hashes; None when it holds none. ConfigError."""
+    """The state that `save` wrote into this policy, checked against its hashes; None when it holds
+    none. ConfigError."""
     from safetensors.torch import load_file
 
     if not any(entry.name.startswith(f"{_FOLDER}/") for entry in policy.manifest.files):
@@ -76,7 +86,9 @@ def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
     about = json.loads((policy.path / _FOLDER / "state.json").read_bytes())
     if (about.get("format"), about.get("optimizer")) != (_FORMAT, "adamw"):
         raise ConfigError(
-            str(policy.ref), f"its optimizer state is {about}, expected adamw", next="set optimize.load_optimizer = false"
+            str(policy.ref),
+            f"its optimizer state is {about}, expected adamw",
+            next="set optimize.load_optimizer = false",
         )
     return load_file(policy.path / _FOLDER / "state.safetensors")
 
@@ -94,8 +106,9 @@ def commit(
 ) -> Ref:
     """Commit advantages, updates and, last, the policy; its reference.
 
-    The policy is flushed and hashed before, so between the first commit and the last lie milliseconds. A stage that dies just
-    there leaves advantages and updates of its run_key; the restart takes them up.
+    The policy is flushed and hashed before, so between the first commit and the last lie
+    milliseconds. A stage that dies just there leaves advantages and updates of its run_key; the
+    restart takes them up.
     """
     work.seal()
     status = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
@@ -107,11 +120,17 @@ def commit(
         with begin(store, run, kind, force=force, **about) as other:
             for index in range(0 if other.done else max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
                 other.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
-            refs[kind] = str((other.done or other.commit(status=counts, device=accelerator.device.type)).ref)
+            refs[kind] = str(
+                (other.done or other.commit(status=counts, device=accelerator.device.type)).ref
+            )
     parent = about["inputs"]["policy"].ref
     number = None if store.numbers(run, "policy") else parent.version + 1
     metrics = _finite(
-        {**metrics_of(loaded, outcome, work.seconds.get("steps", 0.0)), **refs, "processes": accelerator.num_processes}
+        {
+            **metrics_of(loaded, outcome, work.seconds.get("steps", 0.0)),
+            **refs,
+            "processes": accelerator.num_processes,
+        }
     )
     return work.commit(metrics=metrics, device=accelerator.device.type, number=number).ref
 
@@ -142,29 +161,47 @@ def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, An
 
 
 def advantages_table(loaded: Loaded, outcome: Outcome) -> pa.Table:
-    """advantages/1, one row for each rollout of the dataset, in its order; with a critic one advantage a token. The ratio is to
-    `old_logprobs`."""
+    """advantages/1, one row for each rollout of the dataset, in its order; with a critic one
+    advantage a token. The ratio is to `old_logprobs`."""
     completions, kept = loaded.batch.data.completions, loaded.kept
     means = torch.full((2, len(loaded.reasons)), torch.nan)
-    means[0, kept] = Ragged(log_ratio(outcome.logprobs, loaded.batch.old).exp(), completions.offsets).segment_mean()
+    means[0, kept] = Ragged(
+        log_ratio(outcome.logprobs, loaded.batch.old).exp(), completions.offsets
+    ).segment_mean()
     means[1, kept] = completions.with_values(outcome.logprobs).segment_mean()
     weights = torch.full((len(loaded.reasons),), torch.nan)
     weights[kept] = loaded.advantages[kept]
-    columns = [pa.array(values.numpy(), from_pandas=True) for values in (weights, *means)]  # from_pandas: NaN becomes null
+    columns = [
+        pa.array(values.numpy(), from_pandas=True) for values in (weights, *means)
+    ]  # from_pandas: NaN becomes null
     dropped = pa.array(loaded.reasons, pa.string())
     schema = advantages_kind.SCHEMA
     if outcome.advantages is not None:
-        places = torch.full((len(loaded.reasons),), -1).index_copy(0, kept, torch.arange(len(kept))).numpy()
-        lists = completions.with_values(outcome.advantages).to_arrow().take(pa.array(places, mask=places < 0))
-        schema, columns[0] = advantages_kind.PER_TOKEN, lists.cast(advantages_kind.PER_TOKEN.field("advantage").type)
+        places = (
+            torch.full((len(loaded.reasons),), -1)
+            .index_copy(0, kept, torch.arange(len(kept)))
+            .numpy()
+        )
+        lists = (
+            completions.with_values(outcome.advantages)
+            .to_arrow()
+            .take(pa.array(places, mask=places < 0))
+        )
+        schema, columns[0] = (
+            advantages_kind.PER_TOKEN,
+            lists.cast(advantages_kind.PER_TOKEN.field("advantage").type),
+        )
     return pa.Table.from_arrays(
-        [loaded.ids.combine_chunks(), columns[0], dropped.is_null(), dropped, *columns[1:]], schema=schema
+        [loaded.ids.combine_chunks(), columns[0], dropped.is_null(), dropped, *columns[1:]],
+        schema=schema,
     )
 
 
 def updates_table(outcome: Outcome) -> pa.Table:
     """updates/1, one row a step."""
-    rows = [{**row, **{key: _finite(value) for key, value in row.items()}} for row in outcome.updates]
+    rows = [
+        {**row, **{key: _finite(value) for key, value in row.items()}} for row in outcome.updates
+    ]
     return pa.Table.from_pylist(rows, schema=updates_kind.SCHEMA)
 
 

@@ -1,9 +1,12 @@
-"""Saved rollouts, rewards and logprobs joined into one batch; each rollout that is left out has its reason.
+"""Saved rollouts, rewards and logprobs joined into one batch; each rollout that is left out has its
+reason.
 
-Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is an error. Of several versions of rollouts each
-is checked and joined by itself, each row keeps its own old logprobs and temperature, and groups never mix: the same prompt in two
-versions is two groups, because other policies answered it. The reasons, in this order: `abort` (the engine gave up),
-`not_scored` (null reward), `small_group` (fewer than two scored), `zero_variance`, `length` (masked), `empty` (no token).
+Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is an error. Of several
+versions of rollouts each is checked and joined by itself, each row keeps its own old logprobs and
+temperature, and groups never mix: the same prompt in two versions is two groups, because other
+policies answered it. The reasons, in this order: `abort` (the engine gave up), `not_scored` (null
+reward), `small_group` (fewer than two scored), `zero_variance`, `length` (masked), `empty` (no
+token).
 """
 
 from __future__ import annotations
@@ -59,16 +62,20 @@ class Loaded:
 
 
 def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, Version]) -> Loaded:
-    """Check, join, weigh and filter. LineageError, ConfigError, SchemaError; NumericError when no rollout can have an
-    advantage."""
+    """Check, join, weigh and filter. LineageError, ConfigError, SchemaError; NumericError when no
+    rollout can have an advantage."""
     versions = [Sampled(own) for own in sets(inputs)]
-    biased = list(dict.fromkeys(bias for own in versions for bias in check_lineage(config, store, own)))
+    biased = list(
+        dict.fromkeys(bias for own in versions for bias in check_lineage(config, store, own))
+    )
     scores = torch.cat([_reward_tensor(own.column("rewards", "reward")) for own in versions])
     require_own_ids(versions)
     if not len(scores):
         raise _nothing(versions, 0, 0)
     for own in versions:
-        check_rows(own.table, str(own.rollouts.ref), own.inputs["policy"], ahead=config.bootstrap_length)
+        check_rows(
+            own.table, str(own.rollouts.ref), own.inputs["policy"], ahead=config.bootstrap_length
+        )
     table = pa.concat_tables([own.table for own in versions])
     scores = torch.where(_mask(pc.equal(table["finish_reason"], "abort")), torch.nan, scores)
     groups = _groups(versions)
@@ -76,12 +83,16 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
     shaped = scores
     if config.kl_in_reward and not algorithm.critic:
         shaped = scores - config.kl_coef * _divergence(table, extra["ref"])
-    weights = scores if algorithm.critic else part("advantages", algorithm.advantage)(shaped, groups)
+    weights = (
+        scores if algorithm.critic else part("advantages", algorithm.advantage)(shaped, groups)
+    )
     if bool(weights.isnan().all()):
         _require_groups(config.algorithm, groups, int((~scores.isnan()).sum()))
         raise _nothing(versions, len(scores), int((~scores.isnan()).sum()))
     reasons = _reasons(config, table, shaped, groups, weights)
-    kept = torch.tensor([i for i, reason in enumerate(reasons) if reason is None], dtype=torch.int64)
+    kept = torch.tensor(
+        [i for i, reason in enumerate(reasons) if reason is None], dtype=torch.int64
+    )
     scored = scores[~scores.isnan()].double()
     summary = {
         "reward_mean": float(scored.mean()),
@@ -90,21 +101,35 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
         "kept": len(kept),
         "dropped": dict(sorted(Counter(reason for reason in reasons if reason).items())),
         "zero_advantage": 0 if algorithm.critic else int((weights[kept] == 0).sum()),
-        "all_advantages_zero": not (bool((weights[kept] != 0).any()) or (algorithm.critic and len(kept))),
+        "all_advantages_zero": not (
+            bool((weights[kept] != 0).any()) or (algorithm.critic and len(kept))
+        ),
         "biased_sampling": biased,
     }
     if len(versions) > 1:
         summary["versions"] = _by_version(versions, scores, reasons)
     if not len(kept):
-        log.warning("no rollout is left to learn from (%s): there is nothing to learn, the weights stay", _counted(summary))
+        log.warning(
+            "no rollout is left to learn from (%s): there is nothing to learn, the weights stay",
+            _counted(summary),
+        )
     elif summary["all_advantages_zero"]:
-        log.warning("every advantage is 0 (each group's rewards are equal): there is nothing to learn from these rollouts")
-    filled = config.model_copy(update={"max_completion_tokens": config.max_completion_tokens or max(map(_longest, versions))})
+        log.warning(
+            "every advantage is 0 (each group's rewards are equal): there is nothing to learn "
+            "from these rollouts"
+        )
+    filled = config.model_copy(
+        update={
+            "max_completion_tokens": config.max_completion_tokens or max(map(_longest, versions))
+        }
+    )
     stale = torch.cat([torch.full((len(own.table),), own.stale) for own in versions])
     batch = _batch(table, kept, groups, weights, extra, stale)
     if algorithm.critic:
         cut = _mask(pc.equal(table["finish_reason"], "length"))[kept]
-        batch = dataclasses.replace(batch, advantages=torch.full_like(batch.old, torch.nan), rewards=scores[kept], cut=cut)
+        batch = dataclasses.replace(
+            batch, advantages=torch.full_like(batch.old, torch.nan), rewards=scores[kept], cut=cut
+        )
     return Loaded(filled, batch, table["rollout_id"], kept, reasons, weights, summary)
 
 
@@ -124,7 +149,9 @@ def group_numbers(column: pa.ChunkedArray) -> torch.Tensor:
 
 
 def _reward_tensor(column: pa.ChunkedArray) -> torch.Tensor:
-    return torch.from_numpy(np.array(column.combine_chunks().fill_null(float("nan")), dtype=np.float32))
+    return torch.from_numpy(
+        np.array(column.combine_chunks().fill_null(float("nan")), dtype=np.float32)
+    )
 
 
 def _mask(column: pa.ChunkedArray) -> torch.Tensor:
@@ -138,7 +165,10 @@ def _reasons(config, table, scores, groups, weights) -> list[str | None]:
         ("not_scored", scores.isnan()),
         ("small_group", weights.isnan()),
         ("zero_variance", equal),
-        ("length", _mask(pc.equal(table["finish_reason"], "length")) & (config.on_length == "mask")),
+        (
+            "length",
+            _mask(pc.equal(table["finish_reason"], "length")) & (config.on_length == "mask"),
+        ),
         ("empty", _mask(pc.equal(pc.list_value_length(table["completion_ids"]), 0))),
     )
     codes = torch.full((len(scores),), len(tests))
@@ -158,7 +188,8 @@ def _require_groups(algorithm: str, groups: torch.Tensor, scored: int) -> None:
         raise ConfigError(
             f"optimize.algorithm {algorithm}",
             f"needs two rollouts of a prompt at least, found one of each of {len(groups)} prompts",
-            next="set generate.samples_per_prompt >= 2, or use reinforce_pp or ppo, which need no group",
+            next="set generate.samples_per_prompt >= 2, or use reinforce_pp or ppo, which need no "
+            "group",
         )
 
 
@@ -166,12 +197,15 @@ def _nothing(versions: Sequence[Sampled], count: int, scored: int) -> NumericErr
     rewards = [str(own.inputs["rewards"].ref) for own in versions]
     return NumericError(
         ", ".join(rewards),
-        f"{scored} of {count} rollouts are scored, no advantage can be computed of them; a group algorithm needs two of a prompt",
+        f"{scored} of {count} rollouts are scored, no advantage can be computed of them; a group "
+        "algorithm needs two of a prompt",
         next=f"quiver show {rewards[0]}",
     )
 
 
-def _by_version(versions: Sequence[Sampled], scores: torch.Tensor, reasons: list[str | None]) -> dict[str, dict[str, Any]]:
+def _by_version(
+    versions: Sequence[Sampled], scores: torch.Tensor, reasons: list[str | None]
+) -> dict[str, dict[str, Any]]:
     """For the manifest: what each version of rollouts gave."""
     found, start = {}, 0
     for own in versions:
@@ -206,8 +240,12 @@ def _batch(
     extra: dict[str, Ragged | None],
     stale: torch.Tensor,
 ) -> Batch:
-    prompts, completions = (Mapped.from_arrow(table[name]).take(kept) for name in ("prompt_ids", "completion_ids"))
-    temperature = torch.from_numpy(np.array(table["temperature"].combine_chunks(), dtype=np.float32))[kept]
+    prompts, completions = (
+        Mapped.from_arrow(table[name]).take(kept) for name in ("prompt_ids", "completion_ids")
+    )
+    temperature = torch.from_numpy(
+        np.array(table["temperature"].combine_chunks(), dtype=np.float32)
+    )[kept]
     chosen = groups[kept].tolist()
     return Batch(
         data=Sequences(prompts, completions, temperature),
@@ -215,7 +253,10 @@ def _batch(
         prompts=prompt_numbers(prompts, chosen),
         advantages=weights[kept],
         old=Ragged.from_arrow(table["old_logprobs"]).take(kept).values,
-        **{role: None if found is None else found.take(kept).values for role, found in extra.items()},
+        **{
+            role: None if found is None else found.take(kept).values
+            for role, found in extra.items()
+        },
         stale=stale[kept],
     )
 
@@ -229,10 +270,20 @@ def _logprobs(versions: Sequence[Sampled], role: str) -> Ragged | None:
         other = own.inputs[role]
         told = other.manifest.config.get("role")
         if told is not None and told != role:
-            raise LineageError(str(other.ref), f"holds {told} logprobs, expected {role}", next=f"name {role} logprobs")
-        found.append(Ragged.from_arrow(own.column(role, "logprobs")))
-        if not torch.equal(found[-1].lengths, Ragged.from_arrow(own.table["completion_ids"]).lengths):
-            raise SchemaError(
-                str(other.ref), "logprobs and completion_ids differ in length", next=f"score {own.rollouts.ref} again"
+            raise LineageError(
+                str(other.ref),
+                f"holds {told} logprobs, expected {role}",
+                next=f"name {role} logprobs",
             )
-    return Ragged.from_lengths(torch.cat([each.values for each in found]), torch.cat([each.lengths for each in found]))
+        found.append(Ragged.from_arrow(own.column(role, "logprobs")))
+        if not torch.equal(
+            found[-1].lengths, Ragged.from_arrow(own.table["completion_ids"]).lengths
+        ):
+            raise SchemaError(
+                str(other.ref),
+                "logprobs and completion_ids differ in length",
+                next=f"score {own.rollouts.ref} again",
+            )
+    return Ragged.from_lengths(
+        torch.cat([each.values for each in found]), torch.cat([each.lengths for each in found])
+    )

@@ -1,4 +1,5 @@
-"""Python rows as an Arrow table: strict JSON, and types that all rows agree on. What is wrong is named by file and line."""
+"""Python rows as an Arrow table: strict JSON, and types that all rows agree on. What is wrong is
+named by file and line."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ CHUNK = 1024
 
 def wrong(where: object, message: str) -> ConfigError:
     """The error for a source, or a line or row of it."""
-    return ConfigError(f"source {printable(where)}", message, next="correct the source and run again")
+    return ConfigError(
+        f"source {printable(where)}", message, next="correct the source and run again"
+    )
 
 
 def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -36,12 +39,15 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parse(where: str, raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no key twice, no NUL and no lone surrogate in any text. ConfigError names `where`."""
+    """Strict JSON: UTF-8, no NaN, no key twice, no NUL and no lone surrogate in any text.
+    ConfigError names `where`."""
     try:
         text = raw.decode("utf-8-sig")
         data = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        raise wrong(where, f"is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}") from None
+        raise wrong(
+            where, f"is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise wrong(where, f"is not JSON: {printable(error)}") from None
     try:
@@ -61,25 +67,36 @@ def _require_text(where: str, value: Any) -> None:
         why = bad_text(value)
         if why:
             raise wrong(where, why)
-    for item in value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else ():
+    for item in (
+        value
+        if isinstance(value, list)
+        else [*value, *value.values()]
+        if isinstance(value, dict)
+        else ()
+    ):
         _require_text(where, item)
 
 
 def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Table:
-    """Numbered dict rows as a table; a column's type is what all its values agree on (int and float: float)."""
+    """Numbered dict rows as a table; a column's type is what all its values agree on (int and
+    float: float)."""
     tables: list[pa.Table] = []
     schema = pa.schema([])
     rows = iter(rows)
     while chunk := list(islice(rows, CHUNK)):
         for number, row in chunk:
             if not isinstance(row, dict):
-                raise wrong(f"{source} {unit} {number}", f"expected an object, found {type(row).__name__}")
+                raise wrong(
+                    f"{source} {unit} {number}", f"expected an object, found {type(row).__name__}"
+                )
         tables.append(_chunk(source, unit, chunk))
         try:
             schema = pa.unify_schemas([schema, tables[-1].schema], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             where = f"{source} {unit} {chunk[0][0]} to {chunk[-1][0]}"
-            raise wrong(where, f"a column has another type than before: {printable(error)}") from None
+            raise wrong(
+                where, f"a column has another type than before: {printable(error)}"
+            ) from None
     if not tables:
         raise wrong(source, "has no rows")
     return pa.concat_tables(tables, promote_options="permissive")

@@ -1,4 +1,5 @@
-"""Rows of a source as rows of prompts/1: each rendered, measured against the context and the vocabulary, its columns kept."""
+"""Rows of a source as rows of prompts/1: each rendered, measured against the context and the
+vocabulary, its columns kept."""
 
 from __future__ import annotations
 
@@ -59,16 +60,22 @@ class Renderer:
         roles = tuple(message["role"] for message in messages)
 
         def render(contents: list[str]) -> str:
-            chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+            chat = [
+                {"role": role, "content": content}
+                for role, content in zip(roles, contents, strict=True)
+            ]
             return self._template.render(name, chat)
 
         return self.guard.encode(name, roles, [message["content"] for message in messages], render)
 
     def assistant_start(self, roles: Iterable[str]) -> str | None:
-        """What stands between the last message, of a chat with these roles, and the assistant's own text; None: can not be told."""
+        """What stands between the last message, of a chat with these roles, and the assistant's own
+        text; None: can not be told."""
 
         def render(messages: Messages, generation: bool) -> str:
-            return self._template.render("prompt.template", messages, add_generation_prompt=generation)
+            return self._template.render(
+                "prompt.template", messages, add_generation_prompt=generation
+            )
 
         return learn_start(render, tuple(roles), self.guard.token_ends)
 
@@ -88,8 +95,11 @@ def _own_template(tokenizer: Any, policy: Version) -> str:
         ) from None
 
 
-def render_rows(config: Config, source: Source, rows: list[int], groups: pa.Array, renderer: Renderer) -> pa.Table:
-    """Those `rows` of the source as prompts/1; the ones that are too long left out, where the config says so."""
+def render_rows(
+    config: Config, source: Source, rows: list[int], groups: pa.Array, renderer: Renderer
+) -> pa.Table:
+    """Those `rows` of the source as prompts/1; the ones that are too long left out, where the
+    config says so."""
     table = source.table.take(pa.array(rows, pa.int64()))
     groups = groups.take(pa.array(rows, pa.int64()))
     kind = next(name for name in _MAKERS if getattr(config, name))
@@ -111,9 +121,11 @@ def render_rows(config: Config, source: Source, rows: list[int], groups: pa.Arra
 
 
 def assistant_starts(messages: pa.ChunkedArray, renderer: Renderer) -> dict[str, str | None]:
-    """For each role that a chat of `messages` ends with, what stands between that message and the assistant's own text.
+    """For each role that a chat of `messages` ends with, what stands between that message and the
+    assistant's own text.
 
-    Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to that message already.
+    Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to that
+    message already.
     """
     found: dict[str, str | None] = {}
     for chunk in messages.chunks:
@@ -128,13 +140,18 @@ def assistant_starts(messages: pa.ChunkedArray, renderer: Renderer) -> dict[str,
 
 
 def _fits(config: Config, name: str, ids: list[int], vocabulary: int) -> bool:
-    """Whether the prompt may be kept; ConfigError when that is no question of length, or the config wants an error."""
+    """Whether the prompt may be kept; ConfigError when that is no question of length, or the config
+    wants an error."""
     if not ids:
-        raise ConfigError(name, "the prompt is empty: it has no tokens", next="take the row out of the source")
+        raise ConfigError(
+            name, "the prompt is empty: it has no tokens", next="take the row out of the source"
+        )
     wrong = next((id for id in ids if not 0 <= id < vocabulary), None)
     if wrong is not None:
         raise ConfigError(
-            name, f"token id {wrong} is outside the model's vocabulary of {vocabulary}", next="use the model's own tokenizer"
+            name,
+            f"token id {wrong} is outside the model's vocabulary of {vocabulary}",
+            next="use the model's own tokenizer",
         )
     allowed = config.max_prompt_tokens
     if allowed is None or len(ids) <= allowed:
@@ -142,31 +159,50 @@ def _fits(config: Config, name: str, ids: list[int], vocabulary: int) -> bool:
     if config.overlong == "error":
         raise ConfigError(
             name,
-            f"the prompt has {len(ids)} tokens, {allowed} are allowed ({config.reserve_tokens} are kept for the completion)",
+            f"the prompt has {len(ids)} tokens, {allowed} are allowed ({config.reserve_tokens} "
+            "are kept for the completion)",
             next='shorten it, raise the limit, or set prompt.overlong = "drop"',
         )
     return False
 
 
-# -- the three kinds of input -----------------------------------------------------------------------------------------------
+# -- the three kinds of input
 
 
 def _chat(config: Config, name: str, value: Any, renderer: Renderer) -> _Row:
     if not isinstance(value, list) or not value:
-        raise _wrong(name, f"column {config.messages} holds {_kind(value)}, expected a list of {{role, content}}")
-    messages = _with_system(config, [_message(name, number, message) for number, message in enumerate(value)])
+        raise _wrong(
+            name,
+            f"column {config.messages} holds {_kind(value)}, expected a list of {{role, content}}",
+        )
+    messages = _with_system(
+        config, [_message(name, number, message) for number, message in enumerate(value)]
+    )
     return (messages, *renderer.chat(name, messages))
 
 
 def _message(name: str, number: int, message: Any) -> dict[str, str]:
-    given = {key: item for key, item in message.items() if item is not None} if isinstance(message, dict) else {}
+    given = (
+        {key: item for key, item in message.items() if item is not None}
+        if isinstance(message, dict)
+        else {}
+    )
     if set(given) != {"role", "content"}:
         raise _wrong(
-            name, f"message {number} has {printable(sorted(given) or _kind(message))}, expected role and content alone"
+            name,
+            f"message {number} has {printable(sorted(given) or _kind(message))}, expected role "
+            "and content alone",
         )
     if not isinstance(given["role"], str) or not _ROLE.fullmatch(given["role"]):
-        raise _wrong(name, f"message {number} has role {printable(repr(given['role']))}, expected a word of A-Z a-z 0-9 _ . -")
-    return {"role": given["role"], "content": _require_text(name, given["content"], f"the content of message {number}")}
+        raise _wrong(
+            name,
+            f"message {number} has role {printable(repr(given['role']))}, expected a word of A-Z "
+            "a-z 0-9 _ . -",
+        )
+    return {
+        "role": given["role"],
+        "content": _require_text(name, given["content"], f"the content of message {number}"),
+    }
 
 
 def _text(config: Config, name: str, value: Any, renderer: Renderer) -> _Row:
@@ -180,12 +216,18 @@ def _text(config: Config, name: str, value: Any, renderer: Renderer) -> _Row:
 def _ids(config: Config, name: str, value: Any, renderer: Renderer) -> _Row:
     whole = isinstance(value, list) and all(type(id) is int for id in value)
     if not whole:
-        raise _wrong(name, f"column {config.prompt_ids} holds {_kind(value)}, expected a list of token ids")
+        raise _wrong(
+            name, f"column {config.prompt_ids} holds {_kind(value)}, expected a list of token ids"
+        )
     known = [id for id in value if 0 <= id < renderer.vocabulary]
     return None, renderer.guard.decode(known), value
 
 
-_MAKERS: dict[str, Callable[[Any, str, Any, Renderer], _Row]] = {"messages": _chat, "prompt": _text, "prompt_ids": _ids}
+_MAKERS: dict[str, Callable[[Any, str, Any, Renderer], _Row]] = {
+    "messages": _chat,
+    "prompt": _text,
+    "prompt_ids": _ids,
+}
 
 
 def _with_system(config: Config, messages: Messages) -> Messages:

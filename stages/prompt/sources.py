@@ -6,9 +6,10 @@
 | datasets:NAME | a hub id, or a folder that `save_to_disk` wrote |
 | module:function, file.py:function | a generator of rows (dicts), called with `arguments` |
 
-Bad text (bytes that are not UTF-8, NUL, lone surrogates), broken JSON, keys that stand twice and types that do not agree are
-ConfigErrors with file and line; no row is left out in silence. Arrow files are mapped into memory; the others are held as Arrow,
-and become Python objects a shard at a time.
+Bad text (bytes that are not UTF-8, NUL, lone surrogates), broken JSON, keys that stand twice and
+types that do not agree are ConfigErrors with file and line; no row is left out in silence. Arrow
+files are mapped into memory; the others are held as Arrow, and become Python objects a shard at a
+time.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class SourceConfig(Base):
     """Rows: where they come from, and which columns matter."""
 
     source: str = Field(min_length=1)
-    """A .jsonl, .json, .csv, .parquet, .arrow or .feather file; `datasets:NAME`; or a generator of rows, `module:function` or
-    `file.py:function`."""
+    """A .jsonl, .json, .csv, .parquet, .arrow or .feather file; `datasets:NAME`; or a generator of
+    rows, `module:function` or `file.py:function`."""
     split: str = "train"
     """Which split of `datasets:NAME`."""
     name: str | None = None
@@ -45,26 +46,33 @@ class SourceConfig(Base):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a generator."""
     messages: str | None = None
-    """Column with a chat: a list of {role, content}. Where neither this, `prompt` nor `prompt_ids` is set, the first of the
-    columns messages, prompt, prompt_ids that the source has is taken."""
+    """Column with a chat: a list of {role, content}. Where neither this, `prompt` nor `prompt_ids`
+    is set, the first of the columns messages, prompt, prompt_ids that the source has is taken."""
     prompt: str | None = None
     """Column with plain text; it becomes one user message, unless `raw_text`."""
     prompt_ids: str | None = None
     """Column with token ids, given to the engine as they are."""
     raw_text: bool = False
-    """Take the text of `prompt` as the whole prompt, without a chat template. Control tokens typed in it stay text."""
+    """Take the text of `prompt` as the whole prompt, without a chat template. Control tokens typed
+    in it stay text."""
     group_id: str | None = None
-    """Column with unique names. None: the row's number in the source, from 0, with at least six digits."""
+    """Column with unique names. None: the row's number in the source, from 0, with at least six
+    digits."""
     group_prefix: str = ""
     """Put before every group id."""
     limit: int | None = Field(default=None, ge=1)
-    """Rows an iteration. Each iteration takes the next ones of a shuffle that is drawn anew every epoch. None: all, in order."""
+    """Rows an iteration. Each iteration takes the next ones of a shuffle that is drawn anew every
+    epoch. None: all, in order."""
     source_sha256: str = ""
-    """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the source must have it."""
+    """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the
+    source must have it."""
 
     def key(self) -> dict[str, Any]:
         """The bytes decide, wherever they lie, once their hash is known."""
-        return {**super().key(), **({"source": without_folder(self.source)} if self.source_sha256 else {})}
+        return {
+            **super().key(),
+            **({"source": without_folder(self.source)} if self.source_sha256 else {}),
+        }
 
     @model_validator(mode="after")
     def _one_input(self) -> Self:
@@ -77,7 +85,8 @@ class SourceConfig(Base):
 
 
 class Source(NamedTuple):
-    """All rows of a source. `sha256` is of the file's bytes, or of the rows where there is no file."""
+    """All rows of a source. `sha256` is of the file's bytes, or of the rows where there is no
+    file."""
 
     name: str
     table: pa.Table
@@ -89,7 +98,10 @@ def read(config: SourceConfig) -> Source:
     source = config.source
     path = Path(source).expanduser()
     if source.startswith("datasets:"):
-        table, sha256 = _from_datasets(source.removeprefix("datasets:"), config.name, config.split), ""
+        table, sha256 = (
+            _from_datasets(source.removeprefix("datasets:"), config.name, config.split),
+            "",
+        )
     elif path.suffix in SUFFIXES:
         if not path.is_file():
             raise wrong(source, f"there is no file {path.absolute()}")
@@ -97,7 +109,11 @@ def read(config: SourceConfig) -> Source:
     elif ":" in source:
         table, sha256 = _from_function(source, config.arguments), ""
     else:
-        raise wrong(source, f"expected a file ({', '.join(SUFFIXES)}), datasets:NAME, module:function or file.py:function")
+        raise wrong(
+            source,
+            f"expected a file ({', '.join(SUFFIXES)}), datasets:NAME, module:function or "
+            "file.py:function",
+        )
     _check(source, table)
     return Source(source, table, sha256 or hash_rows(table))
 
@@ -130,7 +146,9 @@ class _Hash:
 def _check(source: str, table: pa.Table) -> None:
     if not table.num_rows:
         raise wrong(source, "has no rows")
-    twice = sorted({column for column in table.column_names if table.column_names.count(column) > 1})
+    twice = sorted(
+        {column for column in table.column_names if table.column_names.count(column) > 1}
+    )
     if twice:
         raise wrong(source, f"column {printable(twice[0])} stands more than once")
     deep = next((field.name for field in table.schema if _is_deeper(field.type, _DEPTH)), None)
@@ -139,14 +157,18 @@ def _check(source: str, table: pa.Table) -> None:
     try:
         table.validate(full=True)
     except pa.ArrowInvalid as error:
-        raise wrong(source, f"holds bytes that are not what its types say: {printable(error)}") from None
+        raise wrong(
+            source, f"holds bytes that are not what its types say: {printable(error)}"
+        ) from None
 
 
 def _is_deeper(kind: pa.DataType, levels: int) -> bool:
-    return levels == 0 or any(_is_deeper(kind.field(at).type, levels - 1) for at in range(kind.num_fields))
+    return levels == 0 or any(
+        _is_deeper(kind.field(at).type, levels - 1) for at in range(kind.num_fields)
+    )
 
 
-# -- files ------------------------------------------------------------------------------------------------------------------
+# -- files
 
 
 def _from_file(path: Path) -> pa.Table:
@@ -168,7 +190,9 @@ def _read_csv(path: Path) -> pa.Table:
     from pyarrow import csv
 
     table = csv.read_csv(
-        path, read_options=csv.ReadOptions(use_threads=False), parse_options=csv.ParseOptions(newlines_in_values=True)
+        path,
+        read_options=csv.ReadOptions(use_threads=False),
+        parse_options=csv.ParseOptions(newlines_in_values=True),
     )
     for field in table.schema:
         if pa.types.is_binary(field.type):  # what Arrow makes of bytes that are no text
@@ -176,7 +200,9 @@ def _read_csv(path: Path) -> pa.Table:
                 try:
                     (value or b"").decode()
                 except UnicodeDecodeError:
-                    raise wrong(f"{path} row {row}", f"column {printable(field.name)} is not UTF-8") from None
+                    raise wrong(
+                        f"{path} row {row}", f"column {printable(field.name)} is not UTF-8"
+                    ) from None
     return table
 
 
@@ -210,5 +236,7 @@ def _from_datasets(source: str, name: str | None, split: str) -> pa.Table:
         else:
             loaded = datasets.load_dataset(source, name, split=split)
         return loaded.with_format("arrow")[:]
-    except Exception as error:  # the library raises many types; each means that the rows can not be had
+    except (
+        Exception
+    ) as error:  # the library raises many types; each means that the rows can not be had
         raise wrong(f"datasets:{source}", f"{type(error).__name__}: {printable(error)}") from error

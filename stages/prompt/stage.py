@@ -1,8 +1,10 @@
-"""prompt: the user's rows become prompts/1, rendered to ids by the policy's own tokenizer, before any GPU.
+"""prompt: the user's rows become prompts/1, rendered to ids by the policy's own tokenizer, before
+any GPU.
 
-Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that leave no room for the
-completion (nothing is ever cut), text that would become control tokens. Every column of the source is kept untouched in
-`columns`. The weights do not matter here: the next policy with the same tokenizer finds the same prompts finished.
+Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that
+leave no room for the completion (nothing is ever cut), text that would become control tokens. Every
+column of the source is kept untouched in `columns`. The weights do not matter here: the next policy
+with the same tokenizer finds the same prompts finished.
 
     ref = run(Config(source="sums.jsonl", prompt="question"), store, policy="arith/policy@0")
 """
@@ -46,11 +48,17 @@ class Config(SourceConfig, TemplateConfig):
 
     def key(self) -> dict[str, Any]:
         """As the source has it; a template's hash is that of the model that it stands in for."""
-        return {**super().key(), **({"template": without_folder(self.template)} if self.template else {})}
+        return {
+            **super().key(),
+            **({"template": without_folder(self.template)} if self.template else {}),
+        }
 
 
-def run(config: Config, store: Store, *, policy: str | Ref, into: str | None = None, force: bool = False) -> Ref:
-    """Write the prompts that `config` names for `policy`'s tokenizer. ConfigError, SecurityError."""
+def run(
+    config: Config, store: Store, *, policy: str | Ref, into: str | None = None, force: bool = False
+) -> Ref:
+    """Write the prompts that `config` names for `policy`'s tokenizer. ConfigError,
+    SecurityError."""
     from .rows import Renderer, assistant_starts, render_rows
 
     version = store.open(policy)
@@ -72,23 +80,33 @@ def run(config: Config, store: Store, *, policy: str | Ref, into: str | None = N
     ) as work:
         if work.done:
             return work.done.ref
-        shards = [chosen[start : start + ROWS_PER_SHARD] for start in range(0, len(chosen), ROWS_PER_SHARD)]
+        shards = [
+            chosen[start : start + ROWS_PER_SHARD]
+            for start in range(0, len(chosen), ROWS_PER_SHARD)
+        ]
         with work.phase("render"), Renderer(resolved, version, template) as renderer:
             for index, rows in enumerate(shards):
                 if not work.has(index):
                     work.write(index, render_rows(resolved, source, rows, groups, renderer))
                 log.info("prompts: shard %d of %d", index + 1, len(shards))
-            tables = [work.read(index).select(["group_id", "messages", "prompt_ids"]) for index in range(len(shards))]
+            tables = [
+                work.read(index).select(["group_id", "messages", "prompt_ids"])
+                for index in range(len(shards))
+            ]
             table = pa.concat_tables(tables)
             starts = assistant_starts(table.column("messages"), renderer)
-        return work.commit(**_summary(resolved, source, groups.take(pa.array(chosen)), table, starts)).ref
+        return work.commit(
+            **_summary(resolved, source, groups.take(pa.array(chosen)), table, starts)
+        ).ref
 
 
 def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]:
-    """Positions that `iteration` takes: the next `limit` of seeded shuffles that follow one another, none of them twice.
+    """Positions that `iteration` takes: the next `limit` of seeded shuffles that follow one
+    another, none of them twice.
 
-    Where an iteration goes over the end of an epoch, the next shuffle's first rows are those that it does not hold yet. The
-    generator is numpy's legacy one, whose stream is frozen: the same seed means the same rows on every version.
+    Where an iteration goes over the end of an epoch, the next shuffle's first rows are those that
+    it does not hold yet. The generator is numpy's legacy one, whose stream is frozen: the same seed
+    means the same rows on every version.
     """
     if limit is None:
         return list(range(rows))
@@ -104,11 +122,12 @@ def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]
     return order[iteration * size : (iteration + 1) * size]
 
 
-# -- what decides the outcome -----------------------------------------------------------------------------------------------
+# -- what decides the outcome
 
 
 def _resolve(config: Config, source: sources.Source, policy: Version) -> Config:
-    """`config` with all that was left open: the column, the hash of the source, the longest prompt."""
+    """`config` with all that was left open: the column, the hash of the source, the longest
+    prompt."""
     if config.source_sha256 not in ("", source.sha256):
         raise ConfigError(
             f"prompt.source {printable(config.source)}",
@@ -135,12 +154,19 @@ def _resolve(config: Config, source: sources.Source, policy: Version) -> Config:
                 next=f"set prompt.{field} to one of them",
             )
     context = checkpoints.context_length(policy)
-    reserved = 0 if checkpoints.is_encoder_decoder(policy) else config.reserve_tokens  # a decoder has a context of its own
-    bounds = [bound for bound in (config.max_prompt_tokens, context and context - reserved) if bound is not None]
+    reserved = (
+        0 if checkpoints.is_encoder_decoder(policy) else config.reserve_tokens
+    )  # a decoder has a context of its own
+    bounds = [
+        bound
+        for bound in (config.max_prompt_tokens, context and context - reserved)
+        if bound is not None
+    ]
     if bounds and min(bounds) < 1:
         raise ConfigError(
             "prompt.reserve_tokens",
-            f"{config.reserve_tokens} leaves no room for a prompt in the context of {context} tokens",
+            f"{config.reserve_tokens} leaves no room for a prompt in the context of {context} "
+            "tokens",
             next="lower reserve_tokens (or the completion's length)",
         )
     unused = {"iteration": 0, "seed": 0} if config.limit is None else {}
@@ -158,13 +184,21 @@ def _group_ids(config: Config, source: sources.Source) -> pa.Array:
     """One unique name a row of the source, as text."""
     if config.group_id is None:
         digits = max(6, len(str(source.table.num_rows - 1)))
-        return pa.array([f"{config.group_prefix}{row:0{digits}d}" for row in range(source.table.num_rows)])
+        return pa.array(
+            [f"{config.group_prefix}{row:0{digits}d}" for row in range(source.table.num_rows)]
+        )
     values = source.table.column(config.group_id).to_pylist()
     names = [f"{config.group_prefix}{value}" for value in values]
     seen: dict[str, int] = {}
     for row, (value, group) in enumerate(zip(values, names, strict=True)):
         first = seen.setdefault(group, row)
-        wrong = "is empty" if value in (None, "") else f"stands in row {first + 1} too" if first != row else ""
+        wrong = (
+            "is empty"
+            if value in (None, "")
+            else f"stands in row {first + 1} too"
+            if first != row
+            else ""
+        )
         wrong = wrong or bad_text(group)
         if wrong:
             raise ConfigError(
@@ -182,7 +216,9 @@ def _read_template(config: Config) -> str | None:
         return Path(config.template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"prompt.template {printable(config.template)}", printable(error), next="name a jinja file in UTF-8"
+            f"prompt.template {printable(config.template)}",
+            printable(error),
+            next="name a jinja file in UTF-8",
         ) from None
 
 
@@ -194,19 +230,33 @@ def _model(policy: Version, template: str | None) -> Model:
 
 
 def _summary(
-    config: Config, source: sources.Source, groups: pa.Array, table: pa.Table, starts: dict[str, str | None]
+    config: Config,
+    source: sources.Source,
+    groups: pa.Array,
+    table: pa.Table,
+    starts: dict[str, str | None],
 ) -> dict[str, Any]:
-    """What the manifest says: lengths, which prompts were left out, where answers begin. ConfigError when none is left."""
+    """What the manifest says: lengths, which prompts were left out, where answers begin.
+    ConfigError when none is left."""
     kept = table.column("group_id")
     dropped = groups.filter(pc.invert(pc.is_in(groups, kept.combine_chunks()))).to_pylist()
     if not table.num_rows:
         raise ConfigError(
             f"source {printable(config.source)}",
             f"all {len(dropped)} prompts are longer than {config.max_prompt_tokens} tokens",
-            next="raise prompt.max_prompt_tokens, lower prompt.reserve_tokens, or take a model with a longer context",
+            next="raise prompt.max_prompt_tokens, lower prompt.reserve_tokens, or take a model "
+            "with a longer context",
         )
     lengths = pc.list_value_length(table.column("prompt_ids"))
-    tokens = {"min": pc.min(lengths).as_py(), "mean": pc.mean(lengths).as_py(), "max": pc.max(lengths).as_py()}
-    metrics = {"prompt_tokens": tokens, "source_rows": source.table.num_rows, "dropped_group_ids": dropped}
+    tokens = {
+        "min": pc.min(lengths).as_py(),
+        "mean": pc.mean(lengths).as_py(),
+        "max": pc.max(lengths).as_py(),
+    }
+    metrics = {
+        "prompt_tokens": tokens,
+        "source_rows": source.table.num_rows,
+        "dropped_group_ids": dropped,
+    }
     metrics["assistant_starts"] = starts
     return {"metrics": metrics, "status": {"kept": table.num_rows, "dropped": len(dropped)}}

@@ -1,4 +1,5 @@
-"""How rows become token ids: the part of the prompt stage's config that a recipe has in [prompt]."""
+"""How rows become token ids: the part of the prompt stage's config that a recipe has in
+[prompt]."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ class TemplateConfig(Base):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt. The model's context less `reserve_tokens` holds besides."""
     reserve_tokens: int = Field(default=0, ge=0)
-    """Room for the completion: prompt and this many tokens must fit the model's context (an encoder's: the prompt alone)."""
+    """Room for the completion: prompt and this many tokens must fit the model's context (an
+    encoder's: the prompt alone)."""
     overlong: Literal["error", "drop"] = "error"
-    """What to do with a prompt that is too long: stop, or leave it out, counted and listed in the manifest."""
+    """What to do with a prompt that is too long: stop, or leave it out, counted and listed in the
+    manifest."""
     template_seconds: Runtime[float] = Field(default=10.0, gt=0)
     """Longest time that the template may take for one prompt."""

@@ -1,7 +1,8 @@
-"""What a report tells of a run, read from its versions: the line of policies, what each learned from, and how they were measured.
+"""What a report tells of a run, read from its versions: the line of policies, what each learned
+from, and how they were measured.
 
-The line ends at the run's latest policy and goes back to the base model, into other runs where the run is a fork. Versions that are
-gone are left out, and counted.
+The line ends at the run's latest policy and goes back to the base model, into other runs where the
+run is a fork. Versions that are gone are left out, and counted.
 
     found = gather(store, "arith")
     found.iterations[-1].rewards.metrics["reward_mean"], found.evaluations[-1].metrics["score"]
@@ -55,11 +56,14 @@ class Gathered:
 
 
 def latest(store: Store, run: str) -> str:
-    """The newest policy and evaluation of a run: what a report over it must know. LineageError: it has no policy."""
+    """The newest policy and evaluation of a run: what a report over it must know. LineageError: it
+    has no policy."""
     if not store.numbers(run, "policy"):
         raise LineageError(f"run {run}", "has no policy to tell of", next="quiver ls")
     kinds = ("policy", "evaluations")
-    return " ".join(f"{run}/{kind}@{numbers[-1]}" for kind in kinds if (numbers := store.numbers(run, kind)))
+    return " ".join(
+        f"{run}/{kind}@{numbers[-1]}" for kind in kinds if (numbers := store.numbers(run, kind))
+    )
 
 
 def gather(store: Store, run: str) -> Gathered:
@@ -77,13 +81,24 @@ def gather(store: Store, run: str) -> Gathered:
     def of(manifest: Manifest | None, role: str) -> Manifest | None:
         """What has this role among the inputs; of several, the first."""
         entries = manifest.inputs if manifest else ()
-        return opened(next((entry.ref for entry in entries if entry.role.partition(".")[0] == role), None))
+        return opened(
+            next((entry.ref for entry in entries if entry.role.partition(".")[0] == role), None)
+        )
 
     policy, iterations = store.open(f"{run}/policy@latest").manifest, []
     while policy.stage == "optimize":
         rollouts = of(policy, "rollouts")
         steps = _steps(store, opened(policy.metrics.get("updates")))
-        iterations.append(Iteration(policy.version, policy, of(rollouts, "prompts"), rollouts, of(policy, "rewards"), steps))
+        iterations.append(
+            Iteration(
+                policy.version,
+                policy,
+                of(rollouts, "prompts"),
+                rollouts,
+                of(policy, "rewards"),
+                steps,
+            )
+        )
         before = of(policy, "policy")
         if before is None:
             break
@@ -97,9 +112,16 @@ def _steps(store: Store, updates: Manifest | None) -> list[dict[str, Any]]:
     return store.open(updates.ref).head(["step", *STEP_COLUMNS], _UPDATES_BYTES).to_pylist()
 
 
-def _evaluations(store: Store, run: str, of: Callable[[Manifest | None, str], Manifest | None]) -> list[Manifest]:
-    """Those that measured what the latest one did, on the same prompts, scored in the same way; of one policy the newest."""
-    found = [manifest for ref in store.refs(run, "evaluations") if (manifest := store.open(ref).manifest).model("policy")]
+def _evaluations(
+    store: Store, run: str, of: Callable[[Manifest | None, str], Manifest | None]
+) -> list[Manifest]:
+    """Those that measured what the latest one did, on the same prompts, scored in the same way; of
+    one policy the newest."""
+    found = [
+        manifest
+        for ref in store.refs(run, "evaluations")
+        if (manifest := store.open(ref).manifest).model("policy")
+    ]
 
     if not found:
         return []

@@ -20,7 +20,8 @@ _INK, _LINE, _GRID = "#334155", "#2563eb", "#e2e8f0"
 
 
 class Panel(NamedTuple):
-    """One curve: points (x, y, half the length of its error bar), x rising; y None where there is no value."""
+    """One curve: points (x, y, half the length of its error bar), x rising; y None where there is
+    no value."""
 
     title: str
     points: Sequence[tuple[int, float | None, float]]
@@ -34,7 +35,10 @@ def thinned(panels: Sequence[Panel]) -> list[Panel]:
 
 def said(panels: Sequence[Panel]) -> str:
     """`mean reward 0.2 → 0.5`, panel by panel."""
-    return "; ".join(f"{panel.title} {number(panel.points[0][1])} → {number(panel.points[-1][1])}" for panel in panels)
+    return "; ".join(
+        f"{panel.title} {number(panel.points[0][1])} → {number(panel.points[-1][1])}"
+        for panel in panels
+    )
 
 
 def svg(panels: list[Panel], x_name: str) -> str:
@@ -42,18 +46,21 @@ def svg(panels: list[Panel], x_name: str) -> str:
     across = min(2, len(panels))
     width, height = across * _WIDTH, math.ceil(len(panels) / across) * _HEIGHT
     drawn = "".join(
-        f'<g transform="translate({index % across * _WIDTH} {index // across * _HEIGHT})">{_panel(panel, x_name)}</g>'
+        f'<g transform="translate({index % across * _WIDTH} '
+        f'{index // across * _HEIGHT})">{_panel(panel, x_name)}</g>'
         for index, panel in enumerate(panels)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
+        f'{width} {height}" '
         f'font-family="system-ui, sans-serif" font-size="11" fill="{_INK}">'
         f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>{drawn}</svg>'
     )
 
 
 def _thinned(points: Sequence[tuple[int, float | None, float]]) -> list[tuple[int, float, float]]:
-    """Those with a finite value, at most `MOST_POINTS`, evenly spaced, first and last among them."""
+    """Those with a finite value, at most `MOST_POINTS`, evenly spaced, first and last among
+    them."""
     known = [point for point in points if point[1] is not None and math.isfinite(point[1])]
     if len(known) <= MOST_POINTS:
         return known
@@ -71,22 +78,36 @@ def _panel(panel: Panel, x_name: str) -> str:
 
     def at(x: float, y: float) -> tuple[float, float]:
         across = (x - xs[0]) / (xs[-1] - xs[0]) if xs[-1] > xs[0] else 0.5
-        return round(_LEFT + across * (right - _LEFT), 1), round(bottom - (y - low) / (high - low) * (bottom - _TOP), 1)
+        return round(_LEFT + across * (right - _LEFT), 1), round(
+            bottom - (y - low) / (high - low) * (bottom - _TOP), 1
+        )
 
-    parts = [f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>']
+    parts = [
+        f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>'
+    ]
     for y in levels:
         place = at(xs[0], y)[1]
         parts.append(f'<path d="M{_LEFT} {place}H{right}" stroke="{_GRID}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{place + 4}" text-anchor="end">{y:.3g}</text>')
-    for x, anchor in {xs[0]: "start", xs[-1]: "end"}.items() if len(xs) > 1 else {xs[0]: "middle"}.items():
-        parts.append(f'<text x="{at(x, low)[0]}" y="{_HEIGHT - 9}" text-anchor="{anchor}">{escape(x_name)} {x}</text>')
+    for x, anchor in (
+        {xs[0]: "start", xs[-1]: "end"}.items() if len(xs) > 1 else {xs[0]: "middle"}.items()
+    ):
+        parts.append(
+            f'<text x="{at(x, low)[0]}" y="{_HEIGHT - 9}" text-anchor="{anchor}">{escape(x_name)} '
+            f"{x}</text>"
+        )
     for x, y, error in panel.points:
         if error:
             (place, above), (_, below) = at(x, y + error), at(x, y - error)
-            parts.append(f'<path d="M{place} {above}V{below}" stroke="{_LINE}" stroke-opacity="0.5"/>')
+            parts.append(
+                f'<path d="M{place} {above}V{below}" stroke="{_LINE}" stroke-opacity="0.5"/>'
+            )
     places = [at(x, y) for x, y, _ in panel.points]
     line = " ".join(f"{x},{y}" for x, y in places)
-    parts.append(f'<polyline points="{line}" fill="none" stroke="{_LINE}" stroke-width="2" stroke-linejoin="round"/>')
+    parts.append(
+        f'<polyline points="{line}" fill="none" stroke="{_LINE}" stroke-width="2" '
+        'stroke-linejoin="round"/>'
+    )
     if len(places) <= 30:
         parts += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{_LINE}"/>' for x, y in places]
     return "".join(parts)

@@ -1,4 +1,5 @@
-"""A few rows of a version for a person: read from its first shards alone, so that nobody holds, or hashes, a whole dataset."""
+"""A few rows of a version for a person: read from its first shards alone, so that nobody holds, or
+hashes, a whole dataset."""
 
 from __future__ import annotations
 
@@ -39,13 +40,17 @@ def positions(table: pa.Table, column: str, wanted: list[str]) -> dict[str, int]
 
 
 def questions(store: Store, manifest: Manifest, groups: list[str]) -> dict[str, str]:
-    """By group of these rollouts: the last message of its prompt, or the rendered prompt. Empty where the prompts are gone."""
+    """By group of these rollouts: the last message of its prompt, or the rendered prompt. Empty
+    where the prompts are gone."""
     entry = manifest.input("prompts")
     try:
         prompts = head(store.open(entry.ref), ["group_id", "messages", "prompt_text"])
     except LineageError:
         return {}
-    return {group: _question(row(prompts, at)) for group, at in positions(prompts, "group_id", groups).items()}
+    return {
+        group: _question(row(prompts, at))
+        for group, at in positions(prompts, "group_id", groups).items()
+    }
 
 
 def _question(prompt: dict[str, Any]) -> str:
@@ -53,20 +58,27 @@ def _question(prompt: dict[str, Any]) -> str:
 
 
 class Ranked(NamedTuple):
-    """The rollouts of most and of least reward, as rows of two tables that belong together by `rollout_id`."""
+    """The rollouts of most and of least reward, as rows of two tables that belong together by
+    `rollout_id`."""
 
     rewards: pa.Table
     texts: pa.Table
     places: list[tuple[int, int]]
-    """Where the chosen ones stand in `rewards` and in `texts`, by falling reward: all, or half from each end."""
+    """Where the chosen ones stand in `rewards` and in `texts`, by falling reward: all, or half from
+    each end."""
     known: int
     """How many have a reward."""
 
 
-def best_and_worst(rewards: Version, sampled: Version, columns: list[str], count: int = ROWS) -> Ranked:
-    """Up to `count` rollouts of `sampled`, with these columns (`rollout_id` among them), ranked by `rewards`."""
+def best_and_worst(
+    rewards: Version, sampled: Version, columns: list[str], count: int = ROWS
+) -> Ranked:
+    """Up to `count` rollouts of `sampled`, with these columns (`rollout_id` among them), ranked by
+    `rewards`."""
     texts, paid = head(sampled, columns), head(rewards, ["rollout_id", "reward", "parts"])
-    places = pc.index_in(paid["rollout_id"], value_set=texts["rollout_id"].combine_chunks())  # by id, never by position
+    places = pc.index_in(
+        paid["rollout_id"], value_set=texts["rollout_id"].combine_chunks()
+    )  # by id, never by position
     values = paid["reward"].to_numpy()
     known = np.flatnonzero(~np.isnan(values) & places.is_valid().to_numpy())
     ranked = known[np.argsort(-values[known], kind="stable")].tolist()

@@ -1,7 +1,8 @@
-"""The pieces of a page: HTML text in which everything foreign is escaped. No script, nothing fetched; the page forbids both itself.
+"""The pieces of a page: HTML text in which everything foreign is escaped. No script, nothing
+fetched; the page forbids both itself.
 
-What a model wrote may hold markup, control characters, megabytes: it stands in `text` cut, with its lines kept and every character
-that is not printable spelled out.
+What a model wrote may hold markup, control characters, megabytes: it stands in `text` cut, with its
+lines kept and every character that is not printable spelled out.
 """
 
 from __future__ import annotations
@@ -61,15 +62,21 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Html:
     """A table that scrolls by itself where it is wider than the page."""
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
     body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in rows)
-    return Html(f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>')
+    return Html(
+        "<div "
+        f'class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    )
 
 
 def figure(panels: Sequence[Panel], x_name: str) -> Html:
-    """Curves, two a row, with the same in words for whoever sees none; nothing where there is nothing to draw."""
+    """Curves, two a row, with the same in words for whoever sees none; nothing where there is
+    nothing to draw."""
     shown = thinned(panels)
     if not shown:
         return Html("")
-    return Html(f'<figure role="img" aria-label="{escape(said(shown))}">{svg(shown, x_name)}</figure>')
+    return Html(
+        f'<figure role="img" aria-label="{escape(said(shown))}">{svg(shown, x_name)}</figure>'
+    )
 
 
 def paragraph(words: str, kind: str = "") -> Html:
@@ -86,13 +93,19 @@ def section(name: str, *parts: Html) -> tuple[str, Html]:
     """A part of the page with its heading; nothing where it is empty."""
     inside = "\n".join(filter(None, parts))
     anchor = name.lower().replace(" ", "-")
-    return name, Html(f'<section><h2 id="{anchor}">{escape(name)}</h2>\n{inside}</section>' if inside else "")
+    return name, Html(
+        f'<section><h2 id="{anchor}">{escape(name)}</h2>\n{inside}</section>' if inside else ""
+    )
 
 
-def page(title: str, latest: str, lead: Sequence[Html], sections: Sequence[tuple[str, Html]]) -> str:
+def page(
+    title: str, latest: str, lead: Sequence[Html], sections: Sequence[tuple[str, Html]]
+) -> str:
     """The whole file. `latest` is what `stage.is_current` reads again."""
     shown = [(name, inside) for name, inside in sections if inside]
-    links = "".join(f'<a href="#{name.lower().replace(" ", "-")}">{escape(name)}</a>' for name, _ in shown)
+    links = "".join(
+        f'<a href="#{name.lower().replace(" ", "-")}">{escape(name)}</a>' for name, _ in shown
+    )
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return "\n".join(
         [

@@ -1,4 +1,5 @@
-"""What the manifest says of a rewards table, and what changed between two versions of the same rollouts."""
+"""What the manifest says of a rewards table, and what changed between two versions of the same
+rollouts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from schemas.rewards import names_of
 def failures(table: pa.Table) -> Iterator[tuple[str, str, str]]:
     """Function, rollout_id and error of everything that failed in a rewards table, row by row."""
     wrong = table.filter(pc.invert(_fine(table)))
-    for rollout, errors in zip(wrong.column("rollout_id").to_pylist(), wrong.column("errors").to_pylist(), strict=True):
+    for rollout, errors in zip(
+        wrong.column("rollout_id").to_pylist(), wrong.column("errors").to_pylist(), strict=True
+    ):
         yield from ((name, rollout, text) for name, text in errors.items() if text is not None)
 
 
@@ -35,7 +38,7 @@ def _field(table: pa.Table, column: str, name: str) -> pa.ChunkedArray:
     return pc.struct_field(table.column(column), [names_of(table, column).index(name)])
 
 
-# -- one version ------------------------------------------------------------------------------------------------------------
+# -- one version
 
 
 def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -43,7 +46,9 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
     values = table.column("reward").to_numpy(zero_copy_only=False)
     scored = ~np.isnan(values)
     parts = {name: _field(table, "parts", name) for name in names_of(table)}
-    functions = {name: _of_function(table, name, part, seconds[name]) for name, part in parts.items()}
+    functions = {
+        name: _of_function(table, name, part, seconds[name]) for name, part in parts.items()
+    }
     numbers = {name: part.to_numpy(zero_copy_only=False) for name, part in parts.items()}
     metrics = {f"reward_{name}": value for name, value in describe(values[scored]).items()}
     missing = len(table) - int(scored.sum())
@@ -51,14 +56,18 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
         "reward_null": missing,
         "reward_null_rate": missing / len(table) if len(table) else None,
         "functions": functions,
-        "correlation": {f"{a} {b}": correlation(numbers[a], numbers[b]) for a, b in combinations(numbers, 2)},
+        "correlation": {
+            f"{a} {b}": correlation(numbers[a], numbers[b]) for a, b in combinations(numbers, 2)
+        },
         "groups": groups(table.column("group_id").to_pylist(), values),
     }
     count, failed = int(scored.sum()), int((~scored & ~_fine(table).to_numpy()).sum())
     return metrics, {"scored": count, "not_scored": len(table) - count - failed, "failed": failed}
 
 
-def _of_function(table: pa.Table, name: str, part: pa.ChunkedArray, seconds: float) -> dict[str, Any]:
+def _of_function(
+    table: pa.Table, name: str, part: pa.ChunkedArray, seconds: float
+) -> dict[str, Any]:
     errors = _field(table, "errors", name).drop_null().to_pylist()
     null = part.null_count - len(errors)
     return {
@@ -72,7 +81,8 @@ def _of_function(table: pa.Table, name: str, part: pa.ChunkedArray, seconds: flo
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    """Pearson's correlation of two [rows] columns over the rows where neither is NaN; None where one of them does not vary."""
+    """Pearson's correlation of two [rows] columns over the rows where neither is NaN; None where
+    one of them does not vary."""
     both = ~(np.isnan(a) | np.isnan(b))
     x, y = a[both].astype(np.float64), b[both].astype(np.float64)
     if len(x) < 2 or x.min() == x.max() or y.min() == y.max():
@@ -82,7 +92,8 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def describe(numbers: np.ndarray) -> dict[str, float | None]:
-    """Mean, unbiased standard deviation, least and largest of [n] numbers, in float64; None where n is too small for it."""
+    """Mean, unbiased standard deviation, least and largest of [n] numbers, in float64; None where n
+    is too small for it."""
     numbers = numbers.astype(np.float64)
     return {
         "mean": float(numbers.mean()) if len(numbers) else None,
@@ -93,9 +104,11 @@ def describe(numbers: np.ndarray) -> dict[str, float | None]:
 
 
 def groups(group_ids: list[str], rewards: np.ndarray) -> dict[str, Any]:
-    """How many groups there are, and how many can teach nothing: fewer than two scored rollouts, or equal rewards.
+    """How many groups there are, and how many can teach nothing: fewer than two scored rollouts, or
+    equal rewards.
 
-    `zero_variance` is the share among groups with at least two scored rollouts; None where there is no such group.
+    `zero_variance` is the share among groups with at least two scored rollouts; None where there is
+    no such group.
     """
     found: dict[str, list[float]] = {}
     for group, reward in zip(group_ids, rewards.tolist(), strict=True):
@@ -106,20 +119,22 @@ def groups(group_ids: list[str], rewards: np.ndarray) -> dict[str, Any]:
     return {
         "count": len(found),
         "too_small": len(found) - len(able),
-        "incomplete": sum(len(group) < len(whole) for group, whole in zip(scored, found.values(), strict=True)),
+        "incomplete": sum(
+            len(group) < len(whole) for group, whole in zip(scored, found.values(), strict=True)
+        ),
         "zero_variance": equal / len(able) if able else None,
     }
 
 
-# -- two versions -------------------------------------------------------------------------------------------------------------
+# -- two versions
 
 
 def changes(group_ids: list[str], a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
     """What became of [rows] rewards `a` in `b`, NaN where there is none.
 
-    `order`: rows that changed places with another of their group (one was above the other and is below it now); `sign`: rows
-    that went from one of negative, zero, positive to another; both among the rows that have a reward in both, like
-    `mean_difference` (b − a) and `correlation`.
+    `order`: rows that changed places with another of their group (one was above the other and is
+    below it now); `sign`: rows that went from one of negative, zero, positive to another; both
+    among the rows that have a reward in both, like `mean_difference` (b − a) and `correlation`.
     """
     both, no_a, no_b = ~(np.isnan(a) | np.isnan(b)), np.isnan(a), np.isnan(b)
     x, y = a[both].astype(np.float64), b[both].astype(np.float64)

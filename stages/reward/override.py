@@ -1,10 +1,12 @@
-"""override: single rewards of a saved version are replaced by what a person says, who says so, and why: a new rewards version.
+"""override: single rewards of a saved version are replaced by what a person says, who says so, and
+why: a new rewards version.
 
-Nothing but the reward of the named rows changes: parts, errors and extra still tell what the scorers said. Refused: ids that are
-no rollouts of these rewards, values that are not finite, no author, no reason.
+Nothing but the reward of the named rows changes: parts, errors and extra still tell what the
+scorers said. Refused: ids that are no rollouts of these rewards, values that are not finite, no
+author, no reason.
 
-    config = Config(author="ada", reason="the answer is right, in another unit", overrides={"4be1c0de-sum-0017-2": 1.0})
-    ref = run(config, store, rewards="arith/rewards@3")
+    config = Config(author="ada", reason="the answer is right, in another unit",
+    overrides={"4be1c0de-sum-0017-2": 1.0}) ref = run(config, store, rewards="arith/rewards@3")
 
 From the shell the same fields stand in a JSON file: `quiver reward RECIPE --override FILE.json`.
 """
@@ -47,25 +49,42 @@ class Config(common.Config):
 
 
 def load(path: str | Path) -> Config:
-    """The config in a JSON file: {"author": …, "reason": …, "overrides": {rollout_id: reward}}. ConfigError."""
+    """The config in a JSON file: {"author": …, "reason": …, "overrides": {rollout_id: reward}}.
+    ConfigError."""
     name = f"--override {printable(path)}"
     try:
         data: Any = json.loads(Path(path).read_bytes(), object_pairs_hook=no_key_twice)
     except OSError as error:
-        raise ConfigError(name, error.strerror or "can not be read", next="name a JSON file") from None
+        raise ConfigError(
+            name, error.strerror or "can not be read", next="name a JSON file"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(name, f"is not JSON: {printable(error)}", next="correct the file") from None
+        raise ConfigError(
+            name, f"is not JSON: {printable(error)}", next="correct the file"
+        ) from None
     if not isinstance(data, dict):
-        raise ConfigError(name, "expected an object with author, reason and overrides", next="correct the file")
+        raise ConfigError(
+            name, "expected an object with author, reason and overrides", next="correct the file"
+        )
     return common.parse(Config, data, name)
 
 
-def run(config: Config, store: Store, *, rewards: str | Ref, into: str | None = None, force: bool = False) -> Ref:
-    """Write `rewards` with the overrides in place. ConfigError for an id that is not there; LineageError."""
+def run(
+    config: Config,
+    store: Store,
+    *,
+    rewards: str | Ref,
+    into: str | None = None,
+    force: bool = False,
+) -> Ref:
+    """Write `rewards` with the overrides in place. ConfigError for an id that is not there;
+    LineageError."""
     version = store.open(rewards)
     sampled = version.manifest.input("rollouts")
     if version.ref.kind != "rewards" or sampled is None:
-        raise LineageError(str(version.ref), "is no rewards version of saved rollouts", next="quiver ls")
+        raise LineageError(
+            str(version.ref), "is no rewards version of saved rollouts", next="quiver ls"
+        )
     table = version.table()
     values = override(table, config.overrides, str(version.ref))
     with begin(
@@ -87,17 +106,21 @@ def run(config: Config, store: Store, *, rewards: str | Ref, into: str | None = 
                 work.write(index, whole.slice(start, ROWS_PER_SHARD))
         metrics, status = summary(whole, dict.fromkeys(names_of(whole), 0.0))
         log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
-        return work.commit(metrics=metrics | {"overridden": len(config.overrides)}, status=status).ref
+        return work.commit(
+            metrics=metrics | {"overridden": len(config.overrides)}, status=status
+        ).ref
 
 
 def override(table: pa.Table, overrides: dict[str, float], name: str) -> pa.Array:
-    """[rows] float32, null where there is no reward: those of a rewards/1 table, with `overrides` in place. ConfigError."""
+    """[rows] float32, null where there is no reward: those of a rewards/1 table, with `overrides`
+    in place. ConfigError."""
     ids = table.column("rollout_id").to_pylist()
     unknown = sorted(overrides.keys() - set(ids))
     if unknown:
         raise ConfigError(
             f"override {printable(unknown[0])}",
-            f"{name} has no such rollout" + (f", nor {len(unknown) - 1} others that are named" if len(unknown) > 1 else ""),
+            f"{name} has no such rollout"
+            + (f", nor {len(unknown) - 1} others that are named" if len(unknown) > 1 else ""),
             next=f"quiver show {name}",
         )
     rewards = table.column("reward").to_pylist()

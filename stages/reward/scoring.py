@@ -1,7 +1,8 @@
-"""What a scorer is: something that says of each row a number, nothing, or why it failed. A failure never becomes a number.
+"""What a scorer is: something that says of each row a number, nothing, or why it failed. A failure
+never becomes a number.
 
-There are three kinds: functions (`workers`), models (`models`) and servers (`servers`). The stage knows them by this protocol
-alone. This module is light, because each worker imports it.
+There are three kinds: functions (`workers`), models (`models`) and servers (`servers`). The stage
+knows them by this protocol alone. This module is light, because each worker imports it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ LARGEST = 3.4028234663852886e38  # of a float32
 EXTRA_BYTES = 10_000
 """Most of what came beside the number that is kept."""
 Batch = Mapping[str, list[Any]]
-"""Lists of equal length, one item a row: OFFERED, and the user's columns by their names. Not to be changed in place."""
+"""Lists of equal length, one item a row: OFFERED, and the user's columns by their names. Not to be
+changed in place."""
 
 
 class Part(NamedTuple):
-    """What one scorer said of one row: a value, or an error, or neither (it does not apply there)."""
+    """What one scorer said of one row: a value, or an error, or neither (it does not apply
+    there)."""
 
     value: float | None = None
     error: str | None = None
@@ -33,8 +36,8 @@ class Part(NamedTuple):
 class Scorer(Protocol):
     """One source of rewards, with its column in `parts`.
 
-    The stage calls `score` from one thread of its own, never twice at once. `close` may come from another thread while `score`
-    waits; the call must end soon then, in whatever way.
+    The stage calls `score` from one thread of its own, never twice at once. `close` may come from
+    another thread while `score` waits; the call must end soon then, in whatever way.
     """
 
     name: str
@@ -47,21 +50,26 @@ class Scorer(Protocol):
     """Time that scoring took so far, summed over processes."""
 
     def require(self, columns: Iterable[str]) -> None:
-        """ConfigError unless everything that it needs is offered, or among the prompts' `columns`."""
+        """ConfigError unless everything that it needs is offered, or among the prompts'
+        `columns`."""
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row; a failure is a part with an error. QuiverError only where no row at all can be scored."""
+        """One part a row; a failure is a part with an error. QuiverError only where no row at all
+        can be scored."""
 
     def close(self) -> None:
         """Let go of what it holds: processes, connections, memory."""
 
 
 def as_extra(beside: Any) -> str:
-    """JSON text of what came beside the number; beyond EXTRA_BYTES only the start is kept, and said to be. ValueError,
-    RecursionError: it is no JSON."""
+    """JSON text of what came beside the number; beyond EXTRA_BYTES only the start is kept, and said
+    to be. ValueError, RecursionError: it is no JSON."""
     text = json.dumps(beside, ensure_ascii=False, allow_nan=False)
     if len(text.encode(errors="replace")) > EXTRA_BYTES:
-        text = json.dumps({"cut": True, "length": len(text), "start": text[: EXTRA_BYTES // 8]}, ensure_ascii=False)
+        text = json.dumps(
+            {"cut": True, "length": len(text), "start": text[: EXTRA_BYTES // 8]},
+            ensure_ascii=False,
+        )
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -72,7 +80,8 @@ def require_columns(name: str, needs: Iterable[str], columns: Iterable[str]) -> 
         near = difflib.get_close_matches(missing, [*columns, *OFFERED], 1, 0.5)
         raise ConfigError(
             f"reward function {name}",
-            f"needs {missing}, which is neither a column of the prompts ({printable(', '.join(columns)) or 'none'}) nor one of "
+            f"needs {missing}, which is neither a column of the prompts "
+            f"({printable(', '.join(columns)) or 'none'}) nor one of "
             f"{', '.join(OFFERED)}" + (f"; did you mean {near[0]}?" if near else ""),
             next="rename the column or the parameter, give it a default, or set it in arguments",
         )

@@ -1,4 +1,5 @@
-"""The rows of one rewards version, shard by shard: which are to be scored, and what is written of them."""
+"""The rows of one rewards version, shard by shard: which are to be scored, and what is written of
+them."""
 
 from __future__ import annotations
 
@@ -25,23 +26,38 @@ log = logging.getLogger(__name__)
 
 
 class Shards:
-    """Shards of ROWS_PER_SHARD rollouts; those that an earlier attempt wrote are not scored again."""
+    """Shards of ROWS_PER_SHARD rollouts; those that an earlier attempt wrote are not scored
+    again."""
 
-    def __init__(self, config: Config, work: Work, rollouts: pa.Table, prompts: pa.Table, earlier: pa.Table | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        work: Work,
+        rollouts: pa.Table,
+        prompts: pa.Table,
+        earlier: pa.Table | None,
+    ) -> None:
         """`earlier`: rewards from which rows are taken over."""
         self._config, self._work, self._rollouts = config, work, rollouts
-        self._prompts = prompts.select(["group_id", "messages", "prompt_text", "columns"]).combine_chunks()
+        self._prompts = prompts.select(
+            ["group_id", "messages", "prompt_text", "columns"]
+        ).combine_chunks()
         self._order = tables.join(rollouts, self._prompts)
         had = [] if earlier is None else names_of(earlier, "extra")
         self._extras = [each.name for each in config.scorers if each.extra or each.name in had]
-        self._earlier = earlier if earlier is None else aligned(earlier, rollouts, config.part_names, self._extras)
+        self._earlier = (
+            earlier
+            if earlier is None
+            else aligned(earlier, rollouts, config.part_names, self._extras)
+        )
         self._starts = range(0, max(1, rollouts.num_rows), ROWS_PER_SHARD)
         self._claims = work.claims(len(self._starts))
         self._counted: set[int] = set()
         """Shards whose failures the allowance knows."""
 
     def score(self, scorers: list[Scorer], allowance: Allowance) -> pa.Table:
-        """Score the shards that are not there yet; the whole table. RewardError when too many rows failed."""
+        """Score the shards that are not there yet; the whole table. RewardError when too many rows
+        failed."""
         self._scorers = scorers
         try:
             self._count_failures(allowance)
@@ -66,14 +82,17 @@ class Shards:
         return pa.array([row for row, null in enumerate(missing) if null], pa.int64())
 
     def _count_failures(self, allowance: Allowance) -> None:
-        """Tell the allowance of what failed in shards that an earlier attempt, or another process, has finished."""
+        """Tell the allowance of what failed in shards that an earlier attempt, or another process,
+        has finished."""
         found = set(range(len(self._starts))) - {*self._claims.unfinished(), *self._counted}
         for index in sorted(found):
             try:
                 for failure in failures(self._work.read(index)):
                     allowance.notice(*failure)
             except TooMany:
-                self._work.drop(index)  # as if it had been scored here: it is done again when the scorer is mended
+                self._work.drop(
+                    index
+                )  # as if it had been scored here: it is done again when the scorer is mended
                 raise
             except FileNotFoundError:
                 continue  # another process has just come to the same end
@@ -93,7 +112,9 @@ class Shards:
         config, rollouts = self._config, self._part(self._rollouts, index).take(self._rows(index))
         weights = {each.name: each.weight for each in config.scorers}
         penalty = config.overlong.model_dump() if config.overlong else None
-        table = tables.as_rewards(rollouts, parts, weights, config.reward_clip, penalty, self._extras)
+        table = tables.as_rewards(
+            rollouts, parts, weights, config.reward_clip, penalty, self._extras
+        )
         if self._earlier is not None:
             table = merged(self._part(self._earlier, index), table)
         self._counted.add(index)
@@ -108,19 +129,27 @@ class Shards:
         """Time in each scorer, summed over its processes and over those that share the work."""
         self._work.told["scorers"] = self._own_seconds()
         told = [part.get("scorers", {}) for part in self._work.parts()]
-        return {tables.OVERLONG: 0.0, **{name: sum(each.get(name, 0.0) for each in told) for name in self._own_seconds()}}
+        return {
+            tables.OVERLONG: 0.0,
+            **{name: sum(each.get(name, 0.0) for each in told) for name in self._own_seconds()},
+        }
 
     def _too_many(self, allowance: Allowance) -> RewardError:
         """The error for more failed rows than are allowed; it shows the first."""
         name, rollout, error = allowance.first
         kinds = {"model": self._config.models, "server": self._config.servers}
-        kind = next((kind for kind, found in kinds.items() if name in {each.name for each in found}), "function")
+        kind = next(
+            (kind for kind, found in kinds.items() if name in {each.name for each in found}),
+            "function",
+        )
         finished = sum(self._work.has(index) for index in range(len(self._starts)))
         return RewardError(
             f"{self._work.run}/rewards",
-            f"{len(allowance.failed)} of {self._rollouts.num_rows} rows failed so far, more than reward.max_invalid allows; first: "
+            f"{len(allowance.failed)} of {self._rollouts.num_rows} rows failed so far, more than "
+            "reward.max_invalid allows; first: "
             f"{kind} {name}, rollout {printable(rollout)}: {error}",
-            state=f"{finished} finished shards are kept, and taken up where [reward] and its code stay as they are; "
+            state=f"{finished} finished shards are kept, and taken up where [reward] and its code "
+            "stay as they are; "
             "no version was written.",
             next=f"correct the {kind} and run again, or raise reward.max_invalid",
         )

@@ -1,6 +1,8 @@
-"""All scorers at once: each in a thread of its own, through one shard after the other, and not more than AHEAD shards at a time.
+"""All scorers at once: each in a thread of its own, through one shard after the other, and not more
+than AHEAD shards at a time.
 
-A failed row is counted when it is known; when more have failed than are allowed, nothing further is scored.
+A failed row is counted when it is known; when more have failed than are allowed, nothing further is
+scored.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class TooMany(Exception):
 
 
 class Allowance:
-    """How many rows may fail. `notice` is called from any thread, for a row as often as one likes."""
+    """How many rows may fail. `notice` is called from any thread, for a row as often as one
+    likes."""
 
     def __init__(self, most: float) -> None:
         self.most = most
@@ -40,7 +43,8 @@ class Allowance:
 
 
 class _Thread:
-    """A thread in which one scorer scores batches in order. A daemon: it must not keep a process that was told to end."""
+    """A thread in which one scorer scores batches in order. A daemon: it must not keep a process
+    that was told to end."""
 
     def __init__(self, scorer: Scorer, allowance: Allowance) -> None:
         self._scorer, self._allowance = scorer, allowance
@@ -74,9 +78,11 @@ def score_all(
     allowance: Allowance,
     done: Callable[[int, dict[str, list[Part]]], Any],
 ) -> None:
-    """Score each shard's batch (none of them empty); `done` gets its index and each scorer's parts, in order of shards.
+    """Score each shard's batch (none of them empty); `done` gets its index and each scorer's parts,
+    in order of shards.
 
-    What a scorer raises, this raises at once, and TooMany when `allowance` says so; shards that were handed over are done.
+    What a scorer raises, this raises at once, and TooMany when `allowance` says so; shards that
+    were handed over are done.
     """
     threads = {scorer.name: _Thread(scorer, allowance) for scorer in scorers}
     under_way: list[tuple[int, dict[str, Future[list[Part]]]]] = []
@@ -86,7 +92,9 @@ def score_all(
         waiting = {future for _, each in under_way for future in each.values()}
         while not all(future.done() for future in futures.values()):
             ended, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            if not all(future.done() for future in futures.values()):  # else this shard is done first, whatever the next says
+            if not all(
+                future.done() for future in futures.values()
+            ):  # else this shard is done first, whatever the next says
                 for future in ended:
                     future.result()
         done(index, {name: future.result() for name, future in futures.items()})
@@ -94,7 +102,9 @@ def score_all(
 
     try:
         for index, batch in shards:
-            under_way.append((index, {name: thread.submit(batch) for name, thread in threads.items()}))
+            under_way.append(
+                (index, {name: thread.submit(batch) for name, thread in threads.items()})
+            )
             if len(under_way) == AHEAD:
                 finish_first()
         while under_way:

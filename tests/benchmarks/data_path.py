@@ -1,10 +1,12 @@
-"""From the store to packed micro-batches, as optimize goes: 200,000 rollouts of 128 + 256 tokens, rows a second and memory.
+"""From the store to packed micro-batches, as optimize goes: 200,000 rollouts of 128 + 256 tokens,
+rows a second and memory.
 
     python -m tests.benchmarks.data_path
 
-Opening checks the hashes and maps the files; load joins, checks, weighs and gathers; packing deals pieces out into micro-batches;
-laying out makes the tensors of each micro-batch. Goal: 50,000 rows/s over all four. Private memory is what the process holds beyond
-the mapped files, sampled while each step runs.
+Opening checks the hashes and maps the files; load joins, checks, weighs and gathers; packing deals
+pieces out into micro-batches; laying out makes the tensors of each micro-batch. Goal: 50,000 rows/s
+over all four. Private memory is what the process holds beyond the mapped files, sampled while each
+step runs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments.work = Path(folder)
         run_side("data_path", "make", "--work", folder, *(["--quick"] if arguments.quick else []))
-        found = min(take_turns("data_path", ["read"], arguments)["read"], key=lambda each: sum(each["seconds"].values()))
+        found = min(
+            take_turns("data_path", ["read"], arguments)["read"],
+            key=lambda each: sum(each["seconds"].values()),
+        )
     seconds = found["seconds"] | {"all": sum(found["seconds"].values())}
     lines = [
         {
@@ -47,7 +52,10 @@ def main() -> None:
         }
         for step in seconds
     ]
-    what = f"{rows:,} rollouts of {PROMPT} + {COMPLETION} tokens, {found['micros']:,} micro-batches of {BUDGET:,} tokens."
+    what = (
+        f"{rows:,} rollouts of {PROMPT} + {COMPLETION} tokens, {found['micros']:,} micro-batches "
+        f"of {BUDGET:,} tokens."
+    )
     print(machine(), f"{what} Goal: {GOAL:,} rows/s over all.", table(lines), sep="\n\n")
 
 
@@ -77,7 +85,9 @@ def _read(arguments: argparse.Namespace, rows: int) -> None:
     with clock.step("load"):
         batch = load(Config().resolved(), algorithms.resolve("grpo"), store, inputs).batch
     with clock.step("pack"):
-        micros = pack(pieces_of("shared", range(len(batch.groups)), batch.prompts, batch.data, BUDGET), BUDGET)
+        micros = pack(
+            pieces_of("shared", range(len(batch.groups)), batch.prompts, batch.data, BUDGET), BUDGET
+        )
     with clock.step("lay out"):
         tokens = sum(make_layout(micro, batch.data).ids.numel() for micro in micros)
     assert tokens >= rows * (COMPLETION - 1), "every completion is laid out"
@@ -88,7 +98,8 @@ _INPUTS = {"policy": "policy@0", "rollouts": "rollouts@1", "rewards": "rewards@1
 
 
 class Steps:
-    """Seconds of each step, and the most private memory (GB) that the process held in it beyond what it held at first."""
+    """Seconds of each step, and the most private memory (GB) that the process held in it beyond
+    what it held at first."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,10 +1,12 @@
-"""Tokens/s of the generate stage, its Arrow files included, against a bare `vllm.LLM.generate` and transformers' generate.
+"""Tokens/s of the generate stage, its Arrow files included, against a bare `vllm.LLM.generate` and
+transformers' generate.
 
     python -m tests.benchmarks.generation
 
-The same model, prompts, group, seeds and engine arguments for both vLLM sides, so that they sample the same tokens; the start (from
-the process's first moment to the first request) stands apart. Our rate runs from the first request to the committed version,
-without the engine's end, which the bare script does not wait for either. Transformers samples a share of the same prompts.
+The same model, prompts, group, seeds and engine arguments for both vLLM sides, so that they sample
+the same tokens; the start (from the process's first moment to the first request) stands apart. Our
+rate runs from the first request to the committed version, without the engine's end, which the bare
+script does not wait for either. Transformers samples a share of the same prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from .made import RUN, demo_prompts, real_policy
-from .side_by_side import answer, machine, make_parser, median, run_side, since_start, table, take_turns
+from .side_by_side import (
+    answer,
+    machine,
+    make_parser,
+    median,
+    run_side,
+    since_start,
+    table,
+    take_turns,
+)
 
 PROMPTS, SAMPLES, TOKENS, DTYPE, CACHE_GIB = 128, 8, 64, "float32", 2.0
 TRANSFORMERS_BATCH = 64
@@ -32,7 +43,9 @@ def main() -> None:
     """Compare, or be one side of a comparison."""
     arguments = make_parser(__doc__, (*SIDES, "prompts"), repeat=2).parse_args()
     if arguments.side:
-        {"quiver": _quiver, "vllm": _vllm, "transformers": _transformers, "prompts": _prompts}[arguments.side](arguments)
+        {"quiver": _quiver, "vllm": _vllm, "transformers": _transformers, "prompts": _prompts}[
+            arguments.side
+        ](arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.work = Path(folder)
@@ -48,7 +61,11 @@ def main() -> None:
 def _row(side: str, found: list[dict[str, Any]], bare: float) -> dict[str, str]:
     rate = median(found, "tokens_per_second")
     return {
-        "": {"quiver": "Quiver, stage generate", "vllm": "vLLM, bare script", "transformers": "transformers, generate"}[side],
+        "": {
+            "quiver": "Quiver, stage generate",
+            "vllm": "vLLM, bare script",
+            "transformers": "transformers, generate",
+        }[side],
         "start s": f"{median(found, 'start'):.1f}",
         "tokens/s": f"{rate:.0f}",
         "of bare vLLM": f"{rate / bare:.3f}",
@@ -61,7 +78,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
     return (8, 16) if arguments.quick else (PROMPTS, TOKENS)
 
 
-# -- sides ---------------------------------------------------------------------------------------------------------------------
+# -- sides
 
 
 def _prompts(arguments: argparse.Namespace) -> None:
@@ -96,15 +113,26 @@ class Clock:
         """What is done inside does not count."""
         wall, cpu = time.monotonic(), time.process_time()
         yield
-        self.wall, self.cpu = self.wall + time.monotonic() - wall, self.cpu + time.process_time() - cpu
+        self.wall, self.cpu = (
+            self.wall + time.monotonic() - wall,
+            self.cpu + time.process_time() - cpu,
+        )
 
     def stop(self) -> None:
         """All is done that counts."""
-        self.seconds, self.cpu_seconds = time.monotonic() - self.wall, time.process_time() - self.cpu
+        self.seconds, self.cpu_seconds = (
+            time.monotonic() - self.wall,
+            time.process_time() - self.cpu,
+        )
 
     def answer(self, tokens: int) -> None:
         """The side's last word."""
-        answer(start=self.started, tokens=tokens, tokens_per_second=tokens / self.seconds, cpu_seconds=self.cpu_seconds)
+        answer(
+            start=self.started,
+            tokens=tokens,
+            tokens_per_second=tokens / self.seconds,
+            cpu_seconds=self.cpu_seconds,
+        )
 
 
 def _quiver(arguments: argparse.Namespace) -> None:
@@ -115,11 +143,25 @@ def _quiver(arguments: argparse.Namespace) -> None:
     clock, make = Clock(), engine.make_engine
     engine.make_engine = lambda name, setup: _clocked(make(name, setup), clock)
     store, policy, prompts = _inputs(arguments)
-    given = {"samples_per_prompt": SAMPLES, "dtype": DTYPE, "sampling": {"max_tokens": _sizes(arguments)[1]}}
+    given = {
+        "samples_per_prompt": SAMPLES,
+        "dtype": DTYPE,
+        "sampling": {"max_tokens": _sizes(arguments)[1]},
+    }
     given["options"] = {"cpu_kv_cache_gib": CACHE_GIB}
     spec, result = arguments.work / "spec.json", arguments.work / "result.json"
     refs = {"prompts": str(prompts.ref), "policy": str(policy.ref)}
-    spec.write_text(json.dumps({"stage": "generate", "config": given, "store": str(store.path), "refs": refs, "force": True}))
+    spec.write_text(
+        json.dumps(
+            {
+                "stage": "generate",
+                "config": given,
+                "store": str(store.path),
+                "refs": refs,
+                "force": True,
+            }
+        )
+    )
     sys.argv[1:] = ["generate", "--spec", str(spec), "--result", str(result)]
     if process.main():
         sys.exit(result.read_text())
@@ -128,7 +170,8 @@ def _quiver(arguments: argparse.Namespace) -> None:
 
 
 def _clocked(made: Any, clock: Clock) -> Any:
-    """The engine `made`: its first request starts the clock, and the time of its end does not count."""
+    """The engine `made`: its first request starts the clock, and the time of its end does not
+    count."""
     generate, close = made.generate, made.close
 
     def first(requests):
@@ -148,8 +191,17 @@ def _vllm(arguments: argparse.Namespace) -> None:
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     cpu = {}
     if not os.path.exists("/dev/nvidiactl"):
-        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        cpu = {"block_size": 32, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096, "enforce_eager": True}
+        os.environ |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "TORCH_COMPILE_DISABLE": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        cpu = {
+            "block_size": 32,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": 4096,
+            "enforce_eager": True,
+        }
         cpu["kv_cache_memory_bytes"] = int(CACHE_GIB * 2**30)
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
@@ -157,19 +209,28 @@ def _vllm(arguments: argparse.Namespace) -> None:
     from stages.generate.rows import row_seed
 
     _, policy, prompts = _inputs(arguments)
-    asked, groups = (prompts.table().column(name).to_pylist() for name in ("prompt_ids", "group_id"))
+    asked, groups = (
+        prompts.table().column(name).to_pylist() for name in ("prompt_ids", "group_id")
+    )
     limit, clock = _sizes(arguments)[1], Clock()
     llm = LLM(
         str(policy.path), dtype=DTYPE, max_model_len=max(map(len, asked)) + limit, seed=0, generation_config="vllm",
         logprobs_mode="processed_logprobs", max_num_seqs=256, enable_prefix_caching=True, use_tqdm_on_load=False, **cpu,
     )  # fmt: skip
     clock.start()
-    common = {"max_tokens": limit, "logprobs": 0, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+    common = {
+        "max_tokens": limit,
+        "logprobs": 0,
+        "detokenize": False,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
     stops = [llm.get_tokenizer().eos_token_id]
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=ids) for ids in asked for _ in range(SAMPLES)],
         [
-            SamplingParams(seed=row_seed(0, 0, group, sample), ignore_eos=True, stop_token_ids=stops, **common)
+            SamplingParams(
+                seed=row_seed(0, 0, group, sample), ignore_eos=True, stop_token_ids=stops, **common
+            )
             for group in groups
             for sample in range(SAMPLES)
         ],
@@ -190,18 +251,24 @@ def _transformers(arguments: argparse.Namespace) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=getattr(torch, DTYPE)).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     asked = prompts.table().column("prompt_ids").to_pylist()
-    rows = [ids for ids in asked for _ in range(SAMPLES)][: TRANSFORMERS_BATCH * (1 if arguments.quick else 2)]
+    rows = [ids for ids in asked for _ in range(SAMPLES)][
+        : TRANSFORMERS_BATCH * (1 if arguments.quick else 2)
+    ]
     torch.manual_seed(0)
     tokens, clock = 0, Clock()
     clock.start()
     for start in range(0, len(rows), TRANSFORMERS_BATCH):
-        batch = tokenizer.pad({"input_ids": rows[start : start + TRANSFORMERS_BATCH]}, return_tensors="pt").to(model.device)
+        batch = tokenizer.pad(
+            {"input_ids": rows[start : start + TRANSFORMERS_BATCH]}, return_tensors="pt"
+        ).to(model.device)
         made = model.generate(
             **batch, max_new_tokens=_sizes(arguments)[1], do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
             pad_token_id=tokenizer.pad_token_id,
         )[:, batch["input_ids"].shape[1] :]  # fmt: skip
         ended = (made == tokenizer.eos_token_id).int()
-        tokens += int((ended.cumsum(1) - ended == 0).sum())  # up to the first end token, which counts
+        tokens += int(
+            (ended.cumsum(1) - ended == 0).sum()
+        )  # up to the first end token, which counts
     clock.stop()
     clock.answer(tokens)
 

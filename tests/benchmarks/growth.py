@@ -1,11 +1,13 @@
-"""1, 4 and 16 times as many rollouts through optimize, reward and prompt: seconds a token or row, and memory, which should be flat.
+"""1, 4 and 16 times as many rollouts through optimize, reward and prompt: seconds a token or row,
+and memory, which should be flat.
 
     python -m tests.benchmarks.growth
 
-`optimize` with SmolLM2-135M is what a user waits for; with a model of two tiny layers our own code is most of the work, so that
-anything that grows faster than its input shows there. Seconds are those of the stage's phases in its manifest, memory is the peak
-of its process; the inputs are made before, in another process. `optimize` takes as many more steps, so that a step's own cost does
-not thin out. Goal: no more than 10 % dearer. Less is the start of workers, which does not grow.
+`optimize` with SmolLM2-135M is what a user waits for; with a model of two tiny layers our own code
+is most of the work, so that anything that grows faster than its input shows there. Seconds are
+those of the stage's phases in its manifest, memory is the peak of its process; the inputs are made
+before, in another process. `optimize` takes as many more steps, so that a step's own cost does not
+thin out. Goal: no more than 10 % dearer. Less is the start of workers, which does not grow.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ CASES = {
     "reward, numeric": ("reward", "tiny", "score", 4_096, "row"),
     "prompt": ("prompt", "tiny", "render", 4_096, "row"),
 }
-"""Stage, model, phase, rollouts (or rows) of the smallest size, and what the seconds are divided by."""
+"""Stage, model, phase, rollouts (or rows) of the smallest size, and what the seconds are divided
+by."""
 PROMPT, COMPLETION = 64, 64
 
 
@@ -70,11 +73,16 @@ def _make(arguments: argparse.Namespace) -> None:
     store = Store(arguments.work / "store")
     policy = (real_policy if model == "real" else tiny_policy)(store)
     if stage == "prompt":
-        lines = (f'{{"question": "What is {row} plus 5?", "answer": {row + 5}}}\n' for row in range(arguments.rows))
+        lines = (
+            f'{{"question": "What is {row} plus 5?", "answer": {row + 5}}}\n'
+            for row in range(arguments.rows)
+        )
         (arguments.work / "rows.jsonl").write_text("".join(lines))
     else:
         asked = make_prompts(store, -(-arguments.rows // 8))
-        make_rewards(store, make_rollouts(store, policy, arguments.rows, PROMPT, COMPLETION, asked=asked))
+        make_rewards(
+            store, make_rollouts(store, policy, arguments.rows, PROMPT, COMPLETION, asked=asked)
+        )
     answer()
 
 
@@ -87,17 +95,31 @@ def _stage(arguments: argparse.Namespace) -> None:
     from stages.reward import stage as reward
 
     stage, _, phase, _, unit = CASES[arguments.case]
-    store, policy, rollouts = Store(arguments.work / "store"), f"{RUN}/policy@0", f"{RUN}/rollouts@1"
+    store, policy, rollouts = (
+        Store(arguments.work / "store"),
+        f"{RUN}/policy@0",
+        f"{RUN}/rollouts@1",
+    )
     if stage == "optimize":
-        config = optimize.Config(audit={"enabled": False}, save_optimizer=False, minibatches=arguments.times)
-        made = optimize.run(config, store, policy=policy, rollouts=rollouts, rewards=f"{RUN}/rewards@1", force=True)
+        config = optimize.Config(
+            audit={"enabled": False}, save_optimizer=False, minibatches=arguments.times
+        )
+        made = optimize.run(
+            config, store, policy=policy, rollouts=rollouts, rewards=f"{RUN}/rewards@1", force=True
+        )
     elif stage == "reward":
         made = reward.run(
-            parse(reward.Config, {"functions": [{"use": "numeric"}]}, "reward"), store, rollouts=rollouts, force=True
+            parse(reward.Config, {"functions": [{"use": "numeric"}]}, "reward"),
+            store,
+            rollouts=rollouts,
+            force=True,
         )
     else:
         made = prompt.run(
-            prompt.Config(source=str(arguments.work / "rows.jsonl"), prompt="question"), store, policy=policy, force=True
+            prompt.Config(source=str(arguments.work / "rows.jsonl"), prompt="question"),
+            store,
+            policy=policy,
+            force=True,
         )
     seconds = store.open(made).manifest.seconds[phase]
     each = arguments.rows * (PROMPT + COMPLETION if unit == "token" else 1)

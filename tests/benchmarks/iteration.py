@@ -2,10 +2,11 @@
 
     python -m tests.benchmarks.iteration
 
-The demo's task, model, rewards, group (8) and lengths in float32, 32 prompts an iteration, four optimizer steps on them. TRL
-generates with transformers, as it does without a GPU, and runs as it comes otherwise. Counted is the second iteration and later
-ones, from the end of one to the end of the next: with Quiver's start of a process for every stage, its checkpoint with optimizer
-state, its hashes; TRL stays in one process and saves nothing.
+The demo's task, model, rewards, group (8) and lengths in float32, 32 prompts an iteration, four
+optimizer steps on them. TRL generates with transformers, as it does without a GPU, and runs as it
+comes otherwise. Counted is the second iteration and later ones, from the end of one to the end of
+the next: with Quiver's start of a process for every stage, its checkpoint with optimizer state, its
+hashes; TRL stays in one process and saves nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.work = Path(folder)
-        found = take_turns("iteration", list(SIDES), arguments, "--iterations", str(arguments.iterations), peers=["trl"])
+        found = take_turns(
+            "iteration",
+            list(SIDES),
+            arguments,
+            "--iterations",
+            str(arguments.iterations),
+            peers=["trl"],
+        )
     ours = median(found["quiver"], "seconds")
     rows = [
         {
@@ -49,14 +57,19 @@ def main() -> None:
         }
         for side in SIDES
     ]
-    print(machine(), f"{_prompts(arguments)} prompts × {GROUP} × {TOKENS} tokens.", table(rows), sep="\n\n")
+    print(
+        machine(),
+        f"{_prompts(arguments)} prompts × {GROUP} × {TOKENS} tokens.",
+        table(rows),
+        sep="\n\n",
+    )
 
 
 def _prompts(arguments: argparse.Namespace) -> int:
     return 4 if arguments.quick else PROMPTS
 
 
-# -- sides ---------------------------------------------------------------------------------------------------------------------
+# -- sides
 
 
 def _quiver(arguments: argparse.Namespace) -> None:
@@ -67,7 +80,11 @@ def _quiver(arguments: argparse.Namespace) -> None:
     lines = (ROOT / RECIPE).read_text().splitlines(keepends=True)
     recipe.write_text("".join(line for line in lines if not line.startswith("held_out")))
     store = arguments.work / f"store{time.monotonic_ns()}"
-    settings = [f"iterations={arguments.iterations}", f"data.limit={_prompts(arguments)}", f"optimize.minibatches={STEPS}"]
+    settings = [
+        f"iterations={arguments.iterations}",
+        f"data.limit={_prompts(arguments)}",
+        f"optimize.minibatches={STEPS}",
+    ]
     given = [part for setting in settings for part in ("--set", setting)]
     said, _ = quiver(arguments.work, "run", str(recipe), "--store", str(store), "--json", *given)
     result = json.loads(said)
@@ -99,7 +116,10 @@ def _trl(arguments: argparse.Namespace) -> None:
     path = str(real_policy(Store(arguments.work / "trl_store")).path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    asked = [{"prompt": row["messages"], "answer": row["answer"]} for row in islice(rows("train"), PROMPTS * 4)]
+    asked = [
+        {"prompt": row["messages"], "answer": row["answer"]}
+        for row in islice(rows("train"), PROMPTS * 4)
+    ]
     begins, generating = [], []
 
     class Clocked(GRPOTrainer):

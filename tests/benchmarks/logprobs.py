@@ -1,10 +1,12 @@
-"""Saved completions scored again: our logprobs stage (packed, a group's prompt once) against TRL's per-token logps on padded rows.
+"""Saved completions scored again: our logprobs stage (packed, a group's prompt once) against TRL's
+per-token logps on padded rows.
 
     python -m tests.benchmarks.logprobs
 
-SmolLM2-135M in float32 on the same rollouts: groups of 8, prompts of 128 to 256 tokens, completions of 8 to 64. Logical tokens are
-those of all rollouts, prompts included, whatever is computed for them. Ours is the stage's own `score` phase, in which it also
-tries out its packing; TRL has rows of one batch at a time, padded as its trainer pads them. Both must give the same numbers.
+SmolLM2-135M in float32 on the same rollouts: groups of 8, prompts of 128 to 256 tokens, completions
+of 8 to 64. Logical tokens are those of all rollouts, prompts included, whatever is computed for
+them. Ours is the stage's own `score` phase, in which it also tries out its packing; TRL has rows of
+one batch at a time, padded as its trainer pads them. Both must give the same numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def main() -> None:
         sys.exit("the two sides do not compute the same logprobs")
 
 
-# -- sides ---------------------------------------------------------------------------------------------------------------------
+# -- sides
 
 
 def _make(arguments: argparse.Namespace) -> None:
@@ -69,14 +71,20 @@ def _saved(arguments: argparse.Namespace):
 
     store = Store(arguments.work / "store")
     rollouts = store.open(f"{RUN}/rollouts@1").table()
-    return store, store.open(f"{RUN}/policy@0"), *(rollouts[name].to_pylist() for name in ("prompt_ids", "completion_ids"))
+    return (
+        store,
+        store.open(f"{RUN}/policy@0"),
+        *(rollouts[name].to_pylist() for name in ("prompt_ids", "completion_ids")),
+    )
 
 
 def _quiver(arguments: argparse.Namespace) -> None:
     from stages.logprobs.stage import Config, run
 
     store, policy, prompts, completions = _saved(arguments)
-    made = store.open(run(Config(), store, rollouts=f"{RUN}/rollouts@1", policy=policy.ref, force=True))
+    made = store.open(
+        run(Config(), store, rollouts=f"{RUN}/rollouts@1", policy=policy.ref, force=True)
+    )
     np.save(arguments.work / "quiver.npy", np.concatenate(made.table()["logprobs"].to_pylist()))
     tokens = sum(map(len, prompts)) + sum(map(len, completions))
     answer(tokens_per_second=tokens / made.manifest.seconds["score"])
@@ -103,7 +111,10 @@ def _trl(arguments: argparse.Namespace) -> None:
         processing_class=tokenizer,
     )
     left, right = max(map(len, prompts)), max(map(len, completions))
-    ids, mask = torch.zeros(len(prompts), left + right, dtype=torch.int64), torch.zeros(len(prompts), left + right).int()
+    ids, mask = (
+        torch.zeros(len(prompts), left + right, dtype=torch.int64),
+        torch.zeros(len(prompts), left + right).int(),
+    )
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         place = slice(left - len(prompt), left + len(completion))
         ids[row, place], mask[row, place] = torch.tensor(prompt + completion), 1
@@ -114,7 +125,9 @@ def _trl(arguments: argparse.Namespace) -> None:
             trainer.model, ids.to(device), mask.to(device), right, batch_size=GROUP
         )
         seconds = time.monotonic() - start
-    np.save(arguments.work / "trl.npy", found[0].float().cpu().numpy()[mask[:, left:].bool().numpy()])
+    np.save(
+        arguments.work / "trl.npy", found[0].float().cpu().numpy()[mask[:, left:].bool().numpy()]
+    )
     answer(tokens_per_second=int(mask.sum()) / seconds)
 
 

@@ -1,4 +1,5 @@
-"""What the benchmarks read: a model as policy@0, real prompts, and rollouts and rewards of any number with random ids."""
+"""What the benchmarks read: a model as policy@0, real prompts, and rollouts and rewards of any
+number with random ids."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def real_policy(store: Store) -> Version:
 
 
 def random_policy(store: Store, shape: str) -> Version:
-    """Random weights in the shape of a Qwen3 model, `qwen3-0.6b` or `qwen3-1.7b`, as `bench/policy@0`."""
+    """Random weights in the shape of a Qwen3 model, `qwen3-0.6b` or `qwen3-1.7b`, as
+    `bench/policy@0`."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from tests.tiny import tokenizer
@@ -52,26 +54,43 @@ def random_policy(store: Store, shape: str) -> Version:
 
 
 def tiny_policy(store: Store, context: int = 1024) -> Version:
-    """A model of two small layers as `bench/policy@0`, in which our own code is most of the work."""
+    """A model of two small layers as `bench/policy@0`, in which our own code is most of the
+    work."""
     from tests.tiny import make_folder
 
     with tempfile.TemporaryDirectory() as folder:
         path = make_folder(Path(folder)) / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": context}))
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "max_position_embeddings": context})
+        )
         return store.open(import_policy(PolicyConfig(model=folder), store, into=RUN))
 
 
 def demo_prompts(store: Store, policy: Version, count: int) -> Version:
     """The first `count` questions of the demo, rendered for `policy`."""
-    about = {"source": "deployments.recipes.larger:rows", "arguments": {"split": "train"}, "group_id": "group_id"}
-    return store.open(render(PromptConfig(**about, messages="messages", limit=count), store, policy=policy.ref))
+    about = {
+        "source": "deployments.recipes.larger:rows",
+        "arguments": {"split": "train"},
+        "group_id": "group_id",
+    }
+    return store.open(
+        render(PromptConfig(**about, messages="messages", limit=count), store, policy=policy.ref)
+    )
 
 
 def make_prompts(store: Store, groups: int) -> Version:
     """`groups` prompts of one id with a column `answer`, for rewards: g0, g1, …"""
-    schema = fields.with_struct(prompts.SCHEMA, columns=pa.struct([pa.field("answer", pa.string())]))
-    answers = pa.StructArray.from_arrays([pa.array([str(group) for group in range(groups)])], ["answer"])
-    columns = [_names(np.arange(groups)), pa.nulls(groups, prompts.MESSAGES), pa.array(["?"] * groups)]
+    schema = fields.with_struct(
+        prompts.SCHEMA, columns=pa.struct([pa.field("answer", pa.string())])
+    )
+    answers = pa.StructArray.from_arrays(
+        [pa.array([str(group) for group in range(groups)])], ["answer"]
+    )
+    columns = [
+        _names(np.arange(groups)),
+        pa.nulls(groups, prompts.MESSAGES),
+        pa.array(["?"] * groups),
+    ]
     table = pa.table([*columns, pa.array([[5]] * groups), answers], names=schema.names).cast(schema)
     return write_version(store, "prompts", "prompt", table)
 
@@ -87,24 +106,35 @@ def make_rollouts(
     ragged: bool = False,
     asked: Version | None = None,
 ) -> Version:
-    """`count` rollouts of random ids in groups of `group`: `prompt` + `completion` tokens each, `ragged`: up to so many."""
+    """`count` rollouts of random ids in groups of `group`: `prompt` + `completion` tokens each,
+    `ragged`: up to so many."""
     table = rollouts_table(count, prompt, completion, group, ragged=ragged)
     inputs = {"prompts": asked} if asked else {}
-    return write_version(store, "rollouts", "generate", table, inputs, (as_model("policy", policy),))
+    return write_version(
+        store, "rollouts", "generate", table, inputs, (as_model("policy", policy),)
+    )
 
 
-def rollouts_table(count: int, prompt: int, completion: int, group: int = 8, *, ragged: bool = False) -> pa.Table:
+def rollouts_table(
+    count: int, prompt: int, completion: int, group: int = 8, *, ragged: bool = False
+) -> pa.Table:
     """rollouts/1 with random ids below 320, made without a loop over tokens. [count]"""
     draw = np.random.default_rng(0)
     groups, sample = np.divmod(np.arange(count), group)
     number = groups[-1] + 1
     sizes = draw.integers(prompt // 2, prompt + 1, number) if ragged else np.full(number, prompt)
-    lengths = draw.integers(completion // 8, completion + 1, count) if ragged else np.full(count, completion)
+    lengths = (
+        draw.integers(completion // 8, completion + 1, count)
+        if ragged
+        else np.full(count, completion)
+    )
     asked = _lists(draw.integers(3, 320, sizes.sum(), np.int32), sizes)
     tokens = int(lengths.sum())
     names = _names(groups)
     columns = {
-        "rollout_id": pa.array([f"{name}-{index}" for name, index in zip(names.to_pylist(), sample, strict=True)]),
+        "rollout_id": pa.array(
+            [f"{name}-{index}" for name, index in zip(names.to_pylist(), sample, strict=True)]
+        ),
         "group_id": names,
         "sample_index": pa.array(sample, pa.int32()),
         "prompt_ids": asked.take(pa.array(groups)),
@@ -132,10 +162,21 @@ def make_rewards(store: Store, made: Version) -> Version:
 
 
 def write_version(
-    store: Store, kind: str, stage: str, table: pa.Table, inputs: dict[str, Version] | None = None, models: tuple = ()
+    store: Store,
+    kind: str,
+    stage: str,
+    table: pa.Table,
+    inputs: dict[str, Version] | None = None,
+    models: tuple = (),
 ) -> Version:
     """`table` as a new version of `kind`, in shards as a stage writes them."""
-    about = {"stage": stage, "stage_version": 1, "config": Made(rows=len(table)), "inputs": inputs or {}, "models": models}
+    about = {
+        "stage": stage,
+        "stage_version": 1,
+        "config": Made(rows=len(table)),
+        "inputs": inputs or {},
+        "models": models,
+    }
     with begin(store, RUN, kind, force=True, **about) as work:
         for index, start in enumerate(range(0, len(table), ROWS_PER_SHARD)):
             work.write(index, table.slice(start, ROWS_PER_SHARD))

@@ -1,14 +1,17 @@
-"""One optimizer step (loss, backward, clip, AdamW) on the very same rollouts: Quiver against TRL's GRPOTrainer.
+"""One optimizer step (loss, backward, clip, AdamW) on the very same rollouts: Quiver against TRL's
+GRPOTrainer.
 
     python -m tests.benchmarks.optimizer_step --shapes 64,64,8 --precisions fp32 --repeat 1
     python -m tests.benchmarks.optimizer_step --model qwen3-0.6b --shapes 512,1024,8 --precisions bf16        # on a GPU
 
-P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens of a step = `--groups` · G · (P + C), whatever is
-computed for them. Both sides start from the same weights, ids, old logprobs and advantages; the loss and the gradient's norm of
-the first step must agree, else the run fails. TRL is fed through its own training loop, all rows of a step in one batch
-(`per_device_train_batch_size`), each side with the environment that it comes with: with activation checkpointing, TRL's default,
-without, and (`trl_tuned`) by default but with the environment variables that our stages set, those of the allocator among them.
-On a GPU memory is the device's, and MFU the share of `--peak` that the useful FLOPs are: a group's prompt once, the head at
+P prompt tokens, C completion tokens, G rollouts of one prompt; logical tokens of a step =
+`--groups` · G · (P + C), whatever is computed for them. Both sides start from the same weights,
+ids, old logprobs and advantages; the loss and the gradient's norm of the first step must agree,
+else the run fails. TRL is fed through its own training loop, all rows of a step in one batch
+(`per_device_train_batch_size`), each side with the environment that it comes with: with activation
+checkpointing, TRL's default, without, and (`trl_tuned`) by default but with the environment
+variables that our stages set, those of the allocator among them. On a GPU memory is the device's,
+and MFU the share of `--peak` that the useful FLOPs are: a group's prompt once, the head at
 completion positions, nothing computed twice.
 """
 
@@ -28,7 +31,12 @@ from stages.common.child import ENVIRONMENT
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
 
-SIDES = {"quiver": "Quiver", "trl": "TRL", "trl_plain": "TRL, no checkpointing", "trl_tuned": "TRL, our environment"}
+SIDES = {
+    "quiver": "Quiver",
+    "trl": "TRL",
+    "trl_plain": "TRL, no checkpointing",
+    "trl_tuned": "TRL, our environment",
+}
 MODELS = ("smollm2-135m", "qwen3-0.6b", "qwen3-1.7b")
 
 
@@ -38,22 +46,44 @@ def main() -> None:
     parser.add_argument("--side", choices=(*SIDES, "model"))
     parser.add_argument("--work", type=Path)
     parser.add_argument(
-        "--model", choices=MODELS, default=MODELS[0], help="the real 135M one, or random weights of a real shape"
+        "--model",
+        choices=MODELS,
+        default=MODELS[0],
+        help="the real 135M one, or random weights of a real shape",
     )
-    parser.add_argument("--peak", type=float, default=989e12, help="FLOP/s of the GPU; an H200's in bfloat16 by default")
-    parser.add_argument("--shapes", nargs="+", default=["64,64,8", "256,64,8", "512,128,8", "256,64,8,ragged"])
+    parser.add_argument(
+        "--peak",
+        type=float,
+        default=989e12,
+        help="FLOP/s of the GPU; an H200's in bfloat16 by default",
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", default=["64,64,8", "256,64,8", "512,128,8", "256,64,8,ragged"]
+    )
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--steps", type=int, default=2, help="timed steps; one more comes before")
     parser.add_argument("--groups", type=int, default=1, help="groups of one step")
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="one small shape: to see that it runs, not to be quoted")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one small shape: to see that it runs, not to be quoted",
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--options", default="{}", help="JSON: keys of [optimize] for Quiver, of GRPOConfig for TRL")
+    parser.add_argument(
+        "--options", default="{}", help="JSON: keys of [optimize] for Quiver, of GRPOConfig for TRL"
+    )
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.shapes, arguments.precisions = ["16,16,4"], ["fp32"]
     if arguments.side:
-        sides = {"quiver": _quiver, "trl": _trl, "trl_plain": _trl, "trl_tuned": _trl, "model": _model}
+        sides = {
+            "quiver": _quiver,
+            "trl": _trl,
+            "trl_plain": _trl,
+            "trl_tuned": _trl,
+            "model": _model,
+        }
         sides[arguments.side](arguments)
     else:
         _compare(arguments)
@@ -71,17 +101,41 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _row(arguments: argparse.Namespace, folder: str, shape: str, precision: str) -> dict[str, str]:
-    common = ["--work", folder, "--shapes", shape, "--precisions", precision, "--steps", str(arguments.steps)]
-    common += ["--options", arguments.options, "--peak", str(arguments.peak), "--groups", str(arguments.groups)]
+    common = [
+        "--work",
+        folder,
+        "--shapes",
+        shape,
+        "--precisions",
+        precision,
+        "--steps",
+        str(arguments.steps),
+    ]
+    common += [
+        "--options",
+        arguments.options,
+        "--peak",
+        str(arguments.peak),
+        "--groups",
+        str(arguments.groups),
+    ]
     found: dict[str, list[dict]] = {side: [] for side in arguments.sides}
     for _ in range(arguments.repeat):
         for side, answers in found.items():
             env = ENVIRONMENT if side == "trl_tuned" else {}
-            answers.append(run_side("optimizer_step", side, *common, peers=side != "quiver", env=env))
+            answers.append(
+                run_side("optimizer_step", side, *common, peers=side != "quiver", env=env)
+            )
     row = {"P,C,G": shape, "precision": precision}
-    rates, peaks = ({side: median(found[side], key) for side in found} for key in ("tokens_per_second", "peak_gb"))
+    rates, peaks = (
+        {side: median(found[side], key) for side in found}
+        for key in ("tokens_per_second", "peak_gb")
+    )
     for side in found:
-        row |= {f"{SIDES[side]}: tokens/s": f"{rates[side]:.0f}", "GB" + " " * len(row): f"{peaks[side]:.1f}"}
+        row |= {
+            f"{SIDES[side]}: tokens/s": f"{rates[side]:.0f}",
+            "GB" + " " * len(row): f"{peaks[side]:.1f}",
+        }
         if "quiver" in found and side != "quiver":
             row |= {"times" + " " * len(row): f"{rates['quiver'] / rates[side]:.2f}"}
             row |= {"memory" + " " * len(row): f"{peaks['quiver'] / peaks[side]:.2f}"}
@@ -99,7 +153,7 @@ def _row(arguments: argparse.Namespace, folder: str, shape: str, precision: str)
     return row
 
 
-# -- what both sides read ------------------------------------------------------------------------------------------------------
+# -- what both sides read
 
 
 def _model(arguments: argparse.Namespace) -> None:
@@ -112,7 +166,8 @@ def _model(arguments: argparse.Namespace) -> None:
 
 
 def _rollouts(shape: str, groups: int) -> dict[str, np.ndarray]:
-    """Prompts [groups, P], completions [groups · G, C] with their lengths [groups · G], advantages [groups · G]."""
+    """Prompts [groups, P], completions [groups · G, C] with their lengths [groups · G], advantages
+    [groups · G]."""
     sizes = shape.removesuffix(",ragged").split(",")
     prompt, completion, group = (int(size) for size in sizes)
     random = np.random.default_rng(0)
@@ -125,7 +180,9 @@ def _rollouts(shape: str, groups: int) -> dict[str, np.ndarray]:
         "prompts": random.integers(20, 40_000, (groups, prompt)),
         "completions": random.integers(20, 40_000, (groups * group, completion)),
         "lengths": np.tile(lengths, groups),
-        "advantages": (centred / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)).astype(np.float32).ravel(),
+        "advantages": (centred / (rewards.std(1, ddof=1, keepdims=True) + 1e-4))
+        .astype(np.float32)
+        .ravel(),
     }
 
 
@@ -134,12 +191,17 @@ def _logical_tokens(rollouts: dict[str, np.ndarray]) -> int:
 
 
 def _useful_flops(config, rollouts: dict[str, np.ndarray], weights: int) -> float:
-    """Of forward and backward pass: 6 a weight and token, 12 a hidden number and pair of tokens that see each other."""
+    """Of forward and backward pass: 6 a weight and token, 12 a hidden number and pair of tokens
+    that see each other."""
     (groups, prompt), lengths = rollouts["prompts"].shape, rollouts["lengths"] - 1
     head = config.vocab_size * config.hidden_size
     pairs = groups * prompt**2 / 2 + float((lengths * prompt + lengths**2 / 2).sum())
     width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    return 6 * ((weights - head) * (groups * prompt + lengths.sum()) + head * rollouts["lengths"].sum()) + 12 * width * pairs
+    return (
+        6
+        * ((weights - head) * (groups * prompt + lengths.sum()) + head * rollouts["lengths"].sum())
+        + 12 * width * pairs
+    )
 
 
 def _memory() -> dict[str, float]:
@@ -149,7 +211,7 @@ def _memory() -> dict[str, float]:
     return {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if torch.cuda.is_available() else {}
 
 
-# -- sides ---------------------------------------------------------------------------------------------------------------------
+# -- sides
 
 
 def _quiver(arguments: argparse.Namespace) -> None:
@@ -166,7 +228,9 @@ def _quiver(arguments: argparse.Namespace) -> None:
     rollouts = _rollouts(arguments.shapes[0], arguments.groups)
     lengths = torch.from_numpy(rollouts["lengths"])
     total, group = len(lengths), len(lengths) // arguments.groups
-    completions = np.concatenate([row[:length] for row, length in zip(rollouts["completions"], lengths, strict=True)])
+    completions = np.concatenate(
+        [row[:length] for row, length in zip(rollouts["completions"], lengths, strict=True)]
+    )
     prompts = torch.from_numpy(rollouts["prompts"].repeat(group, 0)).int()
     data = Sequences(
         Ragged.from_lengths(prompts.flatten(), torch.full((total,), prompts.shape[1])),
@@ -174,11 +238,29 @@ def _quiver(arguments: argparse.Namespace) -> None:
         torch.ones(total),
     )
     owners = [row // group for row in range(total)]
-    batch = Batch(data, owners, owners, torch.from_numpy(rollouts["advantages"]), torch.zeros(len(completions)), None, None)
-    options = {"precision": arguments.precisions[0], "epochs": arguments.steps + 1, "learning_rate": 1e-6}
-    config = Config(**{**options, "audit": {"enabled": False}, **json.loads(arguments.options)}).resolved()
+    batch = Batch(
+        data,
+        owners,
+        owners,
+        torch.from_numpy(rollouts["advantages"]),
+        torch.zeros(len(completions)),
+        None,
+        None,
+    )
+    options = {
+        "precision": arguments.precisions[0],
+        "epochs": arguments.steps + 1,
+        "learning_rate": 1e-6,
+    }
+    config = Config(
+        **{**options, "audit": {"enabled": False}, **json.loads(arguments.options)}
+    ).resolved()
     accelerator = make_accelerator(config)
-    model = load_model(Store(arguments.work / "store").open("bench/policy@0"), dtype=torch.float32, device=accelerator.device)
+    model = load_model(
+        Store(arguments.work / "store").open("bench/policy@0"),
+        dtype=torch.float32,
+        device=accelerator.device,
+    )
     trainer = Trainer(config, model, batch, algorithms.resolve("grpo"), accelerator)
     batch.old.copy_(trainer.score(range(total)))
     updates = trainer.train().updates
@@ -237,7 +319,10 @@ def _trl(arguments: argparse.Namespace) -> None:
                 norms.append(float(logs["grad_norm"]))
                 losses.append(float(logs["loss"]))
 
-    options = {"gradient_checkpointing": arguments.side != "trl_plain", **json.loads(arguments.options)}
+    options = {
+        "gradient_checkpointing": arguments.side != "trl_plain",
+        **json.loads(arguments.options),
+    }
     config = GRPOConfig(
         output_dir=str(arguments.work / "trl"), per_device_train_batch_size=total, num_generations=group, learning_rate=1e-6,
         max_steps=arguments.steps + 1, max_completion_length=width, loss_type="grpo", beta=0.0, logging_steps=1,

@@ -3,10 +3,11 @@
     python -m tests.benchmarks.orchestration              # a run with nothing left to do, beside a bare Prefect flow
     python -m tests.benchmarks.orchestration --overlap    # overlap = 1 beside the serial order, on two workers
 
-`noop`: the whole process of `quiver run` on a finished store (a tiny model), and of a flow whose tasks return at once, of as many
-tasks, against the same Prefect server. What is beyond the bare flow is ours: imports, the recipe, looking each version up.
-`overlap`: the demo's task without its evaluation; generation and scoring in one pool, training in another, one process worker
-each with half of the cores, as two hosts would be. Counted is from the first new policy to the last.
+`noop`: the whole process of `quiver run` on a finished store (a tiny model), and of a flow whose
+tasks return at once, of as many tasks, against the same Prefect server. What is beyond the bare
+flow is ours: imports, the recipe, looking each version up. `overlap`: the demo's task without its
+evaluation; generation and scoring in one pool, training in another, one process worker each with
+half of the cores, as two hosts would be. Counted is from the first new policy to the last.
 """
 
 from __future__ import annotations
@@ -63,8 +64,12 @@ POOLS = {"sampling": ("generate", "reward"), "training": ("optimize",)}
 def main() -> None:
     """Print one of the two tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--overlap", action="store_true", help="measure overlap = 1 instead of what a no-op costs")
-    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs, not to be quoted")
+    parser.add_argument(
+        "--overlap", action="store_true", help="measure overlap = 1 instead of what a no-op costs"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: to see that it runs, not to be quoted"
+    )
     parser.add_argument("--repeat", type=int, help="how often each side has its turn")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as env:
@@ -72,7 +77,7 @@ def main() -> None:
     print(machine(), table(rows), sep="\n\n")
 
 
-# -- nothing left to do ----------------------------------------------------------------------------------------------------------
+# -- nothing left to do
 
 
 def _noop(work: Path, env: dict[str, str], arguments: argparse.Namespace) -> list[dict[str, str]]:
@@ -80,7 +85,9 @@ def _noop(work: Path, env: dict[str, str], arguments: argparse.Namespace) -> lis
 
     recipe, rows, per_iteration = write_recipe(work / "tiny") / "recipe.toml", [], {}
     counts = (1, 2) if arguments.quick else (1, 6)
-    for iterations in reversed(counts):  # each is measured after its last iteration, which the longer one is not
+    for iterations in reversed(
+        counts
+    ):  # each is measured after its last iteration, which the longer one is not
         _quiver(recipe, env, iterations)
     for iterations in counts:
         tasks = _quiver(recipe, env, iterations).stderr.count("already done")
@@ -92,19 +99,32 @@ def _noop(work: Path, env: dict[str, str], arguments: argparse.Namespace) -> lis
         per_iteration[iterations] = seconds["quiver"] - seconds["bare"]
         rows.append(
             {
-                "no-op run": f"{iterations} iteration{'s' if iterations > 1 else ''}, {tasks} tasks",
+                "no-op run": f"{iterations} iteration{'s' if iterations > 1 else ''}, {tasks} "
+                "tasks",
                 "bare Prefect flow, s": f"{seconds['bare']:.2f}",
                 "quiver run, s": f"{seconds['quiver']:.2f}",
                 "ours, s": f"{per_iteration[iterations]:.2f}",
             }
         )
     each = (per_iteration[counts[1]] - per_iteration[counts[0]]) / (counts[1] - counts[0])
-    further = dict.fromkeys(rows[0], "") | {"no-op run": "each further iteration", "ours, s": f"{each:.3f}"}
+    further = dict.fromkeys(rows[0], "") | {
+        "no-op run": "each further iteration",
+        "ours, s": f"{each:.3f}",
+    }
     return [*rows, further]
 
 
 def _quiver(recipe: Path, env: dict[str, str], iterations: int) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "flows.cli", "run", str(recipe), "--json", "--iterations", str(iterations)]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "run",
+        str(recipe),
+        "--json",
+        "--iterations",
+        str(iterations),
+    ]
     return _run(command, env, recipe.parent)
 
 
@@ -119,10 +139,12 @@ def _in_turn(sides: dict, repeat: int) -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-# -- sampling ahead --------------------------------------------------------------------------------------------------------------
+# -- sampling ahead
 
 
-def _overlap(work: Path, env: dict[str, str], arguments: argparse.Namespace) -> list[dict[str, str]]:
+def _overlap(
+    work: Path, env: dict[str, str], arguments: argparse.Namespace
+) -> list[dict[str, str]]:
     recipe, settings = _demo(work, quick=arguments.quick)
     _run([sys.executable, "-c", DEPLOY, *POOLS], env, ROOT)
     cores = sorted(os.sched_getaffinity(0))
@@ -134,7 +156,9 @@ def _overlap(work: Path, env: dict[str, str], arguments: argparse.Namespace) -> 
         for turn in range(arguments.repeat or 1):
             for overlap, seconds in found.items():
                 store = work / f"store-{overlap}-{turn}"
-                seconds.append(_seconds_an_iteration(recipe, store, env, [*settings, f"overlap={overlap}"]))
+                seconds.append(
+                    _seconds_an_iteration(recipe, store, env, [*settings, f"overlap={overlap}"])
+                )
     serial, ahead = (statistics.median(found[overlap]) for overlap in (0, 1))
     return [
         {"": name, "s an iteration": f"{seconds:.1f}", "times": f"{serial / seconds:.2f}"}
@@ -156,16 +180,31 @@ def _demo(work: Path, *, quick: bool) -> tuple[Path, list[str]]:
         recipe = ROOT / "deployments/recipes/demo.toml"
         extra = ["iterations=4", "data.limit=32", "optimize.score_after=false"]
     placed = [f"placement.{stage}={pool}" for pool, stages in POOLS.items() for stage in stages]
-    return recipe, [*extra, *placed, "data.held_out=null", "optimize.max_staleness=1", "placement.fan_out=1"]
+    return recipe, [
+        *extra,
+        *placed,
+        "data.held_out=null",
+        "optimize.max_staleness=1",
+        "placement.fan_out=1",
+    ]
 
 
-def _seconds_an_iteration(recipe: Path, store: Path, env: dict[str, str], settings: list[str]) -> float:
-    given = [part for setting in [*settings, f"store={str(store)!r}"] for part in ("--set", setting)]
-    done = _run([sys.executable, "-m", "flows.cli", "run", str(recipe), "--json", *given], env, ROOT)
+def _seconds_an_iteration(
+    recipe: Path, store: Path, env: dict[str, str], settings: list[str]
+) -> float:
+    given = [
+        part for setting in [*settings, f"store={str(store)!r}"] for part in ("--set", setting)
+    ]
+    done = _run(
+        [sys.executable, "-m", "flows.cli", "run", str(recipe), "--json", *given], env, ROOT
+    )
     policies = [each["policy"] for each in json.loads(done.stdout.splitlines()[-1])["iterations"]]
     from stages.common.store import Store
 
-    ends = [datetime.fromisoformat(Store(store).open(ref).manifest.created).timestamp() for ref in policies]
+    ends = [
+        datetime.fromisoformat(Store(store).open(ref).manifest.created).timestamp()
+        for ref in policies
+    ]
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
@@ -174,7 +213,9 @@ def _worker(pool: str, env: dict[str, str], cores: list[int]) -> Iterator[None]:
     """A process worker that has only these cores."""
     own = {**env, "OMP_NUM_THREADS": str(len(cores)), "PREFECT_WORKER_QUERY_SECONDS": "1"}
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool]
-    worker = subprocess.Popen(command, env=own, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    worker = subprocess.Popen(
+        command, env=own, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     os.sched_setaffinity(worker.pid, cores)
     try:
         yield
@@ -182,12 +223,14 @@ def _worker(pool: str, env: dict[str, str], cores: list[int]) -> Iterator[None]:
         worker.terminate()
         try:
             worker.wait(10)
-        except subprocess.TimeoutExpired:  # it waits for a server's answer, or for longer than anybody would
+        except (
+            subprocess.TimeoutExpired
+        ):  # it waits for a server's answer, or for longer than anybody would
             worker.kill()
             worker.wait()
 
 
-# -- processes -------------------------------------------------------------------------------------------------------------------
+# -- processes
 
 
 @contextmanager
@@ -196,10 +239,32 @@ def _server(work: Path) -> Iterator[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    quiet = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1", "PREFECT_LOGGING_LEVEL": "WARNING"}
-    env = {**os.environ, **quiet, **prefect_home(work), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    quiet = {
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_LOGGING_LEVEL": "WARNING",
+    }
+    env = {
+        **os.environ,
+        **quiet,
+        **prefect_home(work),
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    server = subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         while True:
             try:

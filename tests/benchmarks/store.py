@@ -1,10 +1,12 @@
-"""Write and read 200,000 rollouts of 128 + 256 tokens: our store against `datasets`, Parquet and JSON lines.
+"""Write and read 200,000 rollouts of 128 + 256 tokens: our store against `datasets`, Parquet and
+JSON lines.
 
     python -m tests.benchmarks.store
 
-Ours writes shards of 256 rows as the generate stage does, each hashed, flushed to disk and checked against its schema, and checks
-every hash on reading; the others do none of that. Reading ends when every completion id was looked at (their sum). JSON lines take
-a tenth of the rows, times ten. The files are in the system's cache when they are read.
+Ours writes shards of 256 rows as the generate stage does, each hashed, flushed to disk and checked
+against its schema, and checks every hash on reading; the others do none of that. Reading ends when
+every completion id was looked at (their sum). JSON lines take a tenth of the rows, times ten. The
+files are in the system's cache when they are read.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from .made import RUN, rollouts_table, write_version
 from .side_by_side import answer, machine, make_parser, median, table, take_turns
 
 ROWS, PROMPT, COMPLETION = 200_000, 128, 256
-SIDES = {"store": "Quiver's store", "datasets": "datasets, save_to_disk", "parquet": "Parquet", "jsonl": "JSON lines"}
+SIDES = {
+    "store": "Quiver's store",
+    "datasets": "datasets, save_to_disk",
+    "parquet": "Parquet",
+    "jsonl": "JSON lines",
+}
 
 
 def main() -> None:
@@ -41,7 +48,12 @@ def main() -> None:
         wrote = take_turns("store", list(SIDES), arguments, "--step", "write")
         read = take_turns("store", list(SIDES), arguments, "--step", "read")
     rows = [_row(name, wrote, read) for name in SIDES]
-    print(machine(), f"{_rows(arguments):,} rows, {PROMPT} + {COMPLETION} tokens.", table(rows), sep="\n\n")
+    print(
+        machine(),
+        f"{_rows(arguments):,} rows, {PROMPT} + {COMPLETION} tokens.",
+        table(rows),
+        sep="\n\n",
+    )
 
 
 def _row(name: str, wrote: dict[str, list], read: dict[str, list]) -> dict[str, str]:
@@ -74,7 +86,11 @@ def _side(arguments: argparse.Namespace) -> None:
         shutil.rmtree(path, ignore_errors=True)
         made = rollouts_table(_rows(arguments) // share, PROMPT, COMPLETION)
         seconds, _ = _timed(write, made, path)
-        size = sum(each.stat().st_size for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())
+        size = sum(
+            each.stat().st_size
+            for each in ([path] if path.is_file() else path.rglob("*"))
+            if each.is_file()
+        )
         answer(seconds=seconds * share, bytes=size * share)
     else:
         seconds, total = _timed(read, path)
@@ -93,7 +109,7 @@ def _sum(column: pa.ChunkedArray) -> int:
     return sum(pc.sum(chunk.flatten()).as_py() for chunk in column.chunks)
 
 
-# -- formats -------------------------------------------------------------------------------------------------------------------
+# -- formats
 
 
 def _write_store(made: pa.Table, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""A Prefect server and workers as real processes, in a folder of their own; any of them can be killed and started again."""
+"""A Prefect server and workers as real processes, in a folder of their own; any of them can be
+killed and started again."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ PATIENCE = 300
 
 
 def wait_for(what: str, found: Callable[[], T | None], seconds: float = PATIENCE) -> T:
-    """What `found` returns as soon as that is true; an AssertionError that names `what` when it never is."""
+    """What `found` returns as soon as that is true; an AssertionError that names `what` when it
+    never is."""
     deadline = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
@@ -39,15 +41,25 @@ def free_port() -> int:
 
 
 class World:
-    """`folder/prefect` is Prefect's home; every process that belongs here bears its name in the environment."""
+    """`folder/prefect` is Prefect's home; every process that belongs here bears its name in the
+    environment."""
 
-    def __init__(self, folder: Path, *, host: str = "127.0.0.1", auth: str | None = None, database: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        auth: str | None = None,
+        database: str | None = None,
+    ) -> None:
         self.folder, self.host, self.auth, self.port = folder, host, auth, free_port()
         self.url = f"http://127.0.0.1:{self.port}/api"
         self.home = folder / "prefect"
         self.home.mkdir(parents=True, exist_ok=True)
         self.running: dict[str, subprocess.Popen] = {}
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")
+        }
         self.env = {
             **inherited,
             "PREFECT_HOME": str(self.home),
@@ -57,15 +69,21 @@ class World:
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
             "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "1",
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
-            # a poll writes: with two workers that ask once a second SQLite refuses one deployment after another (prefect#23051)
+            # a poll writes: with two workers that ask once a second SQLite refuses one deployment
+            # after another (prefect#23051)
             "PREFECT_WORKER_QUERY_SECONDS": "3",
             "PREFECT_API_URL": self.url,
             **({"PREFECT_SERVER_DATABASE_CONNECTION_URL": database} if database else {}),
-            **({"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_API_AUTH_STRING": auth} if auth else {}),
+            **(
+                {"PREFECT_SERVER_API_AUTH_STRING": auth, "PREFECT_API_AUTH_STRING": auth}
+                if auth
+                else {}
+            ),
         }
 
     def start(self, name: str, *command: str, cwd: Path | None = None) -> subprocess.Popen:
-        """Start `command` with the interpreter of the tests, under a name; its words go to `folder/name.log`."""
+        """Start `command` with the interpreter of the tests, under a name; its words go to
+        `folder/name.log`."""
         with (self.folder / f"{name}.log").open("ab") as told:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *command],
@@ -74,10 +92,22 @@ class World:
         return self.running[name]
 
     def start_server(self) -> None:
-        self.start("server", "-m", "prefect", "server", "start", "--host", self.host, "--port", str(self.port))
+        self.start(
+            "server",
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            self.host,
+            "--port",
+            str(self.port),
+        )
 
         def healthy() -> bool:
-            assert self.running["server"].poll() is None, (self.folder / "server.log").read_text()[-3000:]
+            assert self.running["server"].poll() is None, (self.folder / "server.log").read_text()[
+                -3000:
+            ]
             with suppress(httpx.HTTPError):
                 return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
             return False
@@ -86,7 +116,19 @@ class World:
 
     def start_worker(self, pool: str, name: str) -> None:
         """A process worker; the pool is made where there is none."""
-        self.start(name, "-m", "prefect", "worker", "start", "--pool", pool, "--name", name, "--type", "process")
+        self.start(
+            name,
+            "-m",
+            "prefect",
+            "worker",
+            "start",
+            "--pool",
+            pool,
+            "--name",
+            name,
+            "--type",
+            "process",
+        )
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """The process alone, not what it started."""
@@ -106,7 +148,10 @@ class World:
 
     def processes(self, **variables: str) -> list[int]:
         """Ids of the processes of this world whose environment holds `variables` besides."""
-        wanted = {f"{name}={value}".encode() for name, value in {"PREFECT_HOME": str(self.home), **variables}.items()}
+        wanted = {
+            f"{name}={value}".encode()
+            for name, value in {"PREFECT_HOME": str(self.home), **variables}.items()
+        }
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -119,7 +164,10 @@ class World:
     def client(self) -> Iterator[SyncPrefectClient]:
         """This process as a client of the server; inside, `deploy` and the like find it too."""
         auth = {PREFECT_API_AUTH_STRING: self.auth} if self.auth else {}
-        with temporary_settings({PREFECT_API_URL: self.url, **auth}), get_client(sync_client=True) as client:
+        with (
+            temporary_settings({PREFECT_API_URL: self.url, **auth}),
+            get_client(sync_client=True) as client,
+        ):
             yield client
 
 

@@ -1,4 +1,5 @@
-"""What somebody does in a shell starts what waits for it on a real Prefect server; without one it costs nothing of Prefect's."""
+"""What somebody does in a shell starts what waits for it on a real Prefect server; without one it
+costs nothing of Prefect's."""
 
 import socket
 import subprocess
@@ -22,7 +23,11 @@ MADE, MOVED = "prefect.asset.materialization.succeeded", "quiver.tag.moved"
 def place(tmp_path_factory):
     """A server that knows a password, and two deployments that wait for what run `tiny` makes."""
     folder = write_recipe(tmp_path_factory.mktemp("hand"))
-    with world(folder, auth="somebody:pass word") as made, made.client() as client, pytest.MonkeyPatch.context() as patch:
+    with (
+        world(folder, auth="somebody:pass word") as made,
+        made.client() as client,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.chdir(folder)
         client.create_work_pool(WorkPoolCreate(name="box", type="process"))
         deploy(load("recipe.toml", ["run=trainer"]), Where("box", on=("tiny/prompts",)))
@@ -31,16 +36,23 @@ def place(tmp_path_factory):
 
 
 def by_hand(place, *arguments: str) -> dict:
-    return quiver(place.folder, *arguments, PREFECT_API_URL=place.url, PREFECT_API_AUTH_STRING=place.auth)
+    return quiver(
+        place.folder, *arguments, PREFECT_API_URL=place.url, PREFECT_API_AUTH_STRING=place.auth
+    )
 
 
 def started(client, run: str) -> int:
     deployment = client.read_deployment_by_name(f"post-train/{run}").id
-    return len(client.read_flow_runs(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))))
+    return len(
+        client.read_flow_runs(
+            deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
+        )
+    )
 
 
 def events(client, name: str, count: int) -> list:
-    """The server's events of this name, oldest first, as soon as there are `count`: it writes them down some seconds later."""
+    """The server's events of this name, oldest first, as soon as there are `count`: it writes them
+    down some seconds later."""
 
     def found() -> list:
         told = client.read_events(EventFilter(event=EventNameFilter(name=[name])), limit=50).events
@@ -58,7 +70,15 @@ def test_versions_and_tags_by_hand_start_what_waits_for_them(place):
         for reason in ("it reads well", "it points there already"):
             by_hand(place, "tag", "prod", "tiny/policy@0", "--reason", reason)
         wait_for("a run of what waits for the tag", lambda: started(client, "user"), 60)
-        by_hand(place, "evaluate", "recipe.toml", "--set", "generate.engine=scripted", "--set", "data.source=held_out.jsonl")
+        by_hand(
+            place,
+            "evaluate",
+            "recipe.toml",
+            "--set",
+            "generate.engine=scripted",
+            "--set",
+            "data.source=held_out.jsonl",
+        )
         told = events(client, MADE, 6)
         (moved,) = events(client, MOVED, 1)
         assert (started(client, "trainer"), started(client, "user")) == (1, 1)
@@ -70,7 +90,12 @@ def test_versions_and_tags_by_hand_start_what_waits_for_them(place):
     assert (policy.id, policy["quiver.ref"]) == ("quiver://tiny/policy", "tiny/policy@0")
     assert moved.resource.id == "quiver://tiny/policy@prod"
     (entry,) = Store(place.folder / "store").history("tiny", "prod")
-    assert moved.payload == {"why": "it reads well", "before": None, "in_use": "tiny/policy@0", "at": entry.at}
+    assert moved.payload == {
+        "why": "it reads well",
+        "before": None,
+        "in_use": "tiny/policy@0",
+        "at": entry.at,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +108,14 @@ def alone(tmp_path_factory):
 
 def test_without_a_server_prefect_is_not_imported(alone):
     code = (
-        "import sys; from flows.cli import main\ntry: main()\nexcept SystemExit as end: assert not end.code\n"
+        "import sys; from flows.cli import main\ntry: main()\nexcept SystemExit as end: assert "
+        "not end.code\n"
         "print({'prefect', 'torch'} & set(sys.modules))"
     )
-    for command in (["tag", "best", "tiny/policy@0"], ["prompt", "recipe.toml", "--iteration", "2"]):
+    for command in (
+        ["tag", "best", "tiny/policy@0"],
+        ["prompt", "recipe.toml", "--iteration", "2"],
+    ):
         done = subprocess.run(
             [sys.executable, "-c", code, *command],
             cwd=alone, env=command_environment(alone), capture_output=True, text=True, check=False,
@@ -97,7 +126,10 @@ def test_without_a_server_prefect_is_not_imported(alone):
 def test_a_server_that_does_not_take_it_costs_a_warning(alone):
     """It is busy, and asks to be left alone for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        env = {**command_environment(alone), "PREFECT_API_URL": f"http://127.0.0.1:{busy.getsockname()[1]}/api"}
+        env = {
+            **command_environment(alone),
+            "PREFECT_API_URL": f"http://127.0.0.1:{busy.getsockname()[1]}/api",
+        }
         command = [sys.executable, "-m", "flows.cli", "tag", "prod", "tiny/policy@0"]
         with subprocess.Popen(
             command, cwd=alone, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -106,8 +138,12 @@ def test_a_server_that_does_not_take_it_costs_a_warning(alone):
             connection, _ = busy.accept()
             with connection:
                 connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 600\r\nContent-Length: 0\r\n\r\n")
+                connection.sendall(
+                    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 600\r\nContent-Length: 0\r\n\r\n"
+                )
                 said, told = tagging.communicate(timeout=60)
     assert (tagging.returncode, said) == (0, "tiny/policy@prod is tiny/policy@0\n")
     (line,) = told.splitlines()
-    assert line.startswith("tiny/policy@prod: Prefect's server was not told of it, so no deployment starts by it (")
+    assert line.startswith(
+        "tiny/policy@prod: Prefect's server was not told of it, so no deployment starts by it ("
+    )

@@ -1,4 +1,5 @@
-"""`quiver deploy` against a real server that asks for a password: what is registered, what is refused, and what changes when."""
+"""`quiver deploy` against a real server that asks for a password: what is registered, what is
+refused, and what changes when."""
 
 import asyncio
 import datetime
@@ -47,10 +48,22 @@ def place(tmp_path_factory):
         client.create_work_pool(WorkPoolCreate(name="box", type="process"))
         for name, volumes in (("containers", []), ("mounted", [f"{folder}:{folder}"])):
             template = {
-                "job_configuration": {"env": "{{ env }}", "image": "{{ image }}", "volumes": "{{ volumes }}"},
-                "variables": {"properties": {"env": {"default": {"OWN": "1"}}, "image": {}, "volumes": {"default": volumes}}},
+                "job_configuration": {
+                    "env": "{{ env }}",
+                    "image": "{{ image }}",
+                    "volumes": "{{ volumes }}",
+                },
+                "variables": {
+                    "properties": {
+                        "env": {"default": {"OWN": "1"}},
+                        "image": {},
+                        "volumes": {"default": volumes},
+                    }
+                },
             }
-            client.create_work_pool(WorkPoolCreate(name=name, type="docker", base_job_template=template))
+            client.create_work_pool(
+                WorkPoolCreate(name=name, type="docker", base_job_template=template)
+            )
         yield made
 
 
@@ -71,12 +84,18 @@ def everything(client) -> list:
     for kind in ("deployments", "automations", "v2/concurrency_limits", "flow_runs"):
         rows = client.request("POST", f"/{kind}/filter", json={}).json()
         own = {"last_polled", "status", "estimated_start_time_delta", "estimated_run_time"}
-        told.append(sorted(({k: v for k, v in row.items() if k not in own} for row in rows), key=lambda row: row["id"]))
+        told.append(
+            sorted(
+                ({k: v for k, v in row.items() if k not in own} for row in rows),
+                key=lambda row: row["id"],
+            )
+        )
     return told
 
 
 def registered(client) -> list:
-    """The same without the runs that the scheduler adds, at any time, for deployments that are there already."""
+    """The same without the runs that the scheduler adds, at any time, for deployments that are
+    there already."""
     *held, runs = everything(client)
     return [*held, [run["id"] for run in runs if not run["auto_scheduled"]]]
 
@@ -93,7 +112,9 @@ def runs_of(client, name: str) -> list[dict]:
 def test_deploying_twice_changes_nothing_twice(client):
     where = Where("box", **SCHEDULE, on=("feed/prompts",))
     first = put(where)
-    assert [(each["name"], each["changed"]) for each in first["deployments"]] == [("post-train/tiny", True)]
+    assert [(each["name"], each["changed"]) for each in first["deployments"]] == [
+        ("post-train/tiny", True)
+    ]
     wait_for("the scheduler", lambda: len(everything(client)[3]) >= 3)
     before = everything(client)
     again = put(where)
@@ -116,7 +137,10 @@ def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
     assert answer["deployments"][0]["changed"]
     now = found(client, "moved")
     assert [schedule.schedule.cron for schedule in now.schedules] == ["30 4 * * 1"]
-    assert (now.concurrency_options.collision_strategy, now.global_concurrency_limit.limit) == ("CANCEL_NEW", 1)
+    assert (now.concurrency_options.collision_strategy, now.global_concurrency_limit.limit) == (
+        "CANCEL_NEW",
+        1,
+    )
     assert now.parameters["recipe"]["iterations"] == 5
     assert not [each for each in everything(client)[1] if each["name"].endswith("post-train/moved")]
     put(Where("box"), "run=moved")
@@ -126,7 +150,10 @@ def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
 def test_the_parameters_are_the_recipe_with_absolute_paths(client, place):
     put(Where("box"), "run=plain", "optimize.learning_rate=2e-6", "optimize.seed=0")
     sent = Recipe.model_validate(found(client, "plain").parameters["recipe"])
-    assert sent.store == f"{place.folder}/store" and sent.data.source == f"{place.folder}/questions.jsonl"
+    assert (
+        sent.store == f"{place.folder}/store"
+        and sent.data.source == f"{place.folder}/questions.jsonl"
+    )
     assert sent.optimize.learning_rate == 2e-6
     assert sent.generate_config(1).seed == 7, "what the recipe leaves open is left open"
     assert sent.optimize_config().seed == 0, "and what it says stays said, a default too"
@@ -138,11 +165,14 @@ def test_the_parameters_are_the_recipe_with_absolute_paths(client, place):
     ids=["process", "docker"],
 )
 def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, configuration):
-    """As Prefect's worker makes it: the pool's own, changed since the run was deployed, and the heartbeat over it."""
+    """As Prefect's worker makes it: the pool's own, changed since the run was deployed, and the
+    heartbeat over it."""
     if pool == "shared":
         template = ProcessWorker.get_default_base_job_template()
         template["variables"]["properties"]["env"]["default"] = {"OWN": "1"}
-        client.create_work_pool(WorkPoolCreate(name=pool, type="process", base_job_template=template))
+        client.create_work_pool(
+            WorkPoolCreate(name=pool, type="process", base_job_template=template)
+        )
     put(Where(pool, image="registry/quiver:cpu" if pool == "mounted" else None), f"run=in-{pool}")
     run = client.create_flow_run_from_deployment(found(client, f"in-{pool}").id)
     template = client.read_work_pool(pool).base_job_template
@@ -152,7 +182,9 @@ def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, c
     async def resolved() -> BaseJobConfiguration:
         async with get_client() as at:
             work_pool = await at.read_work_pool(pool)
-            return await configuration.resolve_for_flow_run(run, client=at, work_pool=work_pool, worker_name="w")
+            return await configuration.resolve_for_flow_run(
+                run, client=at, work_pool=work_pool, worker_name="w"
+            )
 
     env = asyncio.run(resolved()).env
     assert (env["OWN"], env["MORE"], env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == ("2", "3", "30")
@@ -166,18 +198,30 @@ def test_a_container_gets_its_image(client):
 @pytest.mark.parametrize(
     ("where", "settings", "object", "next"),
     [
-        (Where("nowhere"), [], "work pool nowhere", "prefect worker start --pool nowhere --type process"),
+        (
+            Where("nowhere"),
+            [],
+            "work pool nowhere",
+            "prefect worker start --pool nowhere --type process",
+        ),
         (Where("containers"), ELSEWHERE, "work pool containers", "--image"),
         (Where("containers", image="quiver"), [], "store", "put it where every host sees it"),
         (Where("box", cron="at night"), [], "--cron at night --timezone UTC", "0 2 * * *"),
-        (Where("box", cron="0 2 * * *", timezone="Mars/Base"), [], "--cron 0 2 * * * --timezone Mars/Base", "Europe/Berlin"),
+        (
+            Where("box", cron="0 2 * * *", timezone="Mars/Base"),
+            [],
+            "--cron 0 2 * * * --timezone Mars/Base",
+            "Europe/Berlin",
+        ),
         (Where("box", on=("tiny/prompts",)), [], "--on tiny/prompts", "name another run"),
         (Where("box", on=("feed",)), [], "--on feed", "--on feed/prompts"),
         (Where("box"), ["data.source=gone.jsonl"], "data.source", "correct data.source"),
         (Where("box", image="quiver:cpu"), [], "--image quiver:cpu", "leave --image out"),
     ],
 )
-def test_what_can_not_work_is_refused_and_nothing_is_registered(client, where, settings, object, next):
+def test_what_can_not_work_is_refused_and_nothing_is_registered(
+    client, where, settings, object, next
+):
     before = registered(client)
     with pytest.raises(ConfigError) as error:
         put(where, *settings)
@@ -187,17 +231,33 @@ def test_what_can_not_work_is_refused_and_nothing_is_registered(client, where, s
 
 def test_an_image_is_for_those_of_several_pools_that_take_one(client, place):
     """The flow runs in a process, generation in a container."""
-    put(Where("box", image="registry/quiver:cpu"), "run=mixed", "placement.generate=mounted", f"store={place.folder}/store")
+    put(
+        Where("box", image="registry/quiver:cpu"),
+        "run=mixed",
+        "placement.generate=mounted",
+        f"store={place.folder}/store",
+    )
     assert "image" not in found(client, "mixed").job_variables
-    assert client.read_deployment_by_name("stage/mounted").job_variables["image"] == "registry/quiver:cpu"
+    assert (
+        client.read_deployment_by_name("stage/mounted").job_variables["image"]
+        == "registry/quiver:cpu"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "object", "next"),
     [
         (["serve", "recipe.toml", "--port", "4300"], "--port 4300", "leave --port out"),
-        (["serve", "recipe.toml", "--timezone", "Europe/Berlin"], "--timezone Europe/Berlin", "--cron"),
-        (["deploy", "recipe.toml", "--pool", "box", "--timezone", "Europe/Berlin"], "--timezone Europe/Berlin", "--cron"),
+        (
+            ["serve", "recipe.toml", "--timezone", "Europe/Berlin"],
+            "--timezone Europe/Berlin",
+            "--cron",
+        ),
+        (
+            ["deploy", "recipe.toml", "--pool", "box", "--timezone", "Europe/Berlin"],
+            "--timezone Europe/Berlin",
+            "--cron",
+        ),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(place, client, arguments, object, next):
@@ -211,8 +271,19 @@ def test_an_option_that_would_do_nothing_is_refused(place, client, arguments, ob
 
 
 def test_serve_says_as_json_what_it_serves(place, client):
-    command = [sys.executable, "-m", "flows.cli", "serve", "recipe.toml", "--set", "run=served", "--json"]
-    with subprocess.Popen(command, cwd=place.folder, env=place.env, stdout=subprocess.PIPE, text=True) as serving:
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "serve",
+        "recipe.toml",
+        "--set",
+        "run=served",
+        "--json",
+    ]
+    with subprocess.Popen(
+        command, cwd=place.folder, env=place.env, stdout=subprocess.PIPE, text=True
+    ) as serving:
         told = json.loads(serving.stdout.readline())
         serving.terminate()
         rest, _ = serving.communicate(timeout=60)
@@ -223,10 +294,21 @@ def test_serve_says_as_json_what_it_serves(place, client):
 
 
 def test_without_the_password_nothing_goes(place):
-    command = [sys.executable, "-m", "flows.cli", "deploy", "recipe.toml", "--pool", "box", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "deploy",
+        "recipe.toml",
+        "--pool",
+        "box",
+        "--json",
+    ]
     for auth, code in (("somebody:else", 2), (place.auth, 0)):
         env = {**place.env, "PREFECT_API_AUTH_STRING": auth}
-        done = subprocess.run(command, cwd=place.folder, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=place.folder, env=env, capture_output=True, text=True, check=False
+        )
         answer = json.loads(done.stdout)
         assert done.returncode == code, done.stderr
     assert answer["deployments"][0]["name"] == "post-train/tiny"
@@ -235,13 +317,24 @@ def test_without_the_password_nothing_goes(place):
 @pytest.mark.parametrize(
     ("settings", "error", "next"),
     [
-        ({PREFECT_API_AUTH_STRING: None}, ConfigError, "export PREFECT_API_AUTH_STRING=user:password"),
-        ({PREFECT_API_URL: None}, ConfigError, "prefect server start, then export PREFECT_API_URL="),
+        (
+            {PREFECT_API_AUTH_STRING: None},
+            ConfigError,
+            "export PREFECT_API_AUTH_STRING=user:password",
+        ),
+        (
+            {PREFECT_API_URL: None},
+            ConfigError,
+            "prefect server start, then export PREFECT_API_URL=",
+        ),
         ({PREFECT_API_URL: "http://127.0.0.1:9/api"}, RemoteError, "prefect server start"),
     ],
 )
 def test_without_a_server_nothing_goes(place, settings, error, next):
-    with temporary_settings({PREFECT_API_URL: place.url, **settings}), pytest.raises(error) as refused:
+    with (
+        temporary_settings({PREFECT_API_URL: place.url, **settings}),
+        pytest.raises(error) as refused,
+    ):
         check_api()
     assert next in refused.value.next
 
@@ -266,37 +359,70 @@ def test_an_open_server_is_for_loopback_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(write_recipe(tmp_path / "open"))
     with world(tmp_path / "open", host="0.0.0.0") as made, made.client() as client:
         client.create_work_pool(WorkPoolCreate(name="box", type="process"))
-        with pytest.raises(SecurityError, match=r"listens on 0\.0\.0\.0 and answers without credentials"):
+        with pytest.raises(
+            SecurityError, match=r"listens on 0\.0\.0\.0 and answers without credentials"
+        ):
             put(Where("box"))
         assert everything(client)[0] == []
 
 
 def test_entries_of_prefect_yaml_are_deployed_by_prefect(client, place):
-    """The build step runs, and its recipe arrives whole: from this folder for processes, from the image's for containers."""
+    """The build step runs, and its recipe arrives whole: from this folder for processes, from the
+    image's for containers."""
     for name, kind in (("cpu", "process"), ("cpu-docker", "docker")):
         client.create_work_pool(WorkPoolCreate(name=name, type=kind))
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", "deployments/prefect.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "--no-prompt",
+        "deploy",
+        "--prefect-file",
+        "deployments/prefect.yaml",
+    ]
     names = ["--name", "cpu-process", "--name", "cpu-docker"]
-    done = subprocess.run([*command, *names], cwd=ROOT, env=place.env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *names], cwd=ROOT, env=place.env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    own, boxed = (Recipe.model_validate(found(client, name).parameters["recipe"]) for name in ("cpu-process", "cpu-docker"))
-    assert own.data.source == f"{ROOT}/deployments/recipes/t5_digits.py:rows" and own.store == f"{ROOT}/store"
-    assert boxed.data.source == "/opt/quiver/deployments/recipes/t5_digits.py:rows" and boxed.store == "/srv/quiver/store"
+    own, boxed = (
+        Recipe.model_validate(found(client, name).parameters["recipe"])
+        for name in ("cpu-process", "cpu-docker")
+    )
+    assert (
+        own.data.source == f"{ROOT}/deployments/recipes/t5_digits.py:rows"
+        and own.store == f"{ROOT}/store"
+    )
+    assert (
+        boxed.data.source == "/opt/quiver/deployments/recipes/t5_digits.py:rows"
+        and boxed.store == "/srv/quiver/store"
+    )
     assert own.optimize == boxed.optimize == load(ROOT / "deployments/recipes/t5_ppo.toml").optimize
     assert found(client, "cpu-docker").job_variables["volumes"] == ["/srv/quiver:/srv/quiver"]
     assert [schedule.active for schedule in found(client, "cpu-process").schedules] == [False]
 
 
-def _beat(event: str, resource: str, related: list | None = None, payload: dict | None = None) -> None:
-    emit_event(event=event, resource={"prefect.resource.id": resource}, related=related or [], payload=payload)
+def _beat(
+    event: str, resource: str, related: list | None = None, payload: dict | None = None
+) -> None:
+    emit_event(
+        event=event,
+        resource={"prefect.resource.id": resource},
+        related=related or [],
+        payload=payload,
+    )
     EventsWorker.drain_all()
 
 
 def test_a_new_version_of_a_dataset_starts_a_run(client):
     put(Where("box", on=("feed/prompts",)), "run=follower")
     assert runs_of(client, "follower") == []
-    _beat("prefect.asset.materialization.succeeded", "quiver://feed/rewards", payload={"version": 3})
-    _beat("prefect.asset.materialization.succeeded", "quiver://feed/prompts", payload={"version": 3})
+    _beat(
+        "prefect.asset.materialization.succeeded", "quiver://feed/rewards", payload={"version": 3}
+    )
+    _beat(
+        "prefect.asset.materialization.succeeded", "quiver://feed/prompts", payload={"version": 3}
+    )
     (run,) = wait_for("the automation", lambda: runs_of(client, "follower"))
     assert run["state_type"] == "SCHEDULED"
 
@@ -309,7 +435,8 @@ def test_a_promotion_starts_a_run(client):
 
 
 def test_a_run_that_falls_silent_has_crashed(client):
-    """Of two runs that beat once, the one that never beats again is marked, the one that completes is not."""
+    """Of two runs that beat once, the one that never beats again is marked, the one that completes
+    is not."""
     put(Where("box"), "run=silent")
     install(client, silent_runs(seconds=10))
     deployment = found(client, "silent").id
@@ -319,6 +446,9 @@ def test_a_run_that_falls_silent_has_crashed(client):
         tag = {"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}
         _beat("prefect.flow-run.heartbeat", f"prefect.flow-run.{run}", [tag])
     client.set_flow_run_state(runs[1], State(type=StateType.COMPLETED), force=True)
-    wait_for("the automation", lambda: client.read_flow_run(uuid.UUID(str(runs[0]))).state.type == StateType.CRASHED)
+    wait_for(
+        "the automation",
+        lambda: client.read_flow_run(uuid.UUID(str(runs[0]))).state.type == StateType.CRASHED,
+    )
     assert client.read_flow_run(runs[1]).state.type == StateType.COMPLETED
     assert install(client, silent_runs()), "deploy puts its own time back"

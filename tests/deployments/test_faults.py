@@ -1,7 +1,9 @@
-"""Deployed runs on a real server with two process workers: cancelled, and flow, worker and server killed by kill -9 in turn.
+"""Deployed runs on a real server with two process workers: cancelled, and flow, worker and server
+killed by kill -9 in turn.
 
-After each: no process of the run is left after 30 s, and the next run takes up the finished shards by itself. At the end there is
-one version of everything. On SQLite everywhere, on PostgreSQL where QUIVER_TEST_POSTGRES names one.
+After each: no process of the run is left after 30 s, and the next run takes up the finished shards
+by itself. At the end there is one version of everything. On SQLite everywhere, on PostgreSQL where
+QUIVER_TEST_POSTGRES names one.
 """
 
 import os
@@ -33,7 +35,10 @@ POOL = "box"
 def place(request, tmp_path_factory):
     """A server on this database, two workers, and a recipe in a folder."""
     if request.param == "postgresql" and not DSN:
-        pytest.skip("QUIVER_TEST_POSTGRES names no PostgreSQL, e.g. postgresql+asyncpg://user:password@127.0.0.1:5432/prefect")
+        pytest.skip(
+            "QUIVER_TEST_POSTGRES names no PostgreSQL, e.g. "
+            "postgresql+asyncpg://user:password@127.0.0.1:5432/prefect"
+        )
     folder = write_recipe(tmp_path_factory.mktemp(request.param))
     with world(folder, database=DSN if request.param == "postgresql" else None) as made:
         for name in ("first", "second"):
@@ -45,7 +50,11 @@ def place(request, tmp_path_factory):
 
 def _online(client) -> list[str]:
     try:
-        return [worker.name for worker in client.read_workers_for_work_pool(POOL) if worker.status.value == "ONLINE"]
+        return [
+            worker.name
+            for worker in client.read_workers_for_work_pool(POOL)
+            if worker.status.value == "ONLINE"
+        ]
     except PrefectHTTPStatusError:
         return []
 
@@ -56,7 +65,10 @@ class Runs:
     def __init__(self, place: World, client, name: str) -> None:
         self.place, self.client = place, client
         recipe = load("recipe.toml", [*LONG, f"run={name}"])
-        (self.deployment,) = [client.read_deployment_by_name(d["name"]) for d in deploy(recipe, Where(POOL))["deployments"]]
+        (self.deployment,) = [
+            client.read_deployment_by_name(d["name"])
+            for d in deploy(recipe, Where(POOL))["deployments"]
+        ]
         self.store, self.name = Store(place.folder / "store"), name
 
     def start(self) -> str:
@@ -77,7 +89,10 @@ class Runs:
         workers = {process.pid for process in self.place.running.values()}
         found = {pid: _parent(pid) for pid in self.processes(run)}
         flow = next((pid for pid, parent in found.items() if parent in workers), None)
-        assert flow, f"no flow among the processes {found} of {run}, which is {self.state(run)}; workers {workers}\n{self.told()}"
+        assert flow, (
+            f"no flow among the processes {found} of {run}, which is {self.state(run)}; workers "
+            f"{workers}\n{self.told()}"
+        )
         return flow
 
     def told(self) -> str:
@@ -89,10 +104,13 @@ class Runs:
         return len([*(self.store.path / self.name / "rollouts/.staging").glob("*.notes/*.json")])
 
     def into_the_middle(self) -> str:
-        """A new run, at the moment when it has finished two more shards than those before it, and is not done with them."""
+        """A new run, at the moment when it has finished two more shards than those before it, and
+        is not done with them."""
         before, run = self.shards(), self.start()
         wait_for("two more shards", lambda: self.shards() >= before + 2)
-        assert not self.store.numbers(self.name, "rollouts"), "the run ended before it could be disturbed"
+        assert not self.store.numbers(self.name, "rollouts"), (
+            "the run ended before it could be disturbed"
+        )
         return run
 
     def nobody_left(self, run: str) -> None:
@@ -101,8 +119,15 @@ class Runs:
     def succeed(self) -> None:
         run = self.start()
         wait_for("the next run to complete", lambda: self.state(run) == StateType.COMPLETED)
-        for kind, versions in {"prompts": [1], "rollouts": [1], "rewards": [1], "policy": [0, 1]}.items():
-            assert self.store.numbers(self.name, kind) == versions, f"{kind}: a version was made twice, or not at all"
+        for kind, versions in {
+            "prompts": [1],
+            "rollouts": [1],
+            "rewards": [1],
+            "policy": [0, 1],
+        }.items():
+            assert self.store.numbers(self.name, kind) == versions, (
+                f"{kind}: a version was made twice, or not at all"
+            )
         assert self.store.verify()[1] == []
 
 
@@ -146,7 +171,8 @@ FAULTS = {"cancel": cancel, "flow": kill_flow, "worker": kill_worker, "server": 
 
 
 def test_one_fault_after_another(place, monkeypatch):
-    """Each run goes on where the one before was stopped; the last succeeds, and everything is there once."""
+    """Each run goes on where the one before was stopped; the last succeeds, and everything is there
+    once."""
     monkeypatch.chdir(place.folder)
     with place.client() as client:
         runs = Runs(place, client, "all")

@@ -1,4 +1,5 @@
-"""prefect.yaml, kubernetes.json and the Dockerfile against what reads them; Prefect itself drops a misspelt key in silence."""
+"""prefect.yaml, kubernetes.json and the Dockerfile against what reads them; Prefect itself drops a
+misspelt key in silence."""
 
 import importlib
 import json
@@ -31,7 +32,10 @@ ROOT = Path(__file__).parents[2]
 FILE = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())
 ENTRIES = {entry["name"]: entry for entry in FILE["deployments"]}
 WORKERS = json.loads(
-    (Path(prefect.__file__).parent / "server/api/collections_data/views/aggregate-worker-metadata.json").read_text()
+    (
+        Path(prefect.__file__).parent
+        / "server/api/collections_data/views/aggregate-worker-metadata.json"
+    ).read_text()
 )
 PACKAGE = {"process": "prefect", "docker": "prefect-docker", "kubernetes": "prefect-kubernetes"}
 KUBERNETES = json.loads((ROOT / "deployments/kubernetes.json").read_text())
@@ -48,12 +52,15 @@ def kind_of(entry: dict) -> str:
 
 
 def template_of(kind: str) -> dict:
-    """The base job template that a pool of this type has by default, as Prefect's server ships it."""
+    """The base job template that a pool of this type has by default, as Prefect's server ships
+    it."""
     return WORKERS[PACKAGE[kind]][kind]["default_base_job_configuration"]
 
 
 def steps_of(entry: dict) -> list[tuple[str, dict]]:
-    return [(name, dict(inputs)) for step in entry.get("build", []) for name, inputs in step.items()]
+    return [
+        (name, dict(inputs)) for step in entry.get("build", []) for name, inputs in step.items()
+    ]
 
 
 def test_every_key_of_the_file_is_one_that_prefect_reads():
@@ -81,29 +88,45 @@ def test_there_is_a_variant_for_each_kind_of_pool_and_hardware():
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
 def test_an_entry_is_what_it_names(entry):
-    """The flow exists and takes these parameters; the pull step and the build step exist and take these inputs."""
+    """The flow exists and takes these parameters; the pull step and the build step exist and take
+    these inputs."""
     flow = load_flow_from_entrypoint(entry["entrypoint"])
     schema = parameter_schema(flow)
     given = entry.get("parameters", {})
     assert set(given) <= set(schema.properties)
     assert set(schema.required) <= set(given) or entry["entrypoint"] == "flows.stage.stage"
     assert entry["tags"] == [TAG]
-    assert entry["work_pool"]["job_variables"]["env"] == {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
+    assert entry["work_pool"]["job_variables"]["env"] == {
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)
+    }
     for name, inputs in steps_of(entry):
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute) is recipe_parameters
         identifier, pool = inputs.pop("id"), inputs["pool"]
-        assert given == {"recipe": f"{{{{ {identifier}.recipe }}}}"} and pool == entry["work_pool"]["name"]
+        assert (
+            given == {"recipe": f"{{{{ {identifier}.recipe }}}}"}
+            and pool == entry["work_pool"]["name"]
+        )
         assert set(inputs) <= set(recipe_parameters.__annotations__)
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES.values() if "build" in entry], ids=lambda entry: entry["name"])
+@pytest.mark.parametrize(
+    "entry",
+    [entry for entry in ENTRIES.values() if "build" in entry],
+    ids=lambda entry: entry["name"],
+)
 def test_the_recipe_of_an_entry_is_whole_where_it_runs(entry, monkeypatch):
-    """Its files lie in the image, the folder /opt/quiver of which is this one; its store in what the pool mounts."""
+    """Its files lie in the image, the folder /opt/quiver of which is this one; its store in what
+    the pool mounts."""
     monkeypatch.chdir(ROOT)
     ((_, inputs),) = steps_of(entry)
     folder = inputs.get("folder")
-    _, paths = resolve(load(inputs["file"], inputs.get("settings", [])), "a pool", folder=folder, must_exist=folder is None)
+    _, paths = resolve(
+        load(inputs["file"], inputs.get("settings", [])),
+        "a pool",
+        folder=folder,
+        must_exist=folder is None,
+    )
     for name, path in paths.items():
         if folder and name == "store":
             assert path.is_relative_to("/srv/quiver")
@@ -127,15 +150,19 @@ def test_the_kubernetes_template_is_prefects_own_with_gpus_and_a_store():
     assert {name: ours[name] for name in properties} == properties
     assert set(ours) - set(properties) == {"gpus", "store_claim", "store_path"}
     written = json.dumps(KUBERNETES["job_configuration"])
-    assert set(re.findall(r"\{\{ (\w+) \}\}", written)) == set(ours), "each variable is used, and each that is used is declared"
+    assert set(re.findall(r"\{\{ (\w+) \}\}", written)) == set(ours), (
+        "each variable is used, and each that is used is declared"
+    )
     pod = KUBERNETES["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"].pop("nvidia.com/gpu") == "{{ gpus }}"
-    assert {mount["name"] for mount in container.pop("volumeMounts")} == {volume["name"] for volume in pod.pop("volumes")}
+    assert {mount["name"] for mount in container.pop("volumeMounts")} == {
+        volume["name"] for volume in pod.pop("volumes")
+    }
     assert KUBERNETES["job_configuration"] == own["job_configuration"], "and nothing else differs"
 
 
-# -- Dockerfile -----------------------------------------------------------------------------------------------------------------
+# -- Dockerfile
 
 DOCKERFILE = (ROOT / "deployments/Dockerfile").read_text().replace("\\\n", " ")
 
@@ -145,22 +172,37 @@ def instructions(word: str) -> list[str]:
 
 
 def context() -> set[str]:
-    """The files that a build gets to see: those that git knows, less what the ignore file leaves out."""
+    """The files that a build gets to see: those that git knows, less what the ignore file leaves
+    out."""
     lines = (ROOT / "deployments/Dockerfile.dockerignore").read_text().splitlines()
     assert lines[0] == "*", "nothing is taken that is not named: no store, no secret"
     taken = [line.removeprefix("!") for line in lines if line.startswith("!")]
     done = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return {path for path in done.stdout.splitlines() if any(path == each or path.startswith(f"{each}/") for each in taken)}
+    return {
+        path
+        for path in done.stdout.splitlines()
+        if any(path == each or path.startswith(f"{each}/") for each in taken)
+    }
 
 
 def test_what_is_copied_is_there_and_what_is_needed_is_copied():
-    files, sources = context(), [name for line in instructions("COPY") for name in line.split()[:-1]]
+    files, sources = (
+        context(),
+        [name for line in instructions("COPY") for name in line.split()[:-1]],
+    )
     for source in sources:
         assert any(path == source or path.startswith(f"{source}/") for path in files), source
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    rooms = {pattern.rstrip("*") for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    rooms = {
+        pattern.rstrip("*")
+        for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]
+    }
     about = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     assert rooms | about <= set(sources)
 
@@ -172,10 +214,16 @@ def test_both_builds_have_their_lock_file_and_install_as_make_does():
     for flags in ("--no-deps", "--no-deps --no-build-isolation --editable ."):
         assert flags in " ".join(instructions("RUN")) and flags in made
     assert "ACCELERATOR=cpu" in instructions("ARG")
-    minor = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
-    assert instructions("FROM")[0].startswith(f"python:{minor}"), "the lock files are made for this one"
+    minor = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "requires-python"
+    ].removeprefix(">=")
+    assert instructions("FROM")[0].startswith(f"python:{minor}"), (
+        "the lock files are made for this one"
+    )
 
 
 def test_signals_reach_the_whole_group_and_the_user_is_not_root():
-    assert instructions("ENTRYPOINT") == ['["tini", "-g", "--"]'] and "tini" in instructions("RUN")[0]
+    assert (
+        instructions("ENTRYPOINT") == ['["tini", "-g", "--"]'] and "tini" in instructions("RUN")[0]
+    )
     assert instructions("USER") == ["quiver"]

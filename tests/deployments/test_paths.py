@@ -1,4 +1,5 @@
-"""Paths of a recipe as a worker elsewhere needs them: absolute, there, and where it can see them; and nothing else is touched."""
+"""Paths of a recipe as a worker elsewhere needs them: absolute, there, and where it can see them;
+and nothing else is touched."""
 
 import json
 import os
@@ -42,12 +43,15 @@ def test_it_means_the_same_from_another_folder(folder, tmp_path, monkeypatch):
     recipe, paths = resolve(load("recipe.toml"), "a pool")
     monkeypatch.chdir(tmp_path)
     assert resolve(recipe, "a pool") == (recipe, paths)
-    assert recipe.generate_config(1).seed == 7, "the run's own seed still goes where a section has none"
+    assert recipe.generate_config(1).seed == 7, (
+        "the run's own seed still goes where a section has none"
+    )
     assert not recipe.online
 
 
 def test_a_deployed_run_finds_what_the_shell_made(folder):
-    """Keys hold the bytes of a file and its name, not its folder: with absolute paths every stage is "already done"."""
+    """Keys hold the bytes of a file and its name, not its folder: with absolute paths every stage
+    is "already done"."""
     scripted = ["generate.engine='scripted'", "generate.samples_per_prompt=2", "iterations=1"]
     near = load("recipe.toml", scripted)
     far, _ = resolve(near, "a pool")
@@ -80,7 +84,10 @@ def test_a_deployed_run_finds_what_the_shell_made(folder):
         ("placement.python.generate='bin/python'", ("placement", "python", "generate")),
         ("optimize.algorithm='rewards.py:MINE'", ("optimize", "algorithm")),
         ("reward.models=[{model='model'}]", ("reward", "models", 0, "model")),
-        ("reward.functions=[{use='similarity', arguments={model='model'}}]", ("reward", "functions", 0, "arguments", "model")),
+        (
+            "reward.functions=[{use='similarity', arguments={model='model'}}]",
+            ("reward", "functions", 0, "arguments", "model"),
+        ),
     ],
 )
 def test_paths_in_other_sections(folder, setting, key):
@@ -91,7 +98,10 @@ def test_paths_in_other_sections(folder, setting, key):
     for part in key:
         found = found[part]
     assert found.startswith(f"{folder}/") and Path(found.partition(":")[0]).exists()
-    assert not found.endswith(os.path.basename(os.path.realpath(sys.executable))) or "bin/python" in found, "links are kept"
+    assert (
+        not found.endswith(os.path.basename(os.path.realpath(sys.executable)))
+        or "bin/python" in found
+    ), "links are kept"
 
 
 @pytest.mark.parametrize(
@@ -131,13 +141,18 @@ def test_a_container_sees_what_is_mounted_under_the_same_path(folder):
 
 
 def test_every_field_that_may_name_a_file_is_known():
-    """A field of the recipe whose description speaks of a file, a directory or a folder is in the table of paths."""
+    """A field of the recipe whose description speaks of a file, a directory or a folder is in the
+    table of paths."""
     words, found = ("directory", ".py:", "File ", "Folder ", "Interpreter", ".jsonl"), set()
 
     def walk(model: type[BaseModel], before: str) -> None:
         for name, field in model.model_fields.items():
             key = f"{before}{name}"
-            inner = [part for part in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(part, type)]
+            inner = [
+                part
+                for part in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if isinstance(part, type)
+            ]
             for part in inner:
                 if issubclass(part, BaseModel):
                     walk(part, f"{key}.*." if "tuple" in str(field.annotation) else f"{key}.")
@@ -145,5 +160,10 @@ def test_every_field_that_may_name_a_file_is_known():
                 found.add(f"{key}.*" if "dict" in str(field.annotation) else key)
 
     walk(Recipe, "")
-    assert {"policy.model", "data.source", "placement.python.*", "reward.models.*.template"} <= found, "the search finds fields"
+    assert {
+        "policy.model",
+        "data.source",
+        "placement.python.*",
+        "reward.models.*.template",
+    } <= found, "the search finds fields"
     assert found - set(PATHS) == set()

@@ -1,4 +1,5 @@
-"""The README's ways to run a recipe, each as written, but for the port and the name of the first host, which is this one."""
+"""The README's ways to run a recipe, each as written, but for the port and the name of the first
+host, which is this one."""
 
 import re
 import signal
@@ -28,12 +29,15 @@ def commands(heading: str) -> list[str]:
 
 
 class Terminals:
-    """Runs lines in `folder` as a person would who does what the README says: each in a terminal of its own, new as it was opened,
-    in which the `export` line of the same block is typed first, and nothing else."""
+    """Runs lines in `folder` as a person would who does what the README says: each in a terminal of
+    its own, new as it was opened, in which the `export` line of the same block is typed first, and
+    nothing else."""
 
     def __init__(self, folder: Path) -> None:
         self.world = World(write_recipe(folder))
-        self.world.auth = "me:secret"  # of the several hosts; a server without a password does not ask for one
+        self.world.auth = (
+            "me:secret"  # of the several hosts; a server without a password does not ask for one
+        )
         short = RECIPE.replace("iterations = 2", "iterations = 1").replace(
             '[data.held_out]\nsource = "held_out.jsonl"\nlimit = 3\n', ""
         )
@@ -41,17 +45,28 @@ class Terminals:
         env = self.world.env
         for name in ("PREFECT_API_URL", "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"):
             del env[name]
-        env |= {"PREFECT_SERVER_API_PORT": str(self.world.port), "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+        env |= {
+            "PREFECT_SERVER_API_PORT": str(self.world.port),
+            "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
+        }
 
     def type(self, line: str, export: str = "") -> None:
         stays, folder, env = STAYS.search(line), self.world.folder, self.world.env
         script = f"{export}\n{'exec env ' if stays else ''}{line}"
-        command = ["bash", "-c", script.replace(":4200", f":{self.world.port}").replace("first-host", "127.0.0.1")]
+        command = [
+            "bash",
+            "-c",
+            script.replace(":4200", f":{self.world.port}").replace("first-host", "127.0.0.1"),
+        ]
         if stays:
             with (folder / "stays.log").open("ab") as log:
-                self.world.running[line] = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+                self.world.running[line] = subprocess.Popen(
+                    command, cwd=folder, env=env, stdout=log, stderr=log
+                )
         else:
-            done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, cwd=folder, env=env, capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         if "prefect server" in line:
             wait_for("the server, which a person waits for too", self.healthy)
@@ -69,7 +84,9 @@ class Terminals:
 
     def made(self, ref: str) -> bool:
         log = self.world.folder / "stays.log"
-        assert all(process.poll() is None for process in self.world.running.values()), log.read_text()[-3000:]
+        assert all(process.poll() is None for process in self.world.running.values()), (
+            log.read_text()[-3000:]
+        )
         run, kind, version = re.split("[/@]", ref)
         store = self.world.folder / "store"
         return (store / run / kind).exists() and int(version) in Store(store).numbers(run, kind)
@@ -97,7 +114,9 @@ def test_a_laptop(terminals, stop, code):
     serving = terminals.world.running.pop(line)
     serving.send_signal(stop)
     assert serving.wait(60) == code
-    wait_for("all processes to end, the server among them", lambda: not terminals.world.processes(), 30)
+    wait_for(
+        "all processes to end, the server among them", lambda: not terminals.world.processes(), 30
+    )
 
 
 def test_one_worker_and_then_every_night(terminals):

@@ -1,4 +1,5 @@
-"""A [reward] section behind HTTP: scored over loopback as it is locally, closed to strangers, never confused by a body."""
+"""A [reward] section behind HTTP: scored over loopback as it is locally, closed to strangers, never
+confused by a body."""
 
 import asyncio
 import json
@@ -79,7 +80,9 @@ def url(recipe):
 @pytest.fixture
 def web(local):
     """The application, asked without a socket."""
-    with TestClient(make_app(*local), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+    with TestClient(
+        make_app(*local), base_url="http://127.0.0.1", raise_server_exceptions=False
+    ) as client:
         yield client
 
 
@@ -106,7 +109,11 @@ def test_scoring_over_http_is_scoring_locally(dialect, url, local):
     assert [part.value for part in here] == [1.0, None, 0.0, None]
     assert "can not score boom" in here[1].error and here[3].error is None
     if dialect != "openrlhf":
-        assert json.loads(there[0].extra)["extra"] == {"picky": json.loads(here[0].extra)} == {"picky": {"seen": "it is 4"}}
+        assert (
+            json.loads(there[0].extra)["extra"]
+            == {"picky": json.loads(here[0].extra)}
+            == {"picky": {"seen": "it is 4"}}
+        )
 
 
 def test_health_and_a_description(url):
@@ -119,12 +126,17 @@ def test_the_whole_section_makes_the_reward(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     path = tmp_path / "recipe.toml"
     path.write_text(
-        "[reward]\nreward_clip = [0.0, 1.5]\noverlong = { max_tokens = 20, cache = 8, weight = 2.0 }\n"
-        '[[reward.functions]]\nuse = "numeric"\nweight = 2.0\n[[reward.functions]]\nuse = "length"\narguments = { target = 14 }\n'
+        "[reward]\nreward_clip = [0.0, 1.5]\noverlong = { max_tokens = 20, cache = 8, weight = "
+        "2.0 }\n"
+        '[[reward.functions]]\nuse = "numeric"\nweight = 2.0\n[[reward.functions]]\nuse = '
+        '"length"\narguments = { target = 14 }\n'
     )
     config = load(path)
     rows = [Row("x", "?", "it is 7", {"answer": 7}, [0] * tokens, "stop") for tokens in (3, 14, 25)]
-    rows += [Row("x", "?", "it is 7", {"answer": "no number"}, [0] * 3), Row("x", "?", "it is 7", {"answer": 7})]
+    rows += [
+        Row("x", "?", "it is 7", {"answer": "no number"}, [0] * 3),
+        Row("x", "?", "it is 7", {"answer": 7}),
+    ]
     with open_scorers(config) as scorers:
         found = score_rows(config, scorers, rows)
         with pytest.raises(ConfigError, match="needs answer"):
@@ -139,7 +151,10 @@ def test_a_request_without_ids_is_told_every_reason_and_no_sum_leaves_float32(tm
     path, score = tmp_path / "recipe.toml", '[[reward.functions]]\nuse = "numeric"\nweight = {}\n'
     penalty = "[reward]\noverlong = { max_tokens = 2, cache = 1, weight = 3e38 }\n"
     path.write_text(penalty + score.format(-3e38))
-    rows = [Row("x", "?", "it is 7", {"answer": 7}, [0] * 3), Row("x", "?", "it is 7", {"answer": "no number"})]
+    rows = [
+        Row("x", "?", "it is 7", {"answer": 7}, [0] * 3),
+        Row("x", "?", "it is 7", {"answer": "no number"}),
+    ]
     with open_scorers(load(path)) as scorers:
         large, bare = score_rows(load(path), scorers, rows)
     assert large.reward is None and "is not finite as float32" in large.error
@@ -153,7 +168,7 @@ def test_what_scores_must_be_what_the_recipe_pins(tmp_path, capsys):
     assert "fingerprint expected quiver:0, found quiver:1" in capsys.readouterr().err
 
 
-# -- who may ask --------------------------------------------------------------------------------------------------------------
+# -- who may ask
 
 
 def test_a_token_is_wanted_off_loopback(recipe, monkeypatch, capsys):
@@ -167,7 +182,10 @@ def test_a_token_is_wanted_off_loopback(recipe, monkeypatch, capsys):
         assert CANARY not in capsys.readouterr().err
     monkeypatch.setenv("REWARD_KEY", CANARY)
     with listen("127.0.0.1", 0, "") as first, listen("0.0.0.0", 0, CANARY):
-        assert main([str(recipe), "--token", "env:REWARD_KEY", "--port", str(first.getsockname()[1])]) == 2
+        assert (
+            main([str(recipe), "--token", "env:REWARD_KEY", "--port", str(first.getsockname()[1])])
+            == 2
+        )
         assert "choose another port" in capsys.readouterr().err
 
 
@@ -175,9 +193,18 @@ def test_strangers_are_not_let_in(local):
     body = {"prompt": "?", "response": "7", "label": "7"}
     with TestClient(make_app(*local, token=CANARY), base_url="http://scores.example") as client:
         assert client.get("/health").status_code == 200
-        for headers in ({}, {"Authorization": CANARY}, {"Authorization": f"Bearer {CANARY}x"}, {"Authorization": "Bearer "}):
+        for headers in (
+            {},
+            {"Authorization": CANARY},
+            {"Authorization": f"Bearer {CANARY}x"},
+            {"Authorization": "Bearer "},
+        ):
             refused = client.post("/slime", json=body, headers=headers)
-            assert refused.status_code == 401 and CANARY not in refused.text and refused.headers["www-authenticate"] == "Bearer"
+            assert (
+                refused.status_code == 401
+                and CANARY not in refused.text
+                and refused.headers["www-authenticate"] == "Bearer"
+            )
             assert client.get("/openapi.json", headers=headers).status_code == 401
         good = client.post("/slime", json=body, headers={"Authorization": f"Bearer {CANARY}"})
         assert good.status_code == 200 and good.json()["reward"] == 1.0
@@ -189,13 +216,25 @@ def test_without_a_token_no_web_page_gets_through(web):
     json_type = {"Content-Type": "application/json"}
     assert web.post("/slime", content=body, headers=json_type).status_code == 200
     for host in ("127.0.0.1:8700", "localhost", "[::1]:8700"):
-        assert web.post("/slime", content=body, headers={**json_type, "Host": host}).status_code == 200
-    for host in ("evil.example", "evil.example:8700", "127.0.0.1.evil.example", "", "127.0.0.1@evil.example"):
-        assert web.post("/slime", content=body, headers={**json_type, "Host": host}).status_code == 403
-    assert web.post("/slime", content=body, headers={"Content-Type": "text/plain"}).status_code == 422
+        assert (
+            web.post("/slime", content=body, headers={**json_type, "Host": host}).status_code == 200
+        )
+    for host in (
+        "evil.example",
+        "evil.example:8700",
+        "127.0.0.1.evil.example",
+        "",
+        "127.0.0.1@evil.example",
+    ):
+        assert (
+            web.post("/slime", content=body, headers={**json_type, "Host": host}).status_code == 403
+        )
+    assert (
+        web.post("/slime", content=body, headers={"Content-Type": "text/plain"}).status_code == 422
+    )
 
 
-# -- what is asked ------------------------------------------------------------------------------------------------------------
+# -- what is asked
 
 
 def score(web, **change):
@@ -209,7 +248,12 @@ def score(web, **change):
         {"format": 2},
         {"format": "1"},
         {"rows": []},
-        {"rows": [{"id": "a", "prompt": "?", "completion": "7"}, {"id": "a", "prompt": "?", "completion": "8"}]},
+        {
+            "rows": [
+                {"id": "a", "prompt": "?", "completion": "7"},
+                {"id": "a", "prompt": "?", "completion": "8"},
+            ]
+        },
         {"rows": [{"id": 1, "prompt": "?", "completion": "7"}]},
         {"rows": [{"id": "a", "prompt": "?", "completion": 7}]},
         {"rows": [{"id": "a", "prompt": [{"role": "user"}], "completion": "7"}]},
@@ -221,7 +265,11 @@ def score(web, **change):
 def test_another_request_is_refused_with_its_place(change, web):
     assert score(web).json()["rows"][0]["reward"] == 1.0
     answer = score(web, **change)
-    assert answer.status_code == 422 and answer.json()["error"]["code"] == "E-CONFIG" and answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 422
+        and answer.json()["error"]["code"] == "E-CONFIG"
+        and answer.json()["error"]["message"]
+    )
 
 
 def test_a_body_is_strict_json_and_not_too_large(local):
@@ -237,16 +285,29 @@ def test_a_body_is_strict_json_and_not_too_large(local):
             b'"' + b"x" * 6000 + b'"': 413,
         }.items():
             for path in ("/slime", "/v1/score", "/get_reward"):
-                answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
-                assert answer.status_code == status and set(answer.json()["error"]) == {"code", "object", "message", "next"}
+                answer = client.post(
+                    path, content=body, headers={"Content-Type": "application/json"}
+                )
+                assert answer.status_code == status and set(answer.json()["error"]) == {
+                    "code",
+                    "object",
+                    "message",
+                    "next",
+                }
         assert client.get("/nothing").json()["error"]["message"] == "Not Found"
         assert client.get("/slime").status_code == 405
 
 
 ANSWERS = {"/v1/score": quiver.Answer, "/get_reward": openrlhf.Answer, "/slime": slime.Answer}
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -272,7 +333,10 @@ def values(schema: dict, parts: dict) -> st.SearchStrategy:
 @pytest.mark.parametrize("path", ["/v1/score", "/get_reward", "/slime"])
 def test_whatever_comes_is_answered_by_the_description(path, recipe):
     config = Config(functions=[{"use": f"{recipe.with_name('mine.py')}:words"}])
-    with open_scorers(config) as scorers, TestClient(make_app(config, scorers), base_url="http://127.0.0.1") as web:
+    with (
+        open_scorers(config) as scorers,
+        TestClient(make_app(config, scorers), base_url="http://127.0.0.1") as web,
+    ):
         ask_anything(web, path)
 
 
@@ -282,7 +346,9 @@ def ask_anything(web, path):
     body = values(post["requestBody"]["content"]["application/json"]["schema"], parts) | ANYTHING
     seen = set()
 
-    @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
     @given(body)
     def ask(data):
         answer = web.post(path, json=data)
@@ -298,7 +364,7 @@ def ask_anything(web, path):
     assert {200, 422} <= seen
 
 
-# -- together -----------------------------------------------------------------------------------------------------------------
+# -- together
 
 
 def rows(*ids: str, column: str = "answer") -> list[Row]:
@@ -337,7 +403,9 @@ def test_a_batch_that_fails_fails_its_requests_alone():
     async def ask():
         batcher = Batcher(score_batch, Limits(rows=1, wait=0))
         work = asyncio.create_task(batcher.work())
-        found = await asyncio.gather(*(batcher.score(rows(name)) for name in ("bad", "good")), return_exceptions=True)
+        found = await asyncio.gather(
+            *(batcher.score(rows(name)) for name in ("bad", "good")), return_exceptions=True
+        )
         work.cancel()
         return found
 
@@ -352,18 +420,30 @@ def test_more_rows_than_can_wait_are_refused_for_now(local):
             await batcher.score(rows("a", "b", "c"))
 
     asyncio.run(ask())
-    with TestClient(make_app(*local, limits=Limits(queued=0)), base_url="http://127.0.0.1") as client:
+    with TestClient(
+        make_app(*local, limits=Limits(queued=0)), base_url="http://127.0.0.1"
+    ) as client:
         answer = score(client)
-    assert answer.status_code == 503 and answer.headers["retry-after"] == "1" and answer.json()["error"]["code"] == "E-BUSY"
+    assert (
+        answer.status_code == 503
+        and answer.headers["retry-after"] == "1"
+        and answer.json()["error"]["code"] == "E-BUSY"
+    )
 
 
 def test_many_clients_at_once_get_their_own_answers(url):
     def one(number):
         completions = [f"{number}:{at}" for at in range(20)]
         answers = [text if at % 2 else "no" for at, text in enumerate(completions)]
-        batch = {**dict.fromkeys(("prompts", "finish_reason", "rollout_ids"), completions), "completions": completions}
+        batch = {
+            **dict.fromkeys(("prompts", "finish_reason", "rollout_ids"), completions),
+            "completions": completions,
+        }
         scorer = ServerScorer(ServerConfig(dialect="quiver", urls=[url], batch_rows=3))
-        return [part.value for part in scorer.score({**batch, "completion_ids": [[1]] * 20, "answer": answers})]
+        return [
+            part.value
+            for part in scorer.score({**batch, "completion_ids": [[1]] * 20, "answer": answers})
+        ]
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(one, range(16))) == [[0.0, 1.0] * 10] * 16

@@ -1,4 +1,5 @@
-"""The recipe t5_ppo: its rows, its reward, its base model; a small run of every stage; and, slow, that it gets better."""
+"""The recipe t5_ppo: its rows, its reward, its base model; a small run of every stage; and, slow,
+that it gets better."""
 
 import json
 import random
@@ -25,20 +26,35 @@ RECIPE = "deployments/recipes/t5_ppo.toml"
 
 
 def test_held_out_digits_stand_in_no_training_row_in_any_order():
-    splits = {split: [list(t5_digits.rows(split, seed, 2000)) for seed in (0, 1)] for split in ("train", "held_out")}
+    splits = {
+        split: [list(t5_digits.rows(split, seed, 2000)) for seed in (0, 1)]
+        for split in ("train", "held_out")
+    }
     for rows in (each for both in splits.values() for each in both):
         assert len({row["digits"] for row in rows}) == 2000
         assert all(Counter(row["digits"]) == Counter(row["answer"]) for row in rows)
-        assert all(a <= b for row in rows for a, b in zip(row["answer"], row["answer"][1:], strict=False))
+        assert all(
+            a <= b for row in rows for a, b in zip(row["answer"], row["answer"][1:], strict=False)
+        )
         assert {len(row["digits"]) for row in rows} == {5, 6, 7, 8}
-    assert splits["train"][0] != splits["train"][1] and splits["train"][0] == list(t5_digits.rows("train", 0, 2000))
-    train, held_out = ({row["answer"] for rows in splits[split] for row in rows} for split in ("train", "held_out"))
+    assert splits["train"][0] != splits["train"][1] and splits["train"][0] == list(
+        t5_digits.rows("train", 0, 2000)
+    )
+    train, held_out = (
+        {row["answer"] for rows in splits[split] for row in rows} for split in ("train", "held_out")
+    )
     assert not train & held_out
 
 
 @pytest.mark.parametrize(
     ("completion", "answer", "share"),
-    [("12579", "12579", 1), ("12597", "12579", 3 / 5), ("125", "12579", 3 / 5), ("1257999", "12579", 5 / 7), ("", "12579", 0)],
+    [
+        ("12579", "12579", 1),
+        ("12597", "12579", 3 / 5),
+        ("125", "12579", 3 / 5),
+        ("1257999", "12579", 5 / 7),
+        ("", "12579", 0),
+    ],
 )
 def test_the_reward_is_the_share_of_digits_in_place(completion, answer, share):
     assert t5_digits.in_place([completion], [answer]) == [share]
@@ -49,17 +65,26 @@ def test_a_careless_teacher_swaps_neighbours_only():
     for _ in range(3000):
         shown[t5_digits._taught("321", 0.25, rng)] += 1
     chances = Counter()
-    for first, second in product((True, False), repeat=2):  # written out: 123, then 1|2, then the second|third
+    for first, second in product(
+        (True, False), repeat=2
+    ):  # written out: 123, then 1|2, then the second|third
         digits = ["2", "1", "3"] if first else ["1", "2", "3"]
         digits = [digits[0], digits[2], digits[1]] if second else digits
         chances["".join(digits)] += (0.25 if first else 0.75) * (0.25 if second else 0.75)
-    assert {key: value / 3000 for key, value in shown.items()} == pytest.approx(dict(chances), abs=0.03)
+    assert {key: value / 3000 for key, value in shown.items()} == pytest.approx(
+        dict(chances), abs=0.03
+    )
 
 
 def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
-    """In this process, with few rows and a T5 that was hardly taught: numbers agree between sampler, trainer and text."""
+    """In this process, with few rows and a T5 that was hardly taught: numbers agree between
+    sampler, trainer and text."""
     monkeypatch.chdir(ROOT)
-    small = ["policy.arguments={steps=10,seed=3}", "data.limit=32", "data.arguments={split='train',count=64}"]
+    small = [
+        "policy.arguments={steps=10,seed=3}",
+        "data.limit=32",
+        "data.arguments={split='train',count=64}",
+    ]
     recipe = load(RECIPE, [*small, "optimize.critic_warmup_steps=2"])
     assert not recipe.online
     store = Store(tmp_path / "store")
@@ -79,22 +104,39 @@ def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
         assert row["completion_text"] == text
         found = scored[row["rollout_id"]]
         assert found["parts"] == pytest.approx(
-            {"in_place": t5_digits.in_place([text], [answer])[0], "exact_match": float(text == answer)}
+            {
+                "in_place": t5_digits.in_place([text], [answer])[0],
+                "exact_match": float(text == answer),
+            }
         )
         assert found["reward"] == pytest.approx(sum(found["parts"].values()))
-    done = optimize.run(recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards)
+    done = optimize.run(
+        recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
+    )
     policy = store.open(done)
     metrics = policy.manifest.metrics
     assert metrics["audit"]["max_gap"] < 1e-4 and (metrics["kept"], metrics["steps"]) == (32, 32)
     assert (policy.path / "value_head" / "state.safetensors").is_file()
     updates = store.open(metrics["updates"]).table().to_pylist()
-    assert all(row["applied"] for row in updates) and updates[-1]["value_loss"] < updates[0]["value_loss"]
+    assert (
+        all(row["applied"] for row in updates)
+        and updates[-1]["value_loss"] < updates[0]["value_loss"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.prefect
 def test_it_gets_better(tmp_path):
-    command = [sys.executable, "-m", "flows.cli", "run", RECIPE, "--json", "--store", str(tmp_path / "store")]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "run",
+        RECIPE,
+        "--json",
+        "--store",
+        str(tmp_path / "store"),
+    ]
     env = command_environment(tmp_path)
     env.pop("OMP_NUM_THREADS", None)  # as a user has it
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
@@ -102,5 +144,7 @@ def test_it_gets_better(tmp_path):
     before = after["baseline"]
     print(f"{before} → {after}")
     assert 0.1 < before["score"] < 0.6, "taught, but not all of it"
-    assert after["score"] - before["score"] > 2 * (before["stderr"] ** 2 + after["stderr"] ** 2) ** 0.5
+    assert (
+        after["score"] - before["score"] > 2 * (before["stderr"] ** 2 + after["stderr"] ** 2) ** 0.5
+    )
     assert after["score"] - before["score"] >= 0.15

@@ -1,4 +1,5 @@
-"""A tiny recipe for the flows: a tiny llama, eight questions in a JSONL file, the transformers engine."""
+"""A tiny recipe for the flows: a tiny llama, eight questions in a JSONL file, the transformers
+engine."""
 
 import atexit
 import json
@@ -72,11 +73,14 @@ def write_recipe(folder: Path) -> Path:
 
 @cache
 def _first_home() -> str:
-    """A home with the database that Prefect's first start makes, table by table, in half the time of a run; for copies of it."""
+    """A home with the database that Prefect's first start makes, table by table, in half the time
+    of a run; for copies of it."""
     home = tempfile.mkdtemp(prefix="quiver-home.")
     atexit.register(shutil.rmtree, home)
     command = [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"]
-    subprocess.run(command, env={**os.environ, "PREFECT_HOME": home}, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        command, env={**os.environ, "PREFECT_HOME": home}, check=True, stdout=subprocess.DEVNULL
+    )
     return home
 
 
@@ -91,7 +95,8 @@ def command_environment(folder: Path) -> dict[str, str]:
 
 
 def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> dict:
-    """Run the command line in `folder` with --json; its exit code must be `code`. Returns the JSON object of stdout."""
+    """Run the command line in `folder` with --json; its exit code must be `code`. Returns the JSON
+    object of stdout."""
     command = [sys.executable, "-m", "flows.cli", *arguments, "--json"]
     env = {**command_environment(folder), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
@@ -110,8 +115,20 @@ def free_port() -> int:
 @contextmanager
 def prefect_server(environment: dict[str, str], port: int) -> Iterator[str]:
     """A `prefect server` of one's own; yields the URL of its API once it answers."""
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    started = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         for _ in range(1200):
             assert started.poll() is None, "the server ended"
@@ -127,7 +144,8 @@ def prefect_server(environment: dict[str, str], port: int) -> Iterator[str]:
 
 
 def left_behind(folder: Path, only: str = "") -> list[str]:
-    """Command lines of processes that belong to a run in `folder` (those that hold `only`), after at most 30 s."""
+    """Command lines of processes that belong to a run in `folder` (those that hold `only`), after
+    at most 30 s."""
     deadline = time.monotonic() + 30
     while True:
         found = [line for line in processes(folder) if only in line]
@@ -137,11 +155,14 @@ def left_behind(folder: Path, only: str = "") -> list[str]:
 
 
 def processes(folder: Path) -> list[str]:
-    """Command lines of the processes that belong to a run in `folder`, with NUL between their words."""
+    """Command lines of the processes that belong to a run in `folder`, with NUL between their
+    words."""
     marker, found = f"PREFECT_HOME={folder / 'prefect'}".encode(), []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if marker in (process / "environ").read_bytes().split(b"\0") and process.name != str(os.getpid()):
+            if marker in (process / "environ").read_bytes().split(b"\0") and process.name != str(
+                os.getpid()
+            ):
                 found.append((process / "cmdline").read_text())
         except OSError:
             continue
@@ -150,7 +171,8 @@ def processes(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory) -> Iterator[str]:
-    """The API of a server for the tests of a file; without one each of their runs would start its own."""
+    """The API of a server for the tests of a file; without one each of their runs would start its
+    own."""
     folder = tmp_path_factory.mktemp("server")
     shutil.copytree(_first_home(), folder / "prefect")
     with prefect_server(command_environment(folder), free_port()) as url:
@@ -159,7 +181,10 @@ def api(tmp_path_factory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory, api) -> Path:
-    """A folder with recipe, data, model and rewards; shared by the tests of a file, in their order. A profile names the server."""
+    """A folder with recipe, data, model and rewards; shared by the tests of a file, in their order.
+    A profile names the server."""
     folder = write_recipe(tmp_path_factory.mktemp("work"))
-    (folder / "prefect/profiles.toml").write_text(f'active = "here"\n[profiles.here]\nPREFECT_API_URL = "{api}"\n')
+    (folder / "prefect/profiles.toml").write_text(
+        f'active = "here"\n[profiles.here]\nPREFECT_API_URL = "{api}"\n'
+    )
     return folder

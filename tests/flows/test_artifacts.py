@@ -1,4 +1,5 @@
-"""What a Prefect server holds after a stage: events of assets, tables, pages and progress, read back through its API."""
+"""What a Prefect server holds after a stage: events of assets, tables, pages and progress, read
+back through its API."""
 
 import json
 import logging
@@ -43,7 +44,10 @@ class Linked(NamedTuple):
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """A server of its own, with an empty database."""
-    with prefect_test_harness(server_startup_timeout=300), temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    with (
+        prefect_test_harness(server_startup_timeout=300),
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+    ):
         yield  # a run's heartbeat takes a second to end
 
 
@@ -60,21 +64,31 @@ def whatever(action) -> str:
 
 
 def shown(action) -> dict[str, dict]:
-    """What the server holds by key after `action` in a flow run: type, description, and the data as it was."""
+    """What the server holds by key after `action` in a flow run: type, description, and the data as
+    it was."""
     run = whatever(action)
     only = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[run]))
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(artifact_filter=only)
     assert len({each.key for each in found}) == len(found)
     assert all(len(json.dumps(each.data)) < 64_000 for each in found)
-    parsed = {each.key: json.loads(each.data) if each.type == "table" else each.data for each in found}
-    return {each.key: {"type": each.type, "description": each.description, "data": parsed[each.key]} for each in found}
+    parsed = {
+        each.key: json.loads(each.data) if each.type == "table" else each.data for each in found
+    }
+    return {
+        each.key: {"type": each.type, "description": each.description, "data": parsed[each.key]}
+        for each in found
+    }
 
 
 def events(*refs: str) -> list[dict]:
-    """The events of the assets in these versions' run, oldest first, once all of `refs` are there: a thread sends them."""
+    """The events of the assets in these versions' run, oldest first, once all of `refs` are there:
+    a thread sends them."""
     run = refs[0].partition("/")[0]
-    body = {"filter": EventFilter(event=EventNameFilter(name=[EVENT])).model_dump(mode="json"), "limit": 50}
+    body = {
+        "filter": EventFilter(event=EventNameFilter(name=[EVENT])).model_dump(mode="json"),
+        "limit": 50,
+    }
     with get_client(sync_client=True) as client:
         for _ in range(200):
             found = client.request("POST", "/events/filter", json=body).json()["events"]
@@ -85,8 +99,12 @@ def events(*refs: str) -> list[dict]:
     raise AssertionError(f"no events of {refs}")
 
 
-def write(store: Store, kind: str, table: pa.Table, run: str = "tiny", metrics=None, **inputs: Version) -> Version:
-    with begin(store, run, kind, stage="test", stage_version=1, config=Config(), inputs=inputs, force=True) as work:
+def write(
+    store: Store, kind: str, table: pa.Table, run: str = "tiny", metrics=None, **inputs: Version
+) -> Version:
+    with begin(
+        store, run, kind, stage="test", stage_version=1, config=Config(), inputs=inputs, force=True
+    ) as work:
         for index, start in enumerate(range(0, max(1, table.num_rows), ROWS_PER_SHARD)):
             work.write(index, table.slice(start, ROWS_PER_SHARD))
         return work.commit(metrics=metrics, status={"stop": table.num_rows})
@@ -123,11 +141,19 @@ def write_rollouts(store: Store, texts: list[str], run: str = "tiny") -> Version
     ]
     questions = write(store, "prompts", pa.Table.from_pylist(asked[::-1], schema=schema), run)
     speed = {"tokens": 66, "tokens_per_second": 1234.5}
-    return write(store, "rollouts", pa.Table.from_pylist(answers, schema=rollouts.SCHEMA), run, speed, prompts=questions)
+    return write(
+        store,
+        "rollouts",
+        pa.Table.from_pylist(answers, schema=rollouts.SCHEMA),
+        run,
+        speed,
+        prompts=questions,
+    )
 
 
 def write_rewards(store: Store, sampled: Version, values: list[float | None]) -> Version:
-    """Rewards of the rollouts, in another order than theirs; of two functions, the second always 0."""
+    """Rewards of the rollouts, in another order than theirs; of two functions, the second always
+    0."""
     rows = [
         {
             "rollout_id": f"r{index}",
@@ -138,7 +164,16 @@ def write_rewards(store: Store, sampled: Version, values: list[float | None]) ->
         }
         for index, value in enumerate(values)
     ]
-    described = {"mean": 0.5, "std": None, "min": 0.0, "max": 1.0, "null": 0, "null_rate": 0.0, "errors": 0, "seconds": 0.1}
+    described = {
+        "mean": 0.5,
+        "std": None,
+        "min": 0.0,
+        "max": 1.0,
+        "null": 0,
+        "null_rate": 0.0,
+        "errors": 0,
+        "seconds": 0.1,
+    }
     metrics = {
         "reward_mean": 1 / 3,
         "reward_null": 1,
@@ -158,7 +193,7 @@ def finished(store: Store, stage: str, version: Version, cached: bool = False):
     return lambda: finish(Call(stage, {}, store.path, into="tiny"), outcome(version, cached))
 
 
-# -- assets -----------------------------------------------------------------------------------------------------------------
+# -- assets
 
 
 def test_a_new_version_is_an_event_of_its_asset_and_a_cached_one_is_none(store):
@@ -191,7 +226,7 @@ def test_a_version_that_is_not_there_is_said_once_and_fails_nothing(store, caplo
     assert "not on Prefect's pages: the event of tiny/rollouts@9 (LineageError" in said
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------------
+# -- tables
 
 
 def test_rollouts_hostile_ones_too(store):
@@ -202,11 +237,16 @@ def test_rollouts_hostile_ones_too(store):
         number = row["tokens"] - 1
         assert row["prompt"] == f"`question {number}`" and row["finish_reason"] == "stop"
         spans = row["completion"].splitlines()
-        assert spans and all(re.fullmatch(r"`[^`]+`", span) and span.isprintable() and len(span) <= 62 for span in spans)
+        assert spans and all(
+            re.fullmatch(r"`[^`]+`", span) and span.isprintable() and len(span) <= 62
+            for span in spans
+        )
         assert sum(len(span) - 2 for span in spans) <= text.LIMIT
     assert page["data"][0]["completion"] == f"`{HOSTILE[0]}`"
     said = f"**tiny/rollouts@1**: {len(HOSTILE)} rollouts, 66 tokens, 1234 tokens/s, "
-    assert page["description"].startswith(said) and page["description"].endswith("ended by stop 11. 10 samples:")
+    assert page["description"].startswith(said) and page["description"].endswith(
+        "ended by stop 11. 10 samples:"
+    )
 
 
 def test_rewards_best_and_worst_joined_by_id(store):
@@ -214,39 +254,60 @@ def test_rewards_best_and_worst_joined_by_id(store):
     sampled = write_rollouts(store, [f"answer {index}" for index in range(len(values))])
     pages = shown(finished(store, "reward", write_rewards(store, sampled, values)))
     ranked = pages["best-and-worst-tiny"]
-    assert [row["reward"] for row in ranked["data"]] == [1.0, 0.9, 0.8, 0.7, 0.6, 0.4, 0.3, 0.2, 0.1, 0.0]
+    assert [row["reward"] for row in ranked["data"]] == [
+        1.0,
+        0.9,
+        0.8,
+        0.7,
+        0.6,
+        0.4,
+        0.3,
+        0.2,
+        0.1,
+        0.0,
+    ]
     for row in ranked["data"]:
         number = values.index(row["reward"])
         assert (row["prompt"], row["completion"]) == (f"`question {number}`", f"`answer {number}`")
         assert (row["tokens"], row["parts"]) == (number + 1, f"`a` {row['reward']:.4g}\n`b|ˋ` 0")
-    assert ranked["description"] == "**tiny/rewards@1** by reward: the 5 best and the 5 worst of 11 rollouts with a reward"
+    assert (
+        ranked["description"]
+        == "**tiny/rewards@1** by reward: the 5 best and the 5 worst of 11 rollouts with a reward"
+    )
     a, b, reward = pages["rewards-tiny"]["data"]
     assert (a["function"], b["function"], reward["function"]) == ("`a`", "`b|ˋ`", "reward")
     assert (a["mean"], reward["mean"], reward["null"], a["std"]) == (0.5, 0.3333, 1, None)
 
 
-@pytest.mark.parametrize("values", [[], [None, None], [0.5, None]], ids=["no rows", "none scored", "one scored"])
+@pytest.mark.parametrize(
+    "values", [[], [None, None], [0.5, None]], ids=["no rows", "none scored", "one scored"]
+)
 def test_few_rows(store, values):
     sampled = write_rollouts(store, ["text"] * len(values))
     scored = write_rewards(store, sampled, values)
     stages = [finished(store, "generate", sampled), finished(store, "reward", scored)]
     pages = shown(lambda: [each() for each in stages])
-    assert [row["reward"] for row in pages["best-and-worst-tiny"]["data"]] == [each for each in values if each is not None]
+    assert [row["reward"] for row in pages["best-and-worst-tiny"]["data"]] == [
+        each for each in values if each is not None
+    ]
     assert len(pages["rollouts-tiny"]["data"]) == len(values)
 
 
 def test_only_the_first_shards_are_read(store, monkeypatch):
-    """A page of a large dataset looks at the beginning alone: the rest may even be torn, which is for others to find."""
+    """A page of a large dataset looks at the beginning alone: the rest may even be torn, which is
+    for others to find."""
     monkeypatch.setattr(samples, "MOST_BYTES", 1)
     sampled = write_rollouts(store, ["text"] * (ROWS_PER_SHARD + 4))
     torn = sampled.path / "part-00001.arrow"
     torn.write_bytes(torn.read_bytes()[:-8])
     page = shown(finished(store, "generate", sampled))["rollouts-tiny"]
-    assert page["description"].endswith(f"10 samples among the first {ROWS_PER_SHARD} of {ROWS_PER_SHARD + 4}:")
+    assert page["description"].endswith(
+        f"10 samples among the first {ROWS_PER_SHARD} of {ROWS_PER_SHARD + 4}:"
+    )
     assert max(row["tokens"] for row in page["data"]) <= ROWS_PER_SHARD
 
 
-# -- pages ------------------------------------------------------------------------------------------------------------------
+# -- pages
 
 
 @pytest.fixture
@@ -258,11 +319,16 @@ def trained(store, policy, caplog, monkeypatch):
     from tests.stages.optimize import world
 
     monkeypatch.setattr(trainer, "_SECONDS_BETWEEN_LINES", -1)  # a line after each micro-batch
-    config, made = OptimizeConfig(learning_rate=1e-3, minibatches=2, token_budget=64, seed=1), [policy]
+    config, made = (
+        OptimizeConfig(learning_rate=1e-3, minibatches=2, token_budget=64, seed=1),
+        [policy],
+    )
     with caplog.at_level(logging.INFO, "stages"):
         for _ in range(2):
             sampled, scored = world.make(store, made[-1], world.even_share)
-            ref = optimize(config, store, policy=made[-1].ref, rollouts=sampled.ref, rewards=scored.ref)
+            ref = optimize(
+                config, store, policy=made[-1].ref, rollouts=sampled.ref, rewards=scored.ref
+            )
             made.append(store.open(ref))
     said = [record.getMessage() for record in caplog.records]
     return made[-1], said[said.index(next(line for line in said if line.startswith("step 2:"))) :]
@@ -271,9 +337,16 @@ def trained(store, policy, caplog, monkeypatch):
 def test_policy_page_lineage_and_progress(store, trained):
     second, said = trained
     pages = shown(finished(store, "optimize", second))
-    assert {key: page["type"] for key, page in pages.items()} == {"policy-tiny": "markdown", "lineage-tiny": "table"}
+    assert {key: page["type"] for key, page in pages.items()} == {
+        "policy-tiny": "markdown",
+        "lineage-tiny": "table",
+    }
     markdown, audit = pages["policy-tiny"]["data"], second.manifest.metrics["audit"]
-    assert f"| mean_gap | {audit['mean_gap']:.4g} |" in markdown and "| steps |" in markdown and "| **total** |" in markdown
+    assert (
+        f"| mean_gap | {audit['mean_gap']:.4g} |" in markdown
+        and "| steps |" in markdown
+        and "| **total** |" in markdown
+    )
     assert [len(line) for line in lines(drawn(markdown))] == [4] * 4, (
         "both policies' steps: loss, grad_norm, approx_kl, clip_fraction"
     )
@@ -294,10 +367,19 @@ def test_a_link_to_the_report(store, policy):
     """Written where there is something new, linked to every time."""
     recipe, path = Linked("tiny", str(store.path)), store.path / "tiny/report.html"
     here = shown(lambda: link_report(recipe))["report-tiny"]
-    assert (here["type"], path.as_uri() in here["data"], "<title>tiny · report" in path.read_text()) == ("markdown", True, True)
+    assert (
+        here["type"],
+        path.as_uri() in here["data"],
+        "<title>tiny · report" in path.read_text(),
+    ) == ("markdown", True, True)
     written = path.stat().st_mtime_ns
-    served = shown(lambda: link_report(recipe._replace(report_url="https://files.example/store/")))["report-tiny"]
-    assert "(https://files.example/store/tiny/report.html)" in served["data"] and path.stat().st_mtime_ns == written
+    served = shown(lambda: link_report(recipe._replace(report_url="https://files.example/store/")))[
+        "report-tiny"
+    ]
+    assert (
+        "(https://files.example/store/tiny/report.html)" in served["data"]
+        and path.stat().st_mtime_ns == written
+    )
 
 
 def test_evaluations_before_and_after(store, policy):
@@ -310,23 +392,37 @@ def test_evaluations_before_and_after(store, policy):
         scored = write_rewards(store, sampled, values)
         refs.append(evaluate(EvaluateConfig(), store, rollouts=sampled.ref, rewards=scored.ref))
     other = evaluate(EvaluateConfig(score="a"), store, rollouts=sampled.ref, rewards=scored.ref)
-    alone, after = (shown(finished(store, "evaluate", store.open(ref)))["evaluations-tiny"] for ref in refs)
+    alone, after = (
+        shown(finished(store, "evaluate", store.open(ref)))["evaluations-tiny"] for ref in refs
+    )
     assert alone["description"] == "**0.5 ± 0.5** (no policy)" and "data:image" not in alone["data"]
-    assert after["description"] == "**0.5 ± 0.5** before (no policy), **0.8333 ± 0.17** after (no policy): +0.3333"
+    assert (
+        after["description"]
+        == "**0.5 ± 0.5** before (no policy), **0.8333 ± 0.17** after (no policy): +0.3333"
+    )
     assert [len(line) for line in lines(drawn(after["data"]))] == [2]
     rows = [line for line in after["data"].splitlines() if line.startswith("| evaluations@")]
     assert rows == [
         "| evaluations@1 | no policy | 0.5 ± 0.5 | 2 | 1 | 0.5 |",
         "| evaluations@2 | no policy | 0.8333 ± 0.17 | 3 | 0 | 0.6667 |",
     ]
-    assert "before" not in shown(finished(store, "evaluate", store.open(other)))["evaluations-tiny"]["description"], (
-        "another score is no earlier measurement"
-    )
+    assert (
+        "before"
+        not in shown(finished(store, "evaluate", store.open(other)))["evaluations-tiny"][
+            "description"
+        ]
+    ), "another score is no earlier measurement"
 
 
 def test_the_curve_of_a_run_is_one_page_that_grows():
     def done(number: int) -> dict:
-        return {"iteration": number, "policy": "p", "reward_mean": number / 10, "evaluation": None, "seconds": {}}
+        return {
+            "iteration": number,
+            "policy": "p",
+            "reward_mean": number / 10,
+            "evaluation": None,
+            "seconds": {},
+        }
 
     def run() -> None:
         curve = Curve("tiny")
@@ -339,7 +435,7 @@ def test_the_curve_of_a_run_is_one_page_that_grows():
     assert [len(line) for line in lines(drawn(page["data"]))] == [3]
 
 
-# -- progress ---------------------------------------------------------------------------------------------------------------
+# -- progress
 
 
 def wait_for(bar_says: float, key: str) -> None:
@@ -354,7 +450,11 @@ def wait_for(bar_says: float, key: str) -> None:
 
 def test_progress_comes_while_the_stage_runs(store, monkeypatch):
     monkeypatch.setattr(progress_module, "SECONDS_BETWEEN", 0.05)
-    call, heard, key = Call("generate", {}, store.path, into="under.way"), [], text.key("progress-generate", "under.way")
+    call, heard, key = (
+        Call("generate", {}, store.path, into="under.way"),
+        [],
+        text.key("progress-generate", "under.way"),
+    )
 
     def run() -> None:
         with progress(call, heard.append) as on_line:
@@ -365,7 +465,11 @@ def test_progress_comes_while_the_stage_runs(store, monkeypatch):
             wait_for(75.0, key)
 
     (page,) = shown(run).values()
-    assert page == {"type": "progress", "data": 100.0, "description": "`generate: 12 of 16 rows, 100 tokens/s`"}
+    assert page == {
+        "type": "progress",
+        "data": 100.0,
+        "description": "`generate: 12 of 16 rows, 100 tokens/s`",
+    }
     assert len(heard) == 3
 
 
@@ -401,7 +505,12 @@ def test_a_short_stage_leaves_no_progress_and_a_failed_one_what_it_had(store, mo
             ["step 10: loss 0.1, grad_norm 1.0", "step 11: 1 of 2 micro-batches"],
             37.5,
         ),
-        ("optimize", {"epochs": 1}, ["step 3: loss nan, grad_norm nan", "step 3: loss 1, grad_norm 1"], 100.0),
+        (
+            "optimize",
+            {"epochs": 1},
+            ["step 3: loss nan, grad_norm nan", "step 3: loss 1, grad_norm 1"],
+            100.0,
+        ),
     ],
 )
 def test_lines_of_the_stages(store, stage, config, said, percent):

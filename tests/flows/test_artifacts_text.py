@@ -1,4 +1,5 @@
-"""What is put into Prefect's pages, without a server: text that stays text, pictures that are pictures, sizes that stay bounded."""
+"""What is put into Prefect's pages, without a server: text that stays text, pictures that are
+pictures, sizes that stay bounded."""
 
 import base64
 import logging
@@ -35,7 +36,9 @@ HOSTILE = [
 
 def drawn(markdown: str) -> ElementTree.Element:
     """The picture in this markdown, parsed."""
-    (encoded,) = re.findall(r"!\[[^\]]+\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown)
+    (encoded,) = re.findall(
+        r"!\[[^\]]+\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown
+    )
     return ElementTree.fromstring(base64.b64decode(encoded))
 
 
@@ -47,7 +50,9 @@ def lines(picture: ElementTree.Element) -> list[list[str]]:
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
 def test_foreign_text_is_one_code_span_on_one_line(hostile):
     shown = text.quoted(hostile)
-    assert shown.startswith("`") and shown.endswith("`") and "`" not in shown[1:-1], "the span can not be left"
+    assert shown.startswith("`") and shown.endswith("`") and "`" not in shown[1:-1], (
+        "the span can not be left"
+    )
     assert shown.isprintable() and len(shown) <= text.LIMIT + 2
     assert shown.endswith("…`") == (len(hostile) > text.LIMIT)
 
@@ -73,23 +78,40 @@ def test_a_pipe_does_not_end_a_cell():
 
 
 def test_numbers():
-    assert [words.number(value) for value in (None, 0, 12345, 0.5, 1234.5678)] == ["–", "0", "12,345", "0.5", "1235"]
-    assert [words.size(count) for count in (0, 999, 13_100, 2_500_000_000)] == ["0 B", "999 B", "13.1 kB", "2.5 GB"]
-    assert words.measured(0.41234, 0.03867) == "0.4123 ± 0.039" and words.measured(1.0, None) == "1 ± –"
+    assert [words.number(value) for value in (None, 0, 12345, 0.5, 1234.5678)] == [
+        "–",
+        "0",
+        "12,345",
+        "0.5",
+        "1235",
+    ]
+    assert [words.size(count) for count in (0, 999, 13_100, 2_500_000_000)] == [
+        "0 B",
+        "999 B",
+        "13.1 kB",
+        "2.5 GB",
+    ]
+    assert (
+        words.measured(0.41234, 0.03867) == "0.4123 ± 0.039"
+        and words.measured(1.0, None) == "1 ± –"
+    )
 
 
 def test_a_key_is_one_run_s():
     assert text.key("rewards", "my-run") == "rewards-my-run"
     names = ("my-run-eval", "my_run.eval", "my-run.eval", "my.run_eval")
     keys = {text.key("rewards", name) for name in names}
-    assert len(keys) == len(names) and all(re.fullmatch("rewards-my-run-eval(-[0-9a-f]{6})?", key) for key in keys)
+    assert len(keys) == len(names) and all(
+        re.fullmatch("rewards-my-run-eval(-[0-9a-f]{6})?", key) for key in keys
+    )
 
 
-# -- pictures -------------------------------------------------------------------------------------------------------------
+# -- pictures
 
 
 def test_a_curve_goes_through_its_points():
-    """Rising x goes right, larger y up (an SVG's y grows downwards); points without a number are left out."""
+    """Rising x goes right, larger y up (an SVG's y grows downwards); points without a number are
+    left out."""
     points = [(1, 0.0, 0.0), (2, None, 0.0), (3, float("nan"), 0.0), (4, 1.0, 0.0), (5, 0.5, 0.0)]
     (line,) = lines(drawn(picture([Panel("reward", points)], "iteration")))
     (x1, y1), (x4, y4), (x5, y5) = (tuple(map(float, point.split(","))) for point in line)
@@ -116,11 +138,13 @@ def test_a_long_curve_keeps_its_ends_and_few_points():
 
 def test_what_can_not_be_drawn_is_left_out():
     assert picture([], "step") == picture([Panel("loss", [(1, None, 0.0)])], "step") == ""
-    (line,) = lines(drawn(picture([Panel("<loss> & more", [(1, 0.0, 0.0)]), Panel("none", [])], "step")))
+    (line,) = lines(
+        drawn(picture([Panel("<loss> & more", [(1, 0.0, 0.0)]), Panel("none", [])], "step"))
+    )
     assert len(line) == 1, "a single point"
 
 
-# -- the page of a run ------------------------------------------------------------------------------------------------------
+# -- the page of a run
 
 
 def done(iteration: int, reward: float | None, evaluation=None) -> dict:
@@ -137,19 +161,28 @@ def test_the_page_of_a_run_tells_the_curve_in_words_picture_and_rows():
     baseline, last = {"score": 0.25, "stderr": 0.1, "n": 3}, {"score": 0.5, "stderr": None, "n": 1}
     page = iterations.page("tiny", [done(1, 0.2), done(2, None), done(3, 0.6, last)], baseline)
     assert page["key"] == "iterations-tiny"
-    assert page["description"] == "3 iterations: mean reward 0.2 → 0.6, held-out score 0.25 ± 0.1 → 0.5 ± –"
+    assert (
+        page["description"]
+        == "3 iterations: mean reward 0.2 → 0.6, held-out score 0.25 ± 0.1 → 0.5 ± –"
+    )
     assert [len(line) for line in lines(drawn(page["markdown"]))] == [2, 2]
     rows = [row for row in page["markdown"].splitlines() if "tiny/policy" in row]
-    assert rows[:2] == ["| 3 | tiny/policy@3 | 0.6 | 0.5 ± – | 3.5 |", "| 2 | tiny/policy@2 | – |  | 3.5 |"]
+    assert rows[:2] == [
+        "| 3 | tiny/policy@3 | 0.6 | 0.5 ± – | 3.5 |",
+        "| 2 | tiny/policy@2 | – |  | 3.5 |",
+    ]
 
 
 def test_the_page_of_a_long_run_stays_small():
     page = iterations.page("tiny", [done(number, number / 7) for number in range(1, 5001)], None)
     assert len(page["markdown"]) < 32_000
-    assert "The last 100 of 5000 iterations" in page["markdown"] and "tiny/policy@5000" in page["markdown"]
+    assert (
+        "The last 100 of 5000 iterations" in page["markdown"]
+        and "tiny/policy@5000" in page["markdown"]
+    )
 
 
-# -- beside the pages -------------------------------------------------------------------------------------------------------
+# -- beside the pages
 
 
 def test_what_can_not_be_shown_is_said_once_and_stops_nothing(caplog):
@@ -161,7 +194,10 @@ def test_what_can_not_be_shown_is_said_once_and_stops_nothing(caplog):
             with attempt("a page"):
                 raise Unheard("no\nanswer")
     (record,) = caplog.records
-    assert record.getMessage() == "not on Prefect's pages: a page (Unheard: no\\nanswer); the run goes on"
+    assert (
+        record.getMessage()
+        == "not on Prefect's pages: a page (Unheard: no\\nanswer); the run goes on"
+    )
 
 
 def test_a_cancelled_run_is_not_held_up():
@@ -171,7 +207,10 @@ def test_a_cancelled_run_is_not_held_up():
 
 def test_the_line_of_a_stage_says_what_has_no_reward():
     said = {
-        null: describe("reward 1/1", Outcome("a/rewards@1", False, 8, 1.0, {"reward_mean": 0.0, "reward_null": null}))
+        null: describe(
+            "reward 1/1",
+            Outcome("a/rewards@1", False, 8, 1.0, {"reward_mean": 0.0, "reward_null": null}),
+        )
         for null in (0, 3)
     }
     assert said[0].endswith("8 rows  1.0 s  reward 0.000")

@@ -1,4 +1,5 @@
-"""The demo as a user runs it, on three seeds: the held-out score rises by more than two standard errors and by ten points."""
+"""The demo as a user runs it, on three seeds: the held-out score rises by more than two standard
+errors and by ten points."""
 
 import json
 import subprocess

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from stages.common.store import Store
-from tests.flows.conftest import command_environment, free_port, prefect_server, quiver, write_recipe
+from tests.flows.conftest import (
+    command_environment,
+    free_port,
+    prefect_server,
+    quiver,
+    write_recipe,
+)
 from tests.tiny import make_folder
 
 SMALL = ["--iterations", "1", "--set", "data.held_out=null"]
@@ -20,9 +26,17 @@ SMALL = ["--iterations", "1", "--set", "data.held_out=null"]
 @pytest.mark.vllm
 @pytest.mark.prefect
 def test_vllm_samples_what_the_trainer_trains(tmp_path):
-    """Step-0 audit in float32: vLLM's saved logprobs against the trainer's, mean absolute gap ≤ 1e-3."""
+    """Step-0 audit in float32: vLLM's saved logprobs against the trainer's, mean absolute gap ≤
+    1e-3."""
     folder = write_recipe(tmp_path)
-    options = ["--set", "generate.engine=vllm", "--set", "generate.dtype=float32", "--set", "generate.sampling.temperature=0.8"]
+    options = [
+        "--set",
+        "generate.engine=vllm",
+        "--set",
+        "generate.dtype=float32",
+        "--set",
+        "generate.sampling.temperature=0.8",
+    ]
     done = quiver(folder, "run", "recipe.toml", *SMALL, *options)["iterations"][0]
     store = Store(folder / "store")
     audit = store.open(done["policy"]).manifest.metrics["audit"]
@@ -37,11 +51,17 @@ def test_vllm_samples_what_the_trainer_trains(tmp_path):
 
 @pytest.mark.prefect
 def test_an_encoder_decoder_with_a_critic(tmp_path):
-    """T5 and PPO from the same recipe; one rollout a prompt is enough; the saved logprobs are the trainer's to 1e-4."""
+    """T5 and PPO from the same recipe; one rollout a prompt is enough; the saved logprobs are the
+    trainer's to 1e-4."""
     folder = write_recipe(tmp_path)
     shutil.rmtree(folder / "model")
     make_folder(folder / "model", kind="t5")
-    settings = ("optimize.algorithm=ppo", "generate.samples_per_prompt=1", "generate.dtype=float32", "data.held_out=null")
+    settings = (
+        "optimize.algorithm=ppo",
+        "generate.samples_per_prompt=1",
+        "generate.dtype=float32",
+        "data.held_out=null",
+    )
     options = [part for setting in settings for part in ("--set", setting)]
     done = quiver(folder, "run", "recipe.toml", *options)["iterations"]
     for each in done:
@@ -67,23 +87,39 @@ def test_the_same_flow_with_a_server(tmp_path, server):
     folder = write_recipe(tmp_path / "work")
     quiver(folder, "run", "recipe.toml", *SMALL, PREFECT_API_URL=server)
     (flow,) = _post(f"{server}/flow_runs/filter")
-    assert (flow["name"], flow["state_type"], flow["tags"]) == ("tiny · post-train", "COMPLETED", ["run:tiny"])
+    assert (flow["name"], flow["state_type"], flow["tags"]) == (
+        "tiny · post-train",
+        "COMPLETED",
+        ["run:tiny"],
+    )
     tasks = {run["name"]: run["state_type"] for run in _post(f"{server}/task_runs/filter")}
     names = ["import policy", "prompt 1/1", "generate 1/1", "reward 1/1", "optimize 1/1"]
     assert tasks == dict.fromkeys([f"tiny · {name}" for name in names], "COMPLETED")
-    assert not any(run["tags"] for run in _post(f"{server}/task_runs/filter")), "each would cost a slot of the server's"
-    assert "prompts: shard 1 of 1" in [line["message"] for line in _post(f"{server}/logs/filter")], (
-        "what stages say is there too"
+    assert not any(run["tags"] for run in _post(f"{server}/task_runs/filter")), (
+        "each would cost a slot of the server's"
     )
+    assert "prompts: shard 1 of 1" in [
+        line["message"] for line in _post(f"{server}/logs/filter")
+    ], "what stages say is there too"
     shown = {artifact["key"]: artifact for artifact in _post(f"{server}/artifacts/filter")}
     pages = ("rollouts", "rewards", "best-and-worst", "policy", "lineage", "iterations", "report")
-    assert {f"{page}-tiny" for page in pages} == {key for key in shown if not key.startswith("progress-")}
+    assert {f"{page}-tiny" for page in pages} == {
+        key for key in shown if not key.startswith("progress-")
+    }
     metrics = Store(folder / "store").open("tiny/rewards@1").manifest.metrics
     evenness, reward = json.loads(shown["rewards-tiny"]["data"])
     assert evenness["function"] == "`evenness`"
     assert evenness["mean"] == reward["mean"] == pytest.approx(metrics["reward_mean"], rel=1e-3)
-    assert (evenness["errors"], evenness["null"], reward["null"], reward["null_rate"]) == (0, 0, 0, 0)
-    assert shown["iterations-tiny"]["flow_run_id"] == flow["id"] and "tiny/policy@1" in shown["iterations-tiny"]["data"]
+    assert (evenness["errors"], evenness["null"], reward["null"], reward["null_rate"]) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    assert (
+        shown["iterations-tiny"]["flow_run_id"] == flow["id"]
+        and "tiny/policy@1" in shown["iterations-tiny"]["data"]
+    )
 
 
 @pytest.mark.prefect
@@ -93,10 +129,18 @@ def test_nothing_reaches_out(tmp_path):
     if subprocess.run(["unshare", "-n", "true"], check=False).returncode:
         pytest.skip("network namespaces are not permitted here")
     folder = write_recipe(tmp_path)
-    command = f"ip link set lo up 2>/dev/null; exec {sys.executable} -m flows.cli run recipe.toml {' '.join(SMALL)} --json"
+    command = (
+        f"ip link set lo up 2>/dev/null; exec {sys.executable} -m flows.cli run recipe.toml "
+        f"{' '.join(SMALL)} --json"
+    )
     env = command_environment(folder)
     done = subprocess.run(
-        ["unshare", "-n", "sh", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False
+        ["unshare", "-n", "sh", "-c", command],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert Store(folder / "store").numbers("tiny", "policy") == [0, 1]

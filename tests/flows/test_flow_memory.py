@@ -1,4 +1,5 @@
-"""What a flow holds in memory does not grow with its rollouts: 1 GB of them are scored, and it takes less than 50 MB more."""
+"""What a flow holds in memory does not grow with its rollouts: 1 GB of them are scored, and it
+takes less than 50 MB more."""
 
 import json
 import subprocess
@@ -39,7 +40,14 @@ def test_a_gigabyte_of_rollouts(tmp_path):
     assert version.manifest.bytes["data"] > 1e9
     (tmp_path / "recipe.toml").write_text(RECIPE)
     env = command_environment(tmp_path)
-    done = subprocess.run([sys.executable, "-c", MEASURE], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] == rows

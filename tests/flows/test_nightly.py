@@ -1,7 +1,8 @@
-"""Nights on a tiny model: what is better is promoted, what is not is kept out of the way, and every decision can be read later.
+"""Nights on a tiny model: what is better is promoted, what is not is kept out of the way, and every
+decision can be read later.
 
-The stages are the real ones, in this process instead of children of it; Prefect's server is a real one too. A tag of its own gives
-a test a first night whose stages are all done already.
+The stages are the real ones, in this process instead of children of it; Prefect's server is a real
+one too. A tag of its own gives a test a first night whose stages are all done already.
 """
 
 import json
@@ -26,7 +27,13 @@ from tests.flows.conftest import quiver, write_recipe
 
 pytestmark = pytest.mark.prefect
 
-BETTER = ["iterations=1", "data.limit=8", "data.held_out.limit=24", "generate.samples_per_prompt=32", "reward.workers=1"]
+BETTER = [
+    "iterations=1",
+    "data.limit=8",
+    "data.held_out.limit=24",
+    "generate.samples_per_prompt=32",
+    "reward.workers=1",
+]
 BETTER += ["optimize.learning_rate=1e-2", "optimize.minibatches=4", "promotion.margin=0.02"]
 BETTER += ["evaluate.score=evenness", "evaluate.generate.samples_per_prompt=2"]
 WORSE = [*BETTER, "reward.functions=[{use='rewards.py:evenness', weight=-1}]"]
@@ -43,7 +50,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def server():
-    os.register_at_fork(after_in_child=threading._threading_atexits.clear)  # later tests' forks have none of Prefect's threads
+    os.register_at_fork(
+        after_in_child=threading._threading_atexits.clear
+    )  # later tests' forks have none of Prefect's threads
     with prefect_test_harness(server_startup_timeout=180):
         yield PREFECT_API_URL.value()
 
@@ -66,7 +75,8 @@ def spend(name: str, settings: list[str], tag: str = "prod") -> dict:
 
 @pytest.fixture(scope="module")
 def nights(folder, server) -> list[dict]:
-    """The first learns what is measured, the second the opposite; about what is no better nobody is asked."""
+    """The first learns what is measured, the second the opposite; about what is no better nobody is
+    asked."""
     with pytest.MonkeyPatch.context() as patch:
         stay_here(folder, patch)
         return [spend("one", BETTER), spend("two", [*WORSE, "promotion.approval=true"])]
@@ -92,8 +102,16 @@ def means(store, evaluation: str) -> dict[str, float]:
 
 def test_what_is_better_is_promoted_and_what_is_worse_is_not(store, nights):
     better, worse = nights
-    assert (better["decision"], better["before"], better["in_use"]) == ("promoted", "tiny/policy@0", "tiny/policy@1")
-    assert (worse["decision"], worse["before"], worse["in_use"]) == ("kept", "tiny/policy@1", "tiny/policy@1")
+    assert (better["decision"], better["before"], better["in_use"]) == (
+        "promoted",
+        "tiny/policy@0",
+        "tiny/policy@1",
+    )
+    assert (worse["decision"], worse["before"], worse["in_use"]) == (
+        "kept",
+        "tiny/policy@1",
+        "tiny/policy@1",
+    )
     assert str(store.resolve("tiny/policy@prod")) == "tiny/policy@1"
     assert worse["candidate"] == "tiny/policy@2" and worse["difference"]["score"] < 0
     entries = store.history("tiny", "prod")
@@ -115,26 +133,45 @@ def test_the_numbers_are_those_of_the_prompts_taken_in_pairs(store, nights):
         assert len(ours) == 24 and ours.keys() == theirs.keys()
         differences = np.array([ours[group] - theirs[group] for group in ours])
         stderr = differences.std(ddof=1) / np.sqrt(24)
-        assert night["difference"] == pytest.approx({"score": differences.mean(), "stderr": stderr, "n": 24}, abs=1e-6)
+        assert night["difference"] == pytest.approx(
+            {"score": differences.mean(), "stderr": stderr, "n": 24}, abs=1e-6
+        )
         assert night["bound"] == pytest.approx(differences.mean() - 1.6448536 * stderr, abs=1e-6)
         assert (night["decision"] == "promoted") == (night["bound"] >= 0.02)
 
 
-def test_the_first_night_and_a_promotion_are_events_and_a_night_that_keeps_the_old_is_none(nights, server):
+def test_the_first_night_and_a_promotion_are_events_and_a_night_that_keeps_the_old_is_none(
+    nights, server
+):
     """A promotion's with what the night tells of itself, so that whoever it starts need not ask."""
-    body = {"filter": {"event": {"name": ["quiver.tag.moved"]}, "resource": {"id": ["quiver://tiny/policy@prod"]}}}
+    body = {
+        "filter": {
+            "event": {"name": ["quiver.tag.moved"]},
+            "resource": {"id": ["quiver://tiny/policy@prod"]},
+        }
+    }
     deadline = time.monotonic() + 60  # a thread sends them
     while len(found := httpx.post(f"{server}/events/filter", json=body).json()["events"]) < 2:
         assert time.monotonic() < deadline, f"{len(found)} events"
         time.sleep(0.1)
-    base, promoted = sorted((event["payload"] for event in found), key=lambda payload: payload["at"])
-    assert (base["before"], base["in_use"], base["why"]) == (None, "tiny/policy@0", "the base model")
-    assert promoted == {name: value for name, value in nights[0].items() if name not in ("run", "tag", "iterations")}
+    base, promoted = sorted(
+        (event["payload"] for event in found), key=lambda payload: payload["at"]
+    )
+    assert (base["before"], base["in_use"], base["why"]) == (
+        None,
+        "tiny/policy@0",
+        "the base model",
+    )
+    assert promoted == {
+        name: value for name, value in nights[0].items() if name not in ("run", "tag", "iterations")
+    }
 
 
 def test_each_night_has_rows_of_its_own(store, nights):
     (one,), (two,) = (night["iterations"] for night in nights)
-    asked = [set(store.open(done["prompts"]).table()["group_id"].to_pylist()) for done in (one, two)]
+    asked = [
+        set(store.open(done["prompts"]).table()["group_id"].to_pylist()) for done in (one, two)
+    ]
     assert [len(groups) for groups in asked] == [8, 8] and not asked[0] & asked[1]
     assert store.open(two["rollouts"]).manifest.model("policy").ref == "tiny/policy@1"
 
@@ -169,14 +206,17 @@ def test_of_two_nights_at_once_one_promotes(store, monkeypatch):
         return decide(*arguments)
 
     monkeypatch.setattr(nightly, "decide", late)
-    with pytest.raises(ConflictError, match="expected tiny/policy@0, found tiny/policy@1") as caught:
+    with pytest.raises(
+        ConflictError, match="expected tiny/policy@0, found tiny/policy@1"
+    ) as caught:
         spend("one", BETTER, "race")
     assert "start the same night again" in caught.value.next
     assert [entry.key for entry in store.history("tiny", "race")] == ["base", "night other"]
 
 
 def test_the_policy_in_use_goes_back_when_the_one_before_is_better(store):
-    """Somebody gave the tag to the worse policy by hand; the next night gives it back, and starts from what is in use then."""
+    """Somebody gave the tag to the worse policy by hand; the next night gives it back, and starts
+    from what is in use then."""
     store.tag("tiny", "prod", "tiny/policy@2", why="by hand")
     done = spend("three", [*BETTER, "promotion.rollback=true"])
     _, back, decided = store.history("tiny", "prod")[-3:]
@@ -189,7 +229,8 @@ def test_the_policy_in_use_goes_back_when_the_one_before_is_better(store):
 
 
 class Reviewer(threading.Thread):
-    """Answers each pause over Prefect's API, one reply after another; keeps what was asked and what the API said."""
+    """Answers each pause over Prefect's API, one reply after another; keeps what was asked and what
+    the API said."""
 
     def __init__(self, url: str, replies: list[dict]) -> None:
         super().__init__(daemon=True)
@@ -198,10 +239,17 @@ class Reviewer(threading.Thread):
 
     def run(self) -> None:
         while self.replies:
-            for run in self.call("POST", "filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}}) or []:
+            for run in (
+                self.call(
+                    "POST", "filter", {"flow_runs": {"state": {"type": {"any_": ["PAUSED"]}}}}
+                )
+                or []
+            ):
                 keys = run["state"]["state_details"]["run_input_keyset"]
                 question = self.call("GET", f"{run['id']}/input/{keys['description']}")
-                told = question and self.call("POST", f"{run['id']}/resume", {"run_input": self.replies[0]})
+                told = question and self.call(
+                    "POST", f"{run['id']}/resume", {"run_input": self.replies[0]}
+                )
                 if told and told["status"] != "ABORT":
                     self.questions.append(question)
                     self.statuses.append(told["status"])
@@ -217,8 +265,11 @@ class Reviewer(threading.Thread):
 APPROVAL = [*BETTER, "promotion.approval=true", "promotion.approval_seconds=200"]
 
 
-def test_a_person_overrides_rewards_and_approves_what_comes_of_it(store, nights, server, monkeypatch):
-    """An answer without a reason is refused by the server, an unknown rollout by the flow, which then asks again."""
+def test_a_person_overrides_rewards_and_approves_what_comes_of_it(
+    store, nights, server, monkeypatch
+):
+    """An answer without a reason is refused by the server, an unknown rollout by the flow, which
+    then asks again."""
     monkeypatch.setattr(approval, "POLL_SECONDS", 0.1)
     scored = store.open(nights[0]["rewards"]).table().to_pylist()
     overrides = {row["rollout_id"]: 2.0 for row in scored if row["reward"] == 1.0}
@@ -234,23 +285,40 @@ def test_a_person_overrides_rewards_and_approves_what_comes_of_it(store, nights,
     reviewer.join(10)
     assert reviewer.statuses == ["REJECT", "ACCEPT", "ACCEPT", "ACCEPT"]
     assert "tiny/policy@1** replace **tiny/policy@0" in reviewer.questions[0]
-    assert "overrides of ada were refused" in reviewer.questions[2] and "nobody-0" in reviewer.questions[2]
+    assert (
+        "overrides of ada were refused" in reviewer.questions[2]
+        and "nobody-0" in reviewer.questions[2]
+    )
     assert f"{done['candidate']}** replace **tiny/policy@0" in reviewer.questions[3]
-    assert done["decision"] == "promoted" and done["candidate"] not in ("tiny/policy@1", "tiny/policy@2")
+    assert done["decision"] == "promoted" and done["candidate"] not in (
+        "tiny/policy@1",
+        "tiny/policy@2",
+    )
     assert done["why"].startswith("ada said yes: better still; score +")
 
     rewards = store.open(done["rewards"])
-    assert rewards.manifest.config == {"author": "ada", "reason": "these are perfect", "overrides": overrides}
+    assert rewards.manifest.config == {
+        "author": "ada",
+        "reason": "these are perfect",
+        "overrides": overrides,
+    }
     assert rewards.manifest.input("rewards").ref == nights[0]["rewards"]
     policy = store.open(done["candidate"]).manifest
     first = store.open("tiny/policy@1").manifest
     assert policy.input("rewards").ref == done["rewards"]
-    assert [policy.input(role) for role in ("policy", "rollouts")] == [first.input(role) for role in ("policy", "rollouts")]
+    assert [policy.input(role) for role in ("policy", "rollouts")] == [
+        first.input(role) for role in ("policy", "rollouts")
+    ]
     assert policy.config == first.config
     groups: dict[str, dict[str, float]] = {}
     for row in scored:
-        groups.setdefault(row["group_id"], {})[row["rollout_id"]] = overrides.get(row["rollout_id"], row["reward"])
-    learned = {row["rollout_id"]: row["advantage"] for row in store.open(policy.metrics["advantages"]).table().to_pylist()}
+        groups.setdefault(row["group_id"], {})[row["rollout_id"]] = overrides.get(
+            row["rollout_id"], row["reward"]
+        )
+    learned = {
+        row["rollout_id"]: row["advantage"]
+        for row in store.open(policy.metrics["advantages"]).table().to_pylist()
+    }
     for rollouts in groups.values():
         mean, std = statistics.fmean(rollouts.values()), statistics.stdev(rollouts.values())
         for rollout, reward in rollouts.items():
@@ -273,14 +341,23 @@ def test_no_is_no_and_silence_is_no(store, server, monkeypatch):
 
 def test_what_can_not_work_is_refused_before_anything_is_made(store, folder):
     before = names(store)
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(ConfigError, match="needs a Prefect server"):
+    with (
+        temporary_settings(restore_defaults={PREFECT_API_URL}),
+        pytest.raises(ConfigError, match="needs a Prefect server"),
+    ):
         nightly.begin(load("recipe.toml", ["promotion.approval=true"]), "x")
     with pytest.raises(ConfigError, match="names no held-out rows"):
         nightly.begin(load("recipe.toml", ["data.held_out=null"]), "x")
-    for wrong, told in (("tag=latest", "not tags"), ("by=pass@4", "evaluate.k"), ("margn=1", "did you mean margin")):
+    for wrong, told in (
+        ("tag=latest", "not tags"),
+        ("by=pass@4", "evaluate.k"),
+        ("margn=1", "did you mean margin"),
+    ):
         with pytest.raises(ConfigError, match=told):
             load("recipe.toml", [f"promotion.{wrong}"])
-    error = quiver(folder, "nightly", "recipe.toml", "--set", "promotion.approval=true", code=2)["error"]
+    error = quiver(folder, "nightly", "recipe.toml", "--set", "promotion.approval=true", code=2)[
+        "error"
+    ]
     assert error["object"] == "promotion.approval" and "prefect server start" in error["next"]
     assert names(store) == before
 
@@ -295,7 +372,9 @@ def test_the_name_of_the_night_reaches_the_rows():
 
 def test_the_same_from_the_shell(store, nights, folder, server):
     options = [part for setting in BETTER for part in ("--set", setting)]
-    told = quiver(folder, "nightly", "recipe.toml", "--night", "one", *options, PREFECT_API_URL=server)
+    told = quiver(
+        folder, "nightly", "recipe.toml", "--night", "one", *options, PREFECT_API_URL=server
+    )
     assert told == {**nights[0], "iterations": []}
     entries = quiver(folder, "history", "tiny/policy@prod")["entries"]
     assert [entry["key"] for entry in entries][:3] == ["base", "night one", "night two"]

@@ -1,4 +1,5 @@
-"""A flow's process whose worker dies is ended: asked by SIGTERM first, and killed where it does not listen."""
+"""A flow's process whose worker dies is ended: asked by SIGTERM first, and killed where it does not
+listen."""
 
 import os
 import socket
@@ -42,7 +43,9 @@ def test_nobody_outlives_his_worker(tmp_path, how):
     wait_until(lambda: written.exists() and written.read_text())
     pid = written.read_text()
     time.sleep(0.3)
-    assert alive(pid) and not (tmp_path / "asked").exists(), "as long as the worker lives it is left alone"
+    assert alive(pid) and not (tmp_path / "asked").exists(), (
+        "as long as the worker lives it is left alone"
+    )
     worker.kill()
     worker.wait()
     wait_until(lambda: not alive(pid))
@@ -51,13 +54,16 @@ def test_nobody_outlives_his_worker(tmp_path, how):
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_nor_one_that_died_before_he_looked(tmp_path, listens):
-    """The parent is alive here, and stands for init, which adopts an orphan; the port is what the worker listened at."""
+    """The parent is alive here, and stands for init, which adopts an orphan; the port is what the
+    worker listened at."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         if not listens:
             server.close()
         environment = {**os.environ, "PREFECT__CONTROL_PORT": port}
-        flow = subprocess.Popen([sys.executable, "-c", FLOW, "listens"], cwd=tmp_path, env=environment)
+        flow = subprocess.Popen(
+            [sys.executable, "-c", FLOW, "listens"], cwd=tmp_path, env=environment
+        )
         try:
             if listens:
                 server.accept()[0].close()

@@ -1,4 +1,5 @@
-"""`overlap = 1`: the next iteration samples while this one optimizes. Who sampled what, and what becomes of a stopped run."""
+"""`overlap = 1`: the next iteration samples while this one optimizes. Who sampled what, and what
+becomes of a stopped run."""
 
 import os
 import signal
@@ -15,7 +16,14 @@ from schemas.errors import ConfigError
 from stages.common.child import Stopped
 from stages.common.process import Call, run_stage
 from stages.common.store import Store
-from tests.flows.conftest import RECIPE, command_environment, left_behind, processes, quiver, write_recipe
+from tests.flows.conftest import (
+    RECIPE,
+    command_environment,
+    left_behind,
+    processes,
+    quiver,
+    write_recipe,
+)
 
 OVERLAP = ("overlap=1", "iterations=3", "optimize.max_staleness=1", "data.held_out=null")
 OPTIONS = [part for setting in OVERLAP for part in ("--set", setting)]
@@ -35,17 +43,24 @@ def test_a_stale_policy_must_be_allowed(tmp_path):
 
 
 def both_at_work(folder) -> bool:
-    stages = {line.split("\0-m\0stages\0")[1].split("\0")[0] for line in processes(folder) if "\0-m\0stages\0" in line}
+    stages = {
+        line.split("\0-m\0stages\0")[1].split("\0")[0]
+        for line in processes(folder)
+        if "\0-m\0stages\0" in line
+    }
     return len(stages) == 2 and "optimize" in stages
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A folder in which a run was stopped twice (Ctrl-C, kill -9) while two stages were at work, and then came to its end."""
+    """A folder in which a run was stopped twice (Ctrl-C, kill -9) while two stages were at work,
+    and then came to its end."""
     folder = write_recipe(tmp_path_factory.mktemp("stopped"))
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", *OPTIONS]
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
-        running = subprocess.Popen(command, cwd=folder, env=command_environment(folder), start_new_session=True)
+        running = subprocess.Popen(
+            command, cwd=folder, env=command_environment(folder), start_new_session=True
+        )
         while not both_at_work(folder):
             assert running.poll() is None, "the run ended before it could be stopped"
             time.sleep(0.02)
@@ -58,7 +73,8 @@ def stopped(tmp_path_factory):
 
 @pytest.mark.prefect
 def test_who_sampled_what(stopped):
-    """The first iteration is on-policy, each later one is a policy behind; nobody is left of a stopped run, and it goes on."""
+    """The first iteration is on-policy, each later one is a policy behind; nobody is left of a
+    stopped run, and it goes on."""
     folder, done = stopped
     store = Store(folder / "store")
     sampled = [store.open(each["rollouts"]).manifest.model("policy").ref for each in done]
@@ -78,13 +94,16 @@ def test_an_undisturbed_run_makes_the_same(stopped, tmp_path):
     store, folder = Store(stopped[0] / "store"), write_recipe(tmp_path / "undisturbed")
     quiver(folder, "run", "recipe.toml", *OPTIONS)
     undisturbed = Store(folder / "store")
-    assert {str(version.ref) for version in undisturbed.versions()} == {str(version.ref) for version in store.versions()}
+    assert {str(version.ref) for version in undisturbed.versions()} == {
+        str(version.ref) for version in store.versions()
+    }
     for ref in ("tiny/policy@3", "tiny/rollouts@3", "tiny/rewards@3"):
         assert store.open(ref).manifest.content_hash == undisturbed.open(ref).manifest.content_hash
 
 
 def test_what_runs_ahead_ends_with_the_block(store, tmp_path):
-    """A child that would sleep for minutes is ended as soon as the block is left by an error, which is the one that rises."""
+    """A child that would sleep for minutes is ended as soon as the block is left by an error, which
+    is the one that rises."""
     (tmp_path / "slow.py").write_text("import time\n\ndef prepare(folder):\n    time.sleep(600)\n")
     ended, model = threading.Event(), f"{tmp_path}/slow.py:prepare"
 

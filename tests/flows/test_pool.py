@@ -1,4 +1,5 @@
-"""Stages on a work pool, against a real Prefect server with a process worker: found, shared, failed, waited for, cancelled."""
+"""Stages on a work pool, against a real Prefect server with a process worker: found, shared,
+failed, waited for, cancelled."""
 
 import json
 import os
@@ -22,18 +23,33 @@ DEPLOY = (
     "with get_client(sync_client=True) as client:\n"
     "    for pool in sys.argv[1:]:\n"
     "        client.create_work_pool(WorkPoolCreate(name=pool, type='process'))\n"
-    "        stage.to_deployment(pool, work_pool_name=pool, entrypoint_type=EntrypointType.MODULE_PATH,\n"
+    "        stage.to_deployment(pool, work_pool_name=pool, "
+    "entrypoint_type=EntrypointType.MODULE_PATH,\n"
     "            job_variables={'working_dir': os.getcwd()}).apply()\n"
 )
 
 
 @pytest.fixture(scope="module")
 def place(workplace, api):
-    """A folder with a recipe, and a server with the pools `box` (one worker) and `nobody` (none)."""
-    environment = {**command_environment(workplace), **WORKER, "PYTHONPATH": os.getcwd(), "PREFECT_API_URL": api}
-    subprocess.run([sys.executable, "-c", DEPLOY, "box", "nobody"], env=environment, check=True, cwd=workplace)
+    """A folder with a recipe, and a server with the pools `box` (one worker) and `nobody`
+    (none)."""
+    environment = {
+        **command_environment(workplace),
+        **WORKER,
+        "PYTHONPATH": os.getcwd(),
+        "PREFECT_API_URL": api,
+    }
+    subprocess.run(
+        [sys.executable, "-c", DEPLOY, "box", "nobody"], env=environment, check=True, cwd=workplace
+    )
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "box", "--name", "one"]
-    worker = subprocess.Popen(command, env=environment, cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    worker = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=workplace,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.environ["PREFECT_API_URL"] = api
     try:
         while not _post("work_pools/box/workers/filter"):
@@ -62,28 +78,52 @@ def test_a_stage_runs_on_the_pool_s_worker_and_is_found_after_that(place):
     first = quiver(place, *arguments)
     assert (first["ref"], first["cached"], first["rows"]) == ("tiny/prompts@1", False, 4)
     (run,) = _post("flow_runs/filter")
-    assert (run["name"], run["state_type"], run["work_pool_name"]) == ("tiny · prompt", "COMPLETED", "box")
+    assert (run["name"], run["state_type"], run["work_pool_name"]) == (
+        "tiny · prompt",
+        "COMPLETED",
+        "box",
+    )
     again = quiver(place, *arguments)
-    assert (again["ref"], again["cached"], len(_post("flow_runs/filter"))) == ("tiny/prompts@1", True, 1)
+    assert (again["ref"], again["cached"], len(_post("flow_runs/filter"))) == (
+        "tiny/prompts@1",
+        True,
+        1,
+    )
 
 
 def test_the_stage_s_own_error_comes_back(place):
-    arguments = ["prompt", "recipe.toml", *on_pool(place, "placement.prompt=box", "data.source=nowhere.jsonl")]
-    here = quiver(place, "prompt", "recipe.toml", *on_pool(place, "data.source=nowhere.jsonl"), code=2)["error"]
+    arguments = [
+        "prompt",
+        "recipe.toml",
+        *on_pool(place, "placement.prompt=box", "data.source=nowhere.jsonl"),
+    ]
+    here = quiver(
+        place, "prompt", "recipe.toml", *on_pool(place, "data.source=nowhere.jsonl"), code=2
+    )["error"]
     assert quiver(place, *arguments, code=2)["error"] == here
     assert "nowhere.jsonl" in here["message"]
 
 
 def test_nobody_takes_it_up(place):
-    arguments = ["prompt", "recipe.toml", *on_pool(place, "placement.prompt=nobody", "placement.wait_seconds=1", "seed=9")]
+    arguments = [
+        "prompt",
+        "recipe.toml",
+        *on_pool(place, "placement.prompt=nobody", "placement.wait_seconds=1", "seed=9"),
+    ]
     error = quiver(place, *arguments, code=7)["error"]
     assert (error["object"], error["next"]) == ("pool nobody", "prefect worker start --pool nobody")
-    assert {run["state_type"] for run in _post("flow_runs/filter") if run["work_pool_name"] == "nobody"} == {"CANCELLED"}
+    assert {
+        run["state_type"] for run in _post("flow_runs/filter") if run["work_pool_name"] == "nobody"
+    } == {"CANCELLED"}
 
 
 def test_a_pool_without_a_deployment_is_told(place):
-    error = quiver(place, "prompt", "recipe.toml", *on_pool(place, "placement.prompt=other", "seed=9"), code=2)["error"]
-    assert "other" in error["object"] and error["next"].startswith("quiver deploy recipe.toml --pool other ")
+    error = quiver(
+        place, "prompt", "recipe.toml", *on_pool(place, "placement.prompt=other", "seed=9"), code=2
+    )["error"]
+    assert "other" in error["object"] and error["next"].startswith(
+        "quiver deploy recipe.toml --pool other "
+    )
 
 
 def test_what_another_host_could_not_see_is_refused(place):
@@ -96,7 +136,9 @@ def test_another_store_at_the_same_path_is_refused(place, tmp_path):
     from schemas.errors import ConfigError
 
     here = Store(tmp_path / "store")
-    call = StageCall(stage="prompt", config={}, store=str(here.path), store_id="that of the host that asks")
+    call = StageCall(
+        stage="prompt", config={}, store=str(here.path), store_id="that of the host that asks"
+    )
     with pytest.raises(ConfigError, match="another store"):
         call.here()
     with pytest.raises(ConfigError, match="no store here"):
@@ -105,12 +147,16 @@ def test_another_store_at_the_same_path_is_refused(place, tmp_path):
 
 
 def test_a_whole_run_with_two_calls_that_share(place):
-    """Generation in the pool as two flow runs: when one has done it, the stage is done, and there is one version."""
+    """Generation in the pool as two flow runs: when one has done it, the stage is done, and there
+    is one version."""
     settings = on_pool(place, "placement.generate=box", "placement.fan_out=2")
     done = quiver(place, "run", "recipe.toml", *settings)["iterations"][0]
     assert (done["rollouts"], done["policy"]) == ("tiny/rollouts@1", "tiny/policy@1")
     runs = [run for run in _post("flow_runs/filter") if "stage:generate" in run["tags"]]
-    assert {run["name"] for run in runs} == {"tiny · generate 1/1 (1 of 2)", "tiny · generate 1/1 (2 of 2)"}
+    assert {run["name"] for run in runs} == {
+        "tiny · generate 1/1 (1 of 2)",
+        "tiny · generate 1/1 (2 of 2)",
+    }
     assert {"run:tiny", "stage:generate", "iteration:1"} <= set(runs[0]["tags"])
     assert "COMPLETED" in {run["state_type"] for run in runs}
     assert Store(place / "store").numbers("tiny", "rollouts") == [1]
@@ -118,14 +164,23 @@ def test_a_whole_run_with_two_calls_that_share(place):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_stage_on_the_worker(place):
-    slow = ("generate.rows_per_shard=2", "generate.sampling.max_tokens=200", "generate.sampling.ignore_eos=true", "seed=3")
+    slow = (
+        "generate.rows_per_shard=2",
+        "generate.sampling.max_tokens=200",
+        "generate.sampling.ignore_eos=true",
+        "seed=3",
+    )
     arguments = ["run", "recipe.toml", *on_pool(place, "placement.generate=box", *slow)]
-    running = subprocess.Popen([sys.executable, "-m", "flows.cli", *arguments], cwd=place, env=command_environment(place))
+    running = subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", *arguments], cwd=place, env=command_environment(place)
+    )
     while not [*(place / "store/tiny/rollouts/.staging").glob("*.notes/*.json")]:
         assert running.poll() is None, "the run ended before it could be stopped"
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
     assert running.wait(30) == 130
     assert left_behind(place, "-m\0stages\0generate") == []
-    states = {run["state_type"] for run in _post("flow_runs/filter") if run["work_pool_name"] == "box"}
+    states = {
+        run["state_type"] for run in _post("flow_runs/filter") if run["work_pool_name"] == "box"
+    }
     assert states & {"CANCELLING", "CANCELLED"} and not states & {"RUNNING", "PENDING", "SCHEDULED"}

@@ -1,4 +1,5 @@
-"""The main flow through the command line: a tiny model, real stages in child processes, Prefect's embedded server."""
+"""The main flow through the command line: a tiny model, real stages in child processes, Prefect's
+embedded server."""
 
 import itertools
 import json
@@ -50,36 +51,64 @@ def test_the_contract_of_run(workplace, result):
     assert last["n"] == last["baseline"]["n"] == 3
     assert last["stderr"] > 0
     assert store.open("tiny/rollouts@2").manifest.model("policy").ref == "tiny/policy@1"
-    prompts = [set(store.open(done["prompts"]).table()["group_id"].to_pylist()) for done in result["iterations"]]
-    assert prompts[0] | prompts[1] == {f"{row:06d}" for row in range(8)}, "two iterations of four see all eight rows"
+    prompts = [
+        set(store.open(done["prompts"]).table()["group_id"].to_pylist())
+        for done in result["iterations"]
+    ]
+    assert prompts[0] | prompts[1] == {f"{row:06d}" for row in range(8)}, (
+        "two iterations of four see all eight rows"
+    )
 
 
 def test_again_is_already_done(workplace, result, tmp_path):
-    """No new version, and no child: with an interpreter that can not start, every stage still says "already done"."""
+    """No new version, and no child: with an interpreter that can not start, every stage still says
+    "already done"."""
     before = names(Store(workplace / "store"))
-    nowhere = [f"placement.python.{stage}='/nonexistent'" for stage in ("policy", "prompt", "generate", "reward", "optimize")]
+    nowhere = [
+        f"placement.python.{stage}='/nonexistent'"
+        for stage in ("policy", "prompt", "generate", "reward", "optimize")
+    ]
     options = [part for setting in nowhere for part in ("--set", setting)]
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", "--json", *options]
     env = command_environment(workplace)
-    done = subprocess.run(command, cwd=workplace, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=workplace, env=env, capture_output=True, text=True, check=True
+    )
     assert names(Store(workplace / "store")) == before
     assert done.stderr.count("already done") == 1 + 4 + 2 * 4 + 4, done.stderr
-    without_seconds = [[{**each, "seconds": None} for each in run["iterations"]] for run in (result, json.loads(done.stdout))]
+    without_seconds = [
+        [{**each, "seconds": None} for each in run["iterations"]]
+        for run in (result, json.loads(done.stdout))
+    ]
     assert without_seconds[0] == without_seconds[1]
 
 
 def test_the_next_commands_work_as_they_are_printed(workplace, result, monkeypatch):
     monkeypatch.chdir(workplace)
     settings = ["generate.rows_per_shard=7"]
-    commands = [command for _, command in next_commands(load("recipe.toml", settings), "recipe.toml", settings, result)]
+    commands = [
+        command
+        for _, command in next_commands(
+            load("recipe.toml", settings), "recipe.toml", settings, result
+        )
+    ]
     assert len(commands) == 3
     named = [*settings, "store=store"]
-    once = [command for _, command in next_commands(load("recipe.toml", named), "recipe.toml", named, result)]
+    once = [
+        command
+        for _, command in next_commands(load("recipe.toml", named), "recipe.toml", named, result)
+    ]
     assert once == commands, "the store is named once"
     before = Store("store").numbers("tiny", "rollouts")
     for command in commands[:2]:
         runnable = command.replace("quiver ", f"{sys.executable} -m flows.cli ")
-        subprocess.run(runnable, shell=True, check=True, env=command_environment(workplace), stdout=subprocess.DEVNULL)
+        subprocess.run(
+            runnable,
+            shell=True,
+            check=True,
+            env=command_environment(workplace),
+            stdout=subprocess.DEVNULL,
+        )
     assert Store("store").numbers("tiny", "rollouts") == before
     assert "--iterations 4" in commands[2] and "generate.rows_per_shard=7" in commands[2]
 
@@ -87,7 +116,9 @@ def test_the_next_commands_work_as_they_are_printed(workplace, result, monkeypat
 def test_one_more_iteration_adds_only_itself(workplace, result):
     before = names(Store(workplace / "store"))
     longer = quiver(workplace, "run", "recipe.toml", "--iterations", "3")
-    assert longer["iterations"][:1] == [{**result["iterations"][0], "seconds": longer["iterations"][0]["seconds"]}]
+    assert longer["iterations"][:1] == [
+        {**result["iterations"][0], "seconds": longer["iterations"][0]["seconds"]}
+    ]
     added = sorted(ref.partition("@")[0] for ref in names(Store(workplace / "store")) - before)
     kinds = ("advantages", "evaluations", "policy", "prompts", "rewards", "rollouts", "updates")
     assert added == ["tiny.eval/rewards", "tiny.eval/rollouts", *(f"tiny/{kind}" for kind in kinds)]
@@ -96,22 +127,41 @@ def test_one_more_iteration_adds_only_itself(workplace, result):
 def test_rescore_and_train_again_without_generation(workplace, result):
     before = Store(workplace / "store").numbers("tiny", "rollouts")
     length = "reward.functions=[{use='length',arguments={target=3}}]"
-    rescored = quiver(workplace, "reward", "recipe.toml", "--rollouts", "tiny/rollouts@1", "--set", length)
+    rescored = quiver(
+        workplace, "reward", "recipe.toml", "--rollouts", "tiny/rollouts@1", "--set", length
+    )
     assert rescored["cached"] is False and rescored["rows"] == 16
-    trained = quiver(workplace, "optimize", "recipe.toml", "--rollouts", "tiny/rollouts@1", "--rewards", rescored["ref"])
+    trained = quiver(
+        workplace,
+        "optimize",
+        "recipe.toml",
+        "--rollouts",
+        "tiny/rollouts@1",
+        "--rewards",
+        rescored["ref"],
+    )
     store = Store(workplace / "store")
     policy = store.open(trained["ref"])
     assert policy.manifest.input("policy").ref == "tiny/policy@0"
     assert policy.manifest.input("rewards").ref == rescored["ref"]
     assert store.numbers("tiny", "rollouts") == before
-    again = quiver(workplace, "optimize", "recipe.toml", "--rollouts", "tiny/rollouts@1", "--rewards", rescored["ref"])
+    again = quiver(
+        workplace,
+        "optimize",
+        "recipe.toml",
+        "--rollouts",
+        "tiny/rollouts@1",
+        "--rewards",
+        rescored["ref"],
+    )
     assert (again["ref"], again["cached"]) == (trained["ref"], True)
 
 
 def test_a_retry_scores_what_has_no_reward_and_diff_says_what_became_of_it(workplace, result):
     (workplace / "flaky.py").write_text(
         "import os\ndef flaky(completion_ids):\n"
-        "    values = [float(len(ids)) if os.path.exists('repaired') else None for ids in completion_ids]\n"
+        "    values = [float(len(ids)) if os.path.exists('repaired') else None for ids in "
+        "completion_ids]\n"
         "    return [1.0 if ids[0] % 2 else value for ids, value in zip(completion_ids, values)]\n"
     )
     flaky = ["reward", "recipe.toml", "--set", "reward.functions=[{use='flaky.py:flaky'}]"]
@@ -119,57 +169,109 @@ def test_a_retry_scores_what_has_no_reward_and_diff_says_what_became_of_it(workp
     missing = Store(workplace / "store").open(first["ref"]).manifest.status["not_scored"]
     (workplace / "repaired").touch()
     second = quiver(workplace, *flaky, "--retry", first["ref"])
-    assert (second["metrics"]["retried"], second["metrics"]["recovered"]) == (missing, missing) and missing > 0
+    assert (second["metrics"]["retried"], second["metrics"]["recovered"]) == (
+        missing,
+        missing,
+    ) and missing > 0
     again = quiver(workplace, *flaky, "--retry", second["ref"])
     assert (again["ref"], again["cached"]) == (second["ref"], True)
     differences = quiver(workplace, "diff", first["ref"], second["ref"])
     assert differences["rewards"]["null_to_value"] == missing
     assert (differences["rewards"]["order"], differences["rewards"]["mean_difference"]) == (0, 0.0)
-    error = quiver(workplace, *flaky, "--rollouts", "tiny/rollouts@2", "--retry", first["ref"], code=5)["error"]
+    error = quiver(
+        workplace, *flaky, "--rollouts", "tiny/rollouts@2", "--retry", first["ref"], code=5
+    )["error"]
     assert error["code"] == "E-LINEAGE" and "was made of tiny/rollouts@1" in error["message"]
 
 
 def test_references_and_proximal_logprobs(workplace, result):
-    """`every` 1: the reference of an iteration is the policy that it starts from, so its logprobs are the proximal ones.
+    """`every` 1: the reference of an iteration is the policy that it starts from, so its logprobs
+    are the proximal ones.
 
-    What is replayed is scored under the reference of the present iteration; its proximal logprobs stay those of its own policy.
+    What is replayed is scored under the reference of the present iteration; its proximal logprobs
+    stay those of its own policy.
     """
-    settings = ("run=kl", "optimize.kl_coef=0.05", "optimize.max_staleness=1", "logprobs.prox=true", "data.held_out=null")
+    settings = (
+        "run=kl",
+        "optimize.kl_coef=0.05",
+        "optimize.max_staleness=1",
+        "logprobs.prox=true",
+        "data.held_out=null",
+    )
     options = [part for setting in settings for part in ("--set", setting)]
     every = ["--set", "reference.rule=every", "--set", "optimize.replay=1"]
     done = quiver(workplace, "run", "recipe.toml", *options, *every)["iterations"]
     store = Store(workplace / "store")
     for iteration, each in enumerate(done):
         ref, prox = store.open(each["ref_logprobs"]), store.open(each["prox_logprobs"])
-        assert ref.manifest.model("ref").ref == prox.manifest.model("prox").ref == f"kl/policy@{iteration}"
+        assert (
+            ref.manifest.model("ref").ref
+            == prox.manifest.model("prox").ref
+            == f"kl/policy@{iteration}"
+        )
         assert ref.table()["logprobs"].to_pylist() == prox.table()["logprobs"].to_pylist()
         roles = {entry.role: entry.ref for entry in store.open(each["policy"]).manifest.inputs}
         assert (roles["ref"], roles["prox"]) == (each["ref_logprobs"], each["prox_logprobs"])
         assert {"logprobs ref", "logprobs prox"} <= set(each["seconds"])
     assert roles["prox.2"] == done[0]["prox_logprobs"]
     assert store.open(roles["ref.2"]).manifest.model("ref").ref == "kl/policy@1"
-    assert store.open(roles["ref.2"]).manifest.input("rollouts").ref == roles["rollouts.2"] == done[0]["rollouts"]
-    ema = ["--set", "reference.rule=ema", "--set", "reference.rate=0.5", "--set", "logprobs.prox=false"]
+    assert (
+        store.open(roles["ref.2"]).manifest.input("rollouts").ref
+        == roles["rollouts.2"]
+        == done[0]["rollouts"]
+    )
+    ema = [
+        "--set",
+        "reference.rule=ema",
+        "--set",
+        "reference.rate=0.5",
+        "--set",
+        "logprobs.prox=false",
+    ]
     moving = quiver(workplace, "run", "recipe.toml", *options, *ema)["iterations"]
     followed = [store.open(each["ref_logprobs"]).manifest.model("ref").ref for each in moving]
     assert followed == ["kl/policy@0", "kl.ref/policy@0"]
     halves = {m.role: m.ref for m in store.open(followed[1]).manifest.models}
     assert halves == {"reference": "kl/policy@0", "policy": moving[0]["policy"]}
-    again = quiver(workplace, "optimize", "recipe.toml", *options, "--rollouts", done[0]["rollouts"])
+    again = quiver(
+        workplace, "optimize", "recipe.toml", *options, "--rollouts", done[0]["rollouts"]
+    )
     assert (again["ref"], again["cached"]) == ("kl/policy@1", True)
-    fixed = quiver(workplace, "logprobs", "recipe.toml", *options, "--rollouts", done[1]["rollouts"])
+    fixed = quiver(
+        workplace, "logprobs", "recipe.toml", *options, "--rollouts", done[1]["rollouts"]
+    )
     assert store.open(fixed["ref"]).manifest.model("ref").ref == "kl/policy@0"
-    error = quiver(workplace, "optimize", "recipe.toml", *options, *every, "--rollouts", done[1]["rollouts"], code=2)["error"]
+    error = quiver(
+        workplace,
+        "optimize",
+        "recipe.toml",
+        *options,
+        *every,
+        "--rollouts",
+        done[1]["rollouts"],
+        code=2,
+    )["error"]
     assert error["object"] == "reference.rule"
 
 
 def test_a_fork_holds_on_to_the_first_policy_of_its_line(workplace, result):
-    """The run that it goes into has no policy of its own: its reference is that of the run which it leaves."""
-    fork = ["recipe.toml", "--set", "run=fork", "--set", "optimize.kl_coef=0.05", "--rollouts", "tiny/rollouts@2"]
+    """The run that it goes into has no policy of its own: its reference is that of the run which it
+    leaves."""
+    fork = [
+        "recipe.toml",
+        "--set",
+        "run=fork",
+        "--set",
+        "optimize.kl_coef=0.05",
+        "--rollouts",
+        "tiny/rollouts@2",
+    ]
     forked = quiver(workplace, "optimize", *fork, "--rewards", "tiny/rewards@2")
     store = Store(workplace / "store")
     policy = store.open(forked["ref"])
-    assert forked["ref"] == "fork/policy@2" and policy.manifest.input("policy").ref == "tiny/policy@1"
+    assert (
+        forked["ref"] == "fork/policy@2" and policy.manifest.input("policy").ref == "tiny/policy@1"
+    )
     assert store.open(policy.manifest.input("ref").ref).manifest.model("ref").ref == "tiny/policy@0"
     again = quiver(workplace, "logprobs", *fork)
     assert (again["ref"], again["cached"]) == (policy.manifest.input("ref").ref, True)
@@ -178,12 +280,20 @@ def test_a_fork_holds_on_to_the_first_policy_of_its_line(workplace, result):
 def test_optimize_where_vllm_can_not_be_imported(workplace, result, tmp_path):
     (tmp_path / "vllm.py").write_text("raise ImportError('there is no vllm here')\n")
     path = f"{tmp_path}{os.pathsep}{os.getcwd()}"
-    arguments = ["optimize", "recipe.toml", "--rollouts", "tiny/rollouts@2", "--set", "optimize.learning_rate=2e-3"]
+    arguments = [
+        "optimize",
+        "recipe.toml",
+        "--rollouts",
+        "tiny/rollouts@2",
+        "--set",
+        "optimize.learning_rate=2e-3",
+    ]
     assert quiver(workplace, *arguments, PYTHONPATH=path)["cached"] is False
 
 
 def test_one_changed_weight_is_refused(workplace, result, tmp_path):
-    """The base model again, with a single weight changed: its weights are not those that sampled, and optimize says so."""
+    """The base model again, with a single weight changed: its weights are not those that sampled,
+    and optimize says so."""
     changed = shutil.copytree(workplace / "model", tmp_path / "changed")
     tensors = load_file(changed / "model.safetensors")
     first = sorted(tensors)[0]
@@ -200,7 +310,14 @@ def test_one_changed_weight_is_refused(workplace, result, tmp_path):
 
 def test_rewards_are_those_of_the_recipe_or_named(workplace, result):
     error = quiver(
-        workplace, "optimize", "recipe.toml", "--rollouts", "tiny/rollouts@1", "--set", "reward.reward_clip=[0.0,0.5]", code=5
+        workplace,
+        "optimize",
+        "recipe.toml",
+        "--rollouts",
+        "tiny/rollouts@1",
+        "--set",
+        "reward.reward_clip=[0.0,0.5]",
+        code=5,
     )["error"]
     assert error["message"] == "this recipe's [reward] has not scored these rollouts"
 
@@ -212,22 +329,33 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", "--from", "reward"]
     env = command_environment(workplace)
-    done = subprocess.run(command, cwd=workplace, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=workplace, env=env, capture_output=True, text=True, check=False
+    )
     path.write_bytes(good)
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
-    assert [line.split()[0] for line in done.stderr.splitlines()[-3:]] == ["E-CORRUPT", "State:", "Next:"]
+    assert [line.split()[0] for line in done.stderr.splitlines()[-3:]] == [
+        "E-CORRUPT",
+        "State:",
+        "Next:",
+    ]
 
 
 def test_the_store_explains_itself(workplace, result):
     listed = {version["ref"]: version for version in quiver(workplace, "ls", "tiny")["versions"]}
-    assert listed["tiny/rollouts@1"]["rows"] == 16 and listed["tiny/rollouts@1"]["stage"] == "generate"
+    assert (
+        listed["tiny/rollouts@1"]["rows"] == 16 and listed["tiny/rollouts@1"]["stage"] == "generate"
+    )
     shown = quiver(workplace, "show", "tiny/rewards@1", "-n", "2")
     assert len(shown["rows"]) == 2 and shown["manifest"]["schema"] == "rewards/1"
     traced = quiver(workplace, "lineage", "tiny/policy@1")
     flat = json.dumps(traced)
     assert traced["ref"] == "tiny/policy@1"
-    assert all(ref in flat for ref in ("tiny/policy@0", "tiny/prompts@1", "tiny/rollouts@1", "tiny/rewards@1"))
+    assert all(
+        ref in flat
+        for ref in ("tiny/policy@0", "tiny/prompts@1", "tiny/rollouts@1", "tiny/rewards@1")
+    )
     differences = quiver(workplace, "diff", "tiny/rollouts@1", "tiny/rollouts@2")
     assert differences["changed"]["config.iteration"] == [1, 2]
     assert differences["rows"]["both"] == 0
@@ -247,17 +375,29 @@ def test_verify_finds_a_flipped_bit(workplace, result):
 
 def test_a_reward_that_can_not_be_called_is_found_before_generation(workplace, result):
     before = names(Store(workplace / "store"))
-    (workplace / "strict.py").write_text("def strict(completions, anwser):\n    return [0.0] * len(completions)\n")
+    (workplace / "strict.py").write_text(
+        "def strict(completions, anwser):\n    return [0.0] * len(completions)\n"
+    )
     arguments = ["--set", "reward.functions=[{use='strict.py:strict'}]", "--set", "run='strict'"]
     error = quiver(workplace, "run", "recipe.toml", *arguments, code=2)["error"]
-    assert error["code"] == "E-CONFIG" and "anwser" in error["message"] and "answer" in error["message"]
+    assert (
+        error["code"] == "E-CONFIG"
+        and "anwser" in error["message"]
+        and "answer" in error["message"]
+    )
     assert names(Store(workplace / "store")) - before == {"strict/policy@0", "strict/prompts@1"}
 
 
 def test_replay_trains_on_the_iteration_before_too(workplace, result):
-    """Of three iterations the second and third also take the rollouts before theirs; what was sampled is not sampled again."""
+    """Of three iterations the second and third also take the rollouts before theirs; what was
+    sampled is not sampled again."""
     store = Store(workplace / "store")
-    settings = ("optimize.replay=1", "optimize.max_staleness=1", "data.held_out=null", "iterations=3")
+    settings = (
+        "optimize.replay=1",
+        "optimize.max_staleness=1",
+        "data.held_out=null",
+        "iterations=3",
+    )
     options = [part for setting in settings for part in ("--set", setting)]
     done = quiver(workplace, "run", "recipe.toml", *options)["iterations"]
     assert done[0]["rollouts"] == result["iterations"][0]["rollouts"]
@@ -283,15 +423,34 @@ def test_replay_by_hand(workplace, result, monkeypatch):
     monkeypatch.chdir(workplace)
     made = [each["rollouts"] for each in result["iterations"]]
     first, second = (
-        {"rollouts": r, "rewards": quiver(workplace, "reward", "recipe.toml", "--rollouts", r)["ref"]} for r in made
+        {
+            "rollouts": r,
+            "rewards": quiver(workplace, "reward", "recipe.toml", "--rollouts", r)["ref"],
+        }
+        for r in made
     )
-    options = ["--rollouts", first["rollouts"], "--rollouts", second["rollouts"], "--set", "optimize.max_staleness=1"]
+    options = [
+        "--rollouts",
+        first["rollouts"],
+        "--rollouts",
+        second["rollouts"],
+        "--set",
+        "optimize.max_staleness=1",
+    ]
     trained = quiver(workplace, "optimize", "recipe.toml", *options)
     roles = {entry.role: entry.ref for entry in Store("store").open(trained["ref"]).manifest.inputs}
-    assert roles.pop("policy") == result["iterations"][0]["policy"], "the newest policy that sampled"
+    assert roles.pop("policy") == result["iterations"][0]["policy"], (
+        "the newest policy that sampled"
+    )
     assert roles == {**first, **{f"{role}.2": ref for role, ref in second.items()}}
-    recipe, takes = load("recipe.toml", ["optimize.max_staleness=1"]), ("policy", "rollouts", "rewards")
-    both = {"rollouts": [first["rollouts"], second["rollouts"]], "rewards": [second["rewards"], first["rewards"]]}
+    recipe, takes = (
+        load("recipe.toml", ["optimize.max_staleness=1"]),
+        ("policy", "rollouts", "rewards"),
+    )
+    both = {
+        "rollouts": [first["rollouts"], second["rollouts"]],
+        "rewards": [second["rewards"], first["rewards"]],
+    }
     assert rerun(recipe, "optimize", takes, both).ref == trained["ref"]
     found = rerun(recipe, "optimize", takes, {"rewards": both["rewards"][::-1]})
     assert (found.ref, found.cached) == (trained["ref"], True)
@@ -309,7 +468,10 @@ def test_an_algorithm_that_can_not_be_called_is_found_before_anything_is_made(wo
     )
     arguments = ["--set", "optimize.algorithm='wrong.py:MINE'", "--set", "run='wrong'"]
     error = quiver(workplace, "run", "recipe.toml", *arguments, code=2)["error"]
-    assert error["object"] == "optimize.algorithm wrong.py:MINE advantage" and "(rewards, groups)" in error["message"]
+    assert (
+        error["object"] == "optimize.algorithm wrong.py:MINE advantage"
+        and "(rewards, groups)" in error["message"]
+    )
     assert names(Store(workplace / "store")) == before
 
 
@@ -322,7 +484,9 @@ SLOW_GENERATION = [
 def start_and_wait_for_shards(folder) -> subprocess.Popen:
     """`quiver run` at the moment when some shards of its rollouts are finished, and others not."""
     command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", *SLOW_GENERATION]
-    running = subprocess.Popen(command, cwd=folder, env=command_environment(folder), start_new_session=True)
+    running = subprocess.Popen(
+        command, cwd=folder, env=command_environment(folder), start_new_session=True
+    )
     while not [*(folder / "store/tiny/rollouts/.staging").glob("*.notes/*.json")]:
         assert running.poll() is None, "the run ended before it could be stopped"
         time.sleep(0.01)
@@ -337,11 +501,14 @@ def whole(tmp_path_factory) -> pa.Table:
     return Store(folder / "store").open("tiny/rollouts@1").table()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_a_stopped_run_leaves_nobody_and_goes_on(tmp_path, whole, number, code):
     """At most one shard is redone, and the rollouts are those of an uninterrupted run.
 
-    As a terminal and `timeout` do, SIGINT and SIGTERM reach the whole group; what is started in it must not die before the flow.
+    As a terminal and `timeout` do, SIGINT and SIGTERM reach the whole group; what is started in it
+    must not die before the flow.
     """
     folder = write_recipe(tmp_path / "stopped")
     running = start_and_wait_for_shards(folder)
@@ -359,7 +526,9 @@ def test_a_stopped_run_leaves_nobody_and_goes_on(tmp_path, whole, number, code):
     resumed = Store(folder / "store").open("tiny/rollouts@1")
     assert len(resumed.manifest.files) == 32
     for name in finished:
-        assert (resumed.path / name).stat().st_mtime_ns == kept[name], "a finished shard was done again"
+        assert (resumed.path / name).stat().st_mtime_ns == kept[name], (
+            "a finished shard was done again"
+        )
     exact = [name for name in whole.column_names if name != "old_logprobs"]
     assert resumed.table().select(exact).equals(whole.select(exact))
     gaps = [abs(a - b) for x, y in zip(resumed.table()["old_logprobs"].to_pylist(), whole["old_logprobs"].to_pylist(), strict=True)

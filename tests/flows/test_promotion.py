@@ -10,7 +10,12 @@ from tests.stages.common.test_store import Settings, commit
 
 def metrics(score, stderr, n=400, k=None):
     told = {"score": score, "stderr": stderr, "n": n}
-    return {"difference": {"score": told if k is None else {"score": -9.0, "stderr": 0.0, "n": n}, "pass@k": {str(k): told}}}
+    return {
+        "difference": {
+            "score": told if k is None else {"score": -9.0, "stderr": 0.0, "n": n},
+            "pass@k": {str(k): told},
+        }
+    }
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,10 @@ def test_better_by_the_margin_and_by_more_than_chance(score, stderr, options, be
     judged = judge(promotion, metrics(score, stderr))
     assert judged.better is better
     assert judged.numbers["difference"] == {"score": score, "stderr": stderr, "n": 400}
-    assert (judged.numbers["margin"], judged.numbers["confidence"]) == (promotion.margin, promotion.confidence)
+    assert (judged.numbers["margin"], judged.numbers["confidence"]) == (
+        promotion.margin,
+        promotion.confidence,
+    )
     if stderr is not None:
         z = {0.5: 0.0, 0.9: 1.2815516, 0.95: 1.6448536}[promotion.confidence]
         assert judged.numbers["bound"] == pytest.approx(score - z * stderr, abs=1e-8)
@@ -47,7 +55,14 @@ def test_what_is_compared_may_be_pass_at_k():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tag": "latest"}, {"tag": "../x"}, {"margin": -0.1}, {"confidence": 1.0}, {"confidence": 0.4}]
+    "wrong",
+    [
+        {"tag": "latest"},
+        {"tag": "../x"},
+        {"margin": -0.1},
+        {"confidence": 1.0},
+        {"confidence": 0.4},
+    ],
 )
 def test_what_is_no_promotion(wrong):
     with pytest.raises(ValueError):

@@ -1,4 +1,5 @@
-"""Recipes: what is wrong in one is said with its key; what is set from the shell goes over the file; seeds and splits differ."""
+"""Recipes: what is wrong in one is said with its key; what is set from the shell goes over the
+file; seeds and splits differ."""
 
 import json
 import subprocess
@@ -24,9 +25,15 @@ def recipe(tmp_path):
     ("setting", "said"),
     [
         ("optimise.learning_rate=1", "unknown key optimise; did you mean optimize?"),
-        ("optimize.learning_rat=1", "unknown key optimize.learning_rat; did you mean learning_rate?"),
+        (
+            "optimize.learning_rat=1",
+            "unknown key optimize.learning_rat; did you mean learning_rate?",
+        ),
         ("optimize.lr=1", "unknown key optimize.lr; did you mean learning_rate?"),
-        ("generate.sampling.temprature=1", "unknown key generate.sampling.temprature; did you mean temperature?"),
+        (
+            "generate.sampling.temprature=1",
+            "unknown key generate.sampling.temprature; did you mean temperature?",
+        ),
         ("optimize.learning_rate=fast", "optimize.learning_rate: Input should be a valid number"),
         ("iterations=0", "iterations: Input should be greater than or equal to 1, got 0"),
         ("run='No Spaces'", "run: String should match pattern"),
@@ -37,11 +44,20 @@ def recipe(tmp_path):
         ("placement.python={genrate='x'}", "placement.python"),
         ("placement.timeout_seconds={generate=0}", "greater than 0"),
         ("data.held_out={limit=2}", "data.held_out has the rows of [data]"),
-        ("evaluate.score=accurracy", "evaluate.score must be one of reward, evenness, got 'accurracy'"),
-        ("evaluate.k=[8]", "evaluate.k asks for 8 samples, evaluate.generate.samples_per_prompt is 4"),
+        (
+            "evaluate.score=accurracy",
+            "evaluate.score must be one of reward, evenness, got 'accurracy'",
+        ),
+        (
+            "evaluate.k=[8]",
+            "evaluate.k asks for 8 samples, evaluate.generate.samples_per_prompt is 4",
+        ),
         ("generate.engine=transformer", "did you mean transformers?"),
         ("evaluate.generate={engine='vlm'}", "did you mean vllm?"),
-        ("generate.samples_per_prompt=1", "generate.samples_per_prompt must be >= 2 for algorithm 'grpo', got 1"),
+        (
+            "generate.samples_per_prompt=1",
+            "generate.samples_per_prompt must be >= 2 for algorithm 'grpo', got 1",
+        ),
         ("generate.sampling.top_p=0.9", "allow_biased_sampling"),
         ("generate.sampling.temperature=0", "temperature"),
         ("logprobs.role=ref", "unknown key logprobs.role"),
@@ -54,13 +70,18 @@ def recipe(tmp_path):
 def test_what_is_wrong_is_said(recipe, setting, said):
     with pytest.raises(ConfigError) as caught:
         load(recipe, [setting])
-    assert said in caught.value.message and "recipe.toml" not in caught.value.message, "the file is the error's object"
+    assert said in caught.value.message and "recipe.toml" not in caught.value.message, (
+        "the file is the error's object"
+    )
     assert caught.value.exit_code == 2
 
 
 def test_ppo_needs_no_group(recipe):
     loaded = load(recipe, ["generate.samples_per_prompt=1", "optimize.algorithm=ppo"])
-    assert loaded.generate.samples_per_prompt == 1 and loaded.optimize_config().resolved().aggregation == "token_mean"
+    assert (
+        loaded.generate.samples_per_prompt == 1
+        and loaded.optimize_config().resolved().aggregation == "token_mean"
+    )
 
 
 def test_a_missing_section_is_named(recipe):
@@ -87,7 +108,13 @@ def test_a_setting_that_is_none(recipe, setting):
 
 def test_settings_go_over_the_file(recipe):
     loaded = load(
-        recipe, ["optimize.learning_rate=1e-6", "generate.sampling={max_tokens=9}", "data.held_out=null", "run=other"]
+        recipe,
+        [
+            "optimize.learning_rate=1e-6",
+            "generate.sampling={max_tokens=9}",
+            "data.held_out=null",
+            "run=other",
+        ],
     )
     assert loaded.optimize.learning_rate == 1e-6
     assert loaded.generate.sampling.max_tokens == 9
@@ -106,7 +133,11 @@ def test_seeds_come_from_the_recipe_unless_a_section_has_its_own(recipe):
 def test_a_seed_of_0_in_a_section_is_its_own(recipe):
     """It counts as any other number does; only what says nothing has the run's."""
     loaded = load(recipe, ["generate.seed=0", "optimize.seed=0"])
-    assert (loaded.generate_config(1).seed, loaded.optimize_config().seed, loaded.prompt_config(1).seed) == (0, 0, 7)
+    assert (
+        loaded.generate_config(1).seed,
+        loaded.optimize_config().seed,
+        loaded.prompt_config(1).seed,
+    ) == (0, 0, 7)
     loaded = load(recipe, ["evaluate.generate={seed=0}"])
     assert [loaded.generate_config(1, evaluation=aside).seed for aside in (False, True)] == [7, 0]
 
@@ -114,15 +145,24 @@ def test_a_seed_of_0_in_a_section_is_its_own(recipe):
 def test_keys_are_those_of_the_stages_own_configs(recipe):
     """So a version is found again, however its seed was said."""
     typed = {"engine": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 6}}
-    for settings, seed in ([], 7), (["generate.seed=7", "optimize.seed=7", "seed=1"], 7), (["seed=0"], 0):
+    for settings, seed in (
+        ([], 7),
+        (["generate.seed=7", "optimize.seed=7", "seed=1"], 7),
+        (["seed=0"], 0),
+    ):
         loaded = load(recipe, settings)
-        assert loaded.generate_config(2).key() == GenerateConfig(**typed, iteration=2, seed=seed).key()
+        assert (
+            loaded.generate_config(2).key() == GenerateConfig(**typed, iteration=2, seed=seed).key()
+        )
         assert loaded.optimize_config().key() == OptimizeConfig(learning_rate=1e-3, seed=seed).key()
 
 
 def test_replay_is_the_flows_and_not_the_stages(recipe):
-    """It decides which versions optimize is given, so it is no part of the stage's config, nor of its run_key."""
-    plain, replaying = (load(recipe, ["optimize.max_staleness=2", *more]) for more in ([], ["optimize.replay=2"]))
+    """It decides which versions optimize is given, so it is no part of the stage's config, nor of
+    its run_key."""
+    plain, replaying = (
+        load(recipe, ["optimize.max_staleness=2", *more]) for more in ([], ["optimize.replay=2"])
+    )
     assert replaying.optimize.replay == 2
     assert replaying.optimize_config().key() == plain.optimize_config().key()
 
@@ -131,7 +171,12 @@ def test_evaluation_has_its_own_rows_and_sampling_and_the_same_seeds_each_time(r
     setting = "evaluate.generate={samples_per_prompt=1,sampling={temperature=0.0,top_p=0.5}}"
     loaded = load(recipe, [setting])
     config = loaded.generate_config(5, evaluation=True)
-    assert (config.iteration, config.samples_per_prompt, config.sampling.temperature, config.sampling.max_tokens) == (
+    assert (
+        config.iteration,
+        config.samples_per_prompt,
+        config.sampling.temperature,
+        config.sampling.max_tokens,
+    ) == (
         0,
         1,
         0.0,
@@ -152,55 +197,110 @@ def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
     assert load(recipe, ["data.source='datasets:gsm8k'"]).online
     assert load(recipe, ["reward.models=[{model='somebody/reward-model'}]"]).online
     assert not load(recipe, [f"reward.models=[{{model='{tmp_path}'}}]"]).online
-    assert load(recipe, ["reward.functions=[{use='similarity', arguments={model='somebody/embedder'}}]"]).online
-    assert not load(recipe, [f"reward.functions=[{{use='similarity', arguments={{model='{tmp_path}'}}}}]"]).online
+    assert load(
+        recipe, ["reward.functions=[{use='similarity', arguments={model='somebody/embedder'}}]"]
+    ).online
+    assert not load(
+        recipe, [f"reward.functions=[{{use='similarity', arguments={{model='{tmp_path}'}}}}]"]
+    ).online
     assert load(recipe, ["data.held_out={source='datasets:gsm8k'}"]).online
 
 
 def test_errors_on_the_command_line(recipe, tmp_path):
     error = quiver(tmp_path, "run", "recipe.toml", "--set", "iteration=1", code=2)["error"]
-    assert error["code"] == "E-CONFIG" and "did you mean iterations?" in error["message"] and error["next"]
+    assert (
+        error["code"] == "E-CONFIG"
+        and "did you mean iterations?" in error["message"]
+        and error["next"]
+    )
     assert quiver(tmp_path, "ls", code=2)["error"]["message"] == "there is no store here"
-    nothing = quiver(tmp_path, "generate", "recipe.toml", "--store", "my store", "--set", "seed=1", code=5)["error"]
+    nothing = quiver(
+        tmp_path, "generate", "recipe.toml", "--store", "my store", "--set", "seed=1", code=5
+    )["error"]
     assert nothing["message"] == "run tiny has no prompts yet"
     assert nothing["next"] == "quiver prompt recipe.toml --set seed=1 --store 'my store'"
-    assert quiver(tmp_path, "show", "rubbish", "--store", "my store", code=2)["error"]["next"] == "quiver ls --store 'my store'"
-    assert quiver(tmp_path, "show", "tiny/policy@9", "--store", "my store", code=5)["error"]["next"].startswith("run a recipe")
-    assert quiver(tmp_path, "run", "--itrations", "2", code=2)["error"]["next"] == "quiver run --help"
+    assert (
+        quiver(tmp_path, "show", "rubbish", "--store", "my store", code=2)["error"]["next"]
+        == "quiver ls --store 'my store'"
+    )
+    assert quiver(tmp_path, "show", "tiny/policy@9", "--store", "my store", code=5)["error"][
+        "next"
+    ].startswith("run a recipe")
+    assert (
+        quiver(tmp_path, "run", "--itrations", "2", code=2)["error"]["next"] == "quiver run --help"
+    )
     assert quiver(tmp_path, "lz", code=2)["error"]["message"] == "No such command 'lz'."
     assert "RECIPE" in quiver(tmp_path, "run", code=2)["error"]["message"]
     assert quiver(tmp_path, "show", "x", "-n", "-1", code=2)["error"]["code"] == "E-CONFIG"
-    foreign = quiver(tmp_path, "reward", "recipe.toml", "--policy", "tiny/policy@0", code=2)["error"]
-    assert (foreign["object"], foreign["message"]) == ("--policy", "quiver reward takes --rollouts and --retry")
+    foreign = quiver(tmp_path, "reward", "recipe.toml", "--policy", "tiny/policy@0", code=2)[
+        "error"
+    ]
+    assert (foreign["object"], foreign["message"]) == (
+        "--policy",
+        "quiver reward takes --rollouts and --retry",
+    )
     kind = quiver(tmp_path, "reward", "recipe.toml", "--retry", "tiny/rollouts@1", code=2)["error"]
-    assert (kind["object"], kind["message"]) == ("--retry tiny/rollouts@1", "expected a version of rewards")
-    assert quiver(tmp_path, "run", "recipe.toml", "--from", "nowhere", code=2)["error"]["code"] == "E-CONFIG"
+    assert (kind["object"], kind["message"]) == (
+        "--retry tiny/rollouts@1",
+        "expected a version of rewards",
+    )
+    assert (
+        quiver(tmp_path, "run", "recipe.toml", "--from", "nowhere", code=2)["error"]["code"]
+        == "E-CONFIG"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "ls", "--store", str(tmp_path / "x")], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "flows.cli", "ls", "--store", str(tmp_path / "x")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[0].startswith("E-CONFIG store ") and done.stderr.splitlines()[2].startswith("Next: ")
+    assert done.stderr.splitlines()[0].startswith("E-CONFIG store ") and done.stderr.splitlines()[
+        2
+    ].startswith("Next: ")
     assert "Traceback" not in done.stderr
 
 
 def test_what_there_is(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "flows.cli", "algorithms"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "algorithms"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "clip_low: 0.2 · clip_high: 0.28" in done.stdout, "dapo's defaults, for a person too"
-    assert {row["name"] for row in quiver(tmp_path, "algorithms")["algorithms"]} >= {"grpo", "dapo", "rloo"}
+    assert {row["name"] for row in quiver(tmp_path, "algorithms")["algorithms"]} >= {
+        "grpo",
+        "dapo",
+        "rloo",
+    }
     rewards = {row["name"]: row["kind"] for row in quiver(tmp_path, "rewards")["rewards"]}
-    assert (rewards["numeric"], rewards["math"], rewards["code"], rewards["openrlhf"]) == ("function",) * 3 + ("server",)
-    assert {row["name"] for row in quiver(tmp_path, "engines")["engines"]} == {"vllm", "transformers", "scripted"}
+    assert (rewards["numeric"], rewards["math"], rewards["code"], rewards["openrlhf"]) == (
+        "function",
+    ) * 3 + ("server",)
+    assert {row["name"] for row in quiver(tmp_path, "engines")["engines"]} == {
+        "vllm",
+        "transformers",
+        "scripted",
+    }
 
 
 def test_a_form_that_sends_every_default_changes_nothing(recipe):
-    """Prefect's form of a deployment fills in each field: generate.seed with null, which means the run's, iteration with 0."""
+    """Prefect's form of a deployment fills in each field: generate.seed with null, which means the
+    run's, iteration with 0."""
     typed = load(recipe)
     sent = Recipe.model_validate(json.loads(typed.model_dump_json()))
     assert "seed" in sent.generate.model_fields_set and typed.seed == 7
     for iteration in (1, 2):
         assert sent.generate_config(iteration).key() == typed.generate_config(iteration).key()
         assert sent.prompt_config(iteration).key() == typed.prompt_config(iteration).key()
-    assert sent.generate_config(0, evaluation=True).key() == typed.generate_config(0, evaluation=True).key()
-    assert sent.prompt_config(0, evaluation=True).key() == typed.prompt_config(0, evaluation=True).key()
+    assert (
+        sent.generate_config(0, evaluation=True).key()
+        == typed.generate_config(0, evaluation=True).key()
+    )
+    assert (
+        sent.prompt_config(0, evaluation=True).key()
+        == typed.prompt_config(0, evaluation=True).key()
+    )
     assert sent.optimize_config().key() == typed.optimize_config().key()
     assert sent.generate_config(2).seed == 7 and sent.generate_config(2).iteration == 2

@@ -1,7 +1,8 @@
-"""A secret that a recipe names appears nowhere: not in the store, logs, errors, temporary files or command lines, nor in Prefect's
-database, while a stage runs or after it.
+"""A secret that a recipe names appears nowhere: not in the store, logs, errors, temporary files or
+command lines, nor in Prefect's database, while a stage runs or after it.
 
-The server that wants it plays it back: in a refusal, in the error of a row, beside a number, plain and escaped.
+The server that wants it plays it back: in a refusal, in the error of a row, beside a number, plain
+and escaped.
 """
 
 import base64
@@ -51,7 +52,16 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     (folder / "tmp").mkdir(exist_ok=True)
     env = {**command_environment(folder), "REWARD_KEY": CANARY, "TMPDIR": str(folder / "tmp")}
     env |= {"PREFECT_LOGGING_LEVEL": "DEBUG", "PREFECT_LOGGING_TO_API_ENABLED": "true"}
-    command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", "--json", "--debug", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli",
+        "run",
+        "recipe.toml",
+        "--json",
+        "--debug",
+        *arguments,
+    ]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False)
 
 
@@ -71,22 +81,37 @@ def test_a_secret_appears_nowhere(tmp_path):
 
     with FakeServer(play_back) as server:
         recipe = folder / "recipe.toml"
-        recipe.write_text(recipe.read_text().replace("\n[optimize]", SERVER.format(url=server.url) + "\n[optimize]"))
+        recipe.write_text(
+            recipe.read_text().replace(
+                "\n[optimize]", SERVER.format(url=server.url) + "\n[optimize]"
+            )
+        )
         settings = ("data.held_out=null", "reward.max_invalid=0.5", "placement.retry_seconds=0.1")
-        options = ["--iterations", "1", *(part for setting in settings for part in ("--set", setting))]
+        options = [
+            "--iterations",
+            "1",
+            *(part for setting in settings for part in ("--set", setting)),
+        ]
         refusing = True
         refused = run(folder, *options)
         assert refused.returncode == 6 and b"bad key ***" in refused.stderr, refused.stderr.decode()
         refusing = False
         done = run(folder, *options)
         assert done.returncode == 0, done.stderr.decode()
-        inline = run(folder, *options, "--set", f"reward.servers=[{{dialect='quiver',urls=['{server.url}'],token='{CANARY}'}}]")
+        inline = run(
+            folder,
+            *options,
+            "--set",
+            f"reward.servers=[{{dialect='quiver',urls=['{server.url}'],token='{CANARY}'}}]",
+        )
         assert inline.returncode == 2
     assert met == places(folder) == []
     for output in (refused, done, inline):
         assert not any(form in output.stdout + output.stderr for form in forms())
     table = Store(folder / "store").open("tiny/rewards@1").table().to_pylist()
     told = [str(row["errors"]["quiver"] or row["extra"]["quiver"]) for row in table]
-    assert any("the key *** is odd" in text for text in told) and any('"again": "***"' in text for text in told)
+    assert any("the key *** is odd" in text for text in told) and any(
+        '"again": "***"' in text for text in told
+    )
     database = b"".join(path.read_bytes() for path in (folder / "prefect").glob("prefect.db*"))
     assert b"env:REWARD_KEY" in database, "what was searched holds the runs with their parameters"

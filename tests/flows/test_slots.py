@@ -1,4 +1,5 @@
-"""Slots: one stage a device, the next one waits and says for whom, and a dead holder holds nothing."""
+"""Slots: one stage a device, the next one waits and says for whom, and a dead holder holds
+nothing."""
 
 import logging
 import subprocess
@@ -48,15 +49,19 @@ def test_the_next_one_waits_and_says_for_whom(monkeypatch, caplog):
         order.append("first")
     waiting.join()
     assert order == ["first", "second"]
-    assert caplog.messages[0].startswith("arith · optimize 1/3 waits: gpu-0 is held by other · generate 2/3 (process ")
+    assert caplog.messages[0].startswith(
+        "arith · optimize 1/3 waits: gpu-0 is held by other · generate 2/3 (process "
+    )
 
 
 def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code = (
-        "import tempfile, time; from flows.slots import slots; from stages.common.process import Call\n"
+        "import tempfile, time; from flows.slots import slots; from stages.common.process import "
+        "Call\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
-        "with slots(Call('optimize', {}, 'store'), 'killed'):\n    print('held', flush=True); time.sleep(600)\n"
+        "with slots(Call('optimize', {}, 'store'), 'killed'):\n    print('held', flush=True); "
+        "time.sleep(600)\n"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"

@@ -1,4 +1,5 @@
-"""What the flows show and pass on: forms with descriptions, small parameters and results, retries for what a retry can help."""
+"""What the flows show and pass on: forms with descriptions, small parameters and results, retries
+for what a retry can help."""
 
 import json
 import subprocess
@@ -74,7 +75,10 @@ def described(schema: dict) -> dict[str, str | None]:
     """Descriptions of all parameters and of all fields of what they are made of, by path."""
     found = {name: field.get("description") for name, field in schema["properties"].items()}
     for model, about in (schema.get("definitions") or {}).items():
-        found |= {f"{model}.{name}": field.get("description") for name, field in about.get("properties", {}).items()}
+        found |= {
+            f"{model}.{name}": field.get("description")
+            for name, field in about.get("properties", {}).items()
+        }
     return found
 
 
@@ -85,9 +89,12 @@ def test_the_form_describes_every_field(name):
     assert (flow.name, flow.persist_result) == (name, False)
     assert [field for field, text in fields.items() if not text] == []
     if name != "stage":
-        assert {"recipe", "Placement.generate", "FunctionConfig.use", "Sampling.temperature"} <= set(fields), (
-            "nested ones, lists too"
-        )
+        assert {
+            "recipe",
+            "Placement.generate",
+            "FunctionConfig.use",
+            "Sampling.temperature",
+        } <= set(fields), "nested ones, lists too"
 
 
 @pytest.mark.parametrize(
@@ -115,22 +122,37 @@ def test_tags_tell_run_stage_and_iteration(tmp_path):
 
 @pytest.mark.prefect
 def test_what_travels_is_small_and_each_stage_is_a_flow(workplace):
-    """Over a whole run: parameters and results of every task are below 4 kB. Then single stages, as flows, find what is done."""
+    """Over a whole run: parameters and results of every task are below 4 kB. Then single stages, as
+    flows, find what is done."""
     (workplace / "dies_once.py").write_text(DIES_ONCE)
     env = command_environment(workplace)
-    found = subprocess.run([sys.executable, "-c", RUN], cwd=workplace, env=env, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", RUN],
+        cwd=workplace,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert found.returncode == 0, found.stderr
     answer = json.loads(found.stdout.splitlines()[-1])
     done = answer["run"]
     assert len(answer["sizes"]) > 2 * 13 and 100 < max(answer["sizes"]) < 4096
-    assert (answer["reward"]["ref"], answer["reward"]["cached"]) == (done["iterations"][0]["rewards"], True)
+    assert (answer["reward"]["ref"], answer["reward"]["cached"]) == (
+        done["iterations"][0]["rewards"],
+        True,
+    )
     assert answer["score"]["ref"] == done["iterations"][1]["evaluation"]["ref"]
     before, after = answer["scores"]
     assert (before["policy"], after["policy"]) == ("tiny/policy@0", "tiny/policy@2")
     last = done["iterations"][1]["evaluation"]
     assert (before["score"], after["score"]) == (last["baseline"]["score"], last["score"])
-    assert answer["early"] == ["optimize", "generate"] * 2 and answer["left"] == 0, "each begun while the other ran"
-    assert (workplace / "died").exists() and answer["again"]["rows"] == 4, "a killed stage was tried again"
+    assert answer["early"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
+        "each begun while the other ran"
+    )
+    assert (workplace / "died").exists() and answer["again"]["rows"] == 4, (
+        "a killed stage was tried again"
+    )
 
 
 @pytest.mark.prefect
@@ -141,4 +163,6 @@ def test_a_missing_training_source_is_told_before_anything_is_generated(workplac
     error = quiver(workplace, "run", "recipe.toml", *options, code=2)["error"]
     rows.rename(workplace / "held_out.jsonl")
     assert "nowhere.jsonl" in error["message"]
-    assert [str(ref) for ref in Store(workplace / "store").refs() if ref.run.startswith("nowhere")] == ["nowhere/policy@0"]
+    assert [
+        str(ref) for ref in Store(workplace / "store").refs() if ref.run.startswith("nowhere")
+    ] == ["nowhere/policy@0"]

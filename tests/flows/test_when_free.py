@@ -1,4 +1,5 @@
-"""A stage at which another process is at work alone is waited for: until that has finished, or is dead."""
+"""A stage at which another process is at work alone is waited for: until that has finished, or is
+dead."""
 
 import json
 import logging
@@ -38,7 +39,12 @@ def call(store, tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.chdir(tmp_path)
     rollouts = make_rollouts(store, tiny_policy(store), 4, 8, 8, 2, asked=make_prompts(store, 2))
-    return Call("reward", {"functions": [{"use": "slow.py:once"}]}, str(store.path), {"rollouts": str(rollouts.ref)})
+    return Call(
+        "reward",
+        {"functions": [{"use": "slow.py:once"}]},
+        str(store.path),
+        {"rollouts": str(rollouts.ref)},
+    )
 
 
 @pytest.fixture
@@ -53,7 +59,8 @@ def holder(call, tmp_path):
 
 
 def waiting(call, caplog, **more):
-    """A thread that runs `call` when it is free, and has said that it waits; and where its outcome will be."""
+    """A thread that runs `call` when it is free, and has said that it waits; and where its outcome
+    will be."""
     caplog.set_level(logging.INFO, "quiver")
     found = []
 
@@ -80,7 +87,11 @@ def test_who_comes_second_gets_what_there_is_or_goes_on(call, holder, caplog, tm
         holder.kill()
     (tmp_path / "go").touch()
     thread.join()
-    assert (found[0].cached, found[0].rows, found[0].metrics["reward_mean"]) == (end == "finishes", 4, 1.0)
+    assert (found[0].cached, found[0].rows, found[0].metrics["reward_mean"]) == (
+        end == "finishes",
+        4,
+        1.0,
+    )
 
 
 def test_who_is_wanted_no_longer_waits_no_longer(call, holder, caplog):

@@ -1,11 +1,14 @@
-"""Five optimizer steps of every algorithm on the tiny llama, on one CPU thread: `trace.json`, which a refactor reproduces.
+"""Five optimizer steps of every algorithm on the tiny llama, on one CPU thread: `trace.json`, which
+a refactor reproduces.
 
     python -m tests.golden.make_trace          # writes trace.json anew; only when a number is meant to change
 
-Prompts, completions and rewards come from Python's own generator, whose numbers no library's version changes; the logprobs they
-are said to be sampled with are the model's own, moved by noise, so that ratios differ from 1 and bounds are met. One group has
-equal rewards, one rollout has none, one was cut by length. AdamW's `eps` is far above its default: a step is then nearly linear
-in the gradient, where the default turns rounding noise in a tiny gradient into a whole step of another sign.
+Prompts, completions and rewards come from Python's own generator, whose numbers no library's
+version changes; the logprobs they are said to be sampled with are the model's own, moved by noise,
+so that ratios differ from 1 and bounds are met. One group has equal rewards, one rollout has none,
+one was cut by length. AdamW's `eps` is far above its default: a step is then nearly linear in the
+gradient, where the default turns rounding noise in a tiny gradient into a whole step of another
+sign.
 """
 
 from __future__ import annotations
@@ -34,11 +37,18 @@ STEPS = 5
 GROUPS, EACH = 5, 4
 COLUMNS = ("tokens", "rollouts", "loss", "grad_norm", "entropy", "approx_kl", "clip_fraction")
 METRICS = ("reward_mean", "reward_std", "rollouts", "kept", "zero_advantage", "dropped")
-OPTIONS = {"learning_rate": 5e-4, "eps": 1e-3, "epochs": STEPS, "device": "cpu", "audit": {"enabled": False}}
+OPTIONS = {
+    "learning_rate": 5e-4,
+    "eps": 1e-3,
+    "epochs": STEPS,
+    "device": "cpu",
+    "audit": {"enabled": False},
+}
 
 
 def rollouts(policy) -> list[dict[str, Any]]:
-    """Twenty rows in five groups, with reward: 4 to 9 random ids each, the last one the end token but for one that was cut."""
+    """Twenty rows in five groups, with reward: 4 to 9 random ids each, the last one the end token
+    but for one that was cut."""
     numbers, model = random.Random(20), load_model(policy, dtype=torch.float64)
     rows = []
     for group in range(GROUPS):
@@ -46,7 +56,11 @@ def rollouts(policy) -> list[dict[str, Any]]:
         for index in range(EACH):
             ids = [numbers.randrange(3, 300) for _ in range(numbers.randrange(3, 9))] + [EOS]
             with torch.no_grad():
-                table = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                table = (
+                    model(input_ids=torch.tensor([prompt + ids]))
+                    .logits[0, len(prompt) - 1 : -1]
+                    .log_softmax(-1)
+                )
             own = table.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
             cut = (group, index) == (2, 1)
             rows.append(
@@ -56,7 +70,9 @@ def rollouts(policy) -> list[dict[str, Any]]:
                     "sample_index": index,
                     "prompt_ids": prompt,
                     "completion_ids": ids[:-1] if cut else ids,
-                    "old_logprobs": [min(p + numbers.gauss(0, 0.25), 0.0) for p in (own[:-1] if cut else own)],
+                    "old_logprobs": [
+                        min(p + numbers.gauss(0, 0.25), 0.0) for p in (own[:-1] if cut else own)
+                    ],
                     "finish_reason": "length" if cut else "stop",
                     "stop_reason": None,
                     "completion_text": "",
@@ -85,7 +101,9 @@ def trace(algorithm: str, **options: Any) -> dict[str, Any]:
             sampled = world.write_rollouts(store, policy, rollouts(policy))
             rewards = world.write_rewards(store, sampled, score)
             config = Config(algorithm=algorithm, **{**OPTIONS, **options})
-            done = store.open(run(config, store, policy=policy.ref, rollouts=sampled.ref, rewards=rewards.ref))
+            done = store.open(
+                run(config, store, policy=policy.ref, rollouts=sampled.ref, rewards=rewards.ref)
+            )
             metrics = done.manifest.metrics
             steps = store.open(metrics["updates"]).table().to_pylist()
             return {
@@ -98,8 +116,14 @@ def trace(algorithm: str, **options: Any) -> dict[str, Any]:
 
 def build() -> str:
     """Tells machines and torch builds apart whose last digits may differ."""
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("model name", "flags"))]
-    return hashlib.sha256("\n".join([torch.__config__.show(), *sorted(set(names))]).encode()).hexdigest()[:16]
+    names = [
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith(("model name", "flags"))
+    ]
+    return hashlib.sha256(
+        "\n".join([torch.__config__.show(), *sorted(set(names))]).encode()
+    ).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The optimize stage on a CUDA device: the CPU's step in float32, its own logprobs in bfloat16 within the audit's limit, vLLM's in
-float32 and with FP8 weights, and attention by fused kernels alone."""
+"""The optimize stage on a CUDA device: the CPU's step in float32, its own logprobs in bfloat16
+within the audit's limit, vLLM's in float32 and with FP8 weights, and attention by fused kernels
+alone."""
 
 import pytest
 import torch
@@ -34,14 +35,22 @@ def exact_products():
 def optimize(store, policy, made, device, **values):
     AcceleratorState._reset_state(True)  # else a second run stays on the first one's device
     config = Config(learning_rate=1e-3, grad_clip=1e9, device=device, **values)
-    done = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, force=True))
+    done = store.open(
+        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, force=True)
+    )
     assert done.manifest.environment["device"] == device
     return done
 
 
 def sample(store, policy, **values):
-    """Rollouts by vLLM on the GPU, with its CUDA graphs, in a process of its own, and rewards for them."""
-    config = {"device": "cuda", "samples_per_prompt": 4, "sampling": {"temperature": 0.8, "max_tokens": 32}, **values}
+    """Rollouts by vLLM on the GPU, with its CUDA graphs, in a process of its own, and rewards for
+    them."""
+    config = {
+        "device": "cuda",
+        "samples_per_prompt": 4,
+        "sampling": {"temperature": 0.8, "max_tokens": 32},
+        **values,
+    }
     refs = {"prompts": str(random_prompts(store, 8).ref), "policy": str(policy.ref)}
     rollouts = store.open(run_stage(Call("generate", config, store.path, refs)).ref)
     assert rollouts.manifest.environment["device"] == "cuda"
@@ -52,11 +61,15 @@ def sample(store, policy, **values):
 def test_float32_takes_the_cpus_step(store, policy):
     made = world.make(store, policy, world.even_share)
     rows = [
-        store.open(optimize(store, policy, made, device, precision="fp32").manifest.metrics["updates"]).table()
+        store.open(
+            optimize(store, policy, made, device, precision="fp32").manifest.metrics["updates"]
+        ).table()
         for device in ("cpu", "cuda")
     ]
     for name in ("loss", "grad_norm", "entropy"):
-        assert rows[1][name].to_pylist() == pytest.approx(rows[0][name].to_pylist(), rel=1e-4, abs=1e-6)
+        assert rows[1][name].to_pylist() == pytest.approx(
+            rows[0][name].to_pylist(), rel=1e-4, abs=1e-6
+        )
 
 
 def test_bfloat16_passes_the_audit_and_keeps_float32_weights(store, policy):
@@ -64,12 +77,18 @@ def test_bfloat16_passes_the_audit_and_keeps_float32_weights(store, policy):
     done = optimize(store, policy, made, "cuda")
     assert done.manifest.metrics["precision"] == "bf16"
     assert 0 < done.manifest.metrics["audit"]["mean_gap"] < 0.1
-    assert {tensor.dtype for tensor in load_file(done.path / "model.safetensors").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in load_file(done.path / "model.safetensors").values()} == {
+        torch.float32
+    }
 
 
 def test_the_device_is_free_when_the_model_is_announced(store, policy, monkeypatch):
     announce, seen, before = Work.announce, [], torch.cuda.memory_allocated()
-    monkeypatch.setattr(Work, "announce", lambda *given: (seen.append(torch.cuda.memory_allocated()), announce(*given)))
+    monkeypatch.setattr(
+        Work,
+        "announce",
+        lambda *given: (seen.append(torch.cuda.memory_allocated()), announce(*given)),
+    )
     done = optimize(store, policy, world.make(store, policy, world.even_share), "cuda")
     assert seen[0] - before < (done.path / "model.safetensors").stat().st_size / 4
 
@@ -82,13 +101,17 @@ def test_adapters_start_and_step_as_on_the_cpu(store, policy):
         found.append(load_file(done.path / "adapter" / "adapter_model.safetensors"))
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
-    assert max(float(value.abs().max()) for name, value in found[0].items() if "lora_B" in name) > 1e-5
+    assert (
+        max(float(value.abs().max()) for name, value in found[0].items() if "lora_B" in name) > 1e-5
+    )
 
 
 @pytest.mark.vllm
 def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy):
     made = sample(store, policy, dtype="float32")
-    metrics = optimize(store, policy, made, "cuda", precision="fp32", audit={"max_mean_gap": 1e-3}).manifest.metrics
+    metrics = optimize(
+        store, policy, made, "cuda", precision="fp32", audit={"max_mean_gap": 1e-3}
+    ).manifest.metrics
     assert metrics["audit"]["mean_gap"] <= 1e-3
     assert metrics["audit"]["rollouts"] + metrics["zero_advantage"] == len(made[0].table()) == 32
 
@@ -98,11 +121,13 @@ def test_what_vllm_samples_with_fp8_weights_is_near_the_trainers(store, policy):
     gaps = {}
     for name, arguments in (("bfloat16", {}), ("fp8", {"quantization": "fp8"})):
         made = sample(store, policy, dtype="bfloat16", options={"engine_args": arguments})
-        gaps[name] = optimize(store, policy, made, "cuda", precision="fp32").manifest.metrics["audit"]["mean_gap"]
+        gaps[name] = optimize(store, policy, made, "cuda", precision="fp32").manifest.metrics[
+            "audit"
+        ]["mean_gap"]
     assert gaps["bfloat16"] < gaps["fp8"] < 0.1
 
 
-# -- attention -----------------------------------------------------------------------------------------------------------------
+# -- attention
 
 PROMPTS, COMPLETIONS = [40, 40, 40, 9], [50, 61, 1, 33]
 
@@ -112,11 +137,22 @@ def _ragged(lengths: list[int]) -> Ragged:
 
 
 def _attend(
-    states: list[torch.Tensor], device: str, dtype: torch.dtype, window: int | None, *, varlen: bool = False
+    states: list[torch.Tensor],
+    device: str,
+    dtype: torch.dtype,
+    window: int | None,
+    *,
+    varlen: bool = False,
 ) -> list[torch.Tensor]:
-    """Output and gradients for three rollouts that share a prompt and one alone; four query heads to two key heads."""
+    """Output and gradients for three rollouts that share a prompt and one alone; four query heads
+    to two key heads."""
     data = Sequences(_ragged(PROMPTS), _ragged(COMPLETIONS), torch.ones(4))
-    layout = make_layout(make_pieces(range(4), [0, 0, 0, 1], PROMPTS, COMPLETIONS, 10_000), data, device, varlen=varlen)
+    layout = make_layout(
+        make_pieces(range(4), [0, 0, 0, 1], PROMPTS, COMPLETIONS, 10_000),
+        data,
+        device,
+        varlen=varlen,
+    )
     own = [each[:, :, : layout.ids.shape[1]].to(device, dtype).requires_grad_() for each in states]
     out, _ = block_attention(None, *own, None, layout=layout, sliding_window=window)
     out.float().square().sum().backward()
@@ -140,12 +176,16 @@ def test_the_kernel_for_any_lengths_gives_the_numbers_of_float32(window):
     torch.manual_seed(0)
     states = [torch.randn(1, heads, sum(PROMPTS) + sum(COMPLETIONS), 32) for heads in (4, 2, 2)]
     expected = _attend(states, "cpu", torch.float32, window)
-    for mine, theirs in zip(_attend(states, "cuda", torch.bfloat16, window, varlen=True), expected, strict=True):
+    for mine, theirs in zip(
+        _attend(states, "cuda", torch.bfloat16, window, varlen=True), expected, strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-1, atol=1e-1)
 
 
 def test_the_faster_kernel_is_measured_and_taken(store, policy, caplog):
     caplog.set_level("INFO")
-    done = optimize(store, policy, world.make(store, policy, world.even_share), "cuda", precision="bf16")
+    done = optimize(
+        store, policy, world.make(store, policy, world.even_share), "cuda", precision="bf16"
+    )
     assert done.manifest.metrics["attention"] in ("blocks", "varlen")
     assert "attention: blocks" in caplog.text, "varlen was wrong or did not run"

@@ -1,7 +1,9 @@
-"""What the oracle tests share: one random ragged batch, flat as here and padded as TRL and verl have it, and our step's loss.
+"""What the oracle tests share: one random ragged batch, flat as here and padded as TRL and verl
+have it, and our step's loss.
 
-`make oracle` installs both peers into `.oracles`; without them the tests skip. Nothing of theirs is restated: their own functions
-are called on the padded batch, and loss and gradient are compared in float64.
+`make oracle` installs both peers into `.oracles`; without them the tests skip. Nothing of theirs is
+restated: their own functions are called on the padded batch, and loss and gradient are compared in
+float64.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def per_token(rollouts: torch.Tensor) -> torch.Tensor:
     return rollouts[:, None].expand(B, T)
 
 
-def gradient_of(loss: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor = NOW) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient_of(
+    loss: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor = NOW
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The scalar `loss` of logprobs [N], and its gradient [N]."""
     leaf = at.clone().requires_grad_()
     value = loss(leaf)
@@ -76,9 +80,15 @@ def gradient_of(loss: Callable[[torch.Tensor], torch.Tensor], at: torch.Tensor =
 
 
 def ours(
-    surrogate: str, aggregation: str, *, weight: torch.Tensor | float = 1.0, old: torch.Tensor = OLD, **options: Any
+    surrogate: str,
+    aggregation: str,
+    *,
+    weight: torch.Tensor | float = 1.0,
+    old: torch.Tensor = OLD,
+    **options: Any,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Our step's loss as a function of logprobs [N]; `weight` is what the correction multiplies each token's cost by."""
+    """Our step's loss as a function of logprobs [N]; `weight` is what the correction multiplies
+    each token's cost by."""
 
     def loss(now: torch.Tensor) -> torch.Tensor:
         tokens = losses.Tokens(now, old, ADVANTAGES.repeat_interleave(LENGTHS), OFFSETS)

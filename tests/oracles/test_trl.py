@@ -1,9 +1,12 @@
-"""Losses, gradients and advantages against TRL's own trainers, built for real around the tiny policy.
+"""Losses, gradients and advantages against TRL's own trainers, built for real around the tiny
+policy.
 
-TRL has no pure functions to call: a loss is a method of a trainer. So a real `GRPOTrainer` (and `RLOOTrainer`) is made from a real
-config; saved rollouts reach it through its public `rollout_func`, rewards through a reward function, and its own
-`_generate_and_score_completions` and `compute_loss` are called. In the tests of a loss alone, logprobs that carry a gradient take
-the place of its forward pass; the tests at the end leave that pass in and compare the gradient of every weight.
+TRL has no pure functions to call: a loss is a method of a trainer. So a real `GRPOTrainer` (and
+`RLOOTrainer`) is made from a real config; saved rollouts reach it through its public
+`rollout_func`, rewards through a reward function, and its own `_generate_and_score_completions` and
+`compute_loss` are called. In the tests of a loss alone, logprobs that carry a gradient take the
+place of its forward pass; the tests at the end leave that pass in and compare the gradient of every
+weight.
 """
 
 import math
@@ -62,30 +65,48 @@ LOSS = {
 
 @pytest.fixture
 def trainer(policy, tmp_path):
-    """(rows, rewards by completion, trl config…) -> a real trainer that is given these rows instead of sampling."""
+    """(rows, rewards by completion, trl config…) -> a real trainer that is given these rows instead
+    of sampling."""
 
     def make(rows=None, scores=None, kind="GRPO", **config):
         from datasets import Dataset
         from transformers import AutoTokenizer
 
-        rows = rows or [{"prompt_ids": [5, 6], "completion_ids": ids, "old_logprobs": [-1.0] * len(ids)} for ids in IDS]
-        common = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+        rows = rows or [
+            {"prompt_ids": [5, 6], "completion_ids": ids, "old_logprobs": [-1.0] * len(ids)}
+            for ids in IDS
+        ]
+        common = {
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+        }
         sizes = {"per_device_train_batch_size": len(rows), "num_generations": EACH}
         own = {"rollout_func": lambda prompts, _: given} if kind == "GRPO" else {}
-        given = {"prompt_ids": [row["prompt_ids"] for row in rows], "completion_ids": [row["completion_ids"] for row in rows]}
+        given = {
+            "prompt_ids": [row["prompt_ids"] for row in rows],
+            "completion_ids": [row["completion_ids"] for row in rows],
+        }
         given["logprobs"] = [row["old_logprobs"] for row in rows]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             made = getattr(trl, f"{kind}Trainer")(
                 model=load_model(policy, dtype=torch.float32),
                 reward_funcs=lambda completion_ids, **_: scores or [0.0] * len(completion_ids),
-                args=getattr(trl, f"{kind}Config")(str(tmp_path / "trl"), **{**common, **sizes, **config}),
+                args=getattr(trl, f"{kind}Config")(
+                    str(tmp_path / "trl"), **{**common, **sizes, **config}
+                ),
                 train_dataset=Dataset.from_dict({"prompt": ["?"] * len(rows)}),
                 processing_class=AutoTokenizer.from_pretrained(policy.path),
                 **own,
             )
         if kind == "RLOO":  # it has no such hook, so its sampling is replaced
-            made._generate = lambda prompts: (given["prompt_ids"], given["completion_ids"], ["?"] * len(rows))
+            made._generate = lambda prompts: (
+                given["prompt_ids"],
+                given["completion_ids"],
+                ["?"] * len(rows),
+            )
         made.current_gradient_accumulation_steps = 1
         return made
 
@@ -102,7 +123,11 @@ def theirs(made, inputs: dict):
     made.model.train()
 
     def loss(now):
-        made._get_per_token_logps_and_entropies = lambda *_, **__: (padded(now), torch.zeros(B, T), None)
+        made._get_per_token_logps_and_entropies = lambda *_, **__: (
+            padded(now),
+            torch.zeros(B, T),
+            None,
+        )
         return made.compute_loss(made.model, inputs)
 
     return loss
@@ -110,7 +135,12 @@ def theirs(made, inputs: dict):
 
 def given(made, **columns) -> dict:
     """The batch of `peers` in TRL's form."""
-    inputs = {**scored(made), "advantages": ADVANTAGES, "old_per_token_logps": padded(OLD), **columns}
+    inputs = {
+        **scored(made),
+        "advantages": ADVANTAGES,
+        "old_per_token_logps": padded(OLD),
+        **columns,
+    }
     assert torch.equal(inputs["completion_mask"], MASK.long())
     return inputs
 
@@ -123,11 +153,20 @@ def settings(surrogate: str, aggregation: str, options: dict) -> dict:
     if surrogate == "cispo":
         return {**named, "epsilon_high": options["clip_max"]}
     if surrogate == "sapo":
-        return {**named, "sapo_temperature_pos": options["tau_positive"], "sapo_temperature_neg": options["tau_negative"]}
-    return {**named, "epsilon": options["clip_low"], "epsilon_high": options["clip_high"], "delta": options.get("delta")}
+        return {
+            **named,
+            "sapo_temperature_pos": options["tau_positive"],
+            "sapo_temperature_neg": options["tau_negative"],
+        }
+    return {
+        **named,
+        "epsilon": options["clip_low"],
+        "epsilon_high": options["clip_high"],
+        "delta": options.get("delta"),
+    }
 
 
-# -- losses --------------------------------------------------------------------------------------------------------------------
+# -- losses
 
 
 @pytest.mark.parametrize("row", ALGORITHMS.values(), ids=lambda row: row.name)
@@ -162,21 +201,31 @@ def test_cispo_has_the_same_absolute_bound(trainer, clip_max):
 
 
 def test_at_ratio_1_the_gradient_of_the_kl_is_the_unbiased_one(trainer):
-    """TRL multiplies k3 by the ratio, verl and we take k2's gradient: −d both, where the policy is the one that sampled."""
-    made, policy_loss = trainer(loss_type="dapo", beta=0.3), ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2)
+    """TRL multiplies k3 by the ratio, verl and we take k2's gradient: −d both, where the policy is
+    the one that sampled."""
+    made, policy_loss = (
+        trainer(loss_type="dapo", beta=0.3),
+        ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2),
+    )
     inputs = given(made, ref_per_token_logps=padded(REF))
-    agree(lambda now: policy_loss(now) + 0.3 * losses.kl(now, REF).mean(), theirs(made, inputs), OLD)
+    agree(
+        lambda now: policy_loss(now) + 0.3 * losses.kl(now, REF).mean(), theirs(made, inputs), OLD
+    )
 
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_kl_in_the_loss_is_k3(trainer, corrected):
-    """With `use_bias_correction_kl`, which is on by default there, times the ratio; else with k3's own gradient."""
+    """With `use_bias_correction_kl`, which is on by default there, times the ratio; else with k3's
+    own gradient."""
     made = trainer(loss_type="dapo", beta=0.3, use_bias_correction_kl=corrected)
     policy_loss = ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2)
 
     def loss(now):
         ratio = (now - OLD).exp() if corrected else 1.0
-        return policy_loss(now) + 0.3 * (ratio * losses.kl(now, REF, "k3", unbiased_gradient=False)).mean()
+        return (
+            policy_loss(now)
+            + 0.3 * (ratio * losses.kl(now, REF, "k3", unbiased_gradient=False)).mean()
+        )
 
     agree(loss, theirs(made, given(made, ref_per_token_logps=padded(REF))))
 
@@ -189,13 +238,20 @@ def test_importance_weights_and_the_loss_under_them(trainer, level, mode):
         {"prompt_ids": [5, 6], "completion_ids": ids, "old_logprobs": old.tolist()}
         for ids, old in zip(IDS, Ragged(OLD, OFFSETS), strict=True)
     ]
-    bounds = {"vllm_importance_sampling_clip_min": 0.7 if mode == "mask" else None, "vllm_importance_sampling_clip_max": 1.3}
-    made = trainer(rows, loss_type="dapo", vllm_importance_sampling_mode=f"{level}_{mode}", **bounds)
+    bounds = {
+        "vllm_importance_sampling_clip_min": 0.7 if mode == "mask" else None,
+        "vllm_importance_sampling_clip_max": 1.3,
+    }
+    made = trainer(
+        rows, loss_type="dapo", vllm_importance_sampling_mode=f"{level}_{mode}", **bounds
+    )
     made.use_vllm, made._last_loaded_step = True, 0
     made._get_per_token_logps_and_entropies = lambda *_, **__: (padded(REF).float(), None, None)
     inputs = scored(made)
     found = losses.correction(REF, OLD, OFFSETS, mode=mode, level=level, low=0.7, high=1.3)
-    torch.testing.assert_close(found.float(), flat(inputs["importance_sampling_ratio"].expand(B, T)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found.float(), flat(inputs["importance_sampling_ratio"].expand(B, T)), rtol=1e-5, atol=1e-6
+    )
     assert found.unique().numel() > 1 and (found == (1.3 if mode == "truncate" else 0.0)).any()
     inputs |= {"advantages": ADVANTAGES, "old_per_token_logps": padded(REF)}
     inputs["importance_sampling_ratio"] = inputs["importance_sampling_ratio"].double()
@@ -207,10 +263,12 @@ def test_importance_weights_and_the_loss_under_them(trainer, level, mode):
     )
 
 
-# -- advantages ----------------------------------------------------------------------------------------------------------------
+# -- advantages
 
 
-@pytest.mark.parametrize("scale, function", [("group", advantages.group_normalized), ("none", advantages.group_centered)])
+@pytest.mark.parametrize(
+    "scale, function", [("group", advantages.group_normalized), ("none", advantages.group_centered)]
+)
 def test_group_advantages(trainer, scale, function):
     groups = torch.arange(B) // EACH
     found = scored(trainer(scores=REWARDS.tolist(), scale_rewards=scale))["advantages"]
@@ -222,13 +280,17 @@ def test_leave_one_out_and_the_kl_in_the_reward(trainer):
     for beta in (0.0, 0.3):
         made = trainer(scores=REWARDS.tolist(), kind="RLOO", normalize_advantages=False, beta=beta)
         answers = iter([padded(OLD).float(), padded(REF).float()])
-        made._get_per_token_logps_and_entropies = lambda *_, answers=answers, **__: (next(answers), None, None)
+        made._get_per_token_logps_and_entropies = lambda *_, answers=answers, **__: (
+            next(answers),
+            None,
+            None,
+        )
         kl = Ragged(OLD - REF, OFFSETS).segment_sum()
         found = advantages.leave_one_out(REWARDS - beta * kl, groups)
         torch.testing.assert_close(found, scored(made)["advantages"], rtol=1e-5, atol=1e-6)
 
 
-# -- where the definitions part: the table in stages/optimize/README.md -------------------------------------------------------
+# -- where the definitions part: the table in stages/optimize/README.md
 
 
 def test_what_is_not_scored_has_advantage_0_there_and_is_dropped_here(trainer):
@@ -241,11 +303,15 @@ def test_what_is_not_scored_has_advantage_0_there_and_is_dropped_here(trainer):
     torch.testing.assert_close(found[others], expected[others], rtol=1e-5, atol=1e-6)
 
 
-def test_over_the_batch_trl_takes_the_group_mean_off_and_divides_by_the_std_of_the_raw_rewards(trainer):
+def test_over_the_batch_trl_takes_the_group_mean_off_and_divides_by_the_std_of_the_raw_rewards(
+    trainer,
+):
     groups = torch.arange(B) // EACH
     expected = scored(trainer(scores=REWARDS.tolist(), scale_rewards="batch"))["advantages"]
     centered = advantages.group_centered(REWARDS, groups)
-    torch.testing.assert_close(expected, centered / (REWARDS.std() + 1e-4).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        expected, centered / (REWARDS.std() + 1e-4).float(), rtol=1e-5, atol=1e-6
+    )
     for function in (advantages.batch_normalized, advantages.batch_normalized_baseline):
         assert (function(REWARDS, groups) - expected).abs().max() > 1e-2
 
@@ -260,18 +326,26 @@ def test_trl_clamps_no_log_ratio(trainer):
     made = trainer(loss_type="dapo")
     sign = ADVANTAGES.repeat_interleave(LENGTHS)
     now = OLD + torch.where(sign == ADVANTAGES.min(), 30.0, 0.0)
-    expected, found = theirs(made, given(made))(now), ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2)(now)
+    expected, found = (
+        theirs(made, given(made))(now),
+        ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2)(now),
+    )
     scale = -float(ADVANTAGES.min()) * int(LENGTHS[ADVANTAGES.argmin()]) / N
-    assert float(expected) == pytest.approx(scale * torch.tensor(30.0).double().exp().item(), rel=1e-6)
+    assert float(expected) == pytest.approx(
+        scale * torch.tensor(30.0).double().exp().item(), rel=1e-6
+    )
     assert float(found) == pytest.approx(scale * torch.tensor(20.0).double().exp().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("row", ["dapo", "cispo", "grpo", "dr_grpo", "bnpo"])
 def test_a_step_of_two_micro_batches_is_the_whole_there_too_but_for_bnpo(trainer, row):
-    """bnpo's gradient is the mean of the micro-batches' token means. The others need micro-batches of equally many rollouts."""
+    """bnpo's gradient is the mean of the micro-batches' token means. The others need micro-batches
+    of equally many rollouts."""
     row = resolve(row)
     options = {key: value for key, value in row.defaults.items() if key != "drop_zero_variance"}
-    named = settings(row.surrogate, row.aggregation, options) | ({"loss_type": "bnpo"} if row.name == "bnpo" else {})
+    named = settings(row.surrogate, row.aggregation, options) | (
+        {"loss_type": "bnpo"} if row.name == "bnpo" else {}
+    )
     made = trainer(**named, gradient_accumulation_steps=2, steps_per_generation=2)
     made.current_gradient_accumulation_steps = 2
     whole, total = given(made), torch.zeros(N, dtype=torch.float64)
@@ -280,7 +354,11 @@ def test_a_step_of_two_micro_batches_is_the_whole_there_too_but_for_bnpo(trainer
         half = {name: value if value.ndim == 0 else value[rows] for name, value in whole.items()}
 
         def loss(now, half=half, rows=rows):
-            made._get_per_token_logps_and_entropies = lambda *_, **__: (padded(now)[rows], torch.zeros_like(MASK[rows]), None)
+            made._get_per_token_logps_and_entropies = lambda *_, **__: (
+                padded(now)[rows],
+                torch.zeros_like(MASK[rows]),
+                None,
+            )
             return made.compute_loss(made.model, half)
 
         total += gradient_of(loss)[1]
@@ -289,14 +367,19 @@ def test_a_step_of_two_micro_batches_is_the_whole_there_too_but_for_bnpo(trainer
 
 
 def test_rloo_of_trl_weighs_a_rollout_by_its_product_of_ratios(trainer):
-    """At ratio 1 its gradient is the mean over rollouts of the sum over tokens: N/B times that of token_mean."""
+    """At ratio 1 its gradient is the mean over rollouts of the sum over tokens: N/B times that of
+    token_mean."""
     made = trainer(kind="RLOO", normalize_advantages=False, epsilon=0.2)
     made._get_per_token_logps_and_entropies = lambda *_, **__: (padded(OLD).float(), None, None)
     inputs = {**scored(made), "advantages": ADVANTAGES, "old_logps": (padded(OLD) * MASK).sum(1)}
     made.model.train()
 
     def loss(now):
-        made._get_per_token_logps_and_entropies = lambda *_, **__: (padded(now), torch.zeros(B, T), None)
+        made._get_per_token_logps_and_entropies = lambda *_, **__: (
+            padded(now),
+            torch.zeros(B, T),
+            None,
+        )
         return made.compute_loss(made.model, inputs)
 
     gradient = gradient_of(loss, OLD)[1]
@@ -325,17 +408,21 @@ def test_the_overlong_penalty():
     from trl.rewards import get_soft_overlong_punishment
 
     lengths = range(1, 30)
-    theirs = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)([[1] * n for n in lengths])
+    theirs = get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=8)(
+        [[1] * n for n in lengths]
+    )
     assert overlong([[1] * n for n in lengths], max_tokens=20, cache=8) == pytest.approx(theirs)
 
 
-# -- the whole way: saved rollouts in, the gradient of every weight out --------------------------------------------------------
+# -- the whole way: saved rollouts in, the gradient of every weight out
 
 
 @pytest.fixture
 def sampled(store, policy):
     """(rollouts, rewards): 16 rollouts of the tiny policy at temperature 0.8."""
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), EACH, temperature=0.8)
+    rows = world.sample(
+        load_model(policy, dtype=torch.float32), world.prompts(4), EACH, temperature=0.8
+    )
     rollouts = world.write_rollouts(store, policy, rows)
     return rollouts, world.write_rewards(store, rollouts, world.even_share)
 
@@ -343,12 +430,19 @@ def sampled(store, policy):
 @pytest.mark.parametrize("algorithm", ["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"])
 def test_the_gradient_of_every_weight(store, policy, sampled, trainer, algorithm):
     row = resolve(algorithm)
-    config = Config(algorithm=algorithm, device="cpu", max_completion_tokens=MAX_TOKENS, drop_zero_variance=False).resolved()
+    config = Config(
+        algorithm=algorithm,
+        device="cpu",
+        max_completion_tokens=MAX_TOKENS,
+        drop_zero_variance=False,
+    ).resolved()
     inputs = dict(zip(("policy", "rollouts", "rewards"), (policy, *sampled), strict=True))
     loaded = joining.load(config, row, store, inputs)
     shifts = noise(7, 0.2, len(loaded.batch.old)).float()
     batch = loaded.batch.__class__(**{**vars(loaded.batch), "old": loaded.batch.old + shifts})
-    mine = Trainer(config, load_model(policy, dtype=torch.float32), batch, row, make_accelerator(config))
+    mine = Trainer(
+        config, load_model(policy, dtype=torch.float32), batch, row, make_accelerator(config)
+    )
     everyone = list(range(len(batch.groups)))
     numbers = mine.accumulate(everyone, everyone)
 
@@ -356,11 +450,16 @@ def test_the_gradient_of_every_weight(store, policy, sampled, trainer, algorithm
     options = {key: value for key, value in row.defaults.items() if key != "drop_zero_variance"}
     named = {**settings(row.surrogate, row.aggregation, options), "temperature": 0.8}
     made = trainer(
-        rows, list(map(world.even_share, rows)), **named, **({"scale_rewards": "none"} if "dr_" in algorithm else {})
+        rows,
+        list(map(world.even_share, rows)),
+        **named,
+        **({"scale_rewards": "none"} if "dr_" in algorithm else {}),
     )
     inputs = scored(made, len(rows))
     torch.testing.assert_close(inputs["advantages"], loaded.advantages, rtol=1e-5, atol=1e-6)
-    old = torch.nn.utils.rnn.pad_sequence(list(batch.data.completions.with_values(batch.old)), batch_first=True)
+    old = torch.nn.utils.rnn.pad_sequence(
+        list(batch.data.completions.with_values(batch.old)), batch_first=True
+    )
     loss = made.compute_loss(made.model, {**inputs, "old_per_token_logps": old})
     loss.backward()
     assert numbers["policy_loss"] == pytest.approx(loss.item(), abs=1e-6)

@@ -1,4 +1,5 @@
-"""Advantages, GAE and the KL in the reward against verl's own estimators, called on the padded batch; and where they part."""
+"""Advantages, GAE and the KL in the reward against verl's own estimators, called on the padded
+batch; and where they part."""
 
 import types
 
@@ -10,7 +11,22 @@ from stages.common.packed.attention import Sequences
 from stages.common.ragged import Ragged
 from stages.optimize import advantages, critic
 from stages.optimize.stage import Config
-from tests.oracles.peers import GROUPS, LENGTHS, MASK, OFFSETS, OLD, REF, REWARDS, B, N, T, flat, noise, padded, peer
+from tests.oracles.peers import (
+    GROUPS,
+    LENGTHS,
+    MASK,
+    OFFSETS,
+    OLD,
+    REF,
+    REWARDS,
+    B,
+    N,
+    T,
+    flat,
+    noise,
+    padded,
+    peer,
+)
 
 pytestmark = pytest.mark.oracle
 core = peer("verl.trainer.ppo.core_algos")
@@ -19,9 +35,13 @@ INDEX = np.array([f"g-{number}" for number in GROUPS.tolist()], dtype=object)
 GAMMA_1 = types.SimpleNamespace(gamma=1.0)
 
 
-def on_the_last_token(rewards: torch.Tensor = REWARDS, lengths: torch.Tensor = LENGTHS) -> torch.Tensor:
+def on_the_last_token(
+    rewards: torch.Tensor = REWARDS, lengths: torch.Tensor = LENGTHS
+) -> torch.Tensor:
     """[B] -> [B, T]: verl takes rewards of tokens."""
-    return torch.zeros(len(rewards), T, dtype=torch.float64).scatter(1, lengths[:, None] - 1, rewards[:, None])
+    return torch.zeros(len(rewards), T, dtype=torch.float64).scatter(
+        1, lengths[:, None] - 1, rewards[:, None]
+    )
 
 
 def of_rollouts(rows: torch.Tensor) -> torch.Tensor:
@@ -44,7 +64,9 @@ def test_group_normalized_up_to_epsilon(estimator):
 
 
 def test_group_centered():
-    theirs, _ = core.compute_grpo_outcome_advantage(on_the_last_token(), MASK, INDEX, norm_adv_by_std_in_grpo=False)
+    theirs, _ = core.compute_grpo_outcome_advantage(
+        on_the_last_token(), MASK, INDEX, norm_adv_by_std_in_grpo=False
+    )
     close(advantages.group_centered(REWARDS, GROUPS), of_rollouts(theirs))
 
 
@@ -57,7 +79,8 @@ def test_leave_one_out(estimator):
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 @pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
 def test_gae_and_whitening(gamma, lam):
-    """Rewards on every token, as with a KL in the reward. Whitened: verl / √(var + 1e-8), here / (std + 1e-8)."""
+    """Rewards on every token, as with a KL in the reward. Whitened: verl / √(var + 1e-8), here /
+    (std + 1e-8)."""
     rewards, values = noise(10), noise(11)
     found, returns = advantages.gae(rewards, values, OFFSETS, gamma=gamma, gae_lambda=lam)
     expected, targets = core.compute_gae_advantage_return(
@@ -68,34 +91,51 @@ def test_gae_and_whitening(gamma, lam):
 
 
 def test_the_kl_in_the_reward():
-    data = Sequences(Ragged(torch.zeros(N, dtype=torch.int32), OFFSETS), Ragged(torch.zeros(N), OFFSETS), torch.ones(B))
+    data = Sequences(
+        Ragged(torch.zeros(N, dtype=torch.int32), OFFSETS),
+        Ragged(torch.zeros(N), OFFSETS),
+        torch.ones(B),
+    )
     batch = types.SimpleNamespace(data=data, old=OLD, ref=REF, rewards=REWARDS)
     found = critic.token_rewards(Config(kl_in_reward=True, kl_coef=0.3), batch)
     close(found, flat(core.compute_rewards(on_the_last_token(), padded(OLD), padded(REF), 0.3)))
 
 
-# -- where the definitions part: the table in stages/optimize/README.md -------------------------------------------------------
+# -- where the definitions part: the table in stages/optimize/README.md
 
 
 def test_a_group_of_one_keeps_its_raw_reward_in_verl_and_is_dropped_here():
     alone, groups = INDEX.copy(), GROUPS.clone()
     alone[0], groups[0] = "g-9", 9
     rewards = on_the_last_token()
-    raw = {"grpo": REWARDS[0] / (1 + 1e-6), "rloo": REWARDS[0], "grpo_vectorized": REWARDS[0] / (1 + 1e-6)}
+    raw = {
+        "grpo": REWARDS[0] / (1 + 1e-6),
+        "rloo": REWARDS[0],
+        "grpo_vectorized": REWARDS[0] / (1 + 1e-6),
+    }
     for estimator, expected in raw.items():
         theirs = core.get_adv_estimator_fn(estimator)(rewards, MASK, alone)[0]
         assert theirs[0, 0].item() == pytest.approx(expected.item(), rel=1e-6)
     assert core.get_adv_estimator_fn("rloo_vectorized")(rewards, MASK, alone)[0][0, 0] == 0.0
-    for function in (advantages.group_normalized, advantages.leave_one_out, advantages.batch_normalized_baseline):
+    for function in (
+        advantages.group_normalized,
+        advantages.leave_one_out,
+        advantages.batch_normalized_baseline,
+    ):
         found = function(REWARDS, groups)
         assert found[0].isnan() and not found[1:].isnan().any()
 
 
 def test_over_the_batch_verl_counts_tokens_and_here_rollouts_count():
-    """verl's advantages are ours of rollouts repeated once a token; √(var + 1e-8) there, std + 1e-8 here."""
+    """verl's advantages are ours of rollouts repeated once a token; √(var + 1e-8) there, std + 1e-8
+    here."""
     centered = advantages.group_centered(REWARDS, GROUPS).double()
-    plain, _ = core.compute_reinforce_plus_plus_outcome_advantage(on_the_last_token(), MASK, config=GAMMA_1)
-    baseline, _ = core.compute_reinforce_plus_plus_baseline_outcome_advantage(on_the_last_token(), MASK, INDEX)
+    plain, _ = core.compute_reinforce_plus_plus_outcome_advantage(
+        on_the_last_token(), MASK, config=GAMMA_1
+    )
+    baseline, _ = core.compute_reinforce_plus_plus_baseline_outcome_advantage(
+        on_the_last_token(), MASK, INDEX
+    )
     once = torch.zeros(N, dtype=torch.int64)
     for theirs, rewards, ours in (
         (plain, REWARDS, advantages.batch_normalized),
@@ -106,8 +146,12 @@ def test_over_the_batch_verl_counts_tokens_and_here_rollouts_count():
 
 
 def test_completions_of_one_length_leave_only_the_count_of_tokens():
-    """The unbiased std of T equal tokens a rollout is √((BT − T)/(BT − 1)) times that of the rollouts."""
-    mask, rewards = torch.ones(B, T, dtype=torch.float64), on_the_last_token(lengths=torch.full((B,), T))
+    """The unbiased std of T equal tokens a rollout is √((BT − T)/(BT − 1)) times that of the
+    rollouts."""
+    mask, rewards = (
+        torch.ones(B, T, dtype=torch.float64),
+        on_the_last_token(lengths=torch.full((B,), T)),
+    )
     theirs, _ = core.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=GAMMA_1)
     scale = ((B * T - T) / (B * T - 1)) ** 0.5
     close(advantages.batch_normalized(REWARDS, GROUPS), theirs[:, 0] * scale)
@@ -119,11 +163,17 @@ def test_verl_carries_gae_over_masked_tokens_which_do_not_exist_here():
     mask = MASK.clone()
     mask[2, hole - 4] = 0.0
     rewards[hole] = 0.0
-    expected, targets = core.compute_gae_advantage_return(padded(rewards), padded(values), mask, gamma=0.9, lam=0.95)
+    expected, targets = core.compute_gae_advantage_return(
+        padded(rewards), padded(values), mask, gamma=0.9, lam=0.95
+    )
     keep = torch.arange(N) != hole
     shorter = LENGTHS - (torch.arange(B) == 2).long()
     found, returns = advantages.gae(
-        rewards[keep], values[keep], Ragged.from_lengths(rewards[keep], shorter).offsets, gamma=0.9, gae_lambda=0.95
+        rewards[keep],
+        values[keep],
+        Ragged.from_lengths(rewards[keep], shorter).offsets,
+        gamma=0.9,
+        gae_lambda=0.95,
     )
     close(returns, targets[mask.bool()])
     close(advantages.whitened(found), expected[mask.bool()])
@@ -132,7 +182,9 @@ def test_verl_carries_gae_over_masked_tokens_which_do_not_exist_here():
 def test_verl_has_no_value_after_a_cut():
     """`bootstrap_length` has no counterpart: with it the last step's return is not verl's."""
     rewards, values, last = noise(10), noise(11), noise(12, count=B)
-    _, targets = core.compute_gae_advantage_return(padded(rewards), padded(values), MASK, gamma=1.0, lam=0.95)
+    _, targets = core.compute_gae_advantage_return(
+        padded(rewards), padded(values), MASK, gamma=1.0, lam=0.95
+    )
     _, returns = advantages.gae(rewards, values, OFFSETS, gae_lambda=0.95, last_values=last)
     ends = OFFSETS[1:] - 1
     close(returns[ends] - last, flat(targets)[ends])

@@ -1,4 +1,5 @@
-"""Losses, KL and corrections against verl's own functions, called on the padded batch; and where the two mean different things."""
+"""Losses, KL and corrections against verl's own functions, called on the padded batch; and where
+the two mean different things."""
 
 import math
 
@@ -51,7 +52,11 @@ def settings(options: dict) -> dict:
     if "tau_positive" in options:
         return {"tau_pos": options["tau_positive"], "tau_neg": options["tau_negative"]}
     dual = options.get("dual_clip") or NO_DUAL_CLIP
-    return {"clip_ratio_low": options["clip_low"], "clip_ratio_high": options["clip_high"], "clip_ratio_c": dual}
+    return {
+        "clip_ratio_low": options["clip_low"],
+        "clip_ratio_high": options["clip_high"],
+        "clip_ratio_c": dual,
+    }
 
 
 def theirs(name: str, aggregation: str, *, weight=None, old=OLD, **config):
@@ -59,13 +64,17 @@ def theirs(name: str, aggregation: str, *, weight=None, old=OLD, **config):
     from verl.workers.config import ActorConfig
 
     counts = {"global_batch_info": {"loss_scale_factor": MAX_TOKENS}}
-    made = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **counts, **config)
+    made = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **counts, **config
+    )
     weight = None if weight is None else padded(weight)
     advantages = per_token(ADVANTAGES)
 
     def loss(now):
         mode = AGGREGATION[aggregation]
-        return core.get_policy_loss_fn(name)(padded(old), padded(now), advantages, MASK, mode, made, weight)[0]
+        return core.get_policy_loss_fn(name)(
+            padded(old), padded(now), advantages, MASK, mode, made, weight
+        )[0]
 
     return loss
 
@@ -73,11 +82,22 @@ def theirs(name: str, aggregation: str, *, weight=None, old=OLD, **config):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("row", ALGORITHMS.values(), ids=lambda row: row.name)
 def test_every_algorithms_loss_and_gradient(row, weighted):
-    """gspo under a weight a token: verl has its token form only, in which each token keeps its own weight."""
+    """gspo under a weight a token: verl has its token form only, in which each token keeps its own
+    weight."""
     options = {key: value for key, value in row.defaults.items() if key != "drop_zero_variance"}
-    weight, form = (noise(6, 0.3) + 1, {"token_form": True} if row.name == "gspo" else {}) if weighted else (None, {})
+    weight, form = (
+        (noise(6, 0.3) + 1, {"token_form": True} if row.name == "gspo" else {})
+        if weighted
+        else (None, {})
+    )
     agree(
-        ours(row.surrogate, row.aggregation, weight=1.0 if weight is None else weight, **options, **form),
+        ours(
+            row.surrogate,
+            row.aggregation,
+            weight=1.0 if weight is None else weight,
+            **options,
+            **form,
+        ),
         theirs(NAMES[row.surrogate], row.aggregation, weight=weight, **settings(options)),
     )
 
@@ -85,14 +105,20 @@ def test_every_algorithms_loss_and_gradient(row, weighted):
 @pytest.mark.parametrize("aggregation", AGGREGATION)
 def test_every_aggregation(aggregation):
     options = {"clip_low": 0.2, "clip_high": 0.28}
-    agree(ours("clipped", aggregation, **options), theirs("vanilla", aggregation, **settings(options)))
+    agree(
+        ours("clipped", aggregation, **options), theirs("vanilla", aggregation, **settings(options))
+    )
 
 
 @pytest.mark.parametrize("dual_clip", [1.1, 1.5, 3.0])
 def test_dual_clip(dual_clip):
     now = OLD + noise(7, 2.0)
     options = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": dual_clip}
-    agree(ours("clipped", "token_mean", **options), theirs("vanilla", "token_mean", **settings(options)), now)
+    agree(
+        ours("clipped", "token_mean", **options),
+        theirs("vanilla", "token_mean", **settings(options)),
+        now,
+    )
 
 
 @pytest.mark.parametrize("low, high", [(0.02, 0.03), (0.2, 0.2)])
@@ -106,11 +132,17 @@ def test_the_token_form_of_gspo(low, high):
 @pytest.mark.parametrize("positive, negative", [(2.0, 0.5), (1.0, 3.0)])
 def test_taus_of_sapo(positive, negative):
     options = {"tau_positive": positive, "tau_negative": negative}
-    agree(ours("sapo", "sequence_mean", **options), theirs("sapo", "sequence_mean", **settings(options)))
+    agree(
+        ours("sapo", "sequence_mean", **options),
+        theirs("sapo", "sequence_mean", **settings(options)),
+    )
 
 
 def test_defaults_of_sapo():
-    agree(ours("sapo", "sequence_mean", **ALGORITHMS["sapo"].defaults), theirs("sapo", "sequence_mean"))
+    agree(
+        ours("sapo", "sequence_mean", **ALGORITHMS["sapo"].defaults),
+        theirs("sapo", "sequence_mean"),
+    )
 
 
 def test_a_tokens_log_ratio_is_clamped_at_20():
@@ -122,9 +154,13 @@ def test_a_tokens_log_ratio_is_clamped_at_20():
 
 @pytest.mark.parametrize("told", [True, False])
 def test_two_micro_batches_are_the_whole_where_the_caller_counts(told):
-    """verl's callers give the step's tokens; without them each micro-batch has a mean of its own."""
+    """verl's callers give the step's tokens; without them each micro-batch has a mean of its
+    own."""
     costs, counts = padded(noise(13)), {"batch_num_tokens": N} if told else {}
-    halves = [core.agg_loss(costs[rows], MASK[rows], "token-mean", **counts) for rows in (slice(0, 3), slice(3, B))]
+    halves = [
+        core.agg_loss(costs[rows], MASK[rows], "token-mean", **counts)
+        for rows in (slice(0, 3), slice(3, B))
+    ]
     whole = (losses.token_mean(LENGTHS) * noise(13)).sum()
     assert (sum(halves) == pytest.approx(whole.item(), rel=1e-6)) == told
 
@@ -148,7 +184,9 @@ def test_kl(estimator, unbiased):
     name = estimator + "+" * unbiased
     agree(
         lambda now: losses.kl(now, REF, estimator, unbiased).mean(),
-        lambda now: core.agg_loss(core.kl_penalty(padded(now), padded(REF), name), MASK, "token-mean"),
+        lambda now: core.agg_loss(
+            core.kl_penalty(padded(now), padded(REF), name), MASK, "token-mean"
+        ),
     )
 
 
@@ -157,28 +195,34 @@ def test_value_loss(clip):
     old, returns = OLD + noise(8, 0.5), noise(9)
     agree(
         lambda values: losses.value_loss(values, old, returns, clip).mean(),
-        lambda values: core.compute_value_loss(padded(values), padded(returns), padded(old), MASK, clip)[0],
+        lambda values: core.compute_value_loss(
+            padded(values), padded(returns), padded(old), MASK, clip
+        )[0],
     )
 
 
-# -- off-policy correction: verl's threshold is our high, "low_high" its mask --------------------------------------------------
+# -- off-policy correction: verl's threshold is our high, "low_high" its mask
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("mode, bounds", [("truncate", 1.3), ("mask", "0.6_1.3")])
 def test_importance_weights(level, mode, bounds):
     ours = losses.correction(REF, OLD, OFFSETS, mode=mode, level=level, low=0.6, high=1.3)
-    theirs, _ = helper.compute_rollout_correction_weights(padded(REF) - padded(OLD), MASK, level, bounds)
+    theirs, _ = helper.compute_rollout_correction_weights(
+        padded(REF) - padded(OLD), MASK, level, bounds
+    )
     torch.testing.assert_close(ours, flat(theirs), rtol=1e-6, atol=1e-9)
     assert (ours == (1.3 if mode == "truncate" else 0.0)).any() and ours.unique().numel() > 2
 
 
 def test_verl_has_no_geometric_weight_but_rejects_by_it():
-    """Our geometric mask keeps the weight of what it keeps; verl's `seq_mean_k1` keeps or drops. Its k1 is old − prox, so its
-    bounds are the inverse of ours."""
+    """Our geometric mask keeps the weight of what it keeps; verl's `seq_mean_k1` keeps or drops.
+    Its k1 is old − prox, so its bounds are the inverse of ours."""
     low, high = 0.9, 1.05
     ours = losses.correction(REF, OLD, OFFSETS, mode="mask", level="geometric", low=low, high=high)
-    kept, _ = helper.compute_rollout_rejection_mask(padded(REF) - padded(OLD), MASK, "seq_mean_k1", f"{1 / high}_{1 / low}")
+    kept, _ = helper.compute_rollout_rejection_mask(
+        padded(REF) - padded(OLD), MASK, "seq_mean_k1", f"{1 / high}_{1 / low}"
+    )
     assert torch.equal((ours > 0).double(), flat(kept))
     assert 0 < flat(kept).sum() < N and (ours[ours > 0] != 1).all()
 
@@ -190,10 +234,12 @@ def test_the_audits_estimates():
     assert report["kl_k3"] == pytest.approx(theirs["k3_kl"], rel=1e-6)
     weights = Ragged(REF - OLD, OFFSETS).segment_sum().exp()  # chi2 = E[w²] − 1
     assert float((weights**2).mean() - 1) == pytest.approx(theirs["chi2_seq"], rel=1e-6)
-    assert report["effective_sample_size"] == pytest.approx(float(weights.mean() ** 2) / (theirs["chi2_seq"] + 1), rel=1e-6)
+    assert report["effective_sample_size"] == pytest.approx(
+        float(weights.mean() ** 2) / (theirs["chi2_seq"] + 1), rel=1e-6
+    )
 
 
-# -- where the definitions part: the table in stages/optimize/README.md -------------------------------------------------------
+# -- where the definitions part: the table in stages/optimize/README.md
 
 
 def test_verl_clips_twice_by_default_and_here_dual_clip_is_off():
@@ -204,7 +250,8 @@ def test_verl_clips_twice_by_default_and_here_dual_clip_is_off():
 
 
 def test_verls_cispo_has_a_lower_bound_and_measures_from_1():
-    """0.2 lets weights between 0.8 and 1.2 through; ours is the upper bound itself, and there is no lower one."""
+    """0.2 lets weights between 0.8 and 1.2 through; ours is the upper bound itself, and there is no
+    lower one."""
     default = theirs("cispo", "token_mean")
     differ(ours("cispo", "token_mean", clip_max=5.0), default)
     differ(ours("cispo", "token_mean", clip_max=1.2), default)
@@ -213,14 +260,21 @@ def test_verls_cispo_has_a_lower_bound_and_measures_from_1():
 
 
 def test_verl_bounds_gspos_ratio_at_log_10_from_above_only():
-    """A rollout whose mean of log r is 15: exp(10) there, exp(15) here, where nothing else clips (A < 0)."""
+    """A rollout whose mean of log r is 15: exp(10) there, exp(15) here, where nothing else clips (A
+    < 0)."""
     row = int(ADVANTAGES.argmin())
     now = OLD + 15.0 * (torch.arange(B) == row).repeat_interleave(LENGTHS)
-    loss = {"ours": ours("sequence_clipped", "sequence_mean", clip_low=0.2, clip_high=0.2)(now).item()}
-    loss["theirs"] = theirs("gspo", "sequence_mean", clip_ratio_low=0.2, clip_ratio_high=0.2)(now).item()
+    loss = {
+        "ours": ours("sequence_clipped", "sequence_mean", clip_low=0.2, clip_high=0.2)(now).item()
+    }
+    loss["theirs"] = theirs("gspo", "sequence_mean", clip_ratio_low=0.2, clip_ratio_high=0.2)(
+        now
+    ).item()
     rest = -float(ADVANTAGES.sum() - ADVANTAGES[row]) / B  # all others have ratio 1
     for name, power in (("ours", 15.0), ("theirs", 10.0)):
-        assert loss[name] == pytest.approx(rest - float(ADVANTAGES[row]) * math.exp(power) / B, rel=1e-6)
+        assert loss[name] == pytest.approx(
+            rest - float(ADVANTAGES[row]) * math.exp(power) / B, rel=1e-6
+        )
 
 
 def test_verl_bounds_k3_at_10():

@@ -1,9 +1,20 @@
-"""Each kind's check: a good table passes; missing, extra, retyped, doubled, torn and non-finite values are named."""
+"""Each kind's check: a good table passes; missing, extra, retyped, doubled, torn and non-finite
+values are named."""
 
 import pyarrow as pa
 import pytest
 
-from schemas import advantages, evaluations, fields, logprobs, prompts, refs, rewards, rollouts, updates
+from schemas import (
+    advantages,
+    evaluations,
+    fields,
+    logprobs,
+    prompts,
+    refs,
+    rewards,
+    rollouts,
+    updates,
+)
 from schemas.errors import SchemaError
 
 
@@ -28,8 +39,13 @@ def test_good_tables_pass():
     rollouts.check(rollouts_table())
     rollouts.check(rollouts.SCHEMA.empty_table())
     logprobs.check(pa.table({"rollout_id": ["a"], "logprobs": [[-1.0]]}, schema=logprobs.SCHEMA))
-    kinds = {module.SCHEMA.metadata[b"quiver"].decode() for module in (prompts, rollouts, rewards, logprobs)}
-    kinds |= {module.SCHEMA.metadata[b"quiver"].decode() for module in (advantages, updates, evaluations)}
+    kinds = {
+        module.SCHEMA.metadata[b"quiver"].decode()
+        for module in (prompts, rollouts, rewards, logprobs)
+    }
+    kinds |= {
+        module.SCHEMA.metadata[b"quiver"].decode() for module in (advantages, updates, evaluations)
+    }
     assert kinds == {f"{kind}/1" for kind in refs.KINDS} - {"policy/1"}
 
 
@@ -37,12 +53,24 @@ def test_good_tables_pass():
     ("changes", "said"),
     [
         ({"rollout_id": ["a-0", "a-0"]}, "'a-0' stands more than once"),
-        ({"old_logprobs": [[-0.5], [-1.0]]}, "row 0: completion_ids has 2 items, old_logprobs has 1"),
-        ({"old_logprobs": [[-0.5, float("nan")], [-1.0]]}, "old_logprobs holds nan: a logprob is finite"),
-        ({"old_logprobs": [[-0.5, float("-inf")], [-1.0]]}, "old_logprobs holds -inf: a logprob is finite"),
+        (
+            {"old_logprobs": [[-0.5], [-1.0]]},
+            "row 0: completion_ids has 2 items, old_logprobs has 1",
+        ),
+        (
+            {"old_logprobs": [[-0.5, float("nan")], [-1.0]]},
+            "old_logprobs holds nan: a logprob is finite",
+        ),
+        (
+            {"old_logprobs": [[-0.5, float("-inf")], [-1.0]]},
+            "old_logprobs holds -inf: a logprob is finite",
+        ),
         ({"old_logprobs": [[-0.5, 0.5], [-1.0]]}, "old_logprobs holds 0.5: a logprob is at most 0"),
         ({"completion_ids": [[7, -1], [9]]}, "completion_ids holds -1"),
-        ({"finish_reason": ["stop", "tired"]}, "finish_reason holds tired: one of stop, length, abort"),
+        (
+            {"finish_reason": ["stop", "tired"]},
+            "finish_reason holds tired: one of stop, length, abort",
+        ),
         ({"temperature": [1.0, float("inf")]}, "temperature holds inf"),
     ],
 )
@@ -57,17 +85,26 @@ def test_the_difference_of_columns_is_shown():
     table = table.set_column(2, "sample_index", pa.array([0, 1], pa.int64()))
     with pytest.raises(SchemaError) as caught:
         rollouts.check(table)
-    assert caught.value.message == "missing seed; unexpected mood; sample_index is int64, expected int32"
+    assert (
+        caught.value.message
+        == "missing seed; unexpected mood; sample_index is int64, expected int32"
+    )
 
 
 def test_nulls_are_refused_in_rows_and_in_lists():
     loose = pa.schema(
-        [*list(rollouts.SCHEMA)[:5], pa.field("old_logprobs", pa.list_(pa.float32())), *list(rollouts.SCHEMA)[6:]]
+        [
+            *list(rollouts.SCHEMA)[:5],
+            pa.field("old_logprobs", pa.list_(pa.float32())),
+            *list(rollouts.SCHEMA)[6:],
+        ]
     )
     rows = rollouts_table().to_pydict() | {"old_logprobs": [[-0.5, None], [-1.0]]}
     with pytest.raises(SchemaError, match="old_logprobs is list<item: float>"):
         rollouts.check(pa.table(rows, schema=loose))
-    nameless = rollouts_table().set_column(1, pa.field("group_id", pa.string()), pa.array(["a", None]))
+    nameless = rollouts_table().set_column(
+        1, pa.field("group_id", pa.string()), pa.array(["a", None])
+    )
     with pytest.raises(SchemaError, match="group_id has 1 nulls, expected none"):
         rollouts.check(nameless)
 
@@ -76,24 +113,46 @@ def test_a_null_reward_is_not_zero_and_parts_match_errors():
     schema = rewards.schema_for(["accuracy"])
     rows = {"rollout_id": ["a", "b"], "group_id": ["g", "g"], "reward": [1.0, None]}
     good = pa.table(
-        {**rows, "parts": [{"accuracy": 1.0}, {"accuracy": None}], "errors": [{}, {"accuracy": "raised"}]}, schema=schema
+        {
+            **rows,
+            "parts": [{"accuracy": 1.0}, {"accuracy": None}],
+            "errors": [{}, {"accuracy": "raised"}],
+        },
+        schema=schema,
     )
     rewards.check(good)
     assert good["reward"].null_count == 1
     other = pa.struct([pa.field("format", pa.string())])
-    swapped = good.set_column(4, pa.field("errors", other, nullable=False), pa.array([{}, {}], other))
+    swapped = good.set_column(
+        4, pa.field("errors", other, nullable=False), pa.array([{}, {}], other)
+    )
     with pytest.raises(SchemaError, match="same function names"):
         rewards.check(swapped)
-    infinite = pa.table({**rows, "reward": [1.0, float("inf")], "parts": [{}, {}], "errors": [{}, {}]}, schema=schema)
+    infinite = pa.table(
+        {**rows, "reward": [1.0, float("inf")], "parts": [{}, {}], "errors": [{}, {}]},
+        schema=schema,
+    )
     with pytest.raises(SchemaError, match="reward holds inf"):
         rewards.check(infinite)
 
 
 def test_extra_may_stand_beside_rewards():
-    rows = {"rollout_id": ["a"], "group_id": ["g"], "reward": [1.0], "parts": [{"judge": 1.0}], "errors": [{}]}
-    good = pa.table({**rows, "extra": [{"judge": '{"why": "x"}'}]}, schema=rewards.schema_for(["judge", "other"], ["judge"]))
+    rows = {
+        "rollout_id": ["a"],
+        "group_id": ["g"],
+        "reward": [1.0],
+        "parts": [{"judge": 1.0}],
+        "errors": [{}],
+    }
+    good = pa.table(
+        {**rows, "extra": [{"judge": '{"why": "x"}'}]},
+        schema=rewards.schema_for(["judge", "other"], ["judge"]),
+    )
     rewards.check(good)
-    assert (rewards.names_of(good), rewards.names_of(good, "extra")) == (["judge", "other"], ["judge"])
+    assert (rewards.names_of(good), rewards.names_of(good, "extra")) == (
+        ["judge", "other"],
+        ["judge"],
+    )
     foreign = pa.table({**rows, "extra": [{}]}, schema=rewards.schema_for(["judge"], ["nobody"]))
     with pytest.raises(SchemaError, match="same function names"):
         rewards.check(foreign)

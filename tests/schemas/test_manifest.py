@@ -1,4 +1,5 @@
-"""A manifest finds its own damage: torn, flipped, doubled keys, numbers that are not JSON, newer formats."""
+"""A manifest finds its own damage: torn, flipped, doubled keys, numbers that are not JSON, newer
+formats."""
 
 import json
 
@@ -89,6 +90,12 @@ def test_the_content_hash_tells_of_content_only():
     other = entry.model_copy(update={"sha256": "1" * 64})
     assert content_hash("rollouts/1", (entry,)) == content_hash("rollouts/1", (entry,))
     assert (
-        len({content_hash("rollouts/1", (entry,)), content_hash("rollouts/1", (other,)), content_hash("rewards/1", (entry,))})
+        len(
+            {
+                content_hash("rollouts/1", (entry,)),
+                content_hash("rollouts/1", (other,)),
+                content_hash("rewards/1", (entry,)),
+            }
+        )
         == 3
     )

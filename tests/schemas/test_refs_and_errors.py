@@ -1,4 +1,5 @@
-"""References can not leave the store; errors keep code, object and next step across a process boundary."""
+"""References can not leave the store; errors keep code, object and next step across a process
+boundary."""
 
 import pickle
 
@@ -50,7 +51,9 @@ def test_hostile_references_are_refused(text):
 
 @pytest.mark.parametrize("cls", errors.BY_CODE.values())
 def test_errors_survive_pickle_and_json(cls):
-    error = cls("arith/rollouts@7", "expected a, found b", state="all is well.", next="quiver verify")
+    error = cls(
+        "arith/rollouts@7", "expected a, found b", state="all is well.", next="quiver verify"
+    )
     for copy in (pickle.loads(pickle.dumps(error)), errors.from_dict(error.to_dict())):
         assert type(copy) is cls
         assert str(copy) == str(error)

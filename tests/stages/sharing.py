@@ -1,4 +1,5 @@
-"""Processes that share a stage's work: started together, stopped, killed; what each of them returned, and what they left."""
+"""Processes that share a stage's work: started together, stopped, killed; what each of them
+returned, and what they left."""
 
 from __future__ import annotations
 
@@ -47,7 +48,11 @@ def _perform(call: Call, answer: Path) -> None:
     try:
         told = asdict(perform(call))
     except Exception as error:
-        told = {"error": (error if isinstance(error, QuiverError) else unexpected(call.stage, error)).to_dict()}
+        told = {
+            "error": (
+                error if isinstance(error, QuiverError) else unexpected(call.stage, error)
+            ).to_dict()
+        }
     answer.write_text(json.dumps(told))
 
 

@@ -1,4 +1,5 @@
-"""The stages' models on a device that is not the CPU: the same tests as there, in one child process."""
+"""The stages' models on a device that is not the CPU: the same tests as there, in one child
+process."""
 
 import os
 import subprocess
@@ -25,7 +26,14 @@ THESE = """
 
 def child(*command: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_nobody_forgets_where_a_models_tensors_live():
@@ -45,4 +53,7 @@ def test_a_tensor_left_on_the_cpu_is_refused():
         there + torch.ones(3)
     """
     done = child("-c", textwrap.dedent(code))
-    assert "expected all tensors on one device, found tensors of shape [(3,)] on the CPU" in done.stderr.splitlines()[-1]
+    assert (
+        "expected all tensors on one device, found tensors of shape [(3,)] on the CPU"
+        in done.stderr.splitlines()[-1]
+    )

@@ -1,9 +1,12 @@
-"""A chat template as a child process: messages in, text out. A broken, hostile or endless template is a ConfigError.
+"""A chat template as a child process: messages in, text out. A broken, hostile or endless template
+is a ConfigError.
 
-jinja2's sandbox keeps a template from files and attributes, not from eating time or memory; a process of its own does.
+jinja2's sandbox keeps a template from files and attributes, not from eating time or memory; a
+process of its own does.
 
     with Template(source, variables) as template:
-        text = template.render("prompt sum-0017", [{"role": "user", "content": "3 + four?"}], add_generation_prompt=True)
+        text = template.render("prompt sum-0017", [{"role": "user", "content": "3 + four?"}],
+        add_generation_prompt=True)
 """
 
 from __future__ import annotations
@@ -23,17 +26,34 @@ Messages = list[dict[str, str]]
 
 
 class Template:
-    """A compiled template in its child process; after a rendering that ended the child, the next one starts another."""
+    """A compiled template in its child process; after a rendering that ended the child, the next
+    one starts another."""
 
-    def __init__(self, source: str, variables: dict[str, Any], seconds: float = 10.0, name: str = "prompt.template") -> None:
-        """`variables`: what the template sees beside `messages`. `name`: what errors about the template itself call it."""
+    def __init__(
+        self,
+        source: str,
+        variables: dict[str, Any],
+        seconds: float = 10.0,
+        name: str = "prompt.template",
+    ) -> None:
+        """`variables`: what the template sees beside `messages`. `name`: what errors about the
+        template itself call it."""
         self._seconds, self._name, self._closed = seconds, name, False
-        self._first = {"template": source, "variables": variables, "seconds": seconds, "bytes": MEMORY}
+        self._first = {
+            "template": source,
+            "variables": variables,
+            "seconds": seconds,
+            "bytes": MEMORY,
+        }
         self._start()
 
     def _start(self) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-I", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+            [sys.executable, "-I", str(_WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
         )
         try:
             self._ask(self._name, self._first)
@@ -54,7 +74,8 @@ class Template:
         self._child.communicate()
 
     def render(self, name: str, messages: Messages, **variables: Any) -> str:
-        """The text of `messages`, with other `variables` for this once. ConfigError names the prompt and says what was raised."""
+        """The text of `messages`, with other `variables` for this once. ConfigError names the
+        prompt and says what was raised."""
         if self._child.poll() is not None and not self._closed:
             self._start()
         return self._ask(name, {**variables, "messages": messages})
@@ -67,7 +88,9 @@ class Template:
         except BrokenPipeError:
             line = ""
         answer = json.loads(line) if line else {"error": self._death()}
-        wrong = bad_text(answer.get("text", "").replace("\0", ""))  # what a policy wrote may hold a NUL
+        wrong = bad_text(
+            answer.get("text", "").replace("\0", "")
+        )  # what a policy wrote may hold a NUL
         if wrong or "error" in answer:
             raise ConfigError(
                 name,
@@ -87,5 +110,11 @@ def bad_text(text: str) -> str:
     """What keeps `text` from being rendered: NUL or a lone surrogate. Empty when nothing does."""
     if "\0" in text:
         return f"has a NUL character in its text, at position {text.index(chr(0))}"
-    surrogate = next((c for c in text if "\ud800" <= c <= "\udfff"), None) if not text.isascii() else None
-    return f"has a lone surrogate {surrogate!a} in its text, at position {text.index(surrogate)}" if surrogate else ""
+    surrogate = (
+        next((c for c in text if "\ud800" <= c <= "\udfff"), None) if not text.isascii() else None
+    )
+    return (
+        f"has a lone surrogate {surrogate!a} in its text, at position {text.index(surrogate)}"
+        if surrogate
+        else ""
+    )

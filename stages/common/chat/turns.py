@@ -1,8 +1,10 @@
-r"""Where the assistant's turn begins: which end of a rendered prompt is the turn's header, and which is already its text.
+r"""Where the assistant's turn begins: which end of a rendered prompt is the turn's header, and
+which is already its text.
 
-A generation prompt may go on behind the header, `<|im_start|>assistant\n<think>\n` for one: the policy continues that text, so it
-belongs to the answer, and whoever reads the answer as a message needs it. `learn_start` compares the template's generation prompt
-with the turn that the same template writes for an assistant's message; `prefill` then reads the text off any rendered prompt.
+A generation prompt may go on behind the header, `<|im_start|>assistant\n<think>\n` for one: the
+policy continues that text, so it belongs to the answer, and whoever reads the answer as a message
+needs it. `learn_start` compares the template's generation prompt with the turn that the same
+template writes for an assistant's message; `prefill` then reads the text off any rendered prompt.
 
     start = learn_start(render, ("user",), guard.token_ends)          # "<|im_end|>\n<|im_start|>assistant\n"
     prefill("…3 + four?<|im_end|>\n<|im_start|>assistant\n<think>\n", start)                         # "<think>\n"
@@ -20,11 +22,15 @@ _ANSWER = "probezanswer"
 Render = Callable[[Messages, bool], str]
 
 
-def learn_start(render: Render, roles: Sequence[str], token_ends: Callable[[str], list[int]]) -> str | None:
-    """What the template writes between the content of the last of `roles` and the assistant's own text.
+def learn_start(
+    render: Render, roles: Sequence[str], token_ends: Callable[[str], list[int]]
+) -> str | None:
+    """What the template writes between the content of the last of `roles` and the assistant's own
+    text.
 
-    `render(messages, add_generation_prompt)`. Some templates write more into their last turn than into an earlier one (an empty
-    `<think>` block), so both are tried and the shorter header counts. None where the template shows no turn of an assistant.
+    `render(messages, add_generation_prompt)`. Some templates write more into their last turn than
+    into an earlier one (an empty `<think>` block), so both are tried and the shorter header counts.
+    None where the template shows no turn of an assistant.
     """
     asked = [{"role": role, "content": f"probez{number}z"} for number, role in enumerate(roles)]
     last, answer = asked[-1]["content"], {"role": "assistant", "content": _ANSWER}
@@ -53,7 +59,8 @@ def _try(render: Render, messages: Messages, generation: bool) -> str:
 
 
 def _shared(tail: str, header: str, token_ends: Callable[[str], list[int]]) -> str:
-    """The beginning that both have. Where they part (`<think>` and `</think>`), it ends where a token of `tail` does."""
+    """The beginning that both have. Where they part (`<think>` and `</think>`), it ends where a
+    token of `tail` does."""
     shorter = min(len(tail), len(header))
     same = next((at for at in range(shorter) if tail[at] != header[at]), shorter)
     if same == shorter:

@@ -1,9 +1,11 @@
-"""Log-probabilities of given ids from hidden states, without a [tokens, vocabulary] tensor beyond one chunk.
+"""Log-probabilities of given ids from hidden states, without a [tokens, vocabulary] tensor beyond
+one chunk.
 
-The forward pass makes the logits of one chunk, takes what it needs, and drops them; the backward pass makes them again, but for
-the first chunks, whose probabilities are kept. So memory does not grow with tokens × vocabulary, which is the largest tensor of
-a naive trainer. Matrix products run in the dtype that autocast says; temperature, softmax and sums in float32. Legend: n
-completion positions, d hidden size, V vocabulary.
+The forward pass makes the logits of one chunk, takes what it needs, and drops them; the backward
+pass makes them again, but for the first chunks, whose probabilities are kept. So memory does not
+grow with tokens × vocabulary, which is the largest tensor of a naive trainer. Matrix products run
+in the dtype that autocast says; temperature, softmax and sums in float32. Legend: n completion
+positions, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from torch.nn import functional as F
 from .merged import product_dtype
 
 CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 1024 * 1024, 512 * 1024 * 1024
-"""Size of one chunk of logits, on a GPU in float32; it wants a thousand positions at once, or reading the weight takes longest."""
+"""Size of one chunk of logits, on a GPU in float32; it wants a thousand positions at once, or
+reading the weight takes longest."""
 TILE_BYTES = 2 * 1024 * 1024
-"""Size of the part of a chunk that a CPU makes float32 at once: what is done to it then stays in the cache."""
+"""Size of the part of a chunk that a CPU makes float32 at once: what is done to it then stays in
+the cache."""
 KEPT_BYTES = 128 * 1024 * 1024
 """Most bytes of probabilities that are kept from the forward pass to the backward pass."""
 _GRAIN = 64
@@ -30,17 +34,21 @@ _ROWS = 8192
 
 @dataclass(frozen=True)
 class Shaping:
-    """What some architectures do to their logits: z ← scale · z, then z ← softcap · tanh(z / softcap)."""
+    """What some architectures do to their logits: z ← scale · z, then z ← softcap · tanh(z /
+    softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config) -> Shaping:
-        """From a model's config: Gemma's `final_logit_softcapping`, Cohere's `logit_scale`, Granite's `logits_scaling`, and T5's
-        d_model ** -0.5, which it takes only where the head is (or once was) the embedding itself."""
+        """From a model's config: Gemma's `final_logit_softcapping`, Cohere's `logit_scale`,
+        Granite's `logits_scaling`, and T5's d_model ** -0.5, which it takes only where the head is
+        (or once was) the embedding itself."""
         text = config.get_text_config()
-        scale = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
+        scale = (getattr(text, "logit_scale", None) or 1.0) / (
+            getattr(text, "logits_scaling", None) or 1.0
+        )
         tied = text.tie_word_embeddings and text.model_type in ("umt5", "switch_transformers")
         if getattr(text, "scale_decoder_outputs", tied):
             scale *= text.d_model**-0.5
@@ -55,7 +63,8 @@ def completion_logprobs(
     shaping: Shaping | None = None,
     offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(logits / temperature)[target] and the entropy of that distribution, for each position.
+    """log softmax(logits / temperature)[target] and the entropy of that distribution, for each
+    position.
 
     Args:
         hidden: [n, d] the hidden state that predicts each target.
@@ -63,9 +72,11 @@ def completion_logprobs(
         targets: [n] int64.
         temperature: [n] float32 > 0, that of the row which the position belongs to.
         shaping: of the architecture; None for none.
-        offset: [V] added to the logits before the shaping, such as BART's `final_logits_bias`; None for none.
+        offset: [V] added to the logits before the shaping, such as BART's `final_logits_bias`; None
+            for none.
     Returns:
-        logprobs [n] float32, with gradient for hidden, weight and bias; entropy [n] float32 in nats, without.
+        logprobs [n] float32, with gradient for hidden, weight and bias; entropy [n] float32 in
+        nats, without.
     """
     bias = getattr(head, "bias", None)
     if offset is not None:
@@ -75,8 +86,8 @@ def completion_logprobs(
 
 
 def _parts(hidden: torch.Tensor, vocabulary: int) -> list[tuple[slice, list[slice]]]:
-    """Rows of each chunk of `hidden`, in its dtype, and of the chunk's tiles in it; on a GPU a chunk is one tile. On a CPU all rows
-    are one chunk where their probabilities can all be kept."""
+    """Rows of each chunk of `hidden`, in its dtype, and of the chunk's tiles in it; on a GPU a
+    chunk is one tile. On a CPU all rows are one chunk where their probabilities can all be kept."""
     if hidden.device.type == "cpu":
         row = hidden.itemsize * vocabulary
         chunk = (KEPT_BYTES if len(hidden) * row <= KEPT_BYTES else CHUNK_BYTES) // row
@@ -101,7 +112,10 @@ class _Head(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
         for part, tiles in _parts(hidden, len(weight)):
-            logits, own = _product(hidden[part], weight), (targets[part, None], temperature[part, None])
+            logits, own = (
+                _product(hidden[part], weight),
+                (targets[part, None], temperature[part, None]),
+            )
             room -= logits.nbytes
             keep = room >= 0 and shaping.softcap is None
             for rows in tiles:
@@ -127,7 +141,10 @@ class _Head(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = grad_bias = None
         kept, ctx.kept = ctx.kept[::-1], []
-        heat, below = temperature[:, None], torch.expm1(logprobs[:, None])  # p − 1, exact also where p is near 1
+        heat, below = (
+            temperature[:, None],
+            torch.expm1(logprobs[:, None]),
+        )  # p − 1, exact also where p is near 1
         factor = -grad[:, None] / heat * ctx.shaping.scale
         with torch.autocast(hidden.device.type, enabled=False):
             for part, tiles in _parts(hidden, len(weight)):
@@ -159,7 +176,8 @@ class _Head(torch.autograd.Function):
 
 
 def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
-    """Sum over chunks in float32; a few rows at a time, because a sum of two dtypes makes a whole copy of the narrow one first."""
+    """Sum over chunks in float32; a few rows at a time, because a sum of two dtypes makes a whole
+    copy of the narrow one first."""
     if total is None:
         return more.float()
     for rows, added in zip(total.split(_ROWS), more.split(_ROWS), strict=True):
@@ -173,9 +191,11 @@ def _product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.mm(hidden, weight.T)
 
 
-def _shaped(logits, bias, temperature, shaping: Shaping) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits [c, V] in float32, shaped, over the temperature [c, 1]; and, with a softcap, d capped / d uncapped. Float32 logits
-    are changed in place."""
+def _shaped(
+    logits, bias, temperature, shaping: Shaping
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Logits [c, V] in float32, shaped, over the temperature [c, 1]; and, with a softcap, d capped
+    / d uncapped. Float32 logits are changed in place."""
     logits = logits.float()
     if bias is not None:
         logits += bias

@@ -1,7 +1,9 @@
-"""Which kernel attends: blocks by torch's fused kernels, or one kernel for sequences of any lengths.
+"""Which kernel attends: blocks by torch's fused kernels, or one kernel for sequences of any
+lengths.
 
-On a GPU in bfloat16 both are measured at the start of a stage, on what attention is really given for the first micro-batch: the
-faster one is taken, if it gives the numbers of attention in float32. Everywhere else there are only blocks.
+On a GPU in bfloat16 both are measured at the start of a stage, on what attention is really given
+for the first micro-batch: the faster one is taken, if it gives the numbers of attention in float32.
+Everywhere else there are only blocks.
 """
 
 from __future__ import annotations
@@ -22,27 +24,35 @@ if TYPE_CHECKING:
     from .forward import Policy
 
 _TOLERANCE = 0.02
-"""Largest error of an output or gradient, as a share of its norm: bfloat16 itself is near 0.005, a wrong key far above."""
+"""Largest error of an output or gradient, as a share of its norm: bfloat16 itself is near 0.005, a
+wrong key far above."""
 _REPEATS = 3
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer gave to attention: query [1, H, N, e], key and value [1, h, N, e], and the options beside them."""
+    """What a layer gave to attention: query [1, H, N, e], key and value [1, h, N, e], and the
+    options beside them."""
 
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     options: dict[str, Any]
 
     @property
     def kind(self) -> tuple:
-        return *(each.shape for each in self.states), self.options.get("sliding_window"), self.options.get("scaling")
+        return (
+            *(each.shape for each in self.states),
+            self.options.get("sliding_window"),
+            self.options.get("scaling"),
+        )
 
 
 def choose_kernel(policy: Policy, pieces: Sequence[Piece], data: Sequences) -> str:
-    """Set and return the kernel of the policy's passes: `blocks`, `varlen`, or `model` where the model attends in its own way.
+    """Set and return the kernel of the policy's passes: `blocks`, `varlen`, or `model` where the
+    model attends in its own way.
 
-    With gradients, where they are enabled, the backward pass counts too. `pieces` are a micro-batch.
+    With gradients, where they are enabled, the backward pass counts too. `pieces` are a
+    micro-batch.
     """
     policy.varlen = False
     if policy.mode == "single" or policy.start is not None:
@@ -77,7 +87,8 @@ def recorded() -> Iterator[dict[tuple, Call]]:
 
 
 def varlen_is_faster(calls: Sequence[Call], layout: Layout) -> bool:
-    """Whether the kernel for any lengths is right in each of `calls` and takes less time for all; `layout` has runs."""
+    """Whether the kernel for any lengths is right in each of `calls` and takes less time for all;
+    `layout` has runs."""
     if any(call.states[2].dtype != torch.bfloat16 for call in calls):
         return False
     blocks, seconds = replace(layout, runs=None), {"blocks": 0.0, "varlen": 0.0}
@@ -85,19 +96,30 @@ def varlen_is_faster(calls: Sequence[Call], layout: Layout) -> bool:
         for call in calls:
             error = _error(call, layout, blocks)
             if not error <= _TOLERANCE:  # NaN is not
-                log.warning("attention: varlen is wrong here by %.3f of the norm; using blocks", error)
+                log.warning(
+                    "attention: varlen is wrong here by %.3f of the norm; using blocks", error
+                )
                 return False
             for name, each in (("blocks", blocks), ("varlen", layout)):
-                seconds[name] += _seconds(lambda each=each, call=call: _pass(call.states, call.options, each))
+                seconds[name] += _seconds(
+                    lambda each=each, call=call: _pass(call.states, call.options, each)
+                )
     except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         log.warning("attention: varlen does not run here (%s); using blocks", error)
         return False
-    log.info("attention: blocks %.2f ms, varlen %.2f ms", 1e3 * seconds["blocks"], 1e3 * seconds["varlen"])
+    log.info(
+        "attention: blocks %.2f ms, varlen %.2f ms",
+        1e3 * seconds["blocks"],
+        1e3 * seconds["varlen"],
+    )
     return seconds["varlen"] < seconds["blocks"]
 
 
-def _pass(states: Sequence[torch.Tensor], options: dict[str, Any], layout: Layout) -> list[torch.Tensor]:
-    """The output, and where gradients are enabled those of `states` for the same random gradient each time."""
+def _pass(
+    states: Sequence[torch.Tensor], options: dict[str, Any], layout: Layout
+) -> list[torch.Tensor]:
+    """The output, and where gradients are enabled those of `states` for the same random gradient
+    each time."""
     leaves = [each.detach().requires_grad_(torch.is_grad_enabled()) for each in states]
     out, _ = block_attention(None, *leaves, None, layout=layout, **options)
     if not torch.is_grad_enabled():
@@ -108,12 +130,16 @@ def _pass(states: Sequence[torch.Tensor], options: dict[str, Any], layout: Layou
 
 
 def _error(call: Call, layout: Layout, blocks: Layout) -> float:
-    """Of output and gradients the largest difference to blocks in float32, as a share of its norm."""
+    """Of output and gradients the largest difference to blocks in float32, as a share of its
+    norm."""
     narrow = [each.to(torch.bfloat16) for each in call.states]
     found = _pass(narrow, call.options, layout)
     with torch.autocast(layout.ids.device.type, enabled=False):
         expected = _pass([each.float() for each in narrow], call.options, blocks)
-    errors = [(mine.float() - each).norm() / each.norm() for mine, each in zip(found, expected, strict=True)]
+    errors = [
+        (mine.float() - each).norm() / each.norm()
+        for mine, each in zip(found, expected, strict=True)
+    ]
     return float(torch.stack(errors).max())
 
 

@@ -1,10 +1,13 @@
-"""One product of matrices in place of several that read the same input: queries with keys and values, gate with up.
+"""One product of matrices in place of several that read the same input: queries with keys and
+values, gate with up.
 
-A product of 576 × 192 keeps two cores less busy than one of 576 × 960, and a bfloat16 pass casts one weight instead of three.
-The weights stay the parameters that they are, under their names: they become slices of one tensor, and only `forward` of the
-`nn.Linear` modules is replaced. The first of them to be called computes for all; the others take their part when they are
-called with the very same input, and compute for themselves when not. So every model is right, and those of the common families
-are faster. A merged model is not to be copied: the copy's modules would compute with the weights of the first.
+A product of 576 × 192 keeps two cores less busy than one of 576 × 960, and a bfloat16 pass casts
+one weight instead of three. The weights stay the parameters that they are, under their names: they
+become slices of one tensor, and only `forward` of the `nn.Linear` modules is replaced. The first of
+them to be called computes for all; the others take their part when they are called with the very
+same input, and compute for themselves when not. So every model is right, and those of the common
+families are faster. A merged model is not to be copied: the copy's modules would compute with the
+weights of the first.
 
     merged = merge(model)              # after the weights have their dtype and device, before an optimizer reads them
     with merged.casts():               # weights do not change inside: each is cast to autocast's dtype once
@@ -22,7 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of modules that read the same input, in Llama, Mistral, Qwen, Gemma, OLMo, SmolLM and their like."""
+"""Names of modules that read the same input, in Llama, Mistral, Qwen, Gemma, OLMo, SmolLM and their
+like."""
 
 
 def product_dtype(states: torch.Tensor) -> torch.dtype:
@@ -39,8 +43,8 @@ class Merged:
 
     @contextmanager
     def casts(self) -> Iterator[None]:
-        """No weight may change inside. Weights that somebody moved elsewhere before, to another device or dtype, are joined
-        again."""
+        """No weight may change inside. Weights that somebody moved elsewhere before, to another
+        device or dtype, are joined again."""
         if not self._depth:
             for group in self.groups:
                 group.rejoin()
@@ -62,17 +66,24 @@ class Merged:
 
 
 def merge(model: nn.Module) -> Merged:
-    """Merge what is alike in every module of `model`: plain linear siblings of one dtype, all trained or all frozen.
+    """Merge what is alike in every module of `model`: plain linear siblings of one dtype, all
+    trained or all frozen.
 
-    On a CPU the other weights get memory of their own too: one of them in the mapped file would keep all of that in memory.
+    On a CPU the other weights get memory of their own too: one of them in the mapped file would
+    keep all of that in memory.
     """
     found = []
     for module in model.modules():
         for names in SIBLINGS:
             parts = [getattr(module, name, None) for name in names]
-            if all(type(part) is nn.Linear for part in parts) and len({_kind(part) for part in parts}) == 1:
+            if (
+                all(type(part) is nn.Linear for part in parts)
+                and len({_kind(part) for part in parts}) == 1
+            ):
                 found.append(getattr(parts[0], "_merged", None) or Group(parts))
-    joined = {id(parameter) for group in found for part in group.parts for parameter in part.parameters()}
+    joined = {
+        id(parameter) for group in found for part in group.parts for parameter in part.parameters()
+    }
     for parameter in model.parameters():
         if id(parameter) not in joined and parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
@@ -81,7 +92,13 @@ def merge(model: nn.Module) -> Merged:
 
 def _kind(linear: nn.Linear) -> tuple:
     weight = linear.weight
-    return linear.in_features, linear.bias is None, weight.dtype, weight.device, weight.requires_grad
+    return (
+        linear.in_features,
+        linear.bias is None,
+        weight.dtype,
+        weight.device,
+        weight.requires_grad,
+    )
 
 
 class Group:
@@ -115,7 +132,12 @@ class Group:
     def _forward(self, index: int, states: torch.Tensor) -> torch.Tensor:
         """[…, d] -> […, o_index]"""
         key = (states, states._version)
-        if self._read is not None and self._read[0] is states and self._read[1] == key[1] and index in self._left:
+        if (
+            self._read is not None
+            and self._read[0] is states
+            and self._read[1] == key[1]
+            and index in self._left
+        ):
             found = self._left.pop(index)
         elif index:
             return F.linear(states, self.parts[index].weight, self.parts[index].bias)
@@ -133,7 +155,9 @@ class Group:
             weight = self.weight.to(dtype)
             self._narrow = weight if self.keeps else None
         biases = [] if self.bias is None else [part.bias for part in self.parts]
-        return _Product.apply(states, weight, self.bias, *(part.weight for part in self.parts), *biases)
+        return _Product.apply(
+            states, weight, self.bias, *(part.weight for part in self.parts), *biases
+        )
 
 
 def _joined(tensors: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -146,17 +170,22 @@ def _joined(tensors: Sequence[nn.Parameter]) -> torch.Tensor:
 
 def _is_joined(whole: torch.Tensor, tensors: Sequence[nn.Parameter]) -> bool:
     parts = whole.split([len(each) for each in tensors])
-    return all(each.data_ptr() == part.data_ptr() for each, part in zip(tensors, parts, strict=True))
+    return all(
+        each.data_ptr() == part.data_ptr() for each, part in zip(tensors, parts, strict=True)
+    )
 
 
 def _alone(part: torch.Tensor) -> torch.Tensor:
-    """`part` as a tensor that is a view of nothing, over the same memory: autograd lets nobody change one of several views in
-    place, and some models clamp their queries so."""
-    return part.new_empty(0).set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
+    """`part` as a tensor that is a view of nothing, over the same memory: autograd lets nobody
+    change one of several views in place, and some models clamp their queries so."""
+    return part.new_empty(0).set_(
+        part.untyped_storage(), part.storage_offset(), part.shape, part.stride()
+    )
 
 
 class _Product(torch.autograd.Function):
-    """`weight` and `bias` are what the parameters that follow are slices of; the gradient goes to these."""
+    """`weight` and `bias` are what the parameters that follow are slices of; the gradient goes to
+    these."""
 
     @staticmethod
     def forward(ctx, states, weight, bias, *parameters):
@@ -164,7 +193,9 @@ class _Product(torch.autograd.Function):
         small = states.to(dtype)
         ctx.save_for_backward(small, weight)
         ctx.kinds, ctx.biased = (states.dtype, parameters[0].dtype), bias is not None
-        ctx.sizes = [len(each) for each in (parameters[: len(parameters) // 2] if ctx.biased else parameters)]
+        ctx.sizes = [
+            len(each) for each in (parameters[: len(parameters) // 2] if ctx.biased else parameters)
+        ]
         with torch.autocast(states.device.type, enabled=False):
             whole = F.linear(small, weight, None if bias is None else bias.to(dtype))
         return tuple(_alone(part) for part in whole.split(ctx.sizes, -1))
@@ -174,10 +205,18 @@ class _Product(torch.autograd.Function):
         small, weight = ctx.saved_tensors
         with torch.autocast(small.device.type, enabled=False):
             grad = torch.cat([each.flatten(0, -2) for each in grads], -1)
-            into = (grad @ weight).view(small.shape).to(ctx.kinds[0]) if ctx.needs_input_grad[0] else None
+            into = (
+                (grad @ weight).view(small.shape).to(ctx.kinds[0])
+                if ctx.needs_input_grad[0]
+                else None
+            )
             parts = [None] * len(ctx.sizes) * (1 + ctx.biased)
             if ctx.needs_input_grad[3]:
-                parts[: len(ctx.sizes)] = (grad.T @ small.flatten(0, -2)).to(ctx.kinds[1]).split(ctx.sizes)
+                parts[: len(ctx.sizes)] = (
+                    (grad.T @ small.flatten(0, -2)).to(ctx.kinds[1]).split(ctx.sizes)
+                )
                 if ctx.biased:
-                    parts[len(ctx.sizes) :] = grad.sum(0, dtype=torch.float32).to(ctx.kinds[1]).split(ctx.sizes)
+                    parts[len(ctx.sizes) :] = (
+                        grad.sum(0, dtype=torch.float32).to(ctx.kinds[1]).split(ctx.sizes)
+                    )
         return into, None, None, *parts

@@ -1,9 +1,10 @@
 """Which rollouts share a micro-batch: pieces of one prompt, packed by tokens, nothing padded.
 
-A piece is one prompt with some completions that follow it; with the shared prefix a group is one piece (or several, when it is
-longer than the budget), without it each rollout is a piece of its own. Pieces go by best fit into rows of at most `budget`
-tokens; a piece that is longer gets a row for itself. The last id of a completion is only ever a target, so it does not stand in
-the row. The order is decided by lengths and positions alone: the same rollouts give the same micro-batches.
+A piece is one prompt with some completions that follow it; with the shared prefix a group is one
+piece (or several, when it is longer than the budget), without it each rollout is a piece of its
+own. Pieces go by best fit into rows of at most `budget` tokens; a piece that is longer gets a row
+for itself. The last id of a completion is only ever a target, so it does not stand in the row. The
+order is decided by lengths and positions alone: the same rollouts give the same micro-batches.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ class Piece:
 
 
 def make_pieces(
-    rows: Sequence[int], prompts: Sequence[int], prompt_tokens: Sequence[int], completion_tokens: Sequence[int], budget: int
+    rows: Sequence[int],
+    prompts: Sequence[int],
+    prompt_tokens: Sequence[int],
+    completion_tokens: Sequence[int],
+    budget: int,
 ) -> list[Piece]:
-    """Rollouts `rows` with the same `prompts` number joined, no piece beyond `budget` unless it is a single rollout.
+    """Rollouts `rows` with the same `prompts` number joined, no piece beyond `budget` unless it is
+    a single rollout.
 
-    `prompts`, `prompt_tokens` and `completion_tokens` are indexed by rollout; equal `prompts` numbers mean equal prompt ids.
+    `prompts`, `prompt_tokens` and `completion_tokens` are indexed by rollout; equal `prompts`
+    numbers mean equal prompt ids.
     """
     pieces: list[Piece] = []
     open_piece: dict[int, int] = {}
@@ -43,7 +50,8 @@ def make_pieces(
 
 
 def pack(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
-    """Best-fit decreasing: each piece into the fullest micro-batch that still has room for it. Longest micro-batch first."""
+    """Best-fit decreasing: each piece into the fullest micro-batch that still has room for it.
+    Longest micro-batch first."""
     bins: list[list[Piece]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
@@ -60,7 +68,8 @@ def pack(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
 
 
 def minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Rollouts 0 … len(groups)-1 cut into at most `count` parts of about equal size; a group stays whole, in the order given.
+    """Rollouts 0 … len(groups)-1 cut into at most `count` parts of about equal size; a group stays
+    whole, in the order given.
 
     `groups` lists the group of each rollout; the groups are taken in the order of their numbers.
     """

@@ -7,7 +7,8 @@
 | `bf16` | float32 | bfloat16 (autocast); norms and softmax in float32 |
 | `bf16_pure` | bfloat16 | bfloat16, and so is all that layers hand on |
 
-Whatever the name, logits become float32 before temperature and softmax. Which names a stage knows, its config says.
+Whatever the name, logits become float32 before temperature and softmax. Which names a stage knows,
+its config says.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ def resolve(precision: str, device: torch.device) -> str:
 
 
 def products(device: torch.device, *, fast: bool) -> AbstractContextManager[None]:
-    """Products of float32 matrices as `fp32` has them, or `fast`, as `fp32_fast` has them, for as long as it is open.
+    """Products of float32 matrices as `fp32` has them, or `fast`, as `fp32_fast` has them, for as
+    long as it is open.
 
-    Unless it is told that less will do, torch multiplies by MKL on a CPU, on processors that are not Intel's at half of oneDNN's
-    speed; and what oneDNN does where less will do is float32 still, on processors without AMX.
+    Unless it is told that less will do, torch multiplies by MKL on a CPU, on processors that are
+    not Intel's at half of oneDNN's speed; and what oneDNN does where less will do is float32 still,
+    on processors without AMX.
     """
-    return fast_products(device) if fast or (device.type == "cpu" and onednn_is_exact()) else nullcontext()
+    return (
+        fast_products(device)
+        if fast or (device.type == "cpu" and onednn_is_exact())
+        else nullcontext()
+    )
 
 
 @cache
 def onednn_is_exact() -> bool:
-    """Whether this processor's `medium` products are float32: measured against float64, relative error below 1e-6 (float32 is at
-    2e-7, TF32 and three bfloat16 products at 1e-5 or more)."""
+    """Whether this processor's `medium` products are float32: measured against float64, relative
+    error below 1e-6 (float32 is at 2e-7, TF32 and three bfloat16 products at 1e-5 or more)."""
     draw = torch.Generator().manual_seed(0)
     with fast_products(torch.device("cpu")):
         for shape in ((64, 576, 192), (256, 576, 1536), (16, 4096, 1024)):
@@ -53,9 +60,11 @@ def onednn_is_exact() -> bool:
 
 @contextmanager
 def fast_products(device: torch.device) -> Iterator[None]:
-    """Products of float32 matrices as `fp32_fast` has them, for as long as it is open; then as they were.
+    """Products of float32 matrices as `fp32_fast` has them, for as long as it is open; then as they
+    were.
 
-    The setting is the whole process's, so the backward pass, whatever thread it runs in, is meant too.
+    The setting is the whole process's, so the backward pass, whatever thread it runs in, is meant
+    too.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "medium")
@@ -68,8 +77,8 @@ def fast_products(device: torch.device) -> Iterator[None]:
 def narrow(model: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
     """Make the weights of `model` bfloat16 in place, rounded to nearest; what each was before.
 
-    Gradients become float32, so that sums over micro-batches lose nothing. Buffers stay: rotary frequencies in bfloat16 would
-    confuse positions.
+    Gradients become float32, so that sums over micro-batches lose nothing. Buffers stay: rotary
+    frequencies in bfloat16 would confuse positions.
     """
     before = {}
     for parameter in model.parameters():

@@ -1,8 +1,10 @@
-"""Encoder-decoder models behind the same interface: prompts go to the encoder, the decoder reads [start] + completion[:-1].
+"""Encoder-decoder models behind the same interface: prompts go to the encoder, the decoder reads
+[start] + completion[:-1].
 
-Here alone rows are padded, because such models' attention knows no packed rows. Masks come from lengths, never from ids: pad may
-equal the start or the end id. A prompt is encoded once for all its rollouts in a micro-batch; micro-batches hold rollouts of
-like length, and their budget counts padding too. Stored completions never hold the start id.
+Here alone rows are padded, because such models' attention knows no packed rows. Masks come from
+lengths, never from ids: pad may equal the start or the end id. A prompt is encoded once for all its
+rollouts in a micro-batch; micro-batches hold rollouts of like length, and their budget counts
+padding too. Stored completions never hold the start id.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .packing import Piece
 
 @dataclass(frozen=True)
 class Pairs:
-    """One micro-batch: p prompts as [p, P], b decoder rows as [b, T], and where the n completion tokens are predicted."""
+    """One micro-batch: p prompts as [p, P], b decoder rows as [b, T], and where the n completion
+    tokens are predicted."""
 
     prompts: torch.Tensor
     """[p, P] int64"""
@@ -43,8 +46,11 @@ class Pairs:
     """Places that only fill up, of the encoder and the decoder, and places in all."""
 
 
-def make_pairs(pieces: Sequence[Piece], data: Sequences, start: int, device: torch.device | str = "cpu") -> Pairs:
-    """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start id."""
+def make_pairs(
+    pieces: Sequence[Piece], data: Sequences, start: int, device: torch.device | str = "cpu"
+) -> Pairs:
+    """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start
+    id."""
     rows = torch.tensor([row for piece in pieces for row in piece.rows])
     completions = data.completions.take(rows)
     prompts, prompt_mask = _pad([data.prompts[piece.rows[0]] for piece in pieces])
@@ -67,7 +73,8 @@ def make_pairs(pieces: Sequence[Piece], data: Sequences, start: int, device: tor
 
 
 def _pad(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as one tensor [b, T], filled up at the end with 0, and the mask of what is not filling, from the lengths."""
+    """Rows as one tensor [b, T], filled up at the end with 0, and the mask of what is not filling,
+    from the lengths."""
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.zeros(mask.shape, dtype=torch.int64)
@@ -75,9 +82,12 @@ def _pad(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask.long()
 
 
-def pack_pairs(rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int) -> list[list[Piece]]:
-    """Rollouts sorted by length, cut where prompts and decoder rows with their padding would exceed `budget` tokens; those with
-    equal `prompts` numbers share theirs. Longest micro-batch first; a rollout that is longer than the budget stands alone."""
+def pack_pairs(
+    rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int
+) -> list[list[Piece]]:
+    """Rollouts sorted by length, cut where prompts and decoder rows with their padding would exceed
+    `budget` tokens; those with equal `prompts` numbers share theirs. Longest micro-batch first; a
+    rollout that is longer than the budget stands alone."""
     widths, lengths = data.prompts.lengths.tolist(), data.completions.lengths.tolist()
     bins: list[dict[int, list[int]]] = []
     count = longest = widest = 0
@@ -90,14 +100,19 @@ def pack_pairs(rows: Sequence[int], prompts: Sequence[int], data: Sequences, bud
             bins.append({prompts[row]: [row]})
             count, longest, widest = 1, lengths[row], widths[row]
     return [
-        [Piece(tuple(each), widths[each[0]] + sum(lengths[row] for row in each)) for each in members.values()]
+        [
+            Piece(tuple(each), widths[each[0]] + sum(lengths[row] for row in each))
+            for each in members.values()
+        ]
         for members in bins
     ]
 
 
 def decoder_states(model: nn.Module, pairs: Pairs) -> torch.Tensor:
     """[n, d] last hidden states of the decoder that predict the targets."""
-    encoded = model.get_encoder()(input_ids=pairs.prompts, attention_mask=pairs.prompt_mask).last_hidden_state
+    encoded = model.get_encoder()(
+        input_ids=pairs.prompts, attention_mask=pairs.prompt_mask
+    ).last_hidden_state
     output = model.get_decoder()(
         input_ids=pairs.inputs,
         attention_mask=pairs.input_mask,
@@ -108,7 +123,10 @@ def decoder_states(model: nn.Module, pairs: Pairs) -> torch.Tensor:
     return output.last_hidden_state.flatten(0, 1)[pairs.predictors]
 
 
-def own_logits(model: nn.Module, prompt: torch.Tensor, completion: torch.Tensor, start: int) -> torch.Tensor:
-    """[n, V] logits that the whole model gives for one completion [n], the only one in the batch; nothing is padded."""
+def own_logits(
+    model: nn.Module, prompt: torch.Tensor, completion: torch.Tensor, start: int
+) -> torch.Tensor:
+    """[n, V] logits that the whole model gives for one completion [n], the only one in the batch;
+    nothing is padded."""
     inputs = torch.cat([torch.tensor([start], device=completion.device), completion[:-1]])
     return model(input_ids=prompt[None], decoder_input_ids=inputs[None], use_cache=False).logits[0]

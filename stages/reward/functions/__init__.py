@@ -1,8 +1,10 @@
-r"""Reward functions that come with Quiver, by name in FUNCTIONS; each a plain function that a user's own may copy.
+r"""Reward functions that come with Quiver, by name in FUNCTIONS; each a plain function that a
+user's own may copy.
 
-A function gets lists with one item a rollout, by keyword: `prompts` (messages, or text), `completions` (text), `completion_ids`,
-`finish_reason`, every column of the user's by its name, and the recipe's `arguments`. It returns one float a rollout; None means
-that it does not apply there, which is not 0.
+A function gets lists with one item a rollout, by keyword: `prompts` (messages, or text),
+`completions` (text), `completion_ids`, `finish_reason`, every column of the user's by its name, and
+the recipe's `arguments`. It returns one float a rollout; None means that it does not apply there,
+which is not 0.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answe
 
 
 def exact_match(
-    completions: Sequence[str], answer: Sequence[Any], extract: str = "text", ignore_case: bool = False
+    completions: Sequence[str],
+    answer: Sequence[Any],
+    extract: str = "text",
+    ignore_case: bool = False,
 ) -> list[float | None]:
     r"""1 where the completion says the row's `answer`, else 0.
 
         reward_i = 1 if extract(completion_i) = answer_i else 0
 
-    Both sides are compared as text without white space around them. `extract`: `text` (the whole completion), `tag` (the last
-    <answer>…</answer>) or `boxed` (the last \boxed{…}); nothing found is 0. A null answer gives None.
+    Both sides are compared as text without white space around them. `extract`: `text` (the whole
+    completion), `tag` (the last <answer>…</answer>) or `boxed` (the last \boxed{…}); nothing found
+    is 0. A null answer gives None.
 
     >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7]), exact_match(["so <answer>Yes</answer>"], ["yes"], "tag", True)
     ([1.0, 0.0], [1.0])
@@ -37,27 +43,40 @@ def exact_match(
     found = [_EXTRACT[extract](text) for text in completions]
     fold = str.casefold if ignore_case else str
     return [
-        None if want is None else float(got is not None and fold(got.strip()) == fold(str(want).strip()))
+        None
+        if want is None
+        else float(got is not None and fold(got.strip()) == fold(str(want).strip()))
         for got, want in zip(found, answer, strict=True)
     ]
 
 
-_EXTRACT: dict[str, Callable[[str], str | None]] = {"text": str, "tag": answers.tagged, "boxed": answers.boxed}
+_EXTRACT: dict[str, Callable[[str], str | None]] = {
+    "text": str,
+    "tag": answers.tagged,
+    "boxed": answers.boxed,
+}
 
 
-def numeric(completions: Sequence[str], answer: Sequence[Any], tolerance: float = 0.0) -> list[float | None]:
+def numeric(
+    completions: Sequence[str], answer: Sequence[Any], tolerance: float = 0.0
+) -> list[float | None]:
     """1 where the completion's last number is the row's `answer`, else 0.
 
-        reward_i = 1 if |last_number(completion_i) − answer_i| ≤ tolerance · max(1, |answer_i|) else 0
+        reward_i = 1 if |last_number(completion_i) − answer_i| ≤ tolerance · max(1, |answer_i|) else
+        0
 
-    Numbers are read exactly, as `answers.numbers` describes: 1,000 is 1000, 3.50 is 7/2, 1/2 is a half. The answer may be a number
-    or text whose last number counts (so GSM8K's "… #### 72" may be given as it is). A null answer gives None; an answer without a
-    number is an error of the row, not a 0.
+    Numbers are read exactly, as `answers.numbers` describes: 1,000 is 1000, 3.50 is 7/2, 1/2 is a
+    half. The answer may be a number or text whose last number counts (so GSM8K's "… #### 72" may be
+    given as it is). A null answer gives None; an answer without a number is an error of the row,
+    not a 0.
 
     >>> numeric(["7 + 5 = 12.", "about 0.5", "twelve", "1,000"], [12, "1/2", 12, None])
     [1.0, 1.0, 0.0, None]
     """
-    return [None if want is None else _numeric(text, want, tolerance) for text, want in zip(completions, answer, strict=True)]
+    return [
+        None if want is None else _numeric(text, want, tolerance)
+        for text, want in zip(completions, answer, strict=True)
+    ]
 
 
 def _numeric(text: str, want: Any, tolerance: float) -> float:
@@ -65,24 +84,32 @@ def _numeric(text: str, want: Any, tolerance: float) -> float:
     if wanted is None:
         raise ValueError(f"the answer {want!r} holds no number")
     found = answers.last_number(text)
-    return float(found is not None and abs(found - wanted) <= Fraction(tolerance) * max(1, abs(wanted)))
+    return float(
+        found is not None and abs(found - wanted) <= Fraction(tolerance) * max(1, abs(wanted))
+    )
 
 
-def choice(completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCD") -> list[float | None]:
+def choice(
+    completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCD"
+) -> list[float | None]:
     r"""1 where the completion chooses the row's `answer` among lettered choices, else 0.
 
         reward_i = 1 if chosen(completion_i) = letter(answer_i) else 0
 
-    Chosen is the letter in the last \boxed{…}, else in the last <answer>…</answer>, else after the last "answer is" or "answer:",
-    else the letter that the completion consists of; brackets, stars and a full stop around it do not matter, nor does what
-    follows a letter with a bracket, point or colon, as in "B) Paris". No letter found is 0. The answer is a letter of `choices`
-    or its place, counted from 0; null gives None, anything else is an error of the row.
+    Chosen is the letter in the last \boxed{…}, else in the last <answer>…</answer>, else after the
+    last "answer is" or "answer:", else the letter that the completion consists of; brackets, stars
+    and a full stop around it do not matter, nor does what follows a letter with a bracket, point or
+    colon, as in "B) Paris". No letter found is 0. The answer is a letter of `choices` or its place,
+    counted from 0; null gives None, anything else is an error of the row.
 
     >>> choice(["The answer is (B).", r"\boxed{C}", "**a**", "A or B"], ["B", 2, "B", "A"])
     [1.0, 1.0, 0.0, 0.0]
     """
     found = [answers.chosen(text, choices) for text in completions]
-    return [None if want is None else float(got == _letter(want, choices)) for got, want in zip(found, answer, strict=True)]
+    return [
+        None if want is None else float(got == _letter(want, choices))
+        for got, want in zip(found, answer, strict=True)
+    ]
 
 
 def _letter(want: Any, choices: str) -> str:
@@ -100,26 +127,33 @@ def format(
 
         reward_i = 1 if completion_i matches pattern else 0
 
-    `pattern` is a regular expression of Python's, or `think_answer`: <think>…</think><answer>…</answer> and nothing else, each tag
-    once. `match`: `full` (the whole completion) or `search` (anywhere in it). `flags`: letters of i, m, s, x.
+    `pattern` is a regular expression of Python's, or `think_answer`:
+    <think>…</think><answer>…</answer> and nothing else, each tag once. `match`: `full` (the whole
+    completion) or `search` (anywhere in it). `flags`: letters of i, m, s, x.
 
     >>> format(["<think>3 + 4</think> <answer>7</answer>", "7"]), format(["so 7", "none"], pattern=r"\d", match="search")
     ([1.0, 0.0], [1.0, 0.0])
     """
     if match not in ("full", "search") or not set(flags) <= set("imsx"):
-        raise ValueError(f"match must be full or search, flags letters of imsx, got {match!r} and {flags!r}")
+        raise ValueError(
+            f"match must be full or search, flags letters of imsx, got {match!r} and {flags!r}"
+        )
     bits = sum((getattr(re, letter.upper()) for letter in set(flags)), re.RegexFlag(0))
     wanted = re.compile(_THINK_ANSWER if pattern == "think_answer" else pattern, bits)
     test = {"full": wanted.fullmatch, "search": wanted.search}[match]
     return [float(test(text) is not None) for text in completions]
 
 
-def length(completion_ids: Sequence[Sequence[int]], target: int, tolerance: int = 0) -> list[float | None]:
-    """1 for completions of at most `target` tokens, falling linearly to 0 over the next `tolerance` tokens.
+def length(
+    completion_ids: Sequence[Sequence[int]], target: int, tolerance: int = 0
+) -> list[float | None]:
+    """1 for completions of at most `target` tokens, falling linearly to 0 over the next `tolerance`
+    tokens.
 
         reward_i = clip(1 − (T_i − target) / tolerance, 0, 1)        T_i = number of completion tokens, end token included
 
-    With tolerance 0 it is a step: 1 up to the target, 0 beyond. Give it a negative weight to want longer completions.
+    With tolerance 0 it is a step: 1 up to the target, 0 beyond. Give it a negative weight to want
+    longer completions.
 
     >>> length([[5] * 10, [5] * 15, [5] * 40], target=10, tolerance=10)
     [1.0, 0.5, 0.0]
@@ -130,10 +164,14 @@ def length(completion_ids: Sequence[Sequence[int]], target: int, tolerance: int 
     return [max(0.0, 1 - beyond / tolerance) if tolerance else float(not beyond) for beyond in over]
 
 
-def overlong(completion_ids: Sequence[Sequence[int]], max_tokens: int, cache: int) -> list[float | None]:
-    """The soft penalty on completions of nearly `max_tokens` tokens, in [−1, 0]: `overlong_penalty` of each.
+def overlong(
+    completion_ids: Sequence[Sequence[int]], max_tokens: int, cache: int
+) -> list[float | None]:
+    """The soft penalty on completions of nearly `max_tokens` tokens, in [−1, 0]: `overlong_penalty`
+    of each.
 
-    As a function it is weighed and clipped with the others; `[reward.overlong]` adds the same number after the clip.
+    As a function it is weighed and clipped with the others; `[reward.overlong]` adds the same
+    number after the clip.
 
     >>> overlong([[5] * 12, [5] * 14, [5] * 20, [5] * 25], max_tokens=20, cache=8)
     [0.0, -0.25, -1.0, -1.0]
@@ -148,8 +186,8 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
 
         penalty = −clip((length − (max_tokens − cache)) / cache, 0, 1)
 
-    It tells the policy that it runs out of room before it does, where cutting alone says it in a jump; `cache` = 1 is that jump.
-    As in the paper, whose L_max and L_cache these are.
+    It tells the policy that it runs out of room before it does, where cutting alone says it in a
+    jump; `cache` = 1 is that jump. As in the paper, whose L_max and L_cache these are.
 
     Reference: DAPO, https://arxiv.org/abs/2503.14476, equation 13.
 
@@ -160,14 +198,17 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
 
 
 def repetition(completion_ids: Sequence[Sequence[int]], n: int = 4) -> list[float | None]:
-    """The share of a completion's n-grams of tokens that were there before, as a penalty in (−1, 0].
+    """The share of a completion's n-grams of tokens that were there before, as a penalty in (−1,
+    0].
 
         reward_i = −(1 − distinct n-grams of completion_i / n-grams of completion_i)
 
-    0 where no n-gram comes twice, and for completions of fewer than n + 1 tokens; near −1 for one that goes round in circles. Over
-    tokens, where the paper counts words, so that code and languages without spaces count alike.
+    0 where no n-gram comes twice, and for completions of fewer than n + 1 tokens; near −1 for one
+    that goes round in circles. Over tokens, where the paper counts words, so that code and
+    languages without spaces count alike.
 
-    Reference: Demystifying Long Chain-of-Thought Reasoning in LLMs, https://arxiv.org/abs/2502.03373, appendix C.
+    Reference: Demystifying Long Chain-of-Thought Reasoning in LLMs,
+    https://arxiv.org/abs/2502.03373, appendix C.
 
     >>> repetition([[1, 2, 3, 4], [7, 8, 7, 8, 7, 8, 7], [9]], n=2)
     [0.0, -0.6666666666666667, 0.0]
@@ -186,7 +227,8 @@ class Shipped(NamedTuple):
     description: str
     arguments: dict[str, str]
     ready: Callable[[dict[str, Any]], None] = lambda _: None
-    """Raises where the function can not work on this system with these arguments: asked before anything is generated."""
+    """Raises where the function can not work on this system with these arguments: asked before
+    anything is generated."""
     holds: Callable[[dict[str, Any]], str] = lambda _: ""
     """Hash of the files that the arguments name and that decide the numbers."""
 
@@ -199,17 +241,32 @@ FUNCTIONS: dict[str, Shipped] = {
         {"extract": "text, tag or boxed", "ignore_case": "false"},
     ),
     "numeric": Shipped(
-        numeric, 1, "1 where the completion's last number is the column `answer`", {"tolerance": "relative, 0 is exact"}
+        numeric,
+        1,
+        "1 where the completion's last number is the column `answer`",
+        {"tolerance": "relative, 0 is exact"},
     ),
-    "math": Shipped(verifiers.math, 1, "1 where the completion's mathematical answer equals the column `answer`", {}),
+    "math": Shipped(
+        verifiers.math,
+        1,
+        "1 where the completion's mathematical answer equals the column `answer`",
+        {},
+    ),
     "choice": Shipped(
-        choice, 2, "1 where the completion chooses the letter in the column `answer`", {"choices": "the letters, ABCD"}
+        choice,
+        2,
+        "1 where the completion chooses the letter in the column `answer`",
+        {"choices": "the letters, ABCD"},
     ),
     "format": Shipped(
         format,
         1,
         "1 where the completion has the form that a pattern describes",
-        {"pattern": "a regular expression, or think_answer", "match": "full or search", "flags": "letters of i, m, s, x"},
+        {
+            "pattern": "a regular expression, or think_answer",
+            "match": "full or search",
+            "flags": "letters of i, m, s, x",
+        },
     ),
     "length": Shipped(
         length,
@@ -224,7 +281,10 @@ FUNCTIONS: dict[str, Shipped] = {
         {"max_tokens": "tokens from which it is −1", "cache": "tokens over which it falls"},
     ),
     "repetition": Shipped(
-        repetition, 1, "minus the share of n-grams of tokens that were there before", {"n": "tokens of an n-gram, 4"}
+        repetition,
+        1,
+        "minus the share of n-grams of tokens that were there before",
+        {"n": "tokens of an n-gram, 4"},
     ),
     "json_schema": Shipped(
         verifiers.json_schema,
@@ -236,7 +296,11 @@ FUNCTIONS: dict[str, Shipped] = {
         similarity,
         1,
         "cosine of the embeddings of the completion and of the column `answer`",
-        {"model": "a directory, package: or hub id", "pooling": "mean or cls", "cut": "true: read long texts in part"},
+        {
+            "model": "a directory, package: or hub id",
+            "pooling": "mean or cls",
+            "cut": "true: read long texts in part",
+        },
         holds=model_hash,
     ),
     "code": Shipped(

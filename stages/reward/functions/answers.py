@@ -1,4 +1,5 @@
-r"""Answers found in text: the last number, the last \boxed{…}, the last <answer>…</answer>. None when there is none.
+r"""Answers found in text: the last number, the last \boxed{…}, the last <answer>…</answer>. None
+when there is none.
 
 >>> last_number("3 apples and 4 make 1,007."), boxed(r"so \boxed{\frac{1}{2}}."), tagged("<answer> 7 </answer>")
 (Fraction(1007, 1), '\\frac{1}{2}', '7')
@@ -25,8 +26,9 @@ _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.I
 def numbers(text: str) -> list[Fraction]:
     """All numbers of `text` in order, exactly: 7, -3, +2, 3.50, 1,000, $5, 1e-3, 1/2.
 
-    A comma groups digits only where three follow each; a sign counts where no letter or digit stands before it (so 5-3 holds
-    5 and 3, not -3); a fraction with 0 below is left out; digits inside a word (x2) are no number.
+    A comma groups digits only where three follow each; a sign counts where no letter or digit
+    stands before it (so 5-3 holds 5 and 3, not -3); a fraction with 0 below is left out; digits
+    inside a word (x2) are no number.
 
     >>> [str(n) for n in numbers("5-3 = 2, not -3.50 or 1,000 or 1/2")]
     ['5', '3', '2', '-7/2', '1000', '1/2']
@@ -37,7 +39,11 @@ def numbers(text: str) -> list[Fraction]:
 def _value(match: re.Match[str]) -> Fraction | None:
     if len(match[0]) > _LONGEST:
         return None
-    whole, decimals, below = match["whole"].replace(",", ""), match["decimals"] or "", match["below"]
+    whole, decimals, below = (
+        match["whole"].replace(",", ""),
+        match["decimals"] or "",
+        match["below"],
+    )
     if below is not None and int(below) == 0:
         return None
     size = Fraction(whole + decimals + (match["exponent"] or "")) / (int(below) if below else 1)
@@ -69,7 +75,8 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """What stands in the last <answer>…</answer> of `text`, without white space around it. A tag that is only spoken of opens none.
+    """What stands in the last <answer>…</answer> of `text`, without white space around it. A tag
+    that is only spoken of opens none.
 
     >>> tagged("<answer>6</answer> no, <answer> 7 </answer>"), tagged("7")
     ('7', None)
@@ -78,8 +85,8 @@ def tagged(text: str) -> str | None:
 
 
 def chosen(text: str, choices: str = "ABCD") -> str | None:
-    r"""The letter of `choices` that `text` settles on, upper case: in the last \boxed{…}, else the last <answer>…</answer>, else
-    after the last "answer is" or "answer:", else as the whole text.
+    r"""The letter of `choices` that `text` settles on, upper case: in the last \boxed{…}, else the
+    last <answer>…</answer>, else after the last "answer is" or "answer:", else as the whole text.
 
     >>> chosen("I thought A, but the answer is **b**."), chosen("B) Paris"), chosen("A or B")
     ('B', 'B', None)

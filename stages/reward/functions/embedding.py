@@ -1,7 +1,8 @@
-"""The reward function `similarity`: how near a completion's meaning is to the row's answer, by an embedding model.
+"""The reward function `similarity`: how near a completion's meaning is to the row's answer, by an
+embedding model.
 
-Refused: texts that are longer than the model reads (unless `cut` says so), models without safetensors, code that a model brings.
-The model is loaded once a worker, on the CPU, in float32.
+Refused: texts that are longer than the model reads (unless `cut` says so), models without
+safetensors, code that a model brings. The model is loaded once a worker, on the CPU, in float32.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ _BATCH = 32
 
 
 def similarity(
-    completions: Sequence[str], answer: Sequence[Any], model: str, pooling: str = "mean", cut: bool = False
+    completions: Sequence[str],
+    answer: Sequence[Any],
+    model: str,
+    pooling: str = "mean",
+    cut: bool = False,
 ) -> list[float | None]:
     """Cosine of the embeddings of the completion and of the row's `answer`, in [−1, 1].
 
         reward_i = ⟨e(completion_i), e(answer_i)⟩ / (‖e(completion_i)‖ ‖e(answer_i)‖)
 
-    e(text): the encoder's last hidden states, their `mean` over the text's tokens or that of the first token (`cls`), as the model
-    was trained. `model`: a directory, `package:NAME/FOLDER`, or a hub id. A text with more tokens than the model reads is an error
-    of the row, or, with `cut`, read up to there. A null answer gives None.
+    e(text): the encoder's last hidden states, their `mean` over the text's tokens or that of the
+    first token (`cls`), as the model was trained. `model`: a directory, `package:NAME/FOLDER`, or a
+    hub id. A text with more tokens than the model reads is an error of the row, or, with `cut`,
+    read up to there. A null answer gives None.
 
     Reference: Sentence-BERT, https://arxiv.org/abs/1908.10084, section 3.
 
@@ -49,11 +55,15 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
     import torch
 
     tokenizer, encoder, longest = _load(model)
-    ids = [tokenizer(text, truncation=cut, max_length=longest if cut else None)["input_ids"] for text in texts]
+    ids = [
+        tokenizer(text, truncation=cut, max_length=longest if cut else None)["input_ids"]
+        for text in texts
+    ]
     over = max((len(row) for row in ids), default=0)
     if over > longest:
         raise ValueError(
-            f"a text has {over} tokens, the embedding model reads {longest}; arguments = {{ cut = true }} reads so far"
+            f"a text has {over} tokens, the embedding model reads {longest}; arguments = {{ cut = "
+            f"true }} reads so far"
         )
     found = []
     for start in range(0, len(ids), _BATCH):  # sorted by length, so little is padded
@@ -66,14 +76,17 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
 
 
 def model_hash(arguments: dict[str, Any]) -> str:
-    """Hash of the model that `arguments` name; empty where they name none. ConfigError, SecurityError: it is not whole."""
+    """Hash of the model that `arguments` name; empty where they name none. ConfigError,
+    SecurityError: it is not whole."""
     from schemas.manifest import digest
     from stages.common.checkpoints import find_folder, folder_as_model
 
     if not arguments.get("model"):
         return ""
     name = str(arguments["model"])
-    about = folder_as_model("similarity", name, find_folder(name, None, "reward function similarity: model"))
+    about = folder_as_model(
+        "similarity", name, find_folder(name, None, "reward function similarity: model")
+    )
     return digest([about.weights, about.tokenizer])
 
 
@@ -90,6 +103,8 @@ def _load(model: str) -> tuple[Any, Any, int]:
     folder = find_folder(model, None, "reward function similarity: model")
     options = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **options).eval()
+    encoder = AutoModel.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, **options
+    ).eval()
     positions = getattr(encoder.config, "max_position_embeddings", tokenizer.model_max_length)
     return tokenizer, encoder, min(tokenizer.model_max_length, positions)

@@ -1,7 +1,8 @@
 r"""The reward function `code`: the program in a completion, run apart against the row's tests.
 
-The program never runs in this process, nor does the text of a test: both go to `stages.reward.sandbox`, or to a server.
-A failure of the sandbox is an error of the row; what the program does wrong is 0.
+The program never runs in this process, nor does the text of a test: both go to
+`stages.reward.sandbox`, or to a server. A failure of the sandbox is an error of the row; what the
+program does wrong is 0.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from schemas.errors import ConfigError, ResourceError, printable
 if TYPE_CHECKING:
     from stages.reward.sandbox import Finished, Limits
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(
+    r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+)
 _PYTHON = ("", "py", "python", "python3")
 _DAY = 86400.0
 Run = Callable[..., "Finished"]
@@ -40,33 +43,42 @@ def code(
     sandbox_url: str = "",
     sandbox_token: str = "",
 ) -> list[float | None]:
-    r"""The share of the row's `tests` that the program in the completion passes; with `all`, 1 for all of them, else 0.
+    r"""The share of the row's `tests` that the program in the completion passes; with `all`, 1 for
+    all of them, else 0.
 
         reward_i = passed_i / tests_i            all: reward_i = 1 if passed_i = tests_i else 0
 
-    The program is the last fenced block of the completion that is marked python or not marked (an open one reaches to the end);
-    without a fence the whole completion. The tests of a row, in the column `tests`, as they are or as JSON text, are one of
-      * a list of {"input": stdin, "output": stdout}, or {"inputs": [...], "outputs": [...]}: the program is run once a test and
-        must end with exit code 0; its output is compared word by word, so white space does not count;
-      * the same with an `entry`, the name of a function (also of a method of a class `Solution`): it is called with each input (a
-        list of arguments, or text with one JSON value a line) and must return the output, lists and tuples being the same;
-      * Python text, or a list of texts, run top to bottom after the program. Counted is each statement with an assert, each
-        function `test_…`, and `check(entry)` where they define `check`. Names that they do not define are the program's, but for
-        builtins; it may be imported as `solution`; its `__name__` is not `__main__`.
-    `timeout_seconds` and `memory_mib` are limits of one test; tests after one that timed out are not run and count as failed, as
-    do those after the program's process has ended. Null tests give None. `entry` and `language` may be columns.
+    The program is the last fenced block of the completion that is marked python or not marked (an
+    open one reaches to the end); without a fence the whole completion. The tests of a row, in the
+    column `tests`, as they are or as JSON text, are one of
+      * a list of {"input": stdin, "output": stdout}, or {"inputs": [...], "outputs": [...]}: the
+        program is run once a test and must end with exit code 0; its output is compared word by
+        word, so white space does not count;
+      * the same with an `entry`, the name of a function (also of a method of a class `Solution`):
+        it is called with each input (a list of arguments, or text with one JSON value a line) and
+        must return the output, lists and tuples being the same;
+      * Python text, or a list of texts, run top to bottom after the program. Counted is each
+        statement with an assert, each function `test_…`, and `check(entry)` where they define
+        `check`. Names that they do not define are the program's, but for builtins; it may be
+        imported as `solution`; its `__name__` is not `__main__`.
+    `timeout_seconds` and `memory_mib` are limits of one test; tests after one that timed out are
+    not run and count as failed, as do those after the program's process has ended. Null tests give
+    None. `entry` and `language` may be columns.
 
-    `isolation`: see `sandbox.run`; `sandbox_python`: an interpreter with packages to use; `sandbox_url`, `sandbox_token` (as
-    `env:NAME`): a server that runs the programs, see `sandbox.remote`. These come from the recipe alone.
+    `isolation`: see `sandbox.run`; `sandbox_python`: an interpreter with packages to use;
+    `sandbox_url`, `sandbox_token` (as `env:NAME`): a server that runs the programs, see
+    `sandbox.remote`. These come from the recipe alone.
 
-    What can be gamed. Expected outputs are kept out of the sandbox, or in a process that the program can not read: leaving
-    early, patching builtins, printing a verdict or overriding == wins nothing. But a program may answer just the inputs that it is
-    given; a test that hands what it expects to the program (`f(x).startswith("a")` where f returns an object of its own, `a == b`
-    of two such objects) has the program's word for it; and isolation "process" keeps no program from reading the tests out of the
-    judge's memory. Tests that need a class of the program as a base or in `isinstance`, or hand it objects of their own classes,
-    fail.
+    What can be gamed. Expected outputs are kept out of the sandbox, or in a process that the
+    program can not read: leaving early, patching builtins, printing a verdict or overriding == wins
+    nothing. But a program may answer just the inputs that it is given; a test that hands what it
+    expects to the program (`f(x).startswith("a")` where f returns an object of its own, `a == b` of
+    two such objects) has the program's word for it; and isolation "process" keeps no program from
+    reading the tests out of the judge's memory. Tests that need a class of the program as a base or
+    in `isinstance`, or hand it objects of their own classes, fail.
 
-    Raises ValueError for tests that can not be read, SecurityError and ResourceError of the sandbox, RemoteError of the server.
+    Raises ValueError for tests that can not be read, SecurityError and ResourceError of the
+    sandbox, RemoteError of the server.
 
     >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [["assert double(2) == 4", "assert double(1) == 3"]])
     [0.5]
@@ -74,7 +86,12 @@ def code(
     from stages.reward.sandbox import Limits
 
     rows = len(completions)
-    _refuse_columns(isolation=isolation, sandbox_python=sandbox_python, sandbox_url=sandbox_url, sandbox_token=sandbox_token)
+    _refuse_columns(
+        isolation=isolation,
+        sandbox_python=sandbox_python,
+        sandbox_url=sandbox_url,
+        sandbox_token=sandbox_token,
+    )
     _refuse_columns(all=all, timeout_seconds=timeout_seconds, memory_mib=memory_mib)
     spoken = [language] * rows if isinstance(language, str) else language
     entries = [entry] * rows if isinstance(entry, str) else entry
@@ -99,10 +116,15 @@ def code(
 
 
 def _refuse_columns(**arguments: Any) -> None:
-    """A column of the data that bears an argument's name would come as a list; where programs run is the recipe's to say."""
+    """A column of the data that bears an argument's name would come as a list; where programs run
+    is the recipe's to say."""
     for name, value in arguments.items():
         if not isinstance(value, str | int | float):
-            raise ConfigError("reward function code", f"{name} must be set in arguments, not by a column", next=f"set {name}")
+            raise ConfigError(
+                "reward function code",
+                f"{name} must be set in arguments, not by a column",
+                next=f"set {name}",
+            )
 
 
 def extract(completion: str) -> str:
@@ -115,11 +137,12 @@ def extract(completion: str) -> str:
     return blocks[-1] if blocks else completion
 
 
-# -- tests ------------------------------------------------------------------------------------------------------------------
+# -- tests
 
 
 class Tests(NamedTuple):
-    """The tests of a row: `cases` of stdin and stdout, or `calls` of `entry` with arguments and value, or Python `text`."""
+    """The tests of a row: `cases` of stdin and stdout, or `calls` of `entry` with arguments and
+    value, or Python `text`."""
 
     cases: list[tuple[str, str]]
     calls: list[tuple[list[Any], Any]]
@@ -137,16 +160,20 @@ def read_tests(given: Any, entry: str = "", language: str = "python") -> Tests:
     """
     if language.lower() not in ("py", "python", "python3"):
         raise ValueError(
-            f"language must be python, got {printable(language)}; set it in arguments if that column means another"
+            f"language must be python, got {printable(language)}; set it in arguments if that "
+            "column means another"
         )
     if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
         given = json.loads(given)
     if isinstance(given, dict):
         entry = entry or given.get("fn_name") or ""
         pairs = [given.get(name, given.get(name + "s")) for name in ("input", "output")]
-        if not (isinstance(pairs[0], list) and isinstance(pairs[1], list)) or len(pairs[0]) != len(pairs[1]):
+        if not (isinstance(pairs[0], list) and isinstance(pairs[1], list)) or len(pairs[0]) != len(
+            pairs[1]
+        ):
             raise ValueError(
-                f"tests with the keys {', '.join(map(printable, given))}, expected inputs and outputs, as many of each"
+                f"tests with the keys {', '.join(map(printable, given))}, expected inputs and "
+                "outputs, as many of each"
             )
         given = [{"input": one, "output": other} for one, other in zip(*pairs, strict=True)]
     if isinstance(given, str):
@@ -172,15 +199,18 @@ def _call(given: Any, wanted: Any) -> tuple[list[Any], Any]:
     if isinstance(given, str):  # then the wanted value is JSON text too
         return [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
     if not isinstance(given, list):
-        raise ValueError(f"the input of a call must be a list of arguments, got {printable(repr(given))}")
+        raise ValueError(
+            f"the input of a call must be a list of arguments, got {printable(repr(given))}"
+        )
     return given, wanted
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------------
+# -- runs
 
 
 def _runner(isolation: str, python: str, url: str, token: str) -> Run:
-    """What runs a program; that it can run any is tried first, so that no program is blamed for a sandbox that fails."""
+    """What runs a program; that it can run any is tried first, so that no program is blamed for a
+    sandbox that fails."""
     from stages.reward.sandbox import describe, remote, run_program
 
     if url:
@@ -215,9 +245,17 @@ def _compare(program: str, tests: Tests, run: Run, limits: Limits, all: bool) ->
 def _judge(program: str, tests: Tests, run: Run, limits: Limits, all: bool) -> tuple[int, int]:
     """Have the tests' text or calls run by the harness; how many passed, and how many there are."""
     judge, candidate = _harness()
-    about = {"tests": tests.text, "calls": tests.calls, "entry": tests.entry, "seconds": limits.seconds, "all": all}
+    about = {
+        "tests": tests.text,
+        "calls": tests.calls,
+        "entry": tests.entry,
+        "seconds": limits.seconds,
+        "all": all,
+    }
     job = json.dumps({**about, "program": program, "candidate": candidate})
-    steps = len(tests.calls) + tests.text.count("\n") + tests.text.count(";") + 3  # at most; the harness times each
+    steps = (
+        len(tests.calls) + tests.text.count("\n") + tests.text.count(";") + 3
+    )  # at most; the harness times each
     whole = dataclasses.replace(limits, seconds=min(limits.seconds * steps, _DAY))
     finished = run(judge, stdin=job, limits=whole)
     total, begun, verdicts = finished.stdout.partition("\n")
@@ -236,11 +274,14 @@ def _judge(program: str, tests: Tests, run: Run, limits: Limits, all: bool) -> t
 @functools.cache
 def _harness() -> tuple[str, str]:
     folder = Path(__file__).with_name("harness")
-    return tuple((folder / name).read_text(encoding="utf-8") for name in ("judge.py", "candidate.py"))
+    return tuple(
+        (folder / name).read_text(encoding="utf-8") for name in ("judge.py", "candidate.py")
+    )
 
 
 def sandbox_is_there(arguments: dict[str, Any]) -> None:
-    """SecurityError where this system does not permit a layer of the sandbox that `arguments` of `code` ask for.
+    """SecurityError where this system does not permit a layer of the sandbox that `arguments` of
+    `code` ask for.
 
     ConfigError where that is on a server and its token's variable holds none.
     """

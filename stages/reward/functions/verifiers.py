@@ -1,6 +1,8 @@
-r"""Reward functions that stand on a library: `math` on math-verify, `json_schema` on jsonschema. Each imports its own when called.
+r"""Reward functions that stand on a library: `math` on math-verify, `json_schema` on jsonschema.
+Each imports its own when called.
 
-They are called as those in `__init__.py` are, and listed there. Nothing here fetches anything, and nothing of a completion is run.
+They are called as those in `__init__.py` are, and listed there. Nothing here fetches anything, and
+nothing of a completion is run.
 """
 
 from __future__ import annotations
@@ -25,22 +27,32 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
 
         reward_i = 1 if verify(parse(answer_i), parse(completion_i)) else 0
 
-    parse and verify are math-verify's: the last \boxed{…}, else the last formula or number, is read as LaTeX or plain text and
-    compared symbolically and numerically (1/2 is 0.5, x + 1 is 1 + x; sets, intervals, matrices and equations are known). An
-    answer without LaTeX marks is read as a formula. A null answer gives None, one that can not be read is an error of the row; a
-    completion that can not be read is wrong, 0. Formulas that take sympy for ever end by the row's time limit.
+    parse and verify are math-verify's: the last \boxed{…}, else the last formula or number, is read
+    as LaTeX or plain text and compared symbolically and numerically (1/2 is 0.5, x + 1 is 1 + x;
+    sets, intervals, matrices and equations are known). An answer without LaTeX marks is read as a
+    formula. A null answer gives None, one that can not be read is an error of the row; a completion
+    that can not be read is wrong, 0. Formulas that take sympy for ever end by the row's time limit.
 
     Reference: https://github.com/huggingface/Math-Verify
 
     >>> math([r"so \boxed{\frac{1}{2}}", r"$x + 1$", "41"], ["0.5", "1 + x", 42])
     [1.0, 1.0, 0.0]
     """
-    return [None if want is None else _math(text, str(want).strip()) for text, want in zip(completions, answer, strict=True)]
+    return [
+        None if want is None else _math(text, str(want).strip())
+        for text, want in zip(completions, answer, strict=True)
+    ]
 
 
 def _math(text: str, want: str) -> float:
-    plain = _BOXED_INTEGER.findall(text) if _INTEGER.fullmatch(want) and text.count(r"\boxed") == 1 else []
-    if plain:  # most answers are whole numbers; reading them as LaTeX costs a hundred times as much and says the same
+    plain = (
+        _BOXED_INTEGER.findall(text)
+        if _INTEGER.fullmatch(want) and text.count(r"\boxed") == 1
+        else []
+    )
+    # most answers are whole numbers; reading them as LaTeX costs a hundred times as much and says
+    # the same
+    if plain:
         return float(int(plain[0]) == int(want))
     from math_verify import verify
 
@@ -57,7 +69,9 @@ def _gold(want: str) -> list[Any]:
 
 def _parse(text: str) -> list[Any]:
     parse = _math_verify()
-    return parse(text, parsing_timeout=None)  # its own limit is a signal of the main thread; the row's limit is outside
+    return parse(
+        text, parsing_timeout=None
+    )  # its own limit is a signal of the main thread; the row's limit is outside
 
 
 @functools.cache
@@ -66,9 +80,13 @@ def _math_verify() -> Any:
         from math_verify import parse
     except ImportError:
         raise ConfigError(
-            "reward function math", "math-verify is not installed", next="pip install 'quiver-rl[rewards]'"
+            "reward function math",
+            "math-verify is not installed",
+            next="pip install 'quiver-rl[rewards]'",
         ) from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns that its time limits are off
     return parse
 
 
@@ -79,10 +97,11 @@ def json_schema(
 
         reward_i = 1 if json(completion_i) is valid under schema_i else 0
 
-    `schema`: a column of the rows (JSON text or a struct; null gives None), or one for all in `arguments`. Its draft is told by
-    `$schema`, 2020-12 without; a schema that is none is an error of the row, and `$ref` reaches nothing outside it. `find`: `text`
-    (the whole completion), `fenced` (the last ``` block, nothing found is 0) or `auto` (the last block where there is one). JSON
-    is read strictly: no NaN, no key twice.
+    `schema`: a column of the rows (JSON text or a struct; null gives None), or one for all in
+    `arguments`. Its draft is told by `$schema`, 2020-12 without; a schema that is none is an error
+    of the row, and `$ref` reaches nothing outside it. `find`: `text` (the whole completion),
+    `fenced` (the last ``` block, nothing found is 0) or `auto` (the last block where there is one).
+    JSON is read strictly: no NaN, no key twice.
 
     Reference: https://json-schema.org/draft/2020-12
 
@@ -92,7 +111,10 @@ def json_schema(
     if find not in ("auto", "text", "fenced"):
         raise ValueError(f"find must be auto, text or fenced, got {find!r}")
     schemas = [schema] * len(completions) if isinstance(schema, dict | str) else schema
-    return [None if rule is None else _json(text, rule, find) for text, rule in zip(completions, schemas, strict=True)]
+    return [
+        None if rule is None else _json(text, rule, find)
+        for text, rule in zip(completions, schemas, strict=True)
+    ]
 
 
 def _json(text: str, rule: Any, find: str) -> float:
@@ -100,8 +122,14 @@ def _json(text: str, rule: Any, find: str) -> float:
     if find == "fenced" and not blocks:
         return 0.0
     try:
-        value = json.loads(blocks[-1] if blocks else text, object_pairs_hook=_unique, parse_constant=_refused)
-        return float(_validator(rule if isinstance(rule, str) else json.dumps(_present(rule))).is_valid(value))
+        value = json.loads(
+            blocks[-1] if blocks else text, object_pairs_hook=_unique, parse_constant=_refused
+        )
+        return float(
+            _validator(rule if isinstance(rule, str) else json.dumps(_present(rule))).is_valid(
+                value
+            )
+        )
     except (json.JSONDecodeError, _NotStrict, RecursionError):
         return 0.0
 
@@ -134,7 +162,9 @@ def _validator(rule: str) -> Any:
         from referencing import Registry
     except ImportError:
         message = "jsonschema is not installed"
-        raise ConfigError("reward function json_schema", message, next="pip install 'quiver-rl[rewards]'") from None
+        raise ConfigError(
+            "reward function json_schema", message, next="pip install 'quiver-rl[rewards]'"
+        ) from None
     try:
         schema = json.loads(rule)
     except json.JSONDecodeError as error:

@@ -1,1 +1,2 @@
-"""Reward models: conversations rendered by the model's own template, scored by transformers or vLLM."""
+"""Reward models: conversations rendered by the model's own template, scored by transformers or
+vLLM."""

@@ -1,8 +1,10 @@
-"""A reward model as a scorer: a classifier's logit, or how probable a judge finds a word such as Yes.
+"""A reward model as a scorer: a classifier's logit, or how probable a judge finds a word such as
+Yes.
 
-It reads each conversation as if it were used alone (`template`): the prompt's messages and the decoded completion, never the
-policy's ids. An input that is too long, a text that its template refuses, or a logit that is not finite costs its row; nothing is
-cut. The weights are read when it first scores.
+It reads each conversation as if it were used alone (`template`): the prompt's messages and the
+decoded completion, never the policy's ids. An input that is too long, a text that its template
+refuses, or a logit that is not finite costs its row; nothing is cut. The weights are read when it
+first scores.
 
     scorer = load(ModelConfig(model="path/to/reward-model"), prompts, rollouts)
     scorer.require(columns); scorer.score(batch); scorer.close()
@@ -38,18 +40,30 @@ class Engine(Protocol):
     """What runs the model: `forward.Forward`, `vllm_pooling.Pooling`."""
 
     def score(self, inputs: list[list[int]], groups: list[int]) -> Any:
-        """[inputs, values]: logits of all labels, or log-probabilities of `token` and `against`. Groups begin alike."""
+        """[inputs, values]: logits of all labels, or log-probabilities of `token` and `against`.
+        Groups begin alike."""
         ...
 
 
-def load(config: ModelConfig, prompts: Version | None = None, rollouts: Version | None = None) -> ModelScorer:
-    """The scorer of a reward model; weights are read when it first scores. ConfigError, SecurityError.
+def load(
+    config: ModelConfig, prompts: Version | None = None, rollouts: Version | None = None
+) -> ModelScorer:
+    """The scorer of a reward model; weights are read when it first scores. ConfigError,
+    SecurityError.
 
-    `prompts` and `rollouts`: what is to be scored; prompts alone are checked. Without them answers begin with `prefill`, or with
-    nothing.
+    `prompts` and `rollouts`: what is to be scored; prompts alone are checked. Without them answers
+    begin with `prefill`, or with nothing.
     """
-    if prompts is not None and config.text_as is None and prompts.table(["messages"]).column("messages").null_count:
-        raise ConfigError(who(config), f"reads chats, and {prompts.ref} holds plain text", next='set text_as = "user"')
+    if (
+        prompts is not None
+        and config.text_as is None
+        and prompts.table(["messages"]).column("messages").null_count
+    ):
+        raise ConfigError(
+            who(config),
+            f"reads chats, and {prompts.ref} holds plain text",
+            next='set text_as = "user"',
+        )
     from .template import beginnings
 
     return ModelScorer(config, beginnings(config.prefill, prompts, rollouts))
@@ -59,15 +73,22 @@ class ModelScorer:
     """A reward model as a scorer."""
 
     def __init__(self, config: ModelConfig, prefill: Callable[[str], str] = lambda _: "") -> None:
-        """`prefill`: the beginning of the answer that a rollout, by its id, was given. ConfigError, SecurityError."""
+        """`prefill`: the beginning of the answer that a rollout, by its id, was given. ConfigError,
+        SecurityError."""
         self.config, self.name, self.weight, self.seconds = config, config.name, config.weight, 0.0
         self.found, self._prefill, self._closed = check(config), prefill, False
 
     @cached_property
     def about(self) -> Model:
         """Its entry in the manifest."""
-        about = checkpoints.folder_as_model(f"reward:{self.name}", self.config.model, self.found.folder)
-        return about if self.found.template is None else about.model_copy(update={"template": digest(self.found.template)})
+        about = checkpoints.folder_as_model(
+            f"reward:{self.name}", self.config.model, self.found.folder
+        )
+        return (
+            about
+            if self.found.template is None
+            else about.model_copy(update={"template": digest(self.found.template)})
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -101,8 +122,16 @@ class ModelScorer:
     def _targets(self) -> list[int]:
         from .template import token_id
 
-        words = {"token": self.config.token, "against": self.config.against} if self.config.kind == "token" else {}
-        return [token_id(self._tokenizer, f"{who(self.config)}: {field}", word) for field, word in words.items() if word]
+        words = (
+            {"token": self.config.token, "against": self.config.against}
+            if self.config.kind == "token"
+            else {}
+        )
+        return [
+            token_id(self._tokenizer, f"{who(self.config)}: {field}", word)
+            for field, word in words.items()
+            if word
+        ]
 
     @cached_property
     def _engine(self) -> Engine:
@@ -111,29 +140,41 @@ class ModelScorer:
         if config.engine == "vllm":
             from .vllm_pooling import Pooling
 
-            return Pooling(found.folder, config, [self._tokenizer.convert_ids_to_tokens(id) for id in self._targets])
+            return Pooling(
+                found.folder,
+                config,
+                [self._tokenizer.convert_ids_to_tokens(id) for id in self._targets],
+            )
         from .forward import Forward
 
         return Forward(
-            found.folder, targets=self._targets, dtype=config.dtype, device=config.device, budget=config.token_budget
+            found.folder,
+            targets=self._targets,
+            dtype=config.dtype,
+            device=config.device,
+            budget=config.token_budget,
         )
 
     def require(self, columns: Iterable[str]) -> None:
-        """ConfigError unless tokenizer and template can be used; it needs none of the prompts' columns."""
+        """ConfigError unless tokenizer and template can be used; it needs none of the prompts'
+        columns."""
         ids = self._reader.probe()
         pooled = self.config.kind == "classifier" and self.config.pooling is None
         if pooled and ids[-1] == self.found.pad:
             raise ConfigError(
                 who(self.config),
-                f"each input ends with its pad token {printable(self._tokenizer.decode(ids[-1:]))!r}: transformers takes the logit "
+                "each input ends with its pad token "
+                f"{printable(self._tokenizer.decode(ids[-1:]))!r}: transformers takes the logit "
                 "of the token before, vLLM that of the last",
-                next='set pooling = "last_not_pad" (transformers; most models trained with it) or "last"',
+                next='set pooling = "last_not_pad" (transformers; most models trained with it) or '
+                '"last"',
             )
         if self.config.kind == "token":
             _ = self._targets
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row. ResourceError or ConfigError where the model itself fails; a row's own failure is its error.
+        """One part a row. ResourceError or ConfigError where the model itself fails; a row's own
+        failure is its error.
 
         ResourceError after `close`, which may come from another thread.
         """
@@ -141,13 +182,19 @@ class ModelScorer:
         try:
             read = [self._read(batch, row) for row in range(len(batch["completions"]))]
             keys: dict[str, int] = {}
-            prompts = [keys.setdefault(json.dumps(prompt), len(keys)) for prompt in batch["prompts"]]
+            prompts = [
+                keys.setdefault(json.dumps(prompt), len(keys)) for prompt in batch["prompts"]
+            ]
             inputs: dict[tuple[int, ...], int] = {}  # equal answers are scored once
             for ids, prompt in zip(read, prompts, strict=True):
                 if not isinstance(ids, Part):
                     inputs.setdefault(ids, prompt)
             self._require_open()
-            values = self._engine.score([list(ids) for ids in inputs], list(inputs.values())).tolist() if inputs else []
+            values = (
+                self._engine.score([list(ids) for ids in inputs], list(inputs.values())).tolist()
+                if inputs
+                else []
+            )
             parts = {ids: self._part(found) for ids, found in zip(inputs, values, strict=True)}
             return [ids if isinstance(ids, Part) else parts[ids] for ids in read]
         finally:
@@ -164,8 +211,12 @@ class ModelScorer:
         prompt, rollout = batch["prompts"][row], batch["rollout_ids"][row]
         if isinstance(prompt, str) and self.config.text_as is None:
             return Part(error='the prompt is plain text: set text_as = "user"')
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        messages.append({"role": "assistant", "content": self._prefill(rollout) + batch["completions"][row]})
+        messages = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        )
+        messages.append(
+            {"role": "assistant", "content": self._prefill(rollout) + batch["completions"][row]}
+        )
         if self.config.kind == "token" and self.config.question:
             messages.append({"role": "user", "content": self.config.question})
         try:
@@ -174,7 +225,9 @@ class ModelScorer:
         except (ConfigError, SecurityError) as error:
             return Part(error=printable(error.message))
         if len(ids) > self.found.limit:
-            return Part(error=f"the input has {len(ids)} tokens, {self.found.limit:.0f} are allowed")
+            return Part(
+                error=f"the input has {len(ids)} tokens, {self.found.limit:.0f} are allowed"
+            )
         while self.config.pooling == "last_not_pad" and len(ids) > 1 and ids[-1] == self.found.pad:
             ids = ids[:-1]
         return tuple(ids)
@@ -184,9 +237,15 @@ class ModelScorer:
         if odd is not None:
             return Part(error=f"the model gave {odd}")
         if self.config.kind == "token":
-            return Part(math.exp(values[0]) if len(values) == 1 else _sigmoid(values[0] - values[1]))
+            return Part(
+                math.exp(values[0]) if len(values) == 1 else _sigmoid(values[0] - values[1])
+            )
         values = _ACTIVATIONS[self.config.activation](values)
-        kept = {"extra": canonical(dict(zip(self.found.labels, values, strict=True))).decode()} if self.config.extra else {}
+        kept = (
+            {"extra": canonical(dict(zip(self.found.labels, values, strict=True))).decode()}
+            if self.config.extra
+            else {}
+        )
         return Part(values[self.found.label], **kept)
 
     def close(self) -> None:
@@ -215,4 +274,8 @@ def _softmax(values: list[float]) -> list[float]:
     return [power / math.fsum(powers) for power in powers]
 
 
-_ACTIVATIONS = {"none": list, "sigmoid": lambda values: [_sigmoid(value) for value in values], "softmax": _softmax}
+_ACTIVATIONS = {
+    "none": list,
+    "sigmoid": lambda values: [_sigmoid(value) for value in values],
+    "softmax": _softmax,
+}

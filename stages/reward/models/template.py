@@ -1,11 +1,14 @@
-"""Conversations as the ids that a reward model reads when it is used alone: its own tokenizer, its own chat template, one BOS.
+"""Conversations as the ids that a reward model reads when it is used alone: its own tokenizer, its
+own chat template, one BOS.
 
-The policy's ids never come here: what is read is the prompt's messages and, as the assistant's message, the text that the policy
-was given to continue (`<think>`) with the text that it wrote. Control tokens typed into any of them are spelled out. Added tokens
-that are neither special nor part of the template's own turns (`</think>`) stay what they are in text.
+The policy's ids never come here: what is read is the prompt's messages and, as the assistant's
+message, the text that the policy was given to continue (`<think>`) with the text that it wrote.
+Control tokens typed into any of them are spelled out. Added tokens that are neither special nor
+part of the template's own turns (`</think>`) stay what they are in text.
 
     with Reader(tokenizer, template, judge=False) as reader:
-        ids = reader.read("rollout 4be1c0de-sum-0017-2", [{"role": "user", …}, {"role": "assistant", "content": "7"}])
+        ids = reader.read("rollout 4be1c0de-sum-0017-2", [{"role": "user", …}, {"role": "assistant",
+        "content": "7"}])
 """
 
 from __future__ import annotations
@@ -38,9 +41,17 @@ class Reader:
         seconds: float = 10.0,
         name: str = "reward model",
     ) -> None:
-        """`judge`: what is read ends with a generation prompt. ConfigError where the template can not render an answer."""
-        variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, "add_generation_prompt": judge}
-        self._template = Template(template, {**variables, **(arguments or {})}, seconds, f"{name}: template")
+        """`judge`: what is read ends with a generation prompt. ConfigError where the template can
+        not render an answer."""
+        variables = {
+            "tools": None,
+            "documents": None,
+            **tokenizer.special_tokens_map,
+            "add_generation_prompt": judge,
+        }
+        self._template = Template(
+            template, {**variables, **(arguments or {})}, seconds, f"{name}: template"
+        )
         try:
             turns = self._render(f"{name}: template", _ASKED)
             turns = self._render_if_it_can([*_ASKED, _ASKED[0]], turns)
@@ -60,14 +71,20 @@ class Reader:
         self._template.close()
 
     def read(self, name: str, messages: Messages) -> list[int]:
-        """The ids of `messages`. ConfigError or SecurityError about `name` where they can not be rendered."""
+        """The ids of `messages`. ConfigError or SecurityError about `name` where they can not be
+        rendered."""
         roles = tuple(message["role"] for message in messages)
 
         def render(contents: list[str]) -> str:
-            chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+            chat = [
+                {"role": role, "content": content}
+                for role, content in zip(roles, contents, strict=True)
+            ]
             return self._render(name, chat)
 
-        return self._guard.encode(name, roles, [message["content"] for message in messages], render).ids
+        return self._guard.encode(
+            name, roles, [message["content"] for message in messages], render
+        ).ids
 
     def probe(self) -> list[int]:
         """The ids of a small conversation: how every input ends."""
@@ -84,13 +101,18 @@ class Reader:
 
 
 def _plain(tokenizer: PreTrainedTokenizerFast, turns: str) -> set[int]:
-    """Added tokens that content may hold: not special, and not what the template writes around the turns of a neutral chat.
+    """Added tokens that content may hold: not special, and not what the template writes around the
+    turns of a neutral chat.
 
-    Of a chat whose last turn is the user's, where it can be rendered: what a template adds to the assistant's last turn alone
-    (an empty `<think>` block) is text that an answer may hold too.
+    Of a chat whose last turn is the user's, where it can be rendered: what a template adds to the
+    assistant's last turn alone (an empty `<think>` block) is text that an answer may hold too.
     """
     ours = set(tokenizer(turns, add_special_tokens=False)["input_ids"])
-    return {id for id, token in tokenizer.added_tokens_decoder.items() if not token.special and id not in ours}
+    return {
+        id
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if not token.special and id not in ours
+    }
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:
@@ -99,22 +121,30 @@ def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:
     if len(ids) != 1:
         pieces = ", ".join(repr(tokenizer.decode([id])) for id in ids)
         message = f"is {len(ids)} tokens of the reward model ({printable(pieces)}), one is needed"
-        raise ConfigError(f"{field} {printable(repr(text))}", message, next="choose a word that is one token, such as Yes")
+        raise ConfigError(
+            f"{field} {printable(repr(text))}",
+            message,
+            next="choose a word that is one token, such as Yes",
+        )
     return ids[0]
 
 
-# -- what the policy was given to continue ------------------------------------------------------------------------------------
+# -- what the policy was given to continue
 
 
-def beginnings(given: str | None, prompts: Version | None, rollouts: Version | None) -> Callable[[str], str]:
-    """From a rollout_id to what the policy was given to continue: `given` where a recipe says it, else what `prompts` tell."""
+def beginnings(
+    given: str | None, prompts: Version | None, rollouts: Version | None
+) -> Callable[[str], str]:
+    """From a rollout_id to what the policy was given to continue: `given` where a recipe says it,
+    else what `prompts` tell."""
     if given is None and prompts is not None:
         return prefills(prompts, rollouts)
     return lambda _: given or ""
 
 
 def prefills(prompts: Version, rollouts: Version | None) -> Callable[[str], str]:
-    """From a rollout_id to the end of its prompt that is the answer's own beginning, such as `<think>`; mostly empty.
+    """From a rollout_id to the end of its prompt that is the answer's own beginning, such as
+    `<think>`; mostly empty.
 
     ConfigError where the prompts do not tell it.
     """
@@ -124,7 +154,12 @@ def prefills(prompts: Version, rollouts: Version | None) -> Callable[[str], str]
     first, *others = set(by_group.values()) or {""}
     if not others or rollouts is None:
         return lambda _: first
-    group_of = dict(zip(*(column.to_pylist() for column in rollouts.table(["rollout_id", "group_id"]).columns), strict=True))
+    group_of = dict(
+        zip(
+            *(column.to_pylist() for column in rollouts.table(["rollout_id", "group_id"]).columns),
+            strict=True,
+        )
+    )
     return lambda rollout: by_group[group_of[rollout]]
 
 
@@ -136,8 +171,10 @@ def _prefill(prompts: Version, row: dict[str, Any], starts: Mapping[str, str | N
     if found is None:
         raise ConfigError(
             f"{prompts.ref} prompt {printable(row['group_id'])}",
-            "can not tell how much of its text is the beginning of the answer: its template shows no turn of an assistant, or the "
+            "can not tell how much of its text is the beginning of the answer: its template shows "
+            "no turn of an assistant, or the "
             "prompts were rendered before that was noted",
-            next='set prefill of the reward model or server: "" where the policy was given nothing to continue',
+            next='set prefill of the reward model or server: "" where the policy was given '
+            "nothing to continue",
         )
     return found

@@ -1,7 +1,8 @@
 """A reward model's pass over many inputs, by vLLM's pooling runner: ids in, raw logits out.
 
-vLLM would put a sigmoid or softmax over them; it is told not to. A judge becomes a classifier of one logit, that of `token` less
-that of `against`. The engine lives as long as its scorer; one that fails is not used again.
+vLLM would put a sigmoid or softmax over them; it is told not to. A judge becomes a classifier of
+one logit, that of `token` less that of `against`. The engine lives as long as its scorer; one that
+fails is not used again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Pooling:
     """`vllm.LLM` with its pooling runner."""
 
     def __init__(self, folder: Path, config: ModelConfig, words: list[str]) -> None:
-        """`words`: the judge's two tokens as its vocabulary spells them; none: a classifier. ConfigError, ResourceError."""
+        """`words`: the judge's two tokens as its vocabulary spells them; none: a classifier.
+        ConfigError, ResourceError."""
         self._who, self._judge = f"reward model {config.name}", bool(words)
         build = vllm_setup.prepare(self._who, config.device)
         auto = "float32" if build.cpu else "bfloat16"
@@ -49,7 +51,8 @@ class Pooling:
             self._raw = PoolingParams(use_activation=False)
 
     def score(self, inputs: list[list[int]], groups: list[int]) -> np.ndarray:
-        """[inputs, values] float32: a classifier's logits; a judge's logit of its word against the other, and 0."""
+        """[inputs, values] float32: a classifier's logits; a judge's logit of its word against the
+        other, and 0."""
         import numpy as np
         from vllm import TokensPrompt
 
@@ -63,7 +66,8 @@ class Pooling:
         return vllm_setup.fatal(
             self._who,
             what,
-            "run the same command again; for lack of memory, set engine_args = { gpu_memory_utilization = 0.5 }",
+            "run the same command again; for lack of memory, set engine_args = { "
+            "gpu_memory_utilization = 0.5 }",
         )
 
     def close(self) -> None:
@@ -73,7 +77,8 @@ class Pooling:
 
 
 def _as_classifier(folder: Path, words: list[str]) -> dict[str, Any]:
-    """What makes vLLM read a language model as a classifier: its one weight is the head's row of `token` less that of `against`."""
+    """What makes vLLM read a language model as a classifier: its one weight is the head's row of
+    `token` less that of `against`."""
     architecture = json.loads((folder / "config.json").read_bytes())["architectures"][0]
     token, against = words
     return {
@@ -85,8 +90,12 @@ def _as_classifier(folder: Path, words: list[str]) -> dict[str, Any]:
 
 def _cpu_arguments(folder: Path, config: ModelConfig) -> dict[str, Any]:
     about = json.loads((folder / "config.json").read_bytes())
-    length = config.max_tokens or {**about, **about.get("text_config", {})}["max_position_embeddings"]
+    length = (
+        config.max_tokens or {**about, **about.get("text_config", {})}["max_position_embeddings"]
+    )
     arguments: dict[str, Any] = {"block_size": vllm_setup.CPU_BLOCK}
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        arguments["kv_cache_memory_bytes"] = vllm_setup.cpu_cache_bytes(about, length, _CPU_SEQUENCES, 4)
+        arguments["kv_cache_memory_bytes"] = vllm_setup.cpu_cache_bytes(
+            about, length, _CPU_SEQUENCES, 4
+        )
     return arguments

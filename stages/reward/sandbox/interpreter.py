@@ -1,4 +1,5 @@
-"""What a Python interpreter consists of: its executable, and the paths that a sandbox has to show for it to run."""
+"""What a Python interpreter consists of: its executable, and the paths that a sandbox has to show
+for it to run."""
 
 from __future__ import annotations
 
@@ -30,14 +31,22 @@ class Interpreter(NamedTuple):
 
 @lru_cache(maxsize=8)
 def find(python: str = "") -> Interpreter:
-    """This interpreter with the standard library alone, or `python` with all that is installed in its environment."""
+    """This interpreter with the standard library alone, or `python` with all that is installed in
+    its environment."""
     if not python:
         executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-        base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # not of a virtual environment around it
+        base = {
+            "base": sys.base_prefix,
+            "platbase": sys.base_exec_prefix,
+        }  # not of a virtual environment around it
         names = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
-        return Interpreter((executable, "-S"), _shown([*names, executable], sysconfig.get_config_var("LIBDIR")))
+        return Interpreter(
+            (executable, "-S"), _shown([*names, executable], sysconfig.get_config_var("LIBDIR"))
+        )
     try:
-        done = subprocess.run([python, "-I", "-c", _ASK], capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(
+            [python, "-I", "-c", _ASK], capture_output=True, text=True, check=True, timeout=60
+        )
         names, libraries = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
@@ -45,19 +54,30 @@ def find(python: str = "") -> Interpreter:
             f"can not be used for programs: {type(error).__name__}: {printable(error)}",
             next="name the path of an interpreter (sandbox_python of the function code)",
         ) from error
-    return Interpreter((os.path.abspath(python),), _shown([*names, *_links(os.path.abspath(python))], libraries))
+    return Interpreter(
+        (os.path.abspath(python),), _shown([*names, *_links(os.path.abspath(python))], libraries)
+    )
 
 
 def _links(path: str) -> list[str]:
-    """`path`, what it links to, what that links to, and so on: a virtual environment's python is such a chain."""
+    """`path`, what it links to, what that links to, and so on: a virtual environment's python is
+    such a chain."""
     found = [path]
     while os.path.islink(found[-1]) and len(found) < 40:
-        found.append(os.path.normpath(os.path.join(os.path.dirname(found[-1]), os.readlink(found[-1]))))
+        found.append(
+            os.path.normpath(os.path.join(os.path.dirname(found[-1]), os.readlink(found[-1])))
+        )
     return found
 
 
 def _shown(names: list[str], libraries: str | None) -> tuple[str, ...]:
-    """`names`, the interpreter's shared library, and the system's libraries; links beside what they point at."""
+    """`names`, the interpreter's shared library, and the system's libraries; links beside what they
+    point at."""
     own = glob.glob(os.path.join(libraries, "libpython3*.so*")) if libraries else []
-    found = {path for name in (*names, *own, *_SYSTEM) for path in (name, os.path.realpath(name)) if os.path.exists(path)}
+    found = {
+        path
+        for name in (*names, *own, *_SYSTEM)
+        for path in (name, os.path.realpath(name))
+        if os.path.exists(path)
+    }
     return tuple(sorted(found))

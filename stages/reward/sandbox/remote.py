@@ -1,13 +1,15 @@
-"""A sandbox on a server: a program goes there by HTTP and its output comes back. Strict about what it takes for an answer.
+"""A sandbox on a server: a program goes there by HTTP and its output comes back. Strict about what
+it takes for an answer.
 
     POST URL        Authorization: Bearer TOKEN
     {"language": "python", "code": "print(input())", "stdin": "abc",
-     "limits": {"seconds": 10.0, "memory_mib": 512, "processes": 16, "files_mib": 16, "open_files": 64, "output_kib": 64}}
+     "limits": {"seconds": 10.0, "memory_mib": 512, "processes": 16, "files_mib": 16, "open_files":
+     64, "output_kib": 64}}
     →  {"stdout": "abc\\n", "stderr": "", "exit_code": 0, "timed_out": false}
 
-How well programs are kept apart there, and from the harness of `code`, is the server's matter. A program may be sent again after
-a lost answer, a 429 or a 5xx. No redirects, no compressed answers, no proxy or password of the environment; no token over plain
-http, but to this machine.
+How well programs are kept apart there, and from the harness of `code`, is the server's matter. A
+program may be sent again after a lost answer, a 429 or a 5xx. No redirects, no compressed answers,
+no proxy or password of the environment; no token over plain http, but to this machine.
 """
 
 from __future__ import annotations
@@ -40,10 +42,14 @@ class _AgainError(Exception):
     """A failure that may pass."""
 
 
-def run_program(program: str, *, stdin: str = "", limits: Limits | None = None, url: str, token: str = "") -> Finished:
-    """Run Python source on the server at `url` and wait for it. `token` is `env:NAME`, a variable of this process.
+def run_program(
+    program: str, *, stdin: str = "", limits: Limits | None = None, url: str, token: str = ""
+) -> Finished:
+    """Run Python source on the server at `url` and wait for it. `token` is `env:NAME`, a variable
+    of this process.
 
-    RemoteError: no answer, or none that can be trusted, which says nothing about the program. ConfigError: the token or the URL.
+    RemoteError: no answer, or none that can be trusted, which says nothing about the program.
+    ConfigError: the token or the URL.
     """
     import httpx
 
@@ -51,9 +57,13 @@ def run_program(program: str, *, stdin: str = "", limits: Limits | None = None, 
 
     limits = limits or Limits()
     body = {"language": "python", "code": program, "stdin": stdin, "limits": asdict(limits)}
-    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {secret(token)}"} if token else {})
+    headers = {"Accept-Encoding": "identity"} | (
+        {"Authorization": f"Bearer {secret(token)}"} if token else {}
+    )
     if not url.startswith(("http://", "https://")):
-        raise ConfigError("sandbox_url", f"must be an http or https URL, got {printable(url)}", next="correct it")
+        raise ConfigError(
+            "sandbox_url", f"must be an http or https URL, got {printable(url)}", next="correct it"
+        )
     if token and url.startswith("http://") and not is_loopback(urlsplit(url).hostname or ""):
         what = f"the token would go to {printable(urlsplit(url).hostname)} in the clear"
         raise ConfigError("sandbox_url", what, next="use https")
@@ -76,19 +86,28 @@ def check(url: str, token: str) -> None:
     """RemoteError unless the server runs a program that does nothing."""
     finished = run_program("print('ready')", url=url, token=token)
     if finished.stdout.strip() != "ready":
-        raise _remote_error(url, f"a program that does nothing failed: {printable(finished.stderr[-200:])}")
+        raise _remote_error(
+            url, f"a program that does nothing failed: {printable(finished.stderr[-200:])}"
+        )
 
 
 def secret(token: str) -> str:
-    """The value of the environment's variable that `env:NAME` names; empty where `token` is. ConfigError."""
+    """The value of the environment's variable that `env:NAME` names; empty where `token` is.
+    ConfigError."""
     if not token:
         return ""
     kind, _, name = token.partition(":")
     if kind != "env" or not name:
-        raise ConfigError("sandbox_token", "must be env:NAME; a secret never stands in a recipe", next="export it, name it")
+        raise ConfigError(
+            "sandbox_token",
+            "must be env:NAME; a secret never stands in a recipe",
+            next="export it, name it",
+        )
     if not os.environ.get(name):
         raise ConfigError(
-            "sandbox_token", f"the environment has no variable {printable(name)}", next=f"export {printable(name)}"
+            "sandbox_token",
+            f"the environment has no variable {printable(name)}",
+            next=f"export {printable(name)}",
         )
     return os.environ[name]
 
@@ -100,11 +119,17 @@ def _ask(client: httpx.Client, url: str, body: dict[str, Any], limits: Limits) -
     most = 2 * 6 * limits.output_kib * 1024 + 65536  # both outputs, each character escaped
     deadline = time.monotonic() + limits.seconds + ANSWER_SECONDS
     try:
-        with client.stream("POST", url, content=json.dumps(body), headers={"Content-Type": "application/json"}) as answer:
+        with client.stream(
+            "POST", url, content=json.dumps(body), headers={"Content-Type": "application/json"}
+        ) as answer:
             if answer.status_code == 429 or answer.status_code >= 500:
                 raise _AgainError(f"status {answer.status_code}")
             if answer.status_code != 200 or "content-encoding" in answer.headers:
-                raise _remote_error(url, f"status {answer.status_code}, expected 200 and an answer that is not compressed")
+                raise _remote_error(
+                    url,
+                    f"status {answer.status_code}, expected 200 and an answer that is not "
+                    "compressed",
+                )
             data = b""
             for part in answer.iter_raw():
                 data += part

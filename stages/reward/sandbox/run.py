@@ -3,17 +3,19 @@
     finished = run_program("print(input()[::-1])", stdin="abc", limits=Limits(seconds=2))
     finished.exit_code, finished.stdout      # 0, "cba\\n"
 
-With isolation "full" (the default) each program gets an interpreter of its own, with the standard library alone, in new user,
-mount, process, network, IPC and UTS namespaces: a read-only root in memory with nothing of the host but the interpreter's files,
-an empty /tmp of limited size, no /proc, no network, the user nobody without privileges, limits on time, memory, processes and
-files, a clean environment, and (x86_64, aarch64) a filter of system calls. It ends with everything that it started.
-Where the system does not permit a layer, SecurityError names it, and nothing is run.
+With isolation "full" (the default) each program gets an interpreter of its own, with the standard
+library alone, in new user, mount, process, network, IPC and UTS namespaces: a read-only root in
+memory with nothing of the host but the interpreter's files, an empty /tmp of limited size, no
+/proc, no network, the user nobody without privileges, limits on time, memory, processes and files,
+a clean environment, and (x86_64, aarch64) a filter of system calls. It ends with everything that it
+started. Where the system does not permit a layer, SecurityError names it, and nothing is run.
 
-Isolation "process" is for systems that permit no namespaces. It gives a session of its own, an empty folder, a clean environment,
-no new privileges, and limits on time, memory and file size. It does NOT protect: files (the program reads and writes whatever the
-user who runs Quiver may, `/proc` of Quiver's own processes with their environment included), the network, other processes (it may
-signal and trace those of the same user), the number of processes (a fork bomb), the disk. Whoever chooses it should do so inside
-a container or a machine that holds nothing of worth.
+Isolation "process" is for systems that permit no namespaces. It gives a session of its own, an
+empty folder, a clean environment, no new privileges, and limits on time, memory and file size. It
+does NOT protect: files (the program reads and writes whatever the user who runs Quiver may, `/proc`
+of Quiver's own processes with their environment included), the network, other processes (it may
+signal and trace those of the same user), the number of processes (a fork bomb), the disk. Whoever
+chooses it should do so inside a container or a machine that holds nothing of worth.
 
 Needs Linux; "full" needs Linux 5.12 and user namespaces, for root and for other users alike.
 """
@@ -42,8 +44,11 @@ from .launcher import seccomp
 Isolation = Literal["full", "process"]
 _LAUNCHER = Path(__file__).with_name("launcher")
 _MIB = 1 << 20
-_PATIENCE_SECONDS = 90  # beyond the program's own limit; the launcher gives up by itself before that
-# What a script expects of `python script.py` and -S leaves out (-S keeps installed packages out of sight); no name is left behind.
+_PATIENCE_SECONDS = (
+    90  # beyond the program's own limit; the launcher gives up by itself before that
+)
+# What a script expects of `python script.py` and -S leaves out (-S keeps installed packages out of
+# sight); no name is left behind.
 _START = """\
 def start():
     import builtins, sys
@@ -79,12 +84,21 @@ class Limits:
     """How much is kept of its stdout, and of its stderr; the rest is read and thrown away."""
 
     def __post_init__(self) -> None:
-        least = {"seconds": 0.01, "memory_mib": 64, "processes": 2, "files_mib": 1, "open_files": 16, "output_kib": 1}
+        least = {
+            "seconds": 0.01,
+            "memory_mib": 64,
+            "processes": 2,
+            "files_mib": 1,
+            "open_files": 16,
+            "output_kib": 1,
+        }
         for name, low in least.items():
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value <= 1 << 20:
                 raise ConfigError(
-                    f"limits.{name}", f"must be between {low} and {1 << 20}, got {value!r}", next=f"correct limits.{name}"
+                    f"limits.{name}",
+                    f"must be between {low} and {1 << 20}, got {value!r}",
+                    next=f"correct limits.{name}",
                 )
 
 
@@ -92,8 +106,9 @@ class Limits:
 class Finished:
     """How a program ended.
 
-    `exit_code`: as of subprocess, −N when signal N ended it. `killed_by`: `time`, `cpu` or `memory` when a limit ended it, the
-    name of a signal when one did, else None. `stdout`, `stderr`: what is kept of them, decoded as UTF-8, invalid bytes replaced.
+    `exit_code`: as of subprocess, −N when signal N ended it. `killed_by`: `time`, `cpu` or `memory`
+    when a limit ended it, the name of a signal when one did, else None. `stdout`, `stderr`: what is
+    kept of them, decoded as UTF-8, invalid bytes replaced.
     """
 
     exit_code: int
@@ -109,16 +124,26 @@ class Finished:
 
 
 def run_program(
-    program: str, *, stdin: str = "", limits: Limits | None = None, isolation: Isolation = "full", python: str = ""
+    program: str,
+    *,
+    stdin: str = "",
+    limits: Limits | None = None,
+    isolation: Isolation = "full",
+    python: str = "",
 ) -> Finished:
     """Run Python source as `__main__` and wait for it. Safe to call from several threads.
 
-    `python`: another interpreter, with what is installed in its environment; empty: this one, with the standard library alone.
-    What the program does wrong is in the result. SecurityError: the system does not permit a layer of the isolation, nothing was
-    run. ResourceError: the sandbox itself failed, which says nothing about the program.
+    `python`: another interpreter, with what is installed in its environment; empty: this one, with
+    the standard library alone. What the program does wrong is in the result. SecurityError: the
+    system does not permit a layer of the isolation, nothing was run. ResourceError: the sandbox
+    itself failed, which says nothing about the program.
     """
     if isolation not in ("full", "process"):
-        raise ConfigError("isolation", f"must be full or process, got {printable(repr(isolation))}", next="correct isolation")
+        raise ConfigError(
+            "isolation",
+            f"must be full or process, got {printable(repr(isolation))}",
+            next="correct isolation",
+        )
     if not sys.platform.startswith("linux"):
         raise _refused("Linux", f"this is {sys.platform}")
     limits = limits or Limits()
@@ -131,8 +156,11 @@ def run_program(
     return _finished(*done)
 
 
-def _job(program: str, stdin: str, limits: Limits, found: interpreter.Interpreter, folder: str) -> dict[str, Any]:
-    """What the launcher is told; `folder` is empty for isolation "full", where the program lives in a root of its own."""
+def _job(
+    program: str, stdin: str, limits: Limits, found: interpreter.Interpreter, folder: str
+) -> dict[str, Any]:
+    """What the launcher is told; `folder` is empty for isolation "full", where the program lives in
+    a root of its own."""
     home = os.path.join(folder, "tmp") if folder else "/tmp"
     if folder:
         os.mkdir(home)
@@ -165,7 +193,8 @@ def _job(program: str, stdin: str, limits: Limits, found: interpreter.Interprete
 
 
 def _launch(job: dict[str, Any], limits: Limits) -> tuple[dict[str, Any], str, str]:
-    """Start the launcher with a job and wait for it: its report, and the program's stdout and stderr, cut."""
+    """Start the launcher with a job and wait for it: its report, and the program's stdout and
+    stderr, cut."""
     report_read, report_write = os.pipe()
     life_read, life_write = os.pipe()
     with tempfile.TemporaryFile() as file, open(report_read, "rb", buffering=0) as report:
@@ -196,7 +225,10 @@ def _launch(job: dict[str, Any], limits: Limits) -> tuple[dict[str, Any], str, s
             _end(child)
     answer, stdout, stderr = said
     if not answer:
-        raise _failed(f"its launcher died with exit code {child.returncode}: {printable(stderr.decode(errors='replace'))}")
+        raise _failed(
+            f"its launcher died with exit code {child.returncode}: "
+            f"{printable(stderr.decode(errors='replace'))}"
+        )
     return marshal.loads(answer), stdout.decode(errors="replace"), stderr.decode(errors="replace")
 
 
@@ -233,7 +265,10 @@ def _end(child: subprocess.Popen) -> None:
 def _finished(report: dict[str, Any], stdout: str, stderr: str) -> Finished:
     if "refused" in report:
         name, number, why = report["refused"]
-        raise _refused(name, "none are left, or none allowed, by /proc/sys/user" if number == errno.ENOSPC else why)
+        raise _refused(
+            name,
+            "none are left, or none allowed, by /proc/sys/user" if number == errno.ENOSPC else why,
+        )
     if "failed" in report:
         raise _failed(printable(report["failed"]))
     code, killed_by = report["exit_code"], report["killed_by"]
@@ -249,26 +284,34 @@ def _failed(why: str) -> ResourceError:
 def _refused(name: str, why: str) -> SecurityError:
     return SecurityError(
         "sandbox",
-        f'the system does not permit the layer {name}: {printable(why)}; isolation = "process" asks for less',
+        f'the system does not permit the layer {name}: {printable(why)}; isolation = "process" '
+        "asks for less",
         state="no program was run.",
-        next="permit user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-        "kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile), use a remote sandbox, or set "
+        next="permit user namespaces (sysctl user.max_user_namespaces, "
+        "kernel.unprivileged_userns_clone, "
+        "kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile), use a "
+        "remote sandbox, or set "
         'isolation = "process" in arguments, which protects neither files nor network',
     )
 
 
 @lru_cache(maxsize=8)
 def describe(isolation: Isolation = "full", python: str = "") -> dict[str, str]:
-    """The layers in force on this system, once a program has run. SecurityError where one is missing."""
+    """The layers in force on this system, once a program has run. SecurityError where one is
+    missing."""
     finished = run_program("print('ready')", isolation=isolation, python=python)
     if finished.stdout != "ready\n":
         raise _failed(f"a program that does nothing failed: {printable(finished.stderr[-200:])}")
     if isolation == "process":
-        return dict.fromkeys(("user", "files", "network", "processes"), "those of the user") | {"calls": "all"}
+        return dict.fromkeys(("user", "files", "network", "processes"), "those of the user") | {
+            "calls": "all"
+        }
     return {
         "user": "nobody" if os.geteuid() == 0 else f"uid {os.geteuid()}, shown as nobody",
         "files": "a root in memory, read-only, with the interpreter alone; /tmp",
         "network": "none",
         "processes": "a namespace of their own, counted",
-        "calls": "filtered" if seccomp.supported() else f"all: there is no filter for {os.uname().machine}",
+        "calls": "filtered"
+        if seccomp.supported()
+        else f"all: there is no filter for {os.uname().machine}",
     }

@@ -1,13 +1,16 @@
-"""[[reward.servers]]: which server scores, in which dialect, and how patiently it is asked. Plain config; nothing is loaded for it.
+"""[[reward.servers]]: which server scores, in which dialect, and how patiently it is asked. Plain
+config; nothing is loaded for it.
 
     [[reward.servers]]
     dialect = "quiver"
     urls = ["http://127.0.0.1:8700"]
 
-`ServerConfig` refuses what can be told from the text alone, `secret` what needs this machine: the token's variable. A token is
-named, as `env:NAME`, never written, and no message here shows what was written in its place.
+`ServerConfig` refuses what can be told from the text alone, `secret` what needs this machine: the
+token's variable. A token is named, as `env:NAME`, never written, and no message here shows what was
+written in its place.
 
-What the config can not see is the model behind a URL: raise `revision` when it changes, so that rewards are made anew.
+What the config can not see is the model behind a URL: raise `revision` when it changes, so that
+rewards are made anew.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class ServerConfig(Base):
     dialect: Literal["quiver", "openrlhf", "slime", "vllm-classify", "vllm-score", "openai-judge"]
     """How it is asked and answers; `stages/reward/servers/dialects` describes each."""
     urls: tuple[str, ...] = Field(min_length=1)
-    """One URL a host, asked in turn. Without any path, not even /, the dialect's own is taken. No user, query or fragment."""
+    """One URL a host, asked in turn. Without any path, not even /, the dialect's own is taken. No
+    user, query or fragment."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
     """Its column in `parts`, unique. Empty: the dialect's name."""
     weight: float = 1.0
@@ -63,40 +67,48 @@ class ServerConfig(Base):
     token: Runtime[str] = ""
     """Bearer token, as `env:NAME`: the environment variable that holds it where the stage runs."""
     model: str = ""
-    """Name of the model on the server: vllm-classify and vllm-score need it where several are served, openai-judge always."""
+    """Name of the model on the server: vllm-classify and vllm-score need it where several are
+    served, openai-judge always."""
     label: str = ""
     """Column sent as label by openrlhf and slime. Empty: null."""
     columns: tuple[str, ...] | None = None
     """Columns sent by quiver. None: all."""
     score_key: str = ""
-    """Which number counts. slime: a dotted path into the answer (empty: the answer itself). openrlhf: `rewards` (empty) or
-    `scores`. vllm-classify: number of the class, needed where the model has several."""
+    """Which number counts. slime: a dotted path into the answer (empty: the answer itself).
+    openrlhf: `rewards` (empty) or `scores`. vllm-classify: number of the class, needed where the
+    model has several."""
     range: tuple[float, float] | None = None
-    """Lowest and highest number that is believed; one outside is the row's error. None: any finite one."""
+    """Lowest and highest number that is believed; one outside is the row's error. None: any finite
+    one."""
     rescale: bool = False
     """Map `range` linearly to 0 … 1."""
     rubric: str = ""
-    """What openai-judge asks, with {prompt}, {completion}, {finish_reason} and any column by name. Empty: for a score from 0 to 10,
-    on a last line `Score: N`."""
+    """What openai-judge asks, with {prompt}, {completion}, {finish_reason} and any column by name.
+    Empty: for a score from 0 to 10, on a last line `Score: N`."""
     score_pattern: str = ""
-    """Regular expression whose one group is the number in the judge's answer; the last match counts. Empty: `Score: N`."""
+    """Regular expression whose one group is the number in the judge's answer; the last match
+    counts. Empty: `Score: N`."""
     max_tokens: int = Field(default=512, ge=1)
     """Longest answer of the judge. One that is cut is the row's error."""
     message_template: str = "{role}: {content}\n\n"
-    """How each message of a conversation becomes text, for openrlhf, vllm-score and openai-judge."""
+    """How each message of a conversation becomes text, for openrlhf, vllm-score and
+    openai-judge."""
     reply_template: str = "assistant: "
     """What stands between a conversation and the completion in openrlhf's query."""
     prefill: str | None = None
-    """What the policy was given to continue, as the beginning of each answer that is sent. None: what the prompts' manifest tells
-    of each. Dialect quiver sends completions as they are: functions behind it get what they get here."""
+    """What the policy was given to continue, as the beginning of each answer that is sent. None:
+    what the prompts' manifest tells of each. Dialect quiver sends completions as they are:
+    functions behind it get what they get here."""
     use_activation: bool = False
     """Whether a vLLM server puts its scores through the model's activation (usually a sigmoid)."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """More fields of each request to vllm-classify, vllm-score and openai-judge, over the dialect's own."""
+    """More fields of each request to vllm-classify, vllm-score and openai-judge, over the dialect's
+    own."""
     revision: str = ""
     """Raise it when the model behind the URL changes: rewards are then made anew."""
     fingerprint: str = ""
-    """Filled in by the stage: of everything above that decides the number. If set, the section must have it."""
+    """Filled in by the stage: of everything above that decides the number. If set, the section must
+    have it."""
     allow_plain_http: Runtime[bool] = False
     """Send a token over http to a host other than this one."""
     batch_rows: Runtime[int] = Field(default=16, ge=1, le=10_000)
@@ -112,7 +124,8 @@ class ServerConfig(Base):
     total_seconds: Runtime[float] = Field(default=300.0, gt=0)
     """Longest time for one request with its retries and waits."""
     backoff_seconds: Runtime[float] = Field(default=0.5, ge=0)
-    """Longest pause before the first retry; it doubles with each, and is drawn at random below that."""
+    """Longest pause before the first retry; it doubles with each, and is drawn at random below
+    that."""
     requests_per_second: Runtime[float | None] = Field(default=None, gt=0)
     """Most requests a second, over all hosts. None: as many as `concurrency` gives."""
     breaker_failures: Runtime[int] = Field(default=8, ge=1)
@@ -130,13 +143,18 @@ class ServerConfig(Base):
     @model_validator(mode="before")
     @classmethod
     def _nothing_secret(cls, data: Any) -> Any:
-        """First, and with the whole section as its input, so that no message shows what was written."""
+        """First, and with the whole section as its input, so that no message shows what was
+        written."""
         if not isinstance(data, dict):
             return data
         token, urls = data.get("token", ""), data.get("urls", ())
         refuse_token(token)
         for url in urls if isinstance(urls, list | tuple) else [urls]:
-            refuse_url(url, bool(token) and not data.get("allow_plain_http"), ", or set allow_plain_http = true")
+            refuse_url(
+                url,
+                bool(token) and not data.get("allow_plain_http"),
+                ", or set allow_plain_http = true",
+            )
         defaults = {"name": data.get("dialect", "")}
         if data.get("dialect") == "openai-judge":
             defaults |= {"rubric": judge.RUBRIC, "score_pattern": judge.PATTERN}
@@ -163,16 +181,25 @@ class ServerConfig(Base):
     @model_validator(mode="after")
     def _fits(self) -> ServerConfig:
         for name, dialects in _BELONGS.items():
-            if self.dialect not in dialects and getattr(self, name) != type(self).model_fields[name].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(f"{name} belongs to dialect {' and '.join(dialects)}, not to {self.dialect}: leave it out")
+            if self.dialect not in dialects and getattr(self, name) != type(self).model_fields[
+                name
+            ].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{name} belongs to dialect {' and '.join(dialects)}, not to {self.dialect}: "
+                    "leave it out"
+                )
         _check_key(self.dialect, self.score_key)
         if self.dialect == "openai-judge" and not (self.model and self.range):
-            raise ValueError("openai-judge needs model, its name on the server, and range, the scores that the rubric allows")
+            raise ValueError(
+                "openai-judge needs model, its name on the server, and range, the scores that the "
+                "rubric allows"
+            )
         if self.rescale and not self.range:
             raise ValueError("rescale needs range, whose ends become 0 and 1")
-        for name, allowed in {"message_template": {"role", "content"}, "reply_template": set()}.items():
+        for name, allowed in {
+            "message_template": {"role", "content"},
+            "reply_template": set(),
+        }.items():
             if unknown := sorted(fields(getattr(self, name)) - allowed):
                 raise ValueError(f"{name} knows no {{{unknown[0]}}}; it may have {sorted(allowed)}")
         return self
@@ -188,23 +215,34 @@ def _check_key(dialect: str, key: str) -> None:
 def refuse_token(token: Any, name: str = "token") -> None:
     """ValueError, about `name`, unless `token` is empty or names a variable."""
     if token and not (isinstance(token, str) and TOKEN.fullmatch(token)):
-        raise ValueError(f"{name} must be env:NAME, the environment variable that holds it: a recipe is no place for a secret")
+        raise ValueError(
+            f"{name} must be env:NAME, the environment variable that holds it: a recipe is no "
+            "place for a secret"
+        )
 
 
 def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
-    """ValueError unless `url` is one that can be asked; it shows the host at most, as anything else may hold a secret.
+    """ValueError unless `url` is one that can be asked; it shows the host at most, as anything else
+    may hold a secret.
 
     `otherwise`: what may be done instead of taking https.
     """
     try:
-        parts = urlsplit(url) if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url else None
+        parts = (
+            urlsplit(url)
+            if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url
+            else None
+        )
         host, _ = (parts.hostname, parts.port) if parts else (None, None)
     except ValueError:
         parts = host = None
     if parts is None or not host or parts.scheme not in ("http", "https") or "\\" in parts.netloc:
         raise ValueError("a URL must be http://HOST:PORT/PATH or https://…, without spaces")
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise ValueError(f"the URL of {host} has a user, a query or a fragment: a secret goes into token, as env:NAME")
+        raise ValueError(
+            f"the URL of {host} has a user, a query or a fragment: a secret goes into token, as "
+            "env:NAME"
+        )
     if needs_tls and parts.scheme == "http" and not is_loopback(host):
         raise ValueError(f"a token would go to {host} in the clear: use https{otherwise}")
 
@@ -218,14 +256,23 @@ def is_loopback(host: str) -> bool:
 
 
 def secret(reference: str, owner: str) -> str:
-    """What stands in the variable of `env:NAME`; empty where `reference` is. ConfigError, about `owner`: it holds no token."""
+    """What stands in the variable of `env:NAME`; empty where `reference` is. ConfigError, about
+    `owner`: it holds no token."""
     if not reference:
         return ""
     if not TOKEN.fullmatch(reference):
-        raise ConfigError(owner, "token must be env:NAME, the variable that holds it", next="name it as env:NAME")
+        raise ConfigError(
+            owner, "token must be env:NAME, the variable that holds it", next="name it as env:NAME"
+        )
     name = reference.removeprefix("env:")
     token = os.environ.get(name, "")
     if len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
-        what = "is not set" if not token else f"holds no token: at least {_SHORTEST} ASCII characters, no spaces"
-        raise ConfigError(owner, f"environment variable {name} {what}", next=f"set {name} in the environment")
+        what = (
+            "is not set"
+            if not token
+            else f"holds no token: at least {_SHORTEST} ASCII characters, no spaces"
+        )
+        raise ConfigError(
+            owner, f"environment variable {name} {what}", next=f"set {name} in the environment"
+        )
     return token

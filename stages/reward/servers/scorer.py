@@ -1,8 +1,9 @@
 """A server as a scorer: batches become requests, some at a time, and answers become one part a row.
 
-What fails is a row's error, never a number: a request that is not answered in the retries and the time that the config allows, an
-answer that is not of its dialect, a number that is none. A row that spoils a request for others is found by halving. What no row
-could pass (a refused token, a redirect, a wrong path) ends scoring with RemoteError.
+What fails is a row's error, never a number: a request that is not answered in the retries and the
+time that the config allows, an answer that is not of its dialect, a number that is none. A row that
+spoils a request for others is found by halving. What no row could pass (a refused token, a
+redirect, a wrong path) ends scoring with RemoteError.
 
     scorer = ServerScorer(ServerConfig(dialect="quiver", urls=["http://127.0.0.1:8700"]))
     parts = scorer.score(batch)
@@ -33,7 +34,8 @@ from .transport import ExhaustedError, RefusedError, Transport
 VERSION = 1
 """Of what the client makes of an answer: a higher one makes rewards anew."""
 Notice = Callable[[str, str, str], None]
-"""Hears of a failed row at once: name of the server, rollout_id, error. What it raises ends the scoring."""
+"""Hears of a failed row at once: name of the server, rollout_id, error. What it raises ends the
+scoring."""
 _NO_MATTER = {"name", "weight", "extra", "fingerprint"}  # to what the server says of a row
 
 
@@ -41,13 +43,23 @@ class ServerScorer:
     """Scores batches on a server. `score` is called from one thread at a time, `close` from any."""
 
     def __init__(
-        self, config: ServerConfig, notice: Notice = lambda *_: None, prefill: Callable[[str], str] = lambda _: ""
+        self,
+        config: ServerConfig,
+        notice: Notice = lambda *_: None,
+        prefill: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """`notice` hears at once of rows that failed; `prefill`: the beginning of the answer that a rollout, by its id, was given.
+        """`notice` hears at once of rows that failed; `prefill`: the beginning of the answer that a
+        rollout, by its id, was given.
 
         ConfigError: the token's variable holds none.
         """
-        self.config, self.name, self.weight, self._notice, self._prefill = config, config.name, config.weight, notice, prefill
+        self.config, self.name, self.weight, self._notice, self._prefill = (
+            config,
+            config.name,
+            config.weight,
+            notice,
+            prefill,
+        )
         decides = {key: value for key, value in config.key().items() if key not in _NO_MATTER}
         self.fingerprint = f"server:{digest([VERSION, decides])}"
         self.seconds = 0.0
@@ -56,7 +68,9 @@ class ServerScorer:
         self._dialect = DIALECTS[config.dialect]
         urls = [urlsplit(url) for url in config.urls]
         paths = [url._replace(path=url.path or self._dialect.path).geturl() for url in urls]
-        self._transport = Transport(config, paths, secret(config.token, f"reward server {config.name}"))
+        self._transport = Transport(
+            config, paths, secret(config.token, f"reward server {config.name}")
+        )
 
     def require(self, columns: Iterable[str]) -> None:
         """ConfigError unless every column that is sent is there."""
@@ -65,7 +79,8 @@ class ServerScorer:
             near = difflib.get_close_matches(missing, offered, 1, 0.5)
             raise ConfigError(
                 f"reward server {self.name}",
-                f"sends {printable(missing)}, which is no column of the prompts ({printable(', '.join(sorted(offered))) or 'none'})"
+                f"sends {printable(missing)}, which is no column of the prompts "
+                f"({printable(', '.join(sorted(offered))) or 'none'})"
                 + (f"; did you mean {near[0]}?" if near else ""),
                 next="correct label, columns or rubric of that server",
             )
@@ -75,10 +90,15 @@ class ServerScorer:
         config = self.config
         if config.dialect == "quiver":
             return set(offered) - set(OFFERED) if config.columns is None else set(config.columns)
-        return fields(config.rubric) - judge.OFFERED if config.dialect == "openai-judge" else {config.label} - {""}
+        return (
+            fields(config.rubric) - judge.OFFERED
+            if config.dialect == "openai-judge"
+            else {config.label} - {""}
+        )
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row of `batch`, in order. RemoteError where the server refuses whatever is asked (401, a redirect, …).
+        """One part a row of `batch`, in order. RemoteError where the server refuses whatever is
+        asked (401, a redirect, …).
 
         What `notice` raises, this does. ResourceError after `close`.
         """
@@ -88,7 +108,9 @@ class ServerScorer:
         try:
             return _finish(self._score(rows))
         except asyncio.CancelledError:
-            raise ResourceError(f"reward server {self.name}", "was closed while it was asked") from None
+            raise ResourceError(
+                f"reward server {self.name}", "was closed while it was asked"
+            ) from None
         finally:
             self.seconds += time.monotonic() - start
 
@@ -100,7 +122,8 @@ class ServerScorer:
                 stop()
 
     async def _score(self, rows: list[Row]) -> list[Part]:
-        """Requests of the rows, `concurrency` at a time; each worker has a connection of its own."""
+        """Requests of the rows, `concurrency` at a time; each worker has a connection of its
+        own."""
         parts = [Part(error="was not asked")] * len(rows)
         requests = self._requests(rows)
         jobs = iter(requests)
@@ -144,8 +167,11 @@ class ServerScorer:
         chunks = [together[start : start + size] for start in range(0, len(together), size)]
         return chunks + [[at] for at, row in enumerate(rows) if self._dialect.alone(row)]
 
-    async def _ask(self, connection: Any, rows: list[Row], deadline: float | None = None) -> list[Part]:
-        """The parts of one request. Rows that spoil it for the others are found by halving, while the hosts work otherwise."""
+    async def _ask(
+        self, connection: Any, rows: list[Row], deadline: float | None = None
+    ) -> list[Part]:
+        """The parts of one request. Rows that spoil it for the others are found by halving, while
+        the hosts work otherwise."""
         ends = deadline or time.monotonic() + self.config.total_seconds
         try:
             body = to_json(self._dialect.encode(rows, self.config)).encode()
@@ -154,7 +180,11 @@ class ServerScorer:
         else:
             try:
                 return await self._transport.ask(
-                    connection, body, self._key(rows, body), lambda raw: self._read(raw, rows), deadline
+                    connection,
+                    body,
+                    self._key(rows, body),
+                    lambda raw: self._read(raw, rows),
+                    deadline,
                 )
             except RefusedError as error:
                 cause, halve = str(error), True
@@ -163,15 +193,22 @@ class ServerScorer:
         if not halve or len(rows) == 1:
             return [Part(error=cause)] * len(rows)
         middle = len(rows) // 2
-        return [*await self._ask(connection, rows[:middle], ends), *await self._ask(connection, rows[middle:], ends)]
+        return [
+            *await self._ask(connection, rows[:middle], ends),
+            *await self._ask(connection, rows[middle:], ends),
+        ]
 
     def _read(self, raw: bytes, rows: list[Row]) -> list[Part]:
         parts = self._dialect.decode(read_json(raw), rows, self.config)
         hide = self._transport.hide  # again: what was escaped in JSON is plain now
-        return [Part(value, error and hide(error), extra and hide(extra)) for value, error, extra in parts]
+        return [
+            Part(value, error and hide(error), extra and hide(extra))
+            for value, error, extra in parts
+        ]
 
     def _key(self, rows: list[Row], body: bytes) -> str:
-        """The same for each attempt at these rows and texts, another for any other: a server may know a repetition by it."""
+        """The same for each attempt at these rows and texts, another for any other: a server may
+        know a repetition by it."""
         said = to_json([self.config.revision, *(row.id for row in rows)]).encode()
         return hashlib.sha256(said + b"\n" + body).hexdigest()
 
@@ -181,5 +218,7 @@ def _finish(work: Coroutine[Any, Any, list[Part]]) -> list[Part]:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    with ThreadPoolExecutor(1) as pool:  # the caller is a notebook or a server with a loop of its own
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # the caller is a notebook or a server with a loop of its own
         return pool.submit(asyncio.run, work).result()

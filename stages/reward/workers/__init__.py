@@ -1,1 +1,2 @@
-"""Functions in worker processes: a row that hangs, crashes or prints without end costs itself alone."""
+"""Functions in worker processes: a row that hangs, crashes or prints without end costs itself
+alone."""

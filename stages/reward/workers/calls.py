@@ -1,8 +1,10 @@
-"""Calls of reward functions, as they happen inside a worker: what is asked for is given by name, what comes back is read.
+"""Calls of reward functions, as they happen inside a worker: what is asked for is given by name,
+what comes back is read.
 
-Where a call on several rows fails as a whole (it raises, or returns no list of their number), the rows are called one by one, so
-that only those carry the error that fail alone. Async functions are called with one row each, many at once. After each call the
-working folder, the environment and the standard streams are what they were.
+Where a call on several rows fails as a whole (it raises, or returns no list of their number), the
+rows are called one by one, so that only those carry the error that fail alone. Async functions are
+called with one row each, many at once. After each call the working folder, the environment and the
+standard streams are what they were.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ Columns = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function that was found, and its arguments. `takes` is None where it takes every column."""
+    """A reward function that was found, and its arguments. `takes` is None where it takes every
+    column."""
 
     call: Callable[..., Any]
     arguments: dict[str, Any]
@@ -42,7 +45,8 @@ class Function:
         return inspect.iscoroutinefunction(self.call) or inspect.iscoroutinefunction(called)
 
     def keywords(self, columns: Columns) -> dict[str, Any]:
-        """What it is called with; its arguments come first, in copies, since a call may change them in place."""
+        """What it is called with; its arguments come first, in copies, since a call may change them
+        in place."""
         return {**columns, **_copied(self.arguments)}
 
 
@@ -56,19 +60,24 @@ def _copied(value: Any) -> Any:
 
 
 def load(use: str, name: str, arguments: dict[str, Any], extra: bool = False) -> Function:
-    """The function that a recipe names. ConfigError: there is none of that name, or it can not take the arguments."""
+    """The function that a recipe names. ConfigError: there is none of that name, or it can not take
+    the arguments."""
     if ":" in use:
         call, sha256 = dotted.load(use, "reward function")
         fingerprint = f"sha256:{sha256}"
     elif use in FUNCTIONS:
         shipped = FUNCTIONS[use]
-        call, fingerprint = shipped.function, ":".join(filter(None, ["quiver", str(shipped.version), shipped.holds(arguments)]))
+        call, fingerprint = (
+            shipped.function,
+            ":".join(filter(None, ["quiver", str(shipped.version), shipped.holds(arguments)])),
+        )
     else:
         near = difflib.get_close_matches(use, FUNCTIONS, 1, 0.5)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FUNCTIONS)}"
         raise ConfigError(
             f"reward function {printable(use)}",
-            f"no function of that name comes with Quiver; {hint}; your own is module:function or file.py:function",
+            f"no function of that name comes with Quiver; {hint}; your own is module:function or "
+            "file.py:function",
             next="quiver rewards",
         )
     takes, needs = _parameters(call, name)
@@ -92,7 +101,9 @@ def _parameters(function: Callable, name: str) -> tuple[frozenset[str] | None, f
         return None, frozenset()
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise ConfigError(
-            f"reward function {name}", "has positional-only parameters; it is called by keyword", next="take the / out"
+            f"reward function {name}",
+            "has positional-only parameters; it is called by keyword",
+            next="take the / out",
         )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -100,7 +111,7 @@ def _parameters(function: Callable, name: str) -> tuple[frozenset[str] | None, f
     return None if everything else frozenset(p.name for p in named), needs
 
 
-# -- calls ------------------------------------------------------------------------------------------------------------------
+# -- calls
 
 
 def call(function: Function, fresh: Callable[[], Columns], rows: int) -> list[Part]:
@@ -111,7 +122,8 @@ def call(function: Function, fresh: Callable[[], Columns], rows: int) -> list[Pa
     columns = fresh()
     alone = [_once(function, pick(columns, row), 1) for row in range(rows)]
     if length is not None and sum(each or 0 for _, each in alone) != length:
-        return parts  # its answers do not belong to rows (a mean of all, say): none of them is to be trusted
+        # its answers do not belong to rows (a mean of all, say): none of them is to be trusted
+        return parts
     return [found[0] for found, _ in alone]
 
 
@@ -121,19 +133,27 @@ def pick(columns: Columns, row: int) -> Columns:
 
 
 def _once(function: Function, columns: Columns, rows: int) -> tuple[list[Part], int | None]:
-    """The parts of one call, and how many values it returned; None where it raised or returned no list."""
+    """The parts of one call, and how many values it returned; None where it raised or returned no
+    list."""
     try:
         with _Surroundings():
             returned = function.call(**function.keywords(columns))
         return read(returned, rows, function.extra)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too: they are the function's, nobody interrupts a worker
+    # SystemExit and KeyboardInterrupt too: they are the function's, nobody interrupts a worker
+    except BaseException as error:
         return [_raised(error)] * rows, None
 
 
 async def call_together(
-    function: Function, columns: Columns, rows: int, at_once: int, seconds: float, tell: Callable[[int, Part], None]
+    function: Function,
+    columns: Columns,
+    rows: int,
+    at_once: int,
+    seconds: float,
+    tell: Callable[[int, Part], None],
 ) -> None:
-    """Call an async function for each row, `at_once` of them waiting together, each for `seconds`; `tell` as each is done."""
+    """Call an async function for each row, `at_once` of them waiting together, each for `seconds`;
+    `tell` as each is done."""
     import asyncio  # slow to import, and most workers need it not
 
     gate = asyncio.Semaphore(at_once)
@@ -160,10 +180,15 @@ async def _once_async(function: Function, columns: Columns) -> Part:
 
 
 class _Surroundings:
-    """Puts back working folder, environment and standard streams after a call, and ends a copy of the process that it forked."""
+    """Puts back working folder, environment and standard streams after a call, and ends a copy of
+    the process that it forked."""
 
     def __enter__(self) -> None:
-        self.process, self.environment, self.folder = os.getpid(), os.environ.copy(), os.open(".", os.O_RDONLY)
+        self.process, self.environment, self.folder = (
+            os.getpid(),
+            os.environ.copy(),
+            os.open(".", os.O_RDONLY),
+        )
         self.streams = sys.stdout, sys.stderr
 
     def __exit__(self, *_: object) -> None:
@@ -178,7 +203,9 @@ class _Surroundings:
 
 def _end_if_forked(process: int) -> None:
     if os.getpid() != process:
-        os._exit(0)  # a copy came back from the function into our code; only the worker itself goes on with it
+        os._exit(
+            0
+        )  # a copy came back from the function into our code; only the worker itself goes on with it
 
 
 def late(seconds: float) -> Part:
@@ -194,18 +221,21 @@ def _raised(error: BaseException) -> Part:
     return Part(error=printable(text[:1000]))  # cut first: it may be of any length
 
 
-# -- what came back -----------------------------------------------------------------------------------------------------------
+# -- what came back
 
 
 def read(returned: Any, rows: int, extra: bool = False) -> tuple[list[Part], int | None]:
-    """One part a row of what a function returned, a list or an array or tensor of one dimension, and its length.
+    """One part a row of what a function returned, a list or an array or tensor of one dimension,
+    and its length.
 
-    Anything else is an error of every row; the length is None where it has none. `extra`: a value may be a mapping with the
-    number under `reward`; what stands beside it is kept.
+    Anything else is an error of every row; the length is None where it has none. `extra`: a value
+    may be a mapping with the number under `reward`; what stands beside it is kept.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, list | tuple):
-        return [Part(error=f"returned {type(returned).__name__}, expected a list of {rows} floats")] * rows, None
+        return [
+            Part(error=f"returned {type(returned).__name__}, expected a list of {rows} floats")
+        ] * rows, None
     if len(values) != rows:
         return [Part(error=f"returned {len(values)} values for {rows} rows")] * rows, len(values)
     return [_read_one(value, extra) for value in values], rows
@@ -217,8 +247,14 @@ def _read_one(value: Any, extra: bool) -> Part:
         return Part()
     if isinstance(value, Mapping):
         return _read_mapping(value, extra)
-    if not isinstance(value, int | float):  # True and False are 1 and 0; text is never read as a number
-        return Part(error=printable(f"returned {type(value).__name__} {repr(value)[:1000]}, expected a float or None"))
+    if not isinstance(
+        value, int | float
+    ):  # True and False are 1 and 0; text is never read as a number
+        return Part(
+            error=printable(
+                f"returned {type(value).__name__} {repr(value)[:1000]}, expected a float or None"
+            )
+        )
     if not abs(value) <= LARGEST:  # NaN compares false
         shown = value if isinstance(value, float) else "an integer"
         return Part(error=f"returned {shown}, which is not finite as float32")
@@ -227,7 +263,10 @@ def _read_one(value: Any, extra: bool) -> Part:
 
 def _read_mapping(value: Mapping, extra: bool) -> Part:
     if not extra:
-        return Part(error=f"returned {type(value).__name__}, expected a float or None; extra = true lets it return mappings")
+        return Part(
+            error=f"returned {type(value).__name__}, expected a float or None; extra = true lets "
+            "it return mappings"
+        )
     if "reward" not in value:
         return Part(error=f"returned {type(value).__name__} without a key reward")
     if isinstance(value["reward"], Mapping):

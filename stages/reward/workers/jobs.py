@@ -1,4 +1,5 @@
-"""The rows of one scoring as they are dealt out: how many a call has, which are called alone, and what came of them.
+"""The rows of one scoring as they are dealt out: how many a call has, which are called alone, and
+what came of them.
 
 job = Job(function, columns, rows=256, notice=…)
 job.take(grown=0, workers=2)      # [0]: the first call of a function in a process has one row
@@ -71,9 +72,16 @@ class Function:
 
 
 class Job:
-    """The rows of one `run`: those to be called, those to be called alone, and what came of the others."""
+    """The rows of one `run`: those to be called, those to be called alone, and what came of the
+    others."""
 
-    def __init__(self, function: Function, columns: dict[str, list[Any]], rows: int, notice: Callable[[int, Part], None]):
+    def __init__(
+        self,
+        function: Function,
+        columns: dict[str, list[Any]],
+        rows: int,
+        notice: Callable[[int, Part], None],
+    ):
         self.function, self.columns, self.notice = function, columns, notice
         self.parts: list[Part | None] = [None] * rows
         self.next, self.alone, self.running, self.missing = 0, deque[int](), 0, rows
@@ -93,9 +101,14 @@ class Job:
         return self.waiting > 0 or not (self.parts or self.running)
 
     def seconds(self) -> float:
-        """How long one process would take for the waiting rows; where that is not known, how long they have waited."""
+        """How long one process would take for the waiting rows; where that is not known, how long
+        they have waited."""
         known = self.function.row_seconds
-        return self.waiting * known if known is not None and self.running else time.monotonic() - self.began
+        return (
+            self.waiting * known
+            if known is not None and self.running
+            else time.monotonic() - self.began
+        )
 
     def take(self, grown: int, workers: int) -> list[int]:
         """The next rows for one of `workers` processes, whose last call had `grown` rows."""
@@ -105,7 +118,11 @@ class Job:
         size = min(rest, function.now, function.rows if grown else 1)
         if grown and not function.about.waits:
             speed = 1 / max(function.row_seconds, 1e-9)
-            share = max(math.ceil(rest / (2 * workers)), int(_LEAST_SECONDS * speed)) if workers > 1 else rest
+            share = (
+                max(math.ceil(rest / (2 * workers)), int(_LEAST_SECONDS * speed))
+                if workers > 1
+                else rest
+            )
             aim = min(_AIM_SECONDS, function.batch_seconds / 3)
             size = max(1, min(size, grown * _GROWTH, share, int(aim * speed)))
         self.next += size
@@ -121,12 +138,17 @@ class Job:
             self.notice(row, part)
 
     def spoiled(self, rows: list[int], error: Late | Ended) -> None:
-        """A call took too long or ended its process: what it left is called row by row, or was one row, which then failed."""
+        """A call took too long or ended its process: what it left is called row by row, or was one
+        row, which then failed."""
         function, left = self.function, [row for row in rows if self.parts[row] is None]
         if len(rows) > 1:
             self.alone += left
             function.now = max(1, len(rows) // 4)
         elif left:
             function.now = function.rows  # it was this row, and not that calls are too large
-            how = late(function.seconds) if isinstance(error, Late) else Part(error=f"WorkerEnded: its process ended {error}")
+            how = (
+                late(function.seconds)
+                if isinstance(error, Late)
+                else Part(error=f"WorkerEnded: its process ended {error}")
+            )
             self.put(left[0], how)

@@ -1,13 +1,15 @@
-"""A pool of worker processes: rows are dealt out in calls of about a second, and a row that spoils its call is called alone.
+"""A pool of worker processes: rows are dealt out in calls of about a second, and a row that spoils
+its call is called alone.
 
     with Pool(workers=2) as pool:
         function = Function(use="numeric", name="numeric", arguments={})
         parts = pool.run(function, {"completions": [...], "answer": [...]}, rows=256)
 
-A worker's first call of a function has one row, later ones grow with the measured speed. A call on several rows has at most
-BATCH_SECONDS; where it takes longer, or its process ends, the process is killed and each of the rows is called alone, with the
-function's own `seconds`. So a row that hangs costs itself alone, at most seconds + BATCH_SECONDS and the start of a process, and
-a slow one succeeds. What comes out does not depend on how many workers there are, nor on the calls' sizes.
+A worker's first call of a function has one row, later ones grow with the measured speed. A call on
+several rows has at most BATCH_SECONDS; where it takes longer, or its process ends, the process is
+killed and each of the rows is called alone, with the function's own `seconds`. So a row that hangs
+costs itself alone, at most seconds + BATCH_SECONDS and the start of a process, and a slow one
+succeeds. What comes out does not depend on how many workers there are, nor on the calls' sizes.
 
 Processes start when there is work for them, and functions are loaded when first called.
 """
@@ -35,7 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class Pool:
-    """At most `workers` processes (None: one a core), each with at most `memory_gib`; and one more for each async function."""
+    """At most `workers` processes (None: one a core), each with at most `memory_gib`; and one more
+    for each async function."""
 
     def __init__(self, workers: int | None = None, memory_gib: float | None = None) -> None:
         self.workers, self.memory_gib = workers or len(os.sched_getaffinity(0)), memory_gib
@@ -66,9 +69,11 @@ class Pool:
         rows: int,
         notice: Callable[[int, Part], None] = lambda *_: None,
     ) -> list[Part]:
-        """One part for each of `rows` rows. `notice` hears of each error at once, from another thread; what it raises, this does.
+        """One part for each of `rows` rows. `notice` hears of each error at once, from another
+        thread; what it raises, this does.
 
-        ConfigError where the function can not be loaded, ResourceError where no process can be started.
+        ConfigError where the function can not be loaded, ResourceError where no process can be
+        started.
         """
         job = Job(function, columns, rows, notice)
         if rows:
@@ -76,7 +81,8 @@ class Pool:
         return job.parts
 
     def close(self) -> None:
-        """Kill all processes and all that they started; a `run` that waits ends with ResourceError."""
+        """Kill all processes and all that they started; a `run` that waits ends with
+        ResourceError."""
         with self._changed:
             self._closing = True
             for worker in self._live:
@@ -90,7 +96,11 @@ class Pool:
             if self._closing:
                 raise _closed()
             self._jobs.append(job)
-            waiting = {each.function.key for each in self._jobs if each.function.about and each.function.about.waits}
+            waiting = {
+                each.function.key
+                for each in self._jobs
+                if each.function.about and each.function.about.waits
+            }
             self._most = self.workers + len(waiting)
             self._spare()
             self._changed.notify_all()
@@ -98,12 +108,16 @@ class Pool:
         if job.error is not None:
             raise job.error
 
-    # -- lanes: one thread and at most one process each ---------------------------------------------------------------------
+    # -- lanes: one thread and at most one process each
 
     def _spare(self) -> None:
         """One lane without a process, beside those that have one, as long as more may have one."""
         if self._started == len(self._lanes) < self._most:
-            self._lanes.append(threading.Thread(target=self._lane, daemon=True, name=f"reward worker {len(self._lanes)}"))
+            self._lanes.append(
+                threading.Thread(
+                    target=self._lane, daemon=True, name=f"reward worker {len(self._lanes)}"
+                )
+            )
             self._lanes[-1].start()
 
     def _lane(self) -> None:
@@ -116,14 +130,16 @@ class Pool:
         finally:
             self._end(worker)
             with self._changed:
-                self._closing = True  # one lane that failed is missing for ever: better none than calls that wait for it
+                # one lane that failed is missing for ever: better none than calls that wait for it
+                self._closing = True
                 self._changed.notify_all()
                 for job in self._jobs[:]:
                     job.error = job.error or failure
                     self._finish(job)
 
     def _next(self, worker: Worker | None) -> tuple[Job, list[int]] | None:
-        """The next call; None when the pool closes. A lane without a process takes one only where that is worth starting one."""
+        """The next call; None when the pool closes. A lane without a process takes one only where
+        that is worth starting one."""
         with self._changed:
             while not self._closing:
                 jobs = sorted((job for job in self._jobs if job.open), key=lambda job: job.running)
@@ -192,23 +208,41 @@ class Pool:
                 self._live.discard(worker)
 
     def _load(self, worker: Worker, function: Function) -> None:
-        """Have the function loaded, once a process. ConfigError where that fails, or where its code is another than before."""
+        """Have the function loaded, once a process. ConfigError where that fails, or where its code
+        is another than before."""
         if function.key in worker.grown:
             return
-        wanted = {key: getattr(function, key) for key in ("key", "use", "name", "arguments", "extra")}
+        wanted = {
+            key: getattr(function, key) for key in ("key", "use", "name", "arguments", "extra")
+        }
         worker.send({"load": wanted})
         try:
             found = _about(worker.receive(LOAD_SECONDS))
         except (Late, Ended) as error:
             if self._closing:
                 raise
-            how = f"took longer than {LOAD_SECONDS:g} s" if isinstance(error, Late) else f"ended its process {error}"
-            name, what = f"reward function {function.name}", f"importing {printable(function.use)} {how}"
+            how = (
+                f"took longer than {LOAD_SECONDS:g} s"
+                if isinstance(error, Late)
+                else f"ended its process {error}"
+            )
+            name, what = (
+                f"reward function {function.name}",
+                f"importing {printable(function.use)} {how}",
+            )
             next = f"see what {printable(function.use)} does when it is imported"
             raise ConfigError(name, what, next=next) from None
         if function.about and function.about.fingerprint != found.fingerprint:
-            what = f"its file changed meanwhile: fingerprint expected {function.about.fingerprint}, found {found.fingerprint}"
-            raise ConfigError(f"reward function {function.name}", what, state="finished shards are kept.", next="run again")
+            what = (
+                f"its file changed meanwhile: fingerprint expected {function.about.fingerprint}, "
+                f"found {found.fingerprint}"
+            )
+            raise ConfigError(
+                f"reward function {function.name}",
+                what,
+                state="finished shards are kept.",
+                next="run again",
+            )
         function.about, worker.grown[function.key] = found, 0
 
     def _ask(self, worker: Worker, job: Job, rows: list[int]) -> None:
@@ -216,7 +250,11 @@ class Pool:
         function, waits = job.function, job.function.about.waits
         limit = function.seconds if len(rows) == 1 else function.batch_seconds
         chosen = {name: values[rows[0] : rows[-1] + 1] for name, values in job.columns.items()}
-        request = {"key": function.key, "rows": len(rows), "call": pickle.dumps(chosen, pickle.HIGHEST_PROTOCOL)}
+        request = {
+            "key": function.key,
+            "rows": len(rows),
+            "call": pickle.dumps(chosen, pickle.HIGHEST_PROTOCOL),
+        }
         worker.send({**request, "at_once": function.at_once, "seconds": function.seconds})
         end = time.monotonic() + limit + (_LATE_SECONDS if waits else 0)
         answer = {"done": False}
@@ -239,7 +277,8 @@ def _closed() -> ResourceError:
 
 
 def _about(answer: dict[str, Any]) -> About:
-    """What the answer to a load says. QuiverError where it could not be loaded, Ended as in `_parts`."""
+    """What the answer to a load says. QuiverError where it could not be loaded, Ended as in
+    `_parts`."""
     try:
         if "error" in answer:
             raise from_dict(answer["error"])
@@ -251,10 +290,13 @@ def _about(answer: dict[str, Any]) -> About:
 
 
 def _parts(answer: dict[str, Any], rows: int) -> list[tuple[int, Part]]:
-    """Rows and their parts. Ended where the answer is not of the form that workers give: its process is not what it was."""
+    """Rows and their parts. Ended where the answer is not of the form that workers give: its
+    process is not what it was."""
     try:
         parts = [(row, Part(value, error, extra)) for row, value, error, extra in answer["parts"]]
-        good = all(0 <= row < rows and (p.value is None or abs(p.value) <= LARGEST) for row, p in parts)
+        good = all(
+            0 <= row < rows and (p.value is None or abs(p.value) <= LARGEST) for row, p in parts
+        )
         texts = all(isinstance(text, str | None) for _, part in parts for text in part[1:])
         timed = not answer["done"] or answer["seconds"] >= 0
     except (KeyError, TypeError, ValueError):

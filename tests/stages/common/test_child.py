@@ -98,7 +98,8 @@ def test_a_killed_parent_leaves_nobody(stubborn, tmp_path, end):
 
 
 def test_a_grandchild_that_holds_the_pipe_is_ended(tmp_path):
-    """The stage is done, something that it started is not: the caller goes on, and the other is killed."""
+    """The stage is done, something that it started is not: the caller goes on, and the other is
+    killed."""
     code = """
         import subprocess, sys
         other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -131,7 +132,9 @@ def test_a_child_that_never_stops_writing_meets_its_time_limit():
 
 def test_a_line_without_end_is_cut(monkeypatch):
     monkeypatch.setattr(child, "_LONGEST_LINE", 1000)
-    other = subprocess.Popen([sys.executable, "-c", "print('a' * 10_000_000 + 'b')"], stdout=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", "print('a' * 10_000_000 + 'b')"], stdout=subprocess.PIPE
+    )
     (line,) = child.lines_of(other, "test", None)
     assert line.endswith("b") and len(line) < 200_000
     other.wait()

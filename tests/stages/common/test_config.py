@@ -1,4 +1,5 @@
-"""Configs: unknown keys name the nearest, wrong values say what is allowed, runtime knobs stay out of the key."""
+"""Configs: unknown keys name the nearest, wrong values say what is allowed, runtime knobs stay out
+of the key."""
 
 from typing import Literal
 
@@ -43,11 +44,20 @@ def test_runtime_knobs_are_not_in_the_key():
     ("data", "said"),
     [
         ({"engin": "vllm"}, "unknown key engin; did you mean engine?"),
-        ({"sampling": {"temprature": 1}}, "unknown key sampling.temprature; did you mean temperature?"),
-        ({"sampling": {"temperature": -1}}, "sampling.temperature: Input should be greater than or equal to 0, got -1"),
+        (
+            {"sampling": {"temprature": 1}},
+            "unknown key sampling.temprature; did you mean temperature?",
+        ),
+        (
+            {"sampling": {"temperature": -1}},
+            "sampling.temperature: Input should be greater than or equal to 0, got -1",
+        ),
         ({"engine": "x"}, "engine: Input should be 'vllm' or 'scripted', got 'x'"),
         ({"shards": "many"}, "shards: Input should be a valid integer"),
-        ({"sampling": {"temperature": float("nan")}}, "sampling.temperature: Input should be a finite number, got nan"),
+        (
+            {"sampling": {"temperature": float("nan")}},
+            "sampling.temperature: Input should be a finite number, got nan",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(data, said):

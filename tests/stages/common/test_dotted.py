@@ -6,7 +6,8 @@ CODE = "def where():\n    return __file__\n"
 
 
 def test_copies_of_a_file_are_modules_of_their_own(tmp_path):
-    """A function that opens what lies beside its file finds that folder's, not that of a copy loaded before."""
+    """A function that opens what lies beside its file finds that folder's, not that of a copy
+    loaded before."""
     found = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,5 @@
-"""Functions whose first call two threads may not make at once: all that torch hands to MKL, before any model computes."""
+"""Functions whose first call two threads may not make at once: all that torch hands to MKL, before
+any model computes."""
 
 import re
 import subprocess
@@ -48,6 +49,7 @@ assert make_first_calls.cache_info().currsize == 1
 
 @pytest.mark.slow
 def test_the_first_cosines_of_a_process_are_right():
-    """Without the first calls one process of ten to thirty failed, on a processor where torch takes MKL's AVX-512."""
+    """Without the first calls one process of ten to thirty failed, on a processor where torch takes
+    MKL's AVX-512."""
     for _ in range(60):
         subprocess.run([sys.executable, "-c", FIRST_COSINES], check=True)

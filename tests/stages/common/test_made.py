@@ -1,4 +1,5 @@
-"""A base model that a function of the user's makes: once, told by its file and arguments; whatever it does wrong is named."""
+"""A base model that a function of the user's makes: once, told by its file and arguments; whatever
+it does wrong is named."""
 
 import re
 
@@ -45,7 +46,9 @@ def test_it_is_made_once_and_holds_what_makes_a_model(store, source, tmp_path):
     version, folder = store.open(ref), make_folder(tmp_path / "same", "t5", seed=3)
     names = {entry.name for entry in version.manifest.files}
     assert (
-        names == {path.name for path in folder.iterdir()} == {path.name for path in version.path.iterdir()} - {"manifest.json"}
+        names
+        == {path.name for path in folder.iterdir()}
+        == {path.name for path in version.path.iterdir()} - {"manifest.json"}
     )
     for name in names:
         assert (version.path / name).read_bytes() == (folder / name).read_bytes()
@@ -60,7 +63,10 @@ def test_other_code_or_arguments_are_another_base(store, source):
     with pytest.raises(ConflictError, match="the run starts from another base model"):
         run(_config(source), store, into="a")
     assert _calls(source) == 1 and store.numbers("a", "policy") == [0]
-    same, other = run(_config(source), store, into="b"), run(_config(source, seed=1), store, into="c")
+    same, other = (
+        run(_config(source), store, into="b"),
+        run(_config(source, seed=1), store, into="c"),
+    )
     weights = [as_model("policy", store.open(ref)).weights for ref in (first, same, other)]
     assert weights[0] == weights[1] != weights[2]
 
@@ -69,16 +75,30 @@ def test_other_code_or_arguments_are_another_base(store, source):
     ("body", "arguments", "said"),
     [
         ("raise ValueError('no digits left')", {}, "raised ValueError: no digits left"),
-        ("pass", {"sede": 1}, "raised TypeError: prepare() got an unexpected keyword argument 'sede'"),
+        (
+            "pass",
+            {"sede": 1},
+            "raised TypeError: prepare() got an unexpected keyword argument 'sede'",
+        ),
         ("pass", {}, "config.json is missing"),
-        ("make_folder(folder); (folder / 'tokenizer.json').unlink()", {}, "the tokenizer's files are missing"),
+        (
+            "make_folder(folder); (folder / 'tokenizer.json').unlink()",
+            {},
+            "the tokenizer's files are missing",
+        ),
         ("make_folder(folder); (folder / 'model.safetensors').unlink()", {}, "no *.safetensors"),
-        ("make_folder(folder); (folder / 'model.safetensors').write_bytes(b'half')", {}, "model.safetensors is cut"),
+        (
+            "make_folder(folder); (folder / 'model.safetensors').write_bytes(b'half')",
+            {},
+            "model.safetensors is cut",
+        ),
     ],
 )
 def test_what_goes_wrong_is_named_and_nothing_is_kept(store, source, body, arguments, said):
     whole = source.read_text()
-    source.write_text(f"from tests.tiny import make_folder\ndef prepare(folder, seed=0):\n    {body}\n")
+    source.write_text(
+        f"from tests.tiny import make_folder\ndef prepare(folder, seed=0):\n    {body}\n"
+    )
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         run(_config(source, **arguments), store, into="a")
     assert f"{source}:prepare" in caught.value.object and caught.value.next
@@ -88,13 +108,18 @@ def test_what_goes_wrong_is_named_and_nothing_is_kept(store, source, body, argum
 
 
 def test_pickled_weights_are_refused(store, source):
-    source.write_text("def prepare(folder):\n    (folder / 'config.json').write_text('{}')\n    (folder / 'x.bin').touch()\n")
+    source.write_text(
+        "def prepare(folder):\n    (folder / 'config.json').write_text('{}')\n    (folder / "
+        "'x.bin').touch()\n"
+    )
     with pytest.raises(SecurityError, match="pickled"):
         run(_config(source), store, into="a")
 
 
 def test_a_full_disk_is_not_the_functions_fault(store, source):
-    source.write_text("import errno\ndef prepare(folder):\n    raise OSError(errno.ENOSPC, 'no space')\n")
+    source.write_text(
+        "import errno\ndef prepare(folder):\n    raise OSError(errno.ENOSPC, 'no space')\n"
+    )
     with pytest.raises(OSError, match="the disk is full") as caught:
         run(_config(source), store, into="a")
     assert caught.value.code == "E-RESOURCE"
@@ -111,4 +136,9 @@ def test_a_function_that_is_not_there(store, source, tmp_path):
 
 def test_a_directory_may_bear_such_a_name(store, tmp_path):
     folder = make_folder(tmp_path / "run:best")
-    assert store.open(run(PolicyConfig(model=str(folder)), store, into="a")).manifest.metrics["parameters"] > 0
+    assert (
+        store.open(run(PolicyConfig(model=str(folder)), store, into="a")).manifest.metrics[
+            "parameters"
+        ]
+        > 0
+    )

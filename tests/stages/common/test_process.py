@@ -15,12 +15,34 @@ from stages.common.work import NotDone, Work
 def test_an_unexpected_error_is_told_as_such(store, tmp_path):
     """Not as a dead process, and not with advice to try again."""
     spec, result = tmp_path / "spec.json", tmp_path / "result.json"
-    spec.write_text(json.dumps({"stage": "policy", "config": {"model": 3}, "store": "s", "refs": {}, "into": "a"}))
-    command = [sys.executable, "-m", "stages", "policy", "--spec", str(spec), "--result", str(result)]
+    spec.write_text(
+        json.dumps(
+            {"stage": "policy", "config": {"model": 3}, "store": "s", "refs": {}, "into": "a"}
+        )
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "stages",
+        "policy",
+        "--spec",
+        str(spec),
+        "--result",
+        str(result),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     error = json.loads(result.read_text())["error"]
     assert (done.returncode, error["code"], error["object"]) == (2, "E-CONFIG", "stage policy")
-    spec.write_text(json.dumps({"stage": "policy", "config": {"model": "x"}, "store": str(store.path), "refs": {"x": "y"}}))
+    spec.write_text(
+        json.dumps(
+            {
+                "stage": "policy",
+                "config": {"model": "x"},
+                "store": str(store.path),
+                "refs": {"x": "y"},
+            }
+        )
+    )
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     error = json.loads(result.read_text())["error"]
     assert (done.returncode, error["code"]) == (1, "E-INTERNAL")

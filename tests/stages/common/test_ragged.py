@@ -14,7 +14,10 @@ KIND = pa.list_(pa.field("item", pa.float32(), nullable=False))
 
 def _random_rows(seed: int) -> list[list[float]]:
     rng = random.Random(seed)
-    return [[float(rng.randrange(1000)) for _ in range(rng.choice([0, 0, 1, 2, 7]))] for _ in range(rng.randrange(0, 30))]
+    return [
+        [float(rng.randrange(1000)) for _ in range(rng.choice([0, 0, 1, 2, 7]))]
+        for _ in range(rng.randrange(0, 30))
+    ]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -24,7 +27,9 @@ def test_round_trip_of_random_rows_in_random_slices_and_chunks(seed):
     low = rng.randrange(len(rows) + 1)
     high = rng.randrange(low, len(rows) + 1)
     cut = rng.randrange(high - low + 1)
-    sliced = pa.chunked_array([*column.slice(low, cut).chunks, *column.slice(low + cut, high - low - cut).chunks], KIND)
+    sliced = pa.chunked_array(
+        [*column.slice(low, cut).chunks, *column.slice(low + cut, high - low - cut).chunks], KIND
+    )
     ragged = Ragged.from_arrow(sliced)
     assert [row.tolist() for row in ragged] == rows[low:high]
     assert ragged.lengths.tolist() == [len(row) for row in rows[low:high]]
@@ -70,7 +75,9 @@ def test_take_sums_and_means_are_those_of_python_lists(seed):
     taken = ragged.take(torch.tensor(chosen, dtype=torch.int64))
     assert [row.tolist() for row in taken] == [rows[i] for i in chosen]
     assert ragged.segment_sum().tolist() == [sum(row) for row in rows]
-    assert ragged.segment_mean().tolist() == pytest.approx([sum(row) / len(row) if row else 0.0 for row in rows])
+    assert ragged.segment_mean().tolist() == pytest.approx(
+        [sum(row) / len(row) if row else 0.0 for row in rows]
+    )
     assert ragged.segment_ids.tolist() == [i for i, row in enumerate(rows) for _ in row]
     for i in range(-len(rows), len(rows)):
         assert ragged[i].tolist() == rows[i]
@@ -114,18 +121,27 @@ def mapped_column(tmp_path) -> pa.ChunkedArray:
 def test_mapped_rows_are_the_rows_joined(mapped_column):
     mapped, joined = Mapped.from_arrow(mapped_column), Ragged.from_arrow(mapped_column)
     assert len(mapped) == 5 and torch.equal(mapped.offsets, joined.offsets)
-    assert [row.tolist() for row in mapped] == [row.tolist() for row in joined] == [[1, 2, 3], [], [4], [5, 6], [7, 8, 9, 10]]
+    assert (
+        [row.tolist() for row in mapped]
+        == [row.tolist() for row in joined]
+        == [[1, 2, 3], [], [4], [5, 6], [7, 8, 9, 10]]
+    )
     assert mapped[-1].tolist() == [7, 8, 9, 10]
     rows = torch.tensor([4, 0, 1, 4])
     chosen = mapped.take(rows).take(torch.tensor([3, 1, 2]))
     assert [view.tolist() for view in chosen.views(np.array([0, 2]))] == [[7, 8, 9, 10], []]
     assert torch.equal(chosen.values, joined.take(rows).take(torch.tensor([3, 1, 2])).values)
-    assert torch.equal(mapped.positions(rows), joined.positions(rows)) and torch.equal(mapped.values, joined.values)
+    assert torch.equal(mapped.positions(rows), joined.positions(rows)) and torch.equal(
+        mapped.values, joined.values
+    )
 
 
 def test_mapped_rows_are_not_copied(mapped_column):
     mapped = Mapped.from_arrow(mapped_column)
-    base, size = mapped_column.chunk(0).buffers()[3].address, mapped_column.chunk(0).buffers()[3].size
+    base, size = (
+        mapped_column.chunk(0).buffers()[3].address,
+        mapped_column.chunk(0).buffers()[3].size,
+    )
     assert base <= mapped[0].data_ptr() < base + size
     assert mapped.take(torch.tensor([2, 0]))[1].data_ptr() == mapped[0].data_ptr()
 

@@ -1,4 +1,5 @@
-"""Shared work on the level of shards: whose each is, what a death leaves, two commits at once, and who may not join."""
+"""Shared work on the level of shards: whose each is, what a death leaves, two commits at once, and
+who may not join."""
 
 import os
 import re
@@ -59,7 +60,8 @@ def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
 
 
 def test_the_first_of_two_shards_stays(store):
-    """A slow process writes a shard that another has finished: the file is not touched, nor its note."""
+    """A slow process writes a shard that another has finished: the file is not touched, nor its
+    note."""
     with work_on(store) as slow, work_on(store, patience=0.0) as quick:
         assert slow.claims(1).take() == 0 and quick.claims(1).take() == 0
         quick.write(0, table(0))
@@ -99,7 +101,8 @@ def test_a_damaged_shard_is_done_again_before_the_commit(store):
 
 
 def test_of_two_commits_at_once_one_wins(store, monkeypatch):
-    """The second commits at the moment when the first is about to rename its folder; both have seen no such version."""
+    """The second commits at the moment when the first is about to rename its folder; both have seen
+    no such version."""
     real, turn = files.publish, []
 
     def publish(folder, target):
@@ -157,10 +160,17 @@ def test_seconds_are_summed_and_the_total_is_the_longest(store):
 
 
 def test_one_alone_and_those_that_share_keep_out_of_each_others_way(store):
-    alone, shared = f"process {os.getpid()} is at this very work alone", f"process {os.getpid()} and others that share it"
+    alone, shared = (
+        f"process {os.getpid()} is at this very work alone",
+        f"process {os.getpid()} and others that share it",
+    )
     with work_on(store, share=False), pytest.raises(BusyError, match=alone), work_on(store):
         pass
-    with work_on(store), pytest.raises(BusyError, match=shared) as caught, work_on(store, share=False):
+    with (
+        work_on(store),
+        pytest.raises(BusyError, match=shared) as caught,
+        work_on(store, share=False),
+    ):
         pass
     assert "start all of them with share" in caught.value.next
     with work_on(store), pytest.raises(BusyError) as caught, work_on(store, share=None):
@@ -246,7 +256,8 @@ def first_shard(work):
 
 
 def test_what_the_dead_told_is_forgotten_where_nobody_else_lives(store):
-    """Their shards stay; what they said of their seconds would count among those of this attempt."""
+    """Their shards stay; what they said of their seconds would count among those of this
+    attempt."""
     die_after(store, True, first_shard)
     with work_on(store) as work:
         assert [part["shards"] for part in work.parts()] == [0]
@@ -267,7 +278,8 @@ def test_what_was_told_stays_while_one_of_them_lives(store):
 
 
 def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):
-    """Its writer had planned longer shards, and died between the file and the note that makes it count."""
+    """Its writer had planned longer shards, and died between the file and the note that makes it
+    count."""
 
     def dies(work):
         work.claims(1).take()

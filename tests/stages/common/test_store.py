@@ -1,4 +1,5 @@
-"""The store: versions appear whole or not at all, damage is found before it is parsed, nobody gets a number twice."""
+"""The store: versions appear whole or not at all, damage is found before it is parsed, nobody gets
+a number twice."""
 
 import json
 import multiprocessing
@@ -41,7 +42,10 @@ class Settings(Config):
 
 def table(start: int, rows: int = 2) -> pa.Table:
     ids = [f"r{index}" for index in range(start, start + rows)]
-    return pa.table({"rollout_id": ids, "logprobs": [[-1.0 * index] for index in range(rows)]}, schema=logprobs.SCHEMA)
+    return pa.table(
+        {"rollout_id": ids, "logprobs": [[-1.0 * index] for index in range(rows)]},
+        schema=logprobs.SCHEMA,
+    )
 
 
 def work_on(store, config=None, run="a", **options):
@@ -87,8 +91,15 @@ def test_the_same_work_is_found_and_other_work_is_not(store):
 def test_other_readers_read_the_files(store):
     version = commit(store)
     pattern = str(version.path / "*.arrow")
-    assert pyarrow.dataset.dataset(sorted(map(str, version.path.glob("*.arrow"))), format="ipc").count_rows() == 4
-    loaded = datasets.load_dataset("arrow", data_files=pattern, cache_dir=str(store.path.parent / "cache"))["train"]
+    assert (
+        pyarrow.dataset.dataset(
+            sorted(map(str, version.path.glob("*.arrow"))), format="ipc"
+        ).count_rows()
+        == 4
+    )
+    loaded = datasets.load_dataset(
+        "arrow", data_files=pattern, cache_dir=str(store.path.parent / "cache")
+    )["train"]
     assert loaded["rollout_id"] == version.to_datasets()["rollout_id"] == ["r0", "r1", "r2", "r3"]
 
 
@@ -118,7 +129,10 @@ def test_shards_of_another_size_are_not_published(store):
     with work_on(store) as work:
         work.write(0, table(0, rows=3))
         version = work.commit()
-    assert sorted(path.name for path in version.path.iterdir()) == ["manifest.json", "part-00000.arrow"]
+    assert sorted(path.name for path in version.path.iterdir()) == [
+        "manifest.json",
+        "part-00000.arrow",
+    ]
     assert store.verify() == (1, [])
 
 
@@ -131,7 +145,9 @@ def test_force_begins_anew(store):
 
 def test_a_file_too_many_is_found(store):
     version = commit(store)
-    (version.path / "part-00002.arrow").write_bytes((version.path / "part-00001.arrow").read_bytes())
+    (version.path / "part-00002.arrow").write_bytes(
+        (version.path / "part-00001.arrow").read_bytes()
+    )
     _, bad = store.verify()
     assert "part-00002.arrow: is no file of this version" in str(bad[0])
     subprocess.run(bad[0].next, shell=True, check=True)
@@ -139,7 +155,8 @@ def test_a_file_too_many_is_found(store):
 
 
 def test_an_unclear_outcome_is_said(store, monkeypatch):
-    """The rename was done, the flush of its folder failed: the version is there, and nobody may claim that it will stay."""
+    """The rename was done, the flush of its folder failed: the version is there, and nobody may
+    claim that it will stay."""
     real = files.sync
 
     def failing(path):
@@ -213,7 +230,10 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     assert [error.message for error in store.verify()[1]] == ["its input a/logprobs@1 is gone"]
     again.path.rename(first.path)
     (first.path / "manifest.json").write_bytes(b"")
-    assert store.verify("a/logprobs@1")[1][0].next == f"delete {first.path} and run the stage that made it again"
+    assert (
+        store.verify("a/logprobs@1")[1][0].next
+        == f"delete {first.path} and run the stage that made it again"
+    )
 
 
 def test_what_a_newer_quiver_wrote_is_not_to_be_deleted(store):
@@ -232,11 +252,15 @@ def test_latest_never_falls_back_in_silence(store):
     with pytest.raises(CorruptError, match="a/logprobs@2"):
         store.open("a/logprobs@latest")
     assert store.open("a/logprobs@1").table().num_rows == 4
-    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@3", "the next run succeeds without cleaning up"
+    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@3", (
+        "the next run succeeds without cleaning up"
+    )
     flipped = bytearray((newest.path.with_name("v000003") / "manifest.json").read_bytes())
     flipped[-20] ^= 1
     (newest.path.with_name("v000003") / "manifest.json").write_bytes(flipped)
-    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@4", "nor does a flipped bit stop it"
+    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@4", (
+        "nor does a flipped bit stop it"
+    )
     assert [error.object for error in store.verify()[1]] == ["a/logprobs@2", "a/logprobs@3"]
 
 
@@ -312,8 +336,13 @@ def _commit_many(path: str, writer: int, count: int) -> None:
 
 
 def test_writers_at_once_get_each_number_once(store):
-    context = multiprocessing.get_context("spawn")  # one forked from a process that used Prefect fails as it ends
-    writers = [context.Process(target=_commit_many, args=(str(store.path), writer, 8)) for writer in range(4)]
+    context = multiprocessing.get_context(
+        "spawn"
+    )  # one forked from a process that used Prefect fails as it ends
+    writers = [
+        context.Process(target=_commit_many, args=(str(store.path), writer, 8))
+        for writer in range(4)
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -328,7 +357,11 @@ def small_disk(tmp_path):
     """A real file system of 300 kB."""
     mounted = tmp_path / "small"
     mounted.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", mounted], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", mounted],
+        capture_output=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip("mounting a small tmpfs is not permitted here")
     yield mounted
@@ -359,7 +392,9 @@ def test_a_folder_with_other_things_is_no_store(tmp_path):
         Store(tmp_path / "nowhere", create=False)
     (tmp_path / "half").mkdir()
     (tmp_path / "half/store.json.123.tmp").write_text("")
-    assert Store(tmp_path / "half").runs() == [], "a creation that was killed does not block the next"
+    assert Store(tmp_path / "half").runs() == [], (
+        "a creation that was killed does not block the next"
+    )
     (tmp_path / "store").mkdir()
     (tmp_path / "store/store.json").write_text("{")
     with pytest.raises(CorruptError) as caught:

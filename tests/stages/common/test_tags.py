@@ -54,7 +54,8 @@ def test_what_was_decided_stays_decided(store, versions):
 
 
 def test_a_move_that_a_crash_stopped_did_not_happen(store, versions, monkeypatch):
-    """The machine dies after each write in turn; the same move is then made once, with one entry."""
+    """The machine dies after each write in turn; the same move is then made once, with one
+    entry."""
     first, second, *_ = versions
     for survived in range(3):
         store.tag("a", "prod", first)

@@ -1,4 +1,5 @@
-"""Estimators against independent computations: every subset counted, every formula written out again."""
+"""Estimators against independent computations: every subset counted, every formula written out
+again."""
 
 import doctest
 import itertools
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 
 from stages.evaluate import estimators
-from stages.evaluate.estimators import Estimate, clustered_mean, lower_bound, mean_pass_at_k, paired_difference, pass_at_k
+from stages.evaluate.estimators import (
+    Estimate,
+    clustered_mean,
+    lower_bound,
+    mean_pass_at_k,
+    paired_difference,
+    pass_at_k,
+)
 
 
 def test_the_examples_in_the_docstrings():
@@ -24,13 +32,18 @@ def test_pass_at_k_counts_the_subsets_with_a_correct_sample(samples):
         marks = [1] * correct + [0] * (samples - correct)
         for k in range(1, samples + 1):
             subsets = list(itertools.combinations(marks, k))
-            assert pass_at_k(samples, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+            assert pass_at_k(samples, correct, k) == pytest.approx(
+                sum(map(any, subsets)) / len(subsets), abs=1e-15
+            )
 
 
 def test_pass_at_k_is_unbiased():
     chance, k, samples = 0.3, 3, 6
     expected = 1 - (1 - chance) ** k
-    binomial = [math.comb(samples, c) * chance**c * (1 - chance) ** (samples - c) for c in range(samples + 1)]
+    binomial = [
+        math.comb(samples, c) * chance**c * (1 - chance) ** (samples - c)
+        for c in range(samples + 1)
+    ]
     mean = sum(weight * pass_at_k(samples, c, k) for c, weight in enumerate(binomial))
     assert mean == pytest.approx(expected, abs=1e-12)
     naive = sum(weight * (1 - (1 - c / samples) ** k) for c, weight in enumerate(binomial))
@@ -66,7 +79,10 @@ def test_the_standard_error_is_that_of_repeated_evaluations():
     scores, errors = [], []
     for _ in range(300):
         drawn = random.choices(chances, k=30)
-        groups = {str(n): [float(random.random() < chance) for _ in range(4)] for n, chance in enumerate(drawn)}
+        groups = {
+            str(n): [float(random.random() < chance) for _ in range(4)]
+            for n, chance in enumerate(drawn)
+        }
         estimate = clustered_mean(groups)
         scores.append(estimate.score)
         errors.append(estimate.stderr)
@@ -85,7 +101,11 @@ def test_nothing_can_not_be_estimated():
 
 def test_groups_with_too_few_samples_are_left_out_of_pass_at_k():
     groups = {"a": [1.0, 0.0, 0.0], "b": [1.0], "c": [0.4, 0.6, 0.2, 0.1]}
-    assert mean_pass_at_k(groups, 2, threshold=1.0) == (pytest.approx((2 / 3 + 0) / 2), pytest.approx(1 / 3), 2)
+    assert mean_pass_at_k(groups, 2, threshold=1.0) == (
+        pytest.approx((2 / 3 + 0) / 2),
+        pytest.approx(1 / 3),
+        2,
+    )
     assert mean_pass_at_k(groups, 1, threshold=0.5).score == pytest.approx((1 / 3 + 1 + 1 / 4) / 3)
 
 
@@ -94,13 +114,17 @@ def test_a_paired_difference_is_the_one_sample_t_test_of_the_differences():
     draw = np.random.default_rng(3)
     hard = draw.normal(size=60)
     ours, theirs = (hard + draw.normal(scale=0.3, size=60) + shift for shift in (0.1, 0.0))
-    named = [{str(at): float(value) for at, value in enumerate(values)} for values in (ours, theirs)]
+    named = [
+        {str(at): float(value) for at, value in enumerate(values)} for values in (ours, theirs)
+    ]
     found = paired_difference(*named)
     differences = ours - theirs
     assert found.score == pytest.approx(differences.mean(), abs=1e-12)
     assert found.stderr == pytest.approx(differences.std(ddof=1) / np.sqrt(60), abs=1e-12)
     assert found.n == 60
-    unpaired = np.hypot(*(clustered_mean({k: [v] for k, v in each.items()}).stderr for each in named))
+    unpaired = np.hypot(
+        *(clustered_mean({k: [v] for k, v in each.items()}).stderr for each in named)
+    )
     assert found.stderr < unpaired / 2
     centered = differences - differences.mean()
     flipped = (draw.choice([-1, 1], size=(4000, 60)) * centered).mean(axis=1)
@@ -110,14 +134,23 @@ def test_a_paired_difference_is_the_one_sample_t_test_of_the_differences():
 def test_the_lower_bound_is_below_the_truth_as_often_as_it_says():
     draw = np.random.default_rng(5)
     for confidence in (0.5, 0.8, 0.95):
-        means = [clustered_mean({str(at): [float(v)] for at, v in enumerate(row)}) for row in draw.normal(1, 2, (1500, 60))]
+        means = [
+            clustered_mean({str(at): [float(v)] for at, v in enumerate(row)})
+            for row in draw.normal(1, 2, (1500, 60))
+        ]
         held = np.mean([lower_bound(each, confidence) <= 1 for each in means])
         assert held == pytest.approx(confidence, abs=0.03)
-    assert lower_bound(Estimate(0.5, 0.1, 50), 0.975) == pytest.approx(0.5 - 1.959964 * 0.1, abs=1e-6)
+    assert lower_bound(Estimate(0.5, 0.1, 50), 0.975) == pytest.approx(
+        0.5 - 1.959964 * 0.1, abs=1e-6
+    )
     assert lower_bound(Estimate(0.5, None, 1), 0.5) is None
 
 
 def test_prompts_that_only_one_has_are_no_part_of_a_difference():
-    assert paired_difference({"a": 1.0, "b": 0.0, "c": 9.0}, {"b": 1.0, "a": 0.5, "d": 9.0}) == (-0.25, 0.75, 2)
+    assert paired_difference({"a": 1.0, "b": 0.0, "c": 9.0}, {"b": 1.0, "a": 0.5, "d": 9.0}) == (
+        -0.25,
+        0.75,
+        2,
+    )
     with pytest.raises(ValueError, match="at least one group"):
         paired_difference({"a": 1.0}, {"b": 1.0})

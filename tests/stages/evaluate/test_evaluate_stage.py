@@ -1,4 +1,5 @@
-"""The evaluate stage on stored rollouts and rewards: joined by id, null left out and counted, lineage checked."""
+"""The evaluate stage on stored rollouts and rewards: joined by id, null left out and counted,
+lineage checked."""
 
 import json
 import statistics
@@ -15,7 +16,12 @@ from stages.reward import stage as reward
 
 
 def write(store, kind, table, inputs=None, stage="test", config=None):
-    about = {"stage": stage, "stage_version": 1, "config": config or common.Config(), "inputs": inputs or {}}
+    about = {
+        "stage": stage,
+        "stage_version": 1,
+        "config": config or common.Config(),
+        "inputs": inputs or {},
+    }
     with begin(store, "held", kind, **about, force=True) as work:
         for index, start in enumerate(range(0, max(1, table.num_rows), ROWS_PER_SHARD)):
             work.write(index, table.slice(start, ROWS_PER_SHARD))
@@ -24,19 +30,31 @@ def write(store, kind, table, inputs=None, stage="test", config=None):
 
 @pytest.fixture
 def scored(store):
-    """Make rollouts and their rewards (in another order) from scores by group; part `right` is the score times ten."""
+    """Make rollouts and their rewards (in another order) from scores by group; part `right` is the
+    score times ten."""
 
     def make(groups: dict[str, list[float | None]], prompts=None):
-        rows = [(group, at, score) for group, scores in groups.items() for at, score in enumerate(scores)]
-        lists = {name: rollouts.SCHEMA.field(name).type for name in ("prompt_ids", "completion_ids", "old_logprobs")}
+        rows = [
+            (group, at, score)
+            for group, scores in groups.items()
+            for at, score in enumerate(scores)
+        ]
+        lists = {
+            name: rollouts.SCHEMA.field(name).type
+            for name in ("prompt_ids", "completion_ids", "old_logprobs")
+        }
         sampled = pa.table(
             {
                 "rollout_id": [f"9-{group}-{at}" for group, at, _ in rows],
                 "group_id": [group for group, *_ in rows],
                 "sample_index": pa.array([at for _, at, _ in rows], pa.int32()),
                 "prompt_ids": pa.array([[1]] * len(rows), lists["prompt_ids"]),
-                "completion_ids": pa.array([[7] * (at + 1) for _, at, _ in rows], lists["completion_ids"]),
-                "old_logprobs": pa.array([[-0.5] * (at + 1) for _, at, _ in rows], lists["old_logprobs"]),
+                "completion_ids": pa.array(
+                    [[7] * (at + 1) for _, at, _ in rows], lists["completion_ids"]
+                ),
+                "old_logprobs": pa.array(
+                    [[-0.5] * (at + 1) for _, at, _ in rows], lists["old_logprobs"]
+                ),
                 "finish_reason": ["stop"] * len(rows),
                 "stop_reason": pa.nulls(len(rows), pa.string()),
                 "completion_text": ["x"] * len(rows),
@@ -65,7 +83,9 @@ def scored(store):
 
 
 def test_scores_are_joined_by_id_and_estimated_by_group(store, scored):
-    sampled, paid = scored({"a": [1.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0], "c": [0.0, None, 0.0], "d": [None, None, None]})
+    sampled, paid = scored(
+        {"a": [1.0, 0.0, 0.0], "b": [1.0, 1.0, 1.0], "c": [0.0, None, 0.0], "d": [None, None, None]}
+    )
     ref = run(Config(k=(1, 2)), store, rollouts=sampled.ref, rewards=paid.ref)
     assert str(ref) == "held/evaluations@1"
     rows = store.open(ref).table().to_pylist()
@@ -100,7 +120,9 @@ def test_a_part_instead_of_the_reward_and_another_threshold(store, scored):
 def test_a_score_is_at_least_the_threshold_that_it_was_written_as(store, scored):
     """0.7 as float32 is a little less than 0.7."""
     sampled, paid = scored({"a": [0.7, 0.0]})
-    metrics = store.open(run(Config(threshold=0.7), store, rollouts=sampled.ref, rewards=paid.ref)).manifest.metrics
+    metrics = store.open(
+        run(Config(threshold=0.7), store, rollouts=sampled.ref, rewards=paid.ref)
+    ).manifest.metrics
     assert metrics["pass@k"]["1"]["score"] == 0.5
 
 
@@ -115,7 +137,9 @@ def test_more_rows_than_a_shard(store, scored):
     sampled, paid = scored({f"g{n:04d}": [float(n % 2)] for n in range(ROWS_PER_SHARD + 4)})
     version = store.open(run(Config(), store, rollouts=sampled.ref, rewards=paid.ref))
     assert version.manifest.rows == ROWS_PER_SHARD + 4
-    assert version.table().column("score").to_pylist() == [float(n % 2) for n in range(ROWS_PER_SHARD + 4)]
+    assert version.table().column("score").to_pylist() == [
+        float(n % 2) for n in range(ROWS_PER_SHARD + 4)
+    ]
 
 
 def test_nothing_scored_is_an_error(store, scored):
@@ -127,7 +151,9 @@ def test_nothing_scored_is_an_error(store, scored):
 
 def test_too_large_a_k(store, scored):
     sampled, paid = scored({"a": [1.0, None], "b": [0.0, 1.0]})
-    with pytest.raises(ConfigError, match=r"evaluate.k 3.*no prompt has 3 scored samples, the most is 2"):
+    with pytest.raises(
+        ConfigError, match=r"evaluate.k 3.*no prompt has 3 scored samples, the most is 2"
+    ):
         run(Config(k=(3,)), store, rollouts=sampled.ref, rewards=paid.ref)
     for k in ((0,), (2, 2)):
         with pytest.raises(ValueError, match="at least 1 and stands once"):
@@ -154,13 +180,20 @@ def asked(store, *groups):
     schema = fields.with_struct(prompts.SCHEMA, columns=columns.type)
     ids = pa.array([[1]] * len(groups), schema.field("prompt_ids").type)
     none = pa.nulls(len(groups), prompts.MESSAGES)
-    return write(store, "prompts", pa.table([list(groups), none, ["?"] * len(groups), ids, columns], schema=schema))
+    return write(
+        store,
+        "prompts",
+        pa.table([list(groups), none, ["?"] * len(groups), ids, columns], schema=schema),
+    )
 
 
 def test_beside_a_baseline_the_difference_is_paired_by_prompt(store, scored):
-    """Groups stand in another order, "d" has a score on one side only; expected numbers are written out."""
+    """Groups stand in another order, "d" has a score on one side only; expected numbers are written
+    out."""
     held_out = asked(store, "a", "b", "c", "d")
-    before = scored({"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [1.0, 1.0], "d": [None, None]}, held_out)
+    before = scored(
+        {"a": [1.0, 0.0], "b": [0.0, 0.0], "c": [1.0, 1.0], "d": [None, None]}, held_out
+    )
     after = scored({"d": [1.0, 1.0], "c": [1.0, 1.0], "a": [1.0, 1.0], "b": [0.0, 1.0]}, held_out)
     config = Config(k=(1, 2))
     base = run(config, store, rollouts=before[0].ref, rewards=before[1].ref)
@@ -169,7 +202,9 @@ def test_beside_a_baseline_the_difference_is_paired_by_prompt(store, scored):
     assert manifest.input("baseline").ref == str(base)
     differences = [0.5, 0.5, 0.0]
     stderr = statistics.stdev(differences) / 3**0.5
-    assert manifest.metrics["difference"]["score"] == pytest.approx({"score": 1 / 3, "stderr": stderr, "n": 3})
+    assert manifest.metrics["difference"]["score"] == pytest.approx(
+        {"score": 1 / 3, "stderr": stderr, "n": 3}
+    )
     at_two = [0.0, 1.0, 0.0]
     expected = {"score": 1 / 3, "stderr": statistics.stdev(at_two) / 3**0.5, "n": 3}
     assert manifest.metrics["difference"]["pass@k"]["2"] == pytest.approx(expected)
@@ -187,12 +222,18 @@ def test_what_was_scored_otherwise_is_no_baseline(store, scored):
         config = reward.Config(functions=[{"use": "numeric", "weight": weight}], workers=workers)
         table = paid.table().combine_chunks()
         other = write(store, "rewards", table, {"rollouts": sampled}, stage, config)
-        return run(Config(), store, rollouts=sampled.ref, rewards=other.ref, baseline=baseline, force=True)
+        return run(
+            Config(), store, rollouts=sampled.ref, rewards=other.ref, baseline=baseline, force=True
+        )
 
     base = evaluated()
-    assert store.open(evaluated(base, workers=2)).manifest.metrics["difference"]["score"]["score"] == 0
+    assert (
+        store.open(evaluated(base, workers=2)).manifest.metrics["difference"]["score"]["score"] == 0
+    )
     for changed in ({"weight": 2.0}, {"stage": "override"}):
-        with pytest.raises(LineageError, match="is no baseline: it was scored otherwise, by held/rewards@2"):
+        with pytest.raises(
+            LineageError, match="is no baseline: it was scored otherwise, by held/rewards@2"
+        ):
             evaluated(base, **changed)
 
 
@@ -202,14 +243,19 @@ def test_what_was_measured_otherwise_is_no_baseline(store, scored):
     versions = {"rollouts": mine[0].ref, "rewards": mine[1].ref}
     for rolled, paid in (theirs, loose):
         foreign = run(Config(), store, rollouts=rolled.ref, rewards=paid.ref)
-        with pytest.raises(LineageError, match=r"is no baseline: its prompts are .*, expected held/prompts@1"):
+        with pytest.raises(
+            LineageError, match=r"is no baseline: its prompts are .*, expected held/prompts@1"
+        ):
             run(Config(), store, **versions, baseline=foreign)
     with pytest.raises(LineageError, match="its prompts are unknown"):
         run(Config(), store, **versions, baseline=held_out.ref)
     strict = run(Config(threshold=0.5), store, **versions)
     with pytest.raises(LineageError, match=r"is no baseline: it measured .*0.5.*expected .*1.0"):
         run(Config(), store, **versions, baseline=strict)
-    nothing = scored({"a": [None], "b": [1.0]}, held_out), scored({"a": [1.0], "b": [None]}, held_out)
+    nothing = (
+        scored({"a": [None], "b": [1.0]}, held_out),
+        scored({"a": [1.0], "b": [None]}, held_out),
+    )
     first = run(Config(), store, rollouts=nothing[0][0].ref, rewards=nothing[0][1].ref)
     with pytest.raises(NumericError, match="no prompt has a score here and in"):
         run(Config(), store, rollouts=nothing[1][0].ref, rewards=nothing[1][1].ref, baseline=first)

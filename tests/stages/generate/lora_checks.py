@@ -1,4 +1,5 @@
-"""Run by test_generate_vllm_lora.py in a process of its own: what vLLM greedily answers under three policies, as references.
+"""Run by test_generate_vllm_lora.py in a process of its own: what vLLM greedily answers under three
+policies, as references.
 
 python -m tests.stages.generate.lora_checks STORE PROMPTS POLICY:with_adapter ...
 """
@@ -21,8 +22,15 @@ def main() -> None:
     for asked in sys.argv[3:]:
         policy, _, how = asked.partition(":")
         options = {"max_num_seqs": 16, "cpu_kv_cache_gib": 0.01, "lora": how == "adapter"}
-        given = {"samples_per_prompt": 1, "dtype": "float32", "options": options, "sampling": SAMPLING}
-        out.append(str(run(parse(Config, given, "generate"), store, prompts=prompts, policy=policy)))
+        given = {
+            "samples_per_prompt": 1,
+            "dtype": "float32",
+            "options": options,
+            "sampling": SAMPLING,
+        }
+        out.append(
+            str(run(parse(Config, given, "generate"), store, prompts=prompts, policy=policy))
+        )
     print(json.dumps(out))
 
 

@@ -30,26 +30,37 @@ def make_prompts(store: Store, ids: list[list[int]], run: str = "tiny") -> Versi
             "messages": pa.nulls(len(ids), prompts.MESSAGES),
             "prompt_text": ["text"] * len(ids),
             "prompt_ids": ids,
-            "columns": pa.array([{"answer": row} for row in range(len(ids))], schema.field("columns").type),
+            "columns": pa.array(
+                [{"answer": row} for row in range(len(ids))], schema.field("columns").type
+            ),
         },
         schema=schema,
     )
-    with begin(store, run, "prompts", stage="prompt", stage_version=1, config=Made(ids=ids), inputs={}) as work:
+    with begin(
+        store, run, "prompts", stage="prompt", stage_version=1, config=Made(ids=ids), inputs={}
+    ) as work:
         if work.done:
             return work.done
         work.write(0, table)
         return work.commit()
 
 
-def random_prompts(store: Store, count: int, low: int = 3, high: int = 9, seed: int = 0, run: str = "tiny") -> Version:
+def random_prompts(
+    store: Store, count: int, low: int = 3, high: int = 9, seed: int = 0, run: str = "tiny"
+) -> Version:
     """`count` prompts of `low` to `high - 1` ordinary ids."""
     draw = np.random.default_rng(seed)
-    return make_prompts(store, [draw.integers(3, 320, draw.integers(low, high)).tolist() for _ in range(count)], run)
+    return make_prompts(
+        store, [draw.integers(3, 320, draw.integers(low, high)).tolist() for _ in range(count)], run
+    )
 
 
 def good(index: int, **changed) -> Completion:
     """A whole answer, with some of it changed."""
-    whole = {"completion_ids": np.array([5, 2], np.int32), "logprobs": np.array([-0.5, -0.1], np.float32)}
+    whole = {
+        "completion_ids": np.array([5, 2], np.int32),
+        "logprobs": np.array([-0.5, -0.1], np.float32),
+    }
     return Completion(index, **{**whole, "finish_reason": "stop", **changed})
 
 
@@ -125,7 +136,11 @@ class Lists(Honest):
 class TooLong(Honest):
     def answers(self, request):
         many = self.setup.sampling.max_tokens + 1
-        yield good(request.index, completion_ids=np.full(many, 5, np.int32), logprobs=np.full(many, -1, np.float32))
+        yield good(
+            request.index,
+            completion_ids=np.full(many, 5, np.int32),
+            logprobs=np.full(many, -1, np.float32),
+        )
 
 
 class UnknownReason(Honest):
@@ -171,7 +186,8 @@ class Late(Honest):
 
 
 class Steps(Honest):
-    """Decodes up to eight rows at once and answers one at each step; `flying` is how many it had at each."""
+    """Decodes up to eight rows at once and answers one at each step; `flying` is how many it had at
+    each."""
 
     ahead = 3
     flying: list[int] = []  # noqa: RUF012

@@ -1,4 +1,5 @@
-"""Several processes at one version of rollouts: the same bytes as one makes, whoever is killed, hangs, fails or comes late."""
+"""Several processes at one version of rollouts: the same bytes as one makes, whoever is killed,
+hangs, fails or comes late."""
 
 import os
 import signal
@@ -24,13 +25,18 @@ SLOW = {"options": {"seconds_per_row": 0.01}}
 
 
 def call(store: Store, engine: str = "scripted", **changed) -> Call:
-    common = {"samples_per_prompt": 3, "rows_per_shard": SHARD, "sampling": {"max_tokens": 8, "temperature": 0.7}}
+    common = {
+        "samples_per_prompt": 3,
+        "rows_per_shard": SHARD,
+        "sampling": {"max_tokens": 8, "temperature": 0.7},
+    }
     return Call("generate", {**common, **ENGINES[engine], **changed}, store.path, REFS)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """For each engine a store in which one process has made 84 rows in 14 shards, and one with nothing but what they need."""
+    """For each engine a store in which one process has made 84 rows in 14 shards, and one with
+    nothing but what they need."""
     bare = Store(tmp_path_factory.mktemp("bare") / "store")
     make_policy(bare)
     random_prompts(bare, 28)
@@ -60,7 +66,11 @@ def require_same(store: Store, alone, engine: str = "scripted") -> None:
     require_whole(store, "tiny", "rollouts")
     assert hashes(store, "tiny/rollouts@1") == hashes(alone[engine], "tiny/rollouts@1")
     mine, other = (each.open("tiny/rollouts@1").manifest for each in (store, alone[engine]))
-    assert (mine.rows, mine.status, mine.content_hash) == (other.rows, other.status, other.content_hash)
+    assert (mine.rows, mine.status, mine.content_hash) == (
+        other.rows,
+        other.status,
+        other.content_hash,
+    )
     assert mine.metrics["tokens"] == other.metrics["tokens"]
 
 
@@ -118,13 +128,17 @@ def test_kill_9_of_one_is_nothing_to_the_others(store, alone, shards):
 
 
 def test_all_killed_and_one_alone_goes_on(store, alone):
-    """Shards of a shared attempt are taken up by whoever comes, with another size of shard in mind."""
+    """Shards of a shared attempt are taken up by whoever comes, with another size of shard in
+    mind."""
     workers = start(call(store, **SLOW), 2)
     wait(lambda: len(notes(store)) >= 4)
     for worker in workers:
         worker.signal(signal.SIGKILL)
         worker.answer()
-    kept = {path.name: path.stat().st_ino for path in store.path.glob("tiny/rollouts/.staging/*/part-*.arrow")}
+    kept = {
+        path.name: path.stat().st_ino
+        for path in store.path.glob("tiny/rollouts/.staging/*/part-*.arrow")
+    }
     assert perform(call(store, rows_per_shard=17)).cached is False
     require_same(store, alone)
     version = store.open("tiny/rollouts@1").path
@@ -138,11 +152,15 @@ def test_a_hung_one_is_done_without_and_changes_nothing_when_it_goes_on(store, a
     answer = other.answer()
     assert (answer["ref"], answer["cached"]) == ("tiny/rollouts@1", False)
     version = store.open("tiny/rollouts@1")
-    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in version.path.iterdir()}
+    before = {
+        path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in version.path.iterdir()
+    }
     hung.signal(signal.SIGCONT)
     answer = hung.answer()
     assert (answer["ref"], answer["cached"]) == ("tiny/rollouts@1", True)
-    assert {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in version.path.iterdir()} == before
+    assert {
+        path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in version.path.iterdir()
+    } == before
     require_same(store, alone)
 
 
@@ -150,8 +168,15 @@ def test_processes_with_other_sizes_of_shard_agree(store, alone):
     first, second = start(call(store), 1), start(call(store, rows_per_shard=11), 1)
     assert {worker.answer()["ref"] for worker in first + second} == {"tiny/rollouts@1"}
     require_whole(store, "tiny", "rollouts")
-    assert store.open("tiny/rollouts@1").table().equals(alone["scripted"].open("tiny/rollouts@1").table())
-    assert {entry.rows for entry in store.open("tiny/rollouts@1").manifest.files[:-1]} in ({SHARD}, {11})
+    assert (
+        store.open("tiny/rollouts@1")
+        .table()
+        .equals(alone["scripted"].open("tiny/rollouts@1").table())
+    )
+    assert {entry.rows for entry in store.open("tiny/rollouts@1").manifest.files[:-1]} in (
+        {SHARD},
+        {11},
+    )
 
 
 ONCE = """
@@ -172,10 +197,14 @@ def answer(prompt_ids, seed):
 def test_an_error_of_one_is_its_own(store, tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(ONCE)
-    answers = [worker.answer() for worker in start(call(store, options={"script": f"{script}:answer"}), 3)]
+    answers = [
+        worker.answer() for worker in start(call(store, options={"script": f"{script}:answer"}), 3)
+    ]
     failed = [answer["error"]["code"] for answer in answers if "error" in answer]
     assert failed in ([], ["E-RESOURCE"]), "none, where the others were done before it could tell"
-    assert len([answer for answer in answers if answer.get("ref") == "tiny/rollouts@1"]) == 3 - len(failed)
+    assert len([answer for answer in answers if answer.get("ref") == "tiny/rollouts@1"]) == 3 - len(
+        failed
+    )
     require_whole(store, "tiny", "rollouts")
 
 
@@ -200,11 +229,15 @@ def test_a_late_one_finds_it_done(store):
     first, late = start(given, 1), None
     assert first[0].answer()["cached"] is False
     late = start(given, 1)
-    assert late[0].answer()["cached"] is True and os.listdir(store.path / "tiny/rollouts") == [".staging", "v000001"]
+    assert late[0].answer()["cached"] is True and os.listdir(store.path / "tiny/rollouts") == [
+        ".staging",
+        "v000001",
+    ]
 
 
 def test_stages_of_their_own_share_a_call(store, alone, monkeypatch):
-    """As a flow starts them: each in a child process, with a spec; one that comes when all is done has nothing to start."""
+    """As a flow starts them: each in a child process, with a spec; one that comes when all is done
+    has nothing to start."""
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     shared = replace(call(store), share=True)
     with ThreadPoolExecutor(2) as threads:

@@ -43,7 +43,9 @@ def test_each_prompt_gets_its_group_in_order(store, policy):
     version = store.open(ref)
     rows = version.table().to_pylist()
     prefix = version.manifest.run_key[:8]
-    assert [row["rollout_id"] for row in rows] == [f"{prefix}-g{g}-{s}" for g in (0, 1) for s in (0, 1, 2)]
+    assert [row["rollout_id"] for row in rows] == [
+        f"{prefix}-g{g}-{s}" for g in (0, 1) for s in (0, 1, 2)
+    ]
     assert [row["prompt_ids"] for row in rows] == [[5, 6, 7]] * 3 + [[9] * 8] * 3
     assert rows[0]["completion_ids"] == [5, 6, 7, EOS]
     assert (rows[0]["finish_reason"], rows[0]["stop_reason"]) == ("stop", str(EOS))
@@ -61,7 +63,10 @@ def test_text_is_decoded_without_control_tokens(store, policy):
     ids = tokenizer().encode("seven plus 5", add_special_tokens=False)
     options = {"script": "fixed", "completion_ids": ids}
     ref = run(
-        config(options=options, sampling={"max_tokens": 30}), store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref
+        config(options=options, sampling={"max_tokens": 30}),
+        store,
+        prompts=make_prompts(store, [[5]]).ref,
+        policy=policy.ref,
     )
     row = rows_of(store, ref)[0]
     assert row["completion_ids"] == [*ids, EOS]
@@ -69,7 +74,12 @@ def test_text_is_decoded_without_control_tokens(store, policy):
 
 
 def test_manifest_tells_how_they_were_made(store, policy):
-    ref = run(config(options={"script": "echo"}), store, prompts=make_prompts(store, [[5], [6] * 9]).ref, policy=policy.ref)
+    ref = run(
+        config(options={"script": "echo"}),
+        store,
+        prompts=make_prompts(store, [[5], [6] * 9]).ref,
+        policy=policy.ref,
+    )
     manifest = store.open(ref).manifest
     assert manifest.input("prompts").ref == "tiny/prompts@1"
     assert manifest.model("policy").weights and manifest.model("policy").ref == "tiny/policy@0"
@@ -84,10 +94,13 @@ def test_manifest_tells_how_they_were_made(store, policy):
 
 
 def test_seeds_are_a_hash_of_what_names_the_row():
-    """63 bits of sha256 over the four names, so that rollouts made by another release are still found."""
+    """63 bits of sha256 over the four names, so that rollouts made by another release are still
+    found."""
     named = hashlib.sha256(b'[0,3,"sum-0017",2]').hexdigest()
     assert row_seed(0, 3, "sum-0017", 2) == int(named[:16], 16) // 2
-    values = {row_seed(s, i, g, k) for s in (0, 1) for i in (0, 1) for g in ("a", "b") for k in (0, 1)}
+    values = {
+        row_seed(s, i, g, k) for s in (0, 1) for i in (0, 1) for g in ("a", "b") for k in (0, 1)
+    }
     assert len(values) == 16 and all(0 <= value < 2**63 for value in values)
 
 
@@ -97,7 +110,9 @@ def test_same_work_is_already_done_and_other_work_is_not(store, policy):
     assert run(config(rows_per_shard=2), store, prompts=prompts.ref, policy=policy.ref) == first
     other = run(config(iteration=1), store, prompts=prompts.ref, policy=policy.ref)
     assert other != first
-    assert [r["completion_ids"] for r in rows_of(store, other)] != [r["completion_ids"] for r in rows_of(store, first)]
+    assert [r["completion_ids"] for r in rows_of(store, other)] != [
+        r["completion_ids"] for r in rows_of(store, first)
+    ]
     forced = run(config(), store, prompts=prompts.ref, policy=policy.ref, force=True)
     assert forced != first and rows_of(store, forced) == rows_of(store, first)
 
@@ -110,7 +125,8 @@ def test_other_weights_are_other_work(store, policy):
 
 
 def test_the_optimizers_state_of_the_policy_is_no_part_of_the_work(store, policy):
-    """Another version with the same weights, tokenizer and template gives the same rollouts; its optimizer's state is not read."""
+    """Another version with the same weights, tokenizer and template gives the same rollouts; its
+    optimizer's state is not read."""
     config_ = PolicyConfig(model=str(policy.path))
     about = {"stage": "test", "stage_version": 1, "config": config_, "inputs": {}}
     with begin(store, "tiny", "policy", **about) as work:
@@ -131,9 +147,13 @@ def test_rows_of_prompts_in_many_chunks(store, policy):
     cut = pa.concat_tables([table.slice(start, 2) for start in range(0, 9, 2)])
     whole, parts = (Rows(each, 3, 0, 0, "x") for each in (table, cut))
     completions = [good(index) for index in range(4, 20)]
-    assert parts.table(4, completions, ["t"] * 16, 1.0) == whole.table(4, completions, ["t"] * 16, 1.0)
+    assert parts.table(4, completions, ["t"] * 16, 1.0) == whole.table(
+        4, completions, ["t"] * 16, 1.0
+    )
     asked = [[request.prompt_ids.tolist(), request.seed] for request in parts.requests([3, 26])]
-    assert asked == [[request.prompt_ids.tolist(), request.seed] for request in whole.requests([3, 26])]
+    assert asked == [
+        [request.prompt_ids.tolist(), request.seed] for request in whole.requests([3, 26])
+    ]
     assert asked[0][0] == table["prompt_ids"][1].as_py()
 
 
@@ -141,7 +161,9 @@ def test_rows_of_prompts_in_many_chunks(store, policy):
 def test_shards_change_nothing(store, policy, size):
     prompts = random_prompts(store, 7)
     whole = run(config(), store, prompts=prompts.ref, policy=policy.ref)
-    other = run(config(rows_per_shard=size), store, prompts=prompts.ref, policy=policy.ref, force=True)
+    other = run(
+        config(rows_per_shard=size), store, prompts=prompts.ref, policy=policy.ref, force=True
+    )
     assert rows_of(store, other) == rows_of(store, whole)
     assert len(store.open(other).manifest.files) == -(-21 // size)
 
@@ -149,26 +171,37 @@ def test_shards_change_nothing(store, policy, size):
 def test_rows_keep_their_places_whatever_order_the_engine_answers_in(store, policy):
     prompts = random_prompts(store, 5)
     given = {"prompts": prompts.ref, "policy": policy.ref}
-    forward = rows_of(store, run(config(engine=f"{MAKING}:Honest", rows_per_shard=4), store, **given))
-    back = rows_of(store, run(config(engine=f"{MAKING}:Backwards", rows_per_shard=4), store, **given))
+    forward = rows_of(
+        store, run(config(engine=f"{MAKING}:Honest", rows_per_shard=4), store, **given)
+    )
+    back = rows_of(
+        store, run(config(engine=f"{MAKING}:Backwards", rows_per_shard=4), store, **given)
+    )
     for row in forward + back:
         del row["rollout_id"]
     assert back == forward
 
 
 def test_an_engine_has_enough_to_do_at_the_end_of_a_shard(store, policy):
-    """At least three rows are in flight as long as there are so many; of a shard's end without `ahead`, one would be."""
+    """At least three rows are in flight as long as there are so many; of a shard's end without
+    `ahead`, one would be."""
     making.Steps.flying.clear()
     given = config(engine=f"{MAKING}:Steps", rows_per_shard=4, options={})
     ref = run(given, store, prompts=random_prompts(store, 8).ref, policy=policy.ref)
-    assert [count >= min(3, left) for left, count in zip(range(24, 0, -1), making.Steps.flying, strict=True)] == [True] * 24
+    assert [
+        count >= min(3, left)
+        for left, count in zip(range(24, 0, -1), making.Steps.flying, strict=True)
+    ] == [True] * 24
     assert max(making.Steps.flying) == 6, "and never two shards before they are needed"
     assert len(store.open(ref).manifest.files) == 6
 
 
 def test_a_script_of_ones_own(store, policy):
     ref = run(
-        config(options={"script": f"{MAKING}:answer"}), store, prompts=make_prompts(store, [[44, 45]]).ref, policy=policy.ref
+        config(options={"script": f"{MAKING}:answer"}),
+        store,
+        prompts=make_prompts(store, [[44, 45]]).ref,
+        policy=policy.ref,
     )
     assert rows_of(store, ref)[0]["completion_ids"] == [44, 7, EOS]
 
@@ -178,11 +211,18 @@ def test_a_changed_file_of_ones_own_engine_is_other_work(store, policy, tmp_path
     refs = []
     for last in (11, 12):
         path.write_text(f"def answer(prompt_ids, seed):\n    return [{last}]\n")
-        refs.append(run(config(options={"script": f"{path}:answer"}), store, prompts=prompts.ref, policy=policy.ref))
+        refs.append(
+            run(
+                config(options={"script": f"{path}:answer"}),
+                store,
+                prompts=prompts.ref,
+                policy=policy.ref,
+            )
+        )
     assert [rows_of(store, ref)[0]["completion_ids"][0] for ref in refs] == [11, 12]
 
 
-# -- an engine that answers wrongly ------------------------------------------------------------------------------------------
+# -- an engine that answers wrongly
 
 
 @pytest.mark.parametrize(
@@ -210,27 +250,36 @@ def test_a_wrong_answer_stops_the_stage(store, policy, name, error, words):
 def test_finished_shards_outlive_an_engine_that_dies(store, policy, monkeypatch):
     from tests.stages.generate import making
 
-    prompts, given = make_prompts(store, [[5], [6]]), config(engine=f"{MAKING}:Dies", rows_per_shard=2)
+    prompts, given = (
+        make_prompts(store, [[5], [6]]),
+        config(engine=f"{MAKING}:Dies", rows_per_shard=2),
+    )
     with pytest.raises(RuntimeError, match="gone"):
         run(given, store, prompts=prompts.ref, policy=policy.ref)
     asked = []
     monkeypatch.setattr(
-        making.Dies, "answers", lambda self, request: asked.append(request.index) or iter([making.good(request.index)])
+        making.Dies,
+        "answers",
+        lambda self, request: asked.append(request.index) or iter([making.good(request.index)]),
     )
     ref = run(given, store, prompts=prompts.ref, policy=policy.ref)
     assert asked == [2, 3, 4, 5]
     assert store.open(ref).manifest.rows == 6
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------------
+# -- what is refused
 
 
 def test_a_prompt_without_room_is_an_error_or_dropped(store, policy):
     prompts = make_prompts(store, [[5] * 10, [6] * 249, [7] * 248])  # the context is 256
-    with pytest.raises(ConfigError, match=r"1 of 3 prompts leave no room.*context of 256") as caught:
+    with pytest.raises(
+        ConfigError, match=r"1 of 3 prompts leave no room.*context of 256"
+    ) as caught:
         run(config(), store, prompts=prompts.ref, policy=policy.ref)
     assert "g1" in caught.value.object
-    version = store.open(run(config(overlong="drop"), store, prompts=prompts.ref, policy=policy.ref))
+    version = store.open(
+        run(config(overlong="drop"), store, prompts=prompts.ref, policy=policy.ref)
+    )
     assert version.table().column("group_id").unique().to_pylist() == ["g0", "g2"]
     assert version.manifest.status["dropped"] == 1
     assert version.manifest.metrics["dropped"] == ["g1"]
@@ -241,7 +290,12 @@ def test_a_prompt_without_room_is_an_error_or_dropped(store, policy):
 
 def test_no_prompt_left_is_a_version_of_no_rows(store, policy):
     version = store.open(
-        run(config(overlong="drop", max_model_len=10), store, prompts=make_prompts(store, [[5] * 30]).ref, policy=policy.ref)
+        run(
+            config(overlong="drop", max_model_len=10),
+            store,
+            prompts=make_prompts(store, [[5] * 30]).ref,
+            policy=policy.ref,
+        )
     )
     assert version.table().num_rows == 0
 
@@ -260,7 +314,9 @@ def test_a_stop_token_outside_the_vocabulary(store, policy, token):
         run(given, store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref)
 
 
-@pytest.mark.parametrize("name", ["trust_remote_code", "logprobs_mode", "skip_tokenizer_init", "enable_chunked_prefill"])
+@pytest.mark.parametrize(
+    "name", ["trust_remote_code", "logprobs_mode", "skip_tokenizer_init", "enable_chunked_prefill"]
+)
 def test_engine_args_can_not_replace_what_the_engine_sets(name):
     with pytest.raises(ConfigError, match=f"{name} can not be set here"):
         config(engine="vllm", options={"engine_args": {name: True, "quantization": "fp8"}})
@@ -304,11 +360,16 @@ def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, polic
     torn[-1] ^= 1
     weights.write_bytes(torn)
     with pytest.raises(CorruptError, match=r"model.safetensors: sha256 expected"):
-        run(config(engine=f"{MAKING}:{engine}", options={}), store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref)
+        run(
+            config(engine=f"{MAKING}:{engine}", options={}),
+            store,
+            prompts=make_prompts(store, [[5]]).ref,
+            policy=policy.ref,
+        )
     assert not making.Waits.has_read
 
 
-# -- killed in the middle ----------------------------------------------------------------------------------------------------
+# -- killed in the middle
 
 SCRIPT = """
 import sys
@@ -323,18 +384,26 @@ print(run(config, Store(sys.argv[1]), prompts="tiny/prompts@1", policy="tiny/pol
 
 def start(store: Store, size: int, seconds: float) -> subprocess.Popen:
     command = [sys.executable, "-c", SCRIPT, str(store.path), str(size), str(seconds)]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.parametrize("size_after", [5, 3])
 def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
-    """An uninterrupted store and one whose stage was killed end with the same rows; finished shards are not touched again."""
+    """An uninterrupted store and one whose stage was killed end with the same rows; finished shards
+    are not touched again."""
     stores = [Store(tmp_path / name) for name in ("calm", "killed")]
     for store in stores:
         make_policy(store)
         random_prompts(store, 20)
     calm, killed = stores
-    run(config(samples_per_prompt=2, rows_per_shard=5), calm, prompts="tiny/prompts@1", policy="tiny/policy@0")
+    run(
+        config(samples_per_prompt=2, rows_per_shard=5),
+        calm,
+        prompts="tiny/prompts@1",
+        policy="tiny/policy@0",
+    )
     child = start(killed, 5, 0.05)
     staging = killed.path / "tiny" / "rollouts" / ".staging"
     while len(list(staging.glob("*.notes/part-*.json"))) < 3:
@@ -350,12 +419,16 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
     assert {name: (version.path / name).stat().st_ino for name in before} == before
     assert version.table().equals(calm.open("tiny/rollouts@1").table())
     assert version.manifest.run_key == calm.open("tiny/rollouts@1").manifest.run_key
-    assert version.manifest.metrics["tokens"] == calm.open("tiny/rollouts@1").manifest.metrics["tokens"]
+    assert (
+        version.manifest.metrics["tokens"]
+        == calm.open("tiny/rollouts@1").manifest.metrics["tokens"]
+    )
     assert killed.verify()[1] == []
 
 
 @pytest.mark.parametrize(
-    ("longest", "limit", "room"), [(1, None, 64), (64, None, 64), (65, None, 96), (97, None, 128), (129, 160, 160)]
+    ("longest", "limit", "room"),
+    [(1, None, 64), (64, None, 64), (65, None, 96), (97, None, 128), (129, 160, 160)],
 )
 def test_the_engines_room_changes_seldom(policy, longest, limit, room):
     """Neither much more than the rows need nor, where it can be, another for a few tokens more."""

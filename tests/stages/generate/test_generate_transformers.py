@@ -1,4 +1,5 @@
-"""Engine `transformers`: logprobs against an independent forward pass, independence of batch-mates, end tokens, processing."""
+"""Engine `transformers`: logprobs against an independent forward pass, independence of batch-mates,
+end tokens, processing."""
 
 import numpy as np
 import pytest
@@ -40,7 +41,9 @@ def recomputed(policy, row, temperature=0.7) -> np.ndarray:
             logits = model(input_ids=prompt, decoder_input_ids=shifted).logits[0]
         else:
             model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32).eval()
-            logits = model(input_ids=torch.cat([prompt, ids], 1)).logits[0, prompt.shape[1] - 1 : -1]
+            logits = model(input_ids=torch.cat([prompt, ids], 1)).logits[
+                0, prompt.shape[1] - 1 : -1
+            ]
     logprobs = torch.log_softmax(logits.double() / temperature, -1)
     return logprobs.gather(-1, ids[0][:, None])[:, 0].numpy()
 
@@ -65,7 +68,9 @@ def test_a_row_does_not_depend_on_its_batch_mates(store, kind):
 
 
 def test_an_end_token_is_the_last_id_and_ends_the_row(store, policy):
-    rows = generate(store, policy, random_prompts(store, 20), samples=4, temperature=2.0, max_tokens=60)
+    rows = generate(
+        store, policy, random_prompts(store, 20), samples=4, temperature=2.0, max_tokens=60
+    )
     stopped = [row for row in rows if row["finish_reason"] == "stop"]
     assert stopped and len(stopped) < len(rows)
     for row in rows:
@@ -78,9 +83,20 @@ def test_an_end_token_is_the_last_id_and_ends_the_row(store, policy):
 def test_other_stop_ids_min_tokens_and_ignore_eos(store, policy):
     prompts = random_prompts(store, 10)
     everything = list(range(3, 320))
-    rows = generate(store, policy, prompts, stop_token_ids=everything, min_tokens=3, max_tokens=9, ignore_eos=True)
+    rows = generate(
+        store,
+        policy,
+        prompts,
+        stop_token_ids=everything,
+        min_tokens=3,
+        max_tokens=9,
+        ignore_eos=True,
+    )
     for row in rows:
-        assert all(token < 3 for token in row["completion_ids"][:3]) and len(row["completion_ids"]) >= 4
+        assert (
+            all(token < 3 for token in row["completion_ids"][:3])
+            and len(row["completion_ids"]) >= 4
+        )
     rows = generate(store, policy, prompts, temperature=2.0, ignore_eos=True, max_tokens=60)
     assert {len(row["completion_ids"]) for row in rows} == {60}
     assert any(EOS in row["completion_ids"] for row in rows)
@@ -100,14 +116,16 @@ def test_temperature_0_takes_the_likeliest_id(store, policy):
 def test_penalties_count_what_stands_in_the_row(store, policy):
     """A presence penalty at its most makes repeats rare in a row whose likeliest ids repeat."""
     prompts = make_prompts(store, [[5, 6, 7]])
-    plain = generate(store, policy, prompts, samples=1, temperature=0, max_tokens=40)[0]["completion_ids"]
-    pushed = generate(store, policy, prompts, samples=1, temperature=0, max_tokens=40, frequency_penalty=2.0)[0][
+    plain = generate(store, policy, prompts, samples=1, temperature=0, max_tokens=40)[0][
         "completion_ids"
     ]
+    pushed = generate(
+        store, policy, prompts, samples=1, temperature=0, max_tokens=40, frequency_penalty=2.0
+    )[0]["completion_ids"]
     assert len(set(pushed)) > len(set(plain))
 
 
-# -- the distribution --------------------------------------------------------------------------------------------------------
+# -- the distribution
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
 
@@ -115,7 +133,9 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
 def processed(**sampling) -> np.ndarray:
     extra = {name: sampling.pop(name) for name in ("seen", "counts") if name in sampling}
     step = sampling.pop("step", 0)
-    out = processed_logprobs(LOGITS, Sampling(**sampling), step=step, stop_ids=torch.tensor([0]), **extra)
+    out = processed_logprobs(
+        LOGITS, Sampling(**sampling), step=step, stop_ids=torch.tensor([0]), **extra
+    )
     return out[0].double().numpy()
 
 
@@ -144,7 +164,11 @@ def softmax(values) -> np.ndarray:
             [1, 1, 0, -2, 0.5],
         ),
         (
-            {"presence_penalty": 0.5, "frequency_penalty": 0.25, "counts": torch.tensor([[2.0, 0, 1, 0, 0]])},
+            {
+                "presence_penalty": 0.5,
+                "frequency_penalty": 0.25,
+                "counts": torch.tensor([[2.0, 0, 1, 0, 0]]),
+            },
             [1.0, 1, -0.75, -1, 0.5],
         ),
     ],
@@ -154,7 +178,8 @@ def test_processing(sampling, values):
 
 
 def test_draws_follow_the_distribution():
-    """Chi-square of 20,000 draws against the probabilities; 13.8 is the 0.1 % point at two degrees of freedom."""
+    """Chi-square of 20,000 draws against the probabilities; 13.8 is the 0.1 % point at two degrees
+    of freedom."""
     logprobs = torch.tensor([0.5, 0.0, 0.3, 0.2]).log().expand(20_000, 4)
     uniforms = torch.rand(20_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     counts = torch.bincount(draw(logprobs, uniforms, 1.0), minlength=4).numpy()
@@ -165,7 +190,10 @@ def test_draws_follow_the_distribution():
 
 def test_ends_of_the_unit_interval():
     logprobs = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).log()
-    assert [draw(logprobs, torch.tensor([u], dtype=torch.float64), 1.0).item() for u in (0.0, 1 - 2**-40)] == [1, 2]
+    assert [
+        draw(logprobs, torch.tensor([u], dtype=torch.float64), 1.0).item()
+        for u in (0.0, 1 - 2**-40)
+    ] == [1, 2]
 
 
 def test_no_memory_is_a_resource_error(store, policy):
@@ -174,7 +202,9 @@ def test_no_memory_is_a_resource_error(store, policy):
     from stages.generate.hf_engine import TransformersEngine
 
     engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
-    engine.model.register_forward_hook(lambda *_: torch.empty(1 << 60))  # the allocator itself refuses
+    engine.model.register_forward_hook(
+        lambda *_: torch.empty(1 << 60)
+    )  # the allocator itself refuses
     with pytest.raises(ResourceError, match="allocate") as caught:
         next(engine.generate([Request(0, np.array([5], np.int32), 1)]))
     assert "batch_size" in caught.value.next

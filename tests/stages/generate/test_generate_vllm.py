@@ -1,4 +1,5 @@
-"""Engine `vllm`, the real one on a tiny model, in one child process: numbers, seeds, end tokens, nothing hidden."""
+"""Engine `vllm`, the real one on a tiny model, in one child process: numbers, seeds, end tokens,
+nothing hidden."""
 
 import json
 import os
@@ -37,7 +38,9 @@ def answered(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     out = json.loads(done.stdout.splitlines()[-1])
-    out["model"] = AutoModelForCausalLM.from_pretrained(Store(folder).open("tiny/policy@0").path, dtype=torch.float32).eval()
+    out["model"] = AutoModelForCausalLM.from_pretrained(
+        Store(folder).open("tiny/policy@0").path, dtype=torch.float32
+    ).eval()
     return out
 
 
@@ -47,8 +50,12 @@ def gaps(model, rows, temperature) -> np.ndarray:
     for row in rows:
         prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + row["completion_ids"]])).logits[0, len(prompt) - 1 : -1]
-        logprobs = torch.log_softmax(logits.double() / temperature, -1).gather(-1, ids[:, None])[:, 0]
+            logits = model(input_ids=torch.tensor([prompt + row["completion_ids"]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        logprobs = torch.log_softmax(logits.double() / temperature, -1).gather(-1, ids[:, None])[
+            :, 0
+        ]
         found.append((logprobs - torch.tensor(row["old_logprobs"])).abs())
     return torch.cat(found).numpy()
 
@@ -57,11 +64,14 @@ def test_logprobs_are_those_of_the_sampled_distribution(answered):
     for name, temperature in (("large", 0.7), ("warm", 1.0)):
         assert gaps(answered["model"], answered[name].values(), temperature).mean() < 1e-3
     assert gaps(answered["model"], answered["small"]["rows"], 0.7).mean() < 1e-3
-    assert gaps(answered["model"], answered["large"].values(), 1.0).mean() > 1e-2  # the check can tell the temperature
+    assert (
+        gaps(answered["model"], answered["large"].values(), 1.0).mean() > 1e-2
+    )  # the check can tell the temperature
 
 
 def test_a_row_depends_on_its_seed_alone(answered):
-    """Not on batch-mates, on prompts that wait for the next step, or on being preempted for lack of cache."""
+    """Not on batch-mates, on prompts that wait for the next step, or on being preempted for lack of
+    cache."""
     alone, row = answered["alone"]["11"], answered["warm"]["11"]
     assert alone["completion_ids"] == row["completion_ids"]
     assert alone["old_logprobs"] == pytest.approx(row["old_logprobs"], abs=1e-5)
@@ -76,13 +86,16 @@ def test_end_tokens_are_kept_as_the_last_id(answered):
     assert set(reasons) == {"stop", "length"}
     for row in rows:
         ended = row["finish_reason"] == "stop"
-        assert [token in STOPS for token in row["completion_ids"]] == [False] * (len(row["completion_ids"]) - 1) + [ended]
+        assert [token in STOPS for token in row["completion_ids"]] == [False] * (
+            len(row["completion_ids"]) - 1
+        ) + [ended]
         assert row["stop_reason"] == (str(row["completion_ids"][-1]) if ended else None)
         assert ended or len(row["completion_ids"]) == 48
 
 
 def test_the_models_own_generation_config_does_not_apply(answered):
-    """Its top_k = 1 would make the samples of a group equal, its max_new_tokens all of them two ids long."""
+    """Its top_k = 1 would make the samples of a group equal, its max_new_tokens all of them two ids
+    long."""
     rows = answered["small"]["rows"]
     assert max(len(row["completion_ids"]) for row in rows) == 48
     pairs = [(rows[i]["completion_ids"], rows[i + 1]["completion_ids"]) for i in range(0, 40, 2)]

@@ -1,4 +1,5 @@
-"""Engine `vllm` on a policy that learned through adapters and a critic: it samples from the adapted weights, merged or apart."""
+"""Engine `vllm` on a policy that learned through adapters and a critic: it samples from the adapted
+weights, merged or apart."""
 
 import json
 import os
@@ -29,15 +30,27 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """(policy@0, policy@1, rollouts of policy@0, of policy@1 merged, of policy@1 as base and adapter)."""
+    """(policy@0, policy@1, rollouts of policy@0, of policy@1 merged, of policy@1 as base and
+    adapter)."""
     store = Store(tmp_path_factory.mktemp("lora") / "store")
     start = make_policy(store)
     rollouts, rewards = world.make(store, start, world.even_share, groups=8)
-    config = Config(algorithm="ppo", lora={"rank": 4}, learning_rate=3e-2, epochs=6, minibatches=2, device="cpu")
-    adapted = store.open(run(config, store, policy=start.ref, rollouts=rollouts.ref, rewards=rewards.ref))
+    config = Config(
+        algorithm="ppo", lora={"rank": 4}, learning_rate=3e-2, epochs=6, minibatches=2, device="cpu"
+    )
+    adapted = store.open(
+        run(config, store, policy=start.ref, rollouts=rollouts.ref, rewards=rewards.ref)
+    )
     prompts = random_prompts(store, 12)
     asked = [f"{start.ref}:adapter", f"{adapted.ref}:merged", f"{adapted.ref}:adapter"]
-    command = [sys.executable, "-m", "tests.stages.generate.lora_checks", str(store.path), str(prompts.ref), *asked]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.stages.generate.lora_checks",
+        str(store.path),
+        str(prompts.ref),
+        *asked,
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
@@ -46,7 +59,8 @@ def answered(tmp_path_factory):
 
 
 def by_peft(start, adapted):
-    """Transformers' model of the base with peft's own adapter on it; nothing is merged, nothing is of this project."""
+    """Transformers' model of the base with peft's own adapter on it; nothing is merged, nothing is
+    of this project."""
     base = AutoModelForCausalLM.from_pretrained(start.path, dtype=torch.float32)
     return PeftModel.from_pretrained(base, adapted.path / "adapter").eval()
 
@@ -60,7 +74,9 @@ def test_it_samples_from_the_adapted_weights(answered):
     start, adapted, before, merged, apart = answered
     model, expected = by_peft(start, adapted), []
     for prompt in merged.table()["prompt_ids"].to_pylist():
-        ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING["max_tokens"])
+        ids = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=SAMPLING["max_tokens"]
+        )
         expected.append(ids[0, len(prompt) :].tolist())
     assert completions(merged) == completions(apart) == expected
     assert sum(one != other for one, other in zip(completions(before), expected, strict=True)) >= 10
@@ -73,7 +89,9 @@ def test_the_logprobs_are_those_of_base_and_adapter(answered):
         for row in rollouts.table().to_pylist():
             prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
             with torch.no_grad():
-                logits = model(input_ids=torch.tensor([prompt + row["completion_ids"]])).logits[0, len(prompt) - 1 : -1]
+                logits = model(input_ids=torch.tensor([prompt + row["completion_ids"]])).logits[
+                    0, len(prompt) - 1 : -1
+                ]
             found = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
             assert row["old_logprobs"] == pytest.approx(found.tolist(), abs=1e-3)
 
@@ -83,7 +101,9 @@ def test_the_manifest_records_what_was_sampled(answered):
     weights = [as_model("policy", version).weights for version in (start, adapted)]
     found = [version.manifest.model("policy").weights for version in (before, merged, apart)]
     assert found == [weights[0], weights[1], weights[1]] and weights[0] != weights[1]
-    assert [version.manifest.metrics["engine"].get("base") for version in (before, merged, apart)] == [
+    assert [
+        version.manifest.metrics["engine"].get("base") for version in (before, merged, apart)
+    ] == [
         None,
         None,
         str(start.ref),
@@ -99,8 +119,12 @@ def test_a_base_that_is_gone_is_told_before_the_engine_starts(answered, tmp_path
     start, adapted, *_ = answered
     store = Store(shutil.copytree(start.path.parents[2], tmp_path / "store"))
     shutil.rmtree(store.open(start.ref).path)
-    config = parse(GenerateConfig, {"options": {"lora": True}, "sampling": {"max_tokens": 4}}, "generate")
-    with pytest.raises(LineageError, match=r"trained over tiny/policy@0, expected .*, found none of that name"):
+    config = parse(
+        GenerateConfig, {"options": {"lora": True}, "sampling": {"max_tokens": 4}}, "generate"
+    )
+    with pytest.raises(
+        LineageError, match=r"trained over tiny/policy@0, expected .*, found none of that name"
+    ):
         generate(config, store, prompts="tiny/prompts@1", policy=adapted.ref)
 
 

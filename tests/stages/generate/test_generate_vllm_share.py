@@ -1,4 +1,5 @@
-"""Two processes with a vLLM engine each share one version: the same ids as one process, its logprobs but for rounding."""
+"""Two processes with a vLLM engine each share one version: the same ids as one process, its
+logprobs but for rounding."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,13 @@ def test_two_engines_make_what_one_makes(store, tmp_path, monkeypatch):
         "samples_per_prompt": 4, "rows_per_shard": 10, "dtype": "float32", "options": {"max_num_seqs": 8},
         "sampling": {"max_tokens": 48, "ignore_eos": True},
     }  # fmt: skip
-    shared = Call("generate", config, store.path, {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}, share=True)
+    shared = Call(
+        "generate",
+        config,
+        store.path,
+        {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"},
+        share=True,
+    )
     other = copy(store, tmp_path / "alone")
     with ThreadPoolExecutor(2) as threads:
         outcomes = list(threads.map(run_stage, [shared, shared]))

@@ -1,4 +1,5 @@
-"""Run by test_generate_vllm.py in a process of its own: two engine starts, what they answered as JSON on the last line.
+"""Run by test_generate_vllm.py in a process of its own: two engine starts, what they answered as
+JSON on the last line.
 
 python -m tests.stages.generate.vllm_checks STORE
 """
@@ -22,7 +23,14 @@ from tests.stages.generate.making import random_prompts
 from tests.tiny import EOS, make_folder
 
 STOPS = (EOS, *range(280, 300))
-HIDDEN = {"do_sample": True, "temperature": 0.05, "top_k": 1, "top_p": 0.1, "repetition_penalty": 1.8, "max_new_tokens": 2}
+HIDDEN = {
+    "do_sample": True,
+    "temperature": 0.05,
+    "top_k": 1,
+    "top_p": 0.1,
+    "repetition_penalty": 1.8,
+    "max_new_tokens": 2,
+}
 
 
 def import_with_hidden_defaults(store: Store):
@@ -32,7 +40,9 @@ def import_with_hidden_defaults(store: Store):
 
     with tempfile.TemporaryDirectory() as folder:
         path = make_folder(Path(folder)) / "generation_config.json"
-        config = LlamaConfig.from_pretrained(folder, head_dim=32)  # the smallest that vLLM's CPU attention has a kernel for
+        config = LlamaConfig.from_pretrained(
+            folder, head_dim=32
+        )  # the smallest that vLLM's CPU attention has a kernel for
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         for parameter in model.parameters():
@@ -44,18 +54,34 @@ def import_with_hidden_defaults(store: Store):
 
 
 def small_stage(store: Store, policy, prompts) -> dict:
-    """The stage with a step of one prompt and a cache of few sequences: prompts wait, and rows are preempted."""
+    """The stage with a step of one prompt and a cache of few sequences: prompts wait, and rows are
+    preempted."""
     options = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "cpu_kv_cache_gib": 0.0005}
     sampling = {"temperature": 0.7, "max_tokens": 48, "stop_token_ids": STOPS[1:]}
-    given = {"samples_per_prompt": 2, "dtype": "float32", "rows_per_shard": 7, "options": options, "sampling": sampling}
-    version = store.open(run(parse(Config, given, "generate"), store, prompts=prompts.ref, policy=policy.ref))
-    return {"ref": str(version.ref), "metrics": version.manifest.metrics, "rows": version.table().to_pylist()}
+    given = {
+        "samples_per_prompt": 2,
+        "dtype": "float32",
+        "rows_per_shard": 7,
+        "options": options,
+        "sampling": sampling,
+    }
+    version = store.open(
+        run(parse(Config, given, "generate"), store, prompts=prompts.ref, policy=policy.ref)
+    )
+    return {
+        "ref": str(version.ref),
+        "metrics": version.manifest.metrics,
+        "rows": version.table().to_pylist(),
+    }
 
 
 def answers(engine, rows: list[dict], indices: list[int]) -> dict[int, dict]:
     import numpy as np
 
-    requests = [Request(index, np.array(rows[index]["prompt_ids"], np.int32), rows[index]["seed"]) for index in indices]
+    requests = [
+        Request(index, np.array(rows[index]["prompt_ids"], np.int32), rows[index]["seed"])
+        for index in indices
+    ]
     return {
         done.index: {
             "prompt_ids": rows[done.index]["prompt_ids"],
@@ -79,7 +105,9 @@ def main() -> None:
     engine = VllmEngine(Setup(policy, sampling, STOPS, 128, "float32"))
     everything = list(range(len(rows)))
     out["large"] = answers(engine, rows, everything)
-    engine.setup = dataclasses.replace(engine.setup, sampling=sampling.model_copy(update={"temperature": 1.0}))
+    engine.setup = dataclasses.replace(
+        engine.setup, sampling=sampling.model_copy(update={"temperature": 1.0})
+    )
     out["warm"] = answers(engine, rows, everything)
     out["alone"] = answers(engine, rows, [11])
     engine.close()

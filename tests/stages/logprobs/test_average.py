@@ -1,4 +1,5 @@
-"""The moving average of weights: the formula on every weight, a model that loads, nothing averaged that does not match."""
+"""The moving average of weights: the formula on every weight, a model that loads, nothing averaged
+that does not match."""
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from tests.tiny import make_folder, make_policy
 
 def test_every_weight_is_the_average(store, policy):
     other = make_policy(store, "other", seed=1)
-    version = store.open(run(Config(rate=0.25), store, reference=policy.ref, policy=other.ref, into="tiny.ref"))
+    version = store.open(
+        run(Config(rate=0.25), store, reference=policy.ref, policy=other.ref, into="tiny.ref")
+    )
     assert str(version.ref) == "tiny.ref/policy@0"
-    found, old, new = (load_file(each.path / "model.safetensors") for each in (version, policy, other))
+    found, old, new = (
+        load_file(each.path / "model.safetensors") for each in (version, policy, other)
+    )
     assert set(found) == set(old) == set(new)
     for name, weight in found.items():
         assert torch.allclose(weight, 0.75 * old[name] + 0.25 * new[name], atol=1e-7)
@@ -27,30 +32,44 @@ def test_every_weight_is_the_average(store, policy):
     }
     again = run(Config(rate=0.25), store, reference=policy.ref, policy=other.ref, into="tiny.ref")
     assert again == version.ref
-    further = run(Config(rate=0.25), store, reference=version.ref, policy=other.ref, into="tiny.ref")
+    further = run(
+        Config(rate=0.25), store, reference=version.ref, policy=other.ref, into="tiny.ref"
+    )
     assert str(further) == "tiny.ref/policy@1"
 
 
 def test_a_small_rate_moves_weights_that_are_bfloat16(store, tmp_path):
-    """Each weight of the policy is 1.5 times the reference's: a thousandth of that is less than bfloat16 can tell."""
+    """Each weight of the policy is 1.5 times the reference's: a thousandth of that is less than
+    bfloat16 can tell."""
     versions = []
     for name, times in (("small", 1.0), ("large", 1.5)):
         folder = make_folder(tmp_path / name)
-        weights = {key: value.bfloat16() * times for key, value in load_file(folder / "model.safetensors").items()}
+        weights = {
+            key: value.bfloat16() * times
+            for key, value in load_file(folder / "model.safetensors").items()
+        }
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        versions.append(store.open(import_policy(PolicyConfig(model=str(folder)), store, into=name)))
+        versions.append(
+            store.open(import_policy(PolicyConfig(model=str(folder)), store, into=name))
+        )
     old, new = versions
-    version = store.open(run(Config(rate=1e-3), store, reference=old.ref, policy=new.ref, into="small.ref"))
+    version = store.open(
+        run(Config(rate=1e-3), store, reference=old.ref, policy=new.ref, into="small.ref")
+    )
     found, old, new = (load_file(each.path / "model.safetensors") for each in (version, old, new))
     for name, weight in found.items():
-        torch.testing.assert_close(weight, old[name].float() + 1e-3 * (new[name].float() - old[name].float()))
+        torch.testing.assert_close(
+            weight, old[name].float() + 1e-3 * (new[name].float() - old[name].float())
+        )
         assert not torch.equal(weight, old[name].float())
 
 
 def test_other_models_are_refused(store, policy):
     other = make_policy(store, "qwen", kind="qwen3")
     with pytest.raises(
-        LineageError, match=r"weight model\.layers\.0\.self_attn\.k_norm\.weight: expected shape .* found nothing"
+        LineageError,
+        match=r"weight model\.layers\.0\.self_attn\.k_norm\.weight: expected shape .* found "
+        r"nothing",
     ):
         run(Config(rate=0.5), store, reference=policy.ref, policy=other.ref, into="tiny.ref")
     wider = make_policy(store, "wider", vocabulary=330)

@@ -1,4 +1,5 @@
-"""The logprobs stage against transformers' own forward pass, one rollout at a time; what it refuses; what uses it."""
+"""The logprobs stage against transformers' own forward pass, one rollout at a time; what it
+refuses; what uses it."""
 
 import json
 
@@ -24,7 +25,8 @@ def other(store):
 
 @pytest.fixture(params=[1.0, 0.7])
 def rollouts(store, policy, request):
-    """40 rollouts of 8 prompts, with one that is empty; 2 shards when a shard is 256 rows and the prompts are many."""
+    """40 rollouts of 8 prompts, with one that is empty; 2 shards when a shard is 256 rows and the
+    prompts are many."""
     model = load_model(policy, dtype=torch.float32)
     rows = world.sample(model, world.prompts(8), 5, temperature=request.param)
     rows[3] |= {"completion_ids": [], "old_logprobs": []}
@@ -36,19 +38,27 @@ def expected(version, rollouts) -> list[list[float]]:
     for row in rollouts.table().to_pylist():
         prompt, completion = row["prompt_ids"], row["completion_ids"]
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + completion])).logits[0].double() / row["temperature"]
+            logits = (
+                model(torch.tensor([prompt + completion])).logits[0].double() / row["temperature"]
+            )
         scores = logits.log_softmax(-1)
-        found.append([float(scores[len(prompt) - 1 + t, token]) for t, token in enumerate(completion)])
+        found.append(
+            [float(scores[len(prompt) - 1 + t, token]) for t, token in enumerate(completion)]
+        )
     return found
 
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "single"])
 def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
     for role, version in (("ref", other), ("prox", policy)):
-        ref = run(Config(role=role, packing=packing), store, rollouts=rollouts.ref, policy=version.ref)
+        ref = run(
+            Config(role=role, packing=packing), store, rollouts=rollouts.ref, policy=version.ref
+        )
         table = store.open(ref).table()
         assert table["rollout_id"].to_pylist() == rollouts.table()["rollout_id"].to_pylist()
-        for ours, wanted in zip(table["logprobs"].to_pylist(), expected(version, rollouts), strict=True):
+        for ours, wanted in zip(
+            table["logprobs"].to_pylist(), expected(version, rollouts), strict=True
+        ):
             assert ours == pytest.approx(wanted, abs=1e-5)
         manifest = store.open(ref).manifest
         assert (manifest.config["role"], manifest.model(role).ref) == (role, str(version.ref))
@@ -58,12 +68,16 @@ def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
 
 def test_many_shards_are_taken_up_again(store, policy, other, monkeypatch):
     model = load_model(policy, dtype=torch.float32)
-    rollouts = world.write_rollouts(store, policy, world.sample(model, world.prompts(150), 2, longest=3))
+    rollouts = world.write_rollouts(
+        store, policy, world.sample(model, world.prompts(150), 2, longest=3)
+    )
     ref = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
     version = store.open(ref)
     assert [entry.rows for entry in version.manifest.files] == [256, 44]
     found = Ragged.from_arrow(version.table()["logprobs"])
-    assert found.values.tolist() == pytest.approx([x for row in expected(other, rollouts) for x in row], abs=1e-5)
+    assert found.values.tolist() == pytest.approx(
+        [x for row in expected(other, rollouts) for x in row], abs=1e-5
+    )
     assert run(Config(token_budget=64), store, rollouts=rollouts.ref, policy=other.ref) == ref
 
 
@@ -101,14 +115,22 @@ def both(told):
 
 
 def test_an_id_must_be_the_same_token_to_both(store, policy, tmp_path):
-    rollouts = world.write_rollouts(store, policy, world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2))
+    rollouts = world.write_rollouts(
+        store, policy, world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    )
 
     def score(version, **config):
         return run(Config(**config), store, rollouts=rollouts.ref, policy=version.ref)
 
     assert score(retold(store, tmp_path, "same", lambda told: told.update(truncation=None)))
-    swapped, renamed = retold(store, tmp_path, "swapped", swap), retold(store, tmp_path, "renamed", rename)
-    for version, words in ((swapped, "2 ids are other tokens, such as 300"), (renamed, r"1 special ids .* found '<\|end\|>'")):
+    swapped, renamed = (
+        retold(store, tmp_path, "swapped", swap),
+        retold(store, tmp_path, "renamed", rename),
+    )
+    for version, words in (
+        (swapped, "2 ids are other tokens, such as 300"),
+        (renamed, r"1 special ids .* found '<\|end\|>'"),
+    ):
         with pytest.raises(LineageError, match=words) as caught:
             score(version)
         assert caught.value.object == str(version.ref)
@@ -128,17 +150,35 @@ def test_greedy_rows_have_no_probability(store, policy):
 
 
 def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, rollouts):
-    """The KL of the first step is that of the two models; the reference's folder may be gone by then."""
-    rewards = world.write_rewards(store, rollouts, lambda row: float(len(row["completion_ids"]) % 3))
+    """The KL of the first step is that of the two models; the reference's folder may be gone by
+    then."""
+    rewards = world.write_rewards(
+        store, rollouts, lambda row: float(len(row["completion_ids"]) % 3)
+    )
     scored = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
     other.path.rename(other.path.with_name("elsewhere"))
     losses = []
     for kl_coef in (0.1, 0.2):
-        config = optimize.Config(kl_coef=kl_coef, kl_estimator="k1", aggregation="token_mean", device="cpu", learning_rate=1e-5)
-        named = {"policy": policy.ref, "rollouts": rollouts.ref, "rewards": rewards.ref, "ref_logprobs": scored}
+        config = optimize.Config(
+            kl_coef=kl_coef,
+            kl_estimator="k1",
+            aggregation="token_mean",
+            device="cpu",
+            learning_rate=1e-5,
+        )
+        named = {
+            "policy": policy.ref,
+            "rollouts": rollouts.ref,
+            "rewards": rewards.ref,
+            "ref_logprobs": scored,
+        }
         done = store.open(optimize.run(config, store, **named))
         losses.append(store.open(done.manifest.metrics["updates"]).table()["kl_loss"][0].as_py())
-    pairs = zip(rollouts.table()["old_logprobs"].to_pylist(), store.open(scored).table()["logprobs"].to_pylist(), strict=True)
+    pairs = zip(
+        rollouts.table()["old_logprobs"].to_pylist(),
+        store.open(scored).table()["logprobs"].to_pylist(),
+        strict=True,
+    )
     gaps = [old - ref for olds, refs in pairs for old, ref in zip(olds, refs, strict=True)]
     assert losses == pytest.approx([sum(gaps) / len(gaps)] * 2, rel=1e-4)
 
@@ -147,7 +187,10 @@ def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, rollouts):
     "change, said",
     [
         ({"prompt_ids": []}, "a prompt has no ids"),
-        ({"completion_ids": [320], "old_logprobs": [-1.0]}, "completion_ids holds 320, the policy knows ids below 320"),
+        (
+            {"completion_ids": [320], "old_logprobs": [-1.0]},
+            "completion_ids holds 320, the policy knows ids below 320",
+        ),
         ({"prompt_ids": [5] * 256}, "the policy reads 256"),
     ],
 )
@@ -176,7 +219,9 @@ def test_a_device_that_is_not_there_is_refused(store, policy, rollouts):
 
 @pytest.mark.parametrize("precision", ["fp32_fast", "bf16", "bf16_pure"])
 def test_another_precision_is_near(store, policy, other, rollouts, precision):
-    found = store.open(run(Config(precision=precision), store, rollouts=rollouts.ref, policy=other.ref)).table()["logprobs"]
+    found = store.open(
+        run(Config(precision=precision), store, rollouts=rollouts.ref, policy=other.ref)
+    ).table()["logprobs"]
     pairs = zip(found.to_pylist(), expected(other, rollouts), strict=True)
     gaps = [abs(ours - wanted) for row in pairs for ours, wanted in zip(*row, strict=True)]
     assert sum(gaps) / len(gaps) < 0.03
@@ -192,7 +237,9 @@ def test_bf16_pure_is_the_pass_of_training_in_bfloat16(store, policy):
     done = store.open(optimize.run(config, store, **refs, rewards=made[1].ref))
     trained = store.open(done.manifest.metrics["advantages"]).table()["mean_logprob"].to_pylist()
     scored = [sum(row) / len(row) for row in store.open(prox).table()["logprobs"].to_pylist()]
-    both = [(mine, theirs) for mine, theirs in zip(scored, trained, strict=True) if theirs is not None]
+    both = [
+        (mine, theirs) for mine, theirs in zip(scored, trained, strict=True) if theirs is not None
+    ]
     assert len(both) > 10
     for mine, theirs in both:
         assert mine == pytest.approx(theirs, abs=1e-4)

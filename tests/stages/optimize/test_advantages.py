@@ -1,4 +1,5 @@
-"""Advantages against float64 loops written from the papers' formulas, and the relations between them."""
+"""Advantages against float64 loops written from the papers' formulas, and the relations between
+them."""
 
 import math
 
@@ -27,8 +28,16 @@ def _expected(name: str) -> list[float]:
         return _whitened(rewards, name == "batch_normalized_baseline")
     result = []
     for i, group in enumerate(GROUPS):
-        peers = [rewards[j] for j in range(len(GROUPS)) if GROUPS[j] == group and not math.isnan(rewards[j])]
-        others = [rewards[j] for j in range(len(GROUPS)) if GROUPS[j] == group and not math.isnan(rewards[j]) and j != i]
+        peers = [
+            rewards[j]
+            for j in range(len(GROUPS))
+            if GROUPS[j] == group and not math.isnan(rewards[j])
+        ]
+        others = [
+            rewards[j]
+            for j in range(len(GROUPS))
+            if GROUPS[j] == group and not math.isnan(rewards[j]) and j != i
+        ]
         if math.isnan(rewards[i]) or len(peers) < 2:
             result.append(NAN)
             continue
@@ -45,10 +54,15 @@ def _expected(name: str) -> list[float]:
 
 
 def _whitened(rewards: np.ndarray, baseline: bool) -> list[float]:
-    """(x − mean) / (std + 1e-8) over the batch; x is the reward, or the reward minus its group's mean."""
+    """(x − mean) / (std + 1e-8) over the batch; x is the reward, or the reward minus its group's
+    mean."""
     x = [NAN] * len(rewards)
     for i, group in enumerate(GROUPS):
-        peers = [rewards[j] for j in range(len(GROUPS)) if GROUPS[j] == group and not math.isnan(rewards[j])]
+        peers = [
+            rewards[j]
+            for j in range(len(GROUPS))
+            if GROUPS[j] == group and not math.isnan(rewards[j])
+        ]
         if not baseline:
             x[i] = rewards[i]
         elif len(peers) >= 2:
@@ -69,7 +83,9 @@ def test_golden(function):
 def test_golden_by_hand():
     found = advantages.group_normalized(torch.tensor([0.0, 2.0]), torch.tensor([0, 0]))
     assert found.tolist() == pytest.approx([-1 / (math.sqrt(2) + 1e-4), 1 / (math.sqrt(2) + 1e-4)])
-    assert advantages.leave_one_out(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([0, 0, 0])).tolist() == [-3.0, 0.0, 3.0]
+    assert advantages.leave_one_out(
+        torch.tensor([0.0, 2.0, 4.0]), torch.tensor([0, 0, 0])
+    ).tolist() == [-3.0, 0.0, 3.0]
 
 
 @pytest.mark.parametrize("function", ALL, ids=lambda f: f.__name__)
@@ -83,12 +99,16 @@ def test_equal_rewards_give_exactly_zero(function, reward):
 def test_permuting_rollouts_permutes_advantages(function):
     rewards, groups = torch.tensor(REWARDS), torch.tensor(GROUPS)
     order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(function(rewards[order], groups[order]), function(rewards, groups)[order], equal_nan=True)
+    torch.testing.assert_close(
+        function(rewards[order], groups[order]), function(rewards, groups)[order], equal_nan=True
+    )
 
 
 def test_leave_one_out_is_centered_times_n_over_n_minus_1():
     rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.2]), torch.zeros(4, dtype=torch.int64)
-    centered, left = (f(rewards, groups) for f in (advantages.group_centered, advantages.leave_one_out))
+    centered, left = (
+        f(rewards, groups) for f in (advantages.group_centered, advantages.leave_one_out)
+    )
     torch.testing.assert_close(left, centered * 4 / 3)
 
 
@@ -100,7 +120,9 @@ def test_a_batch_of_single_rollouts_has_a_baseline():
     assert advantages.batch_normalized_baseline(rewards, alone).isnan().all()
 
 
-@pytest.mark.parametrize("function", [advantages.batch_normalized, advantages.batch_normalized_baseline])
+@pytest.mark.parametrize(
+    "function", [advantages.batch_normalized, advantages.batch_normalized_baseline]
+)
 @pytest.mark.parametrize("rewards", [[], [NAN, NAN], [1.0, NAN], [3.0]])
 def test_fewer_than_two_scored_rollouts_have_no_batch_statistics(function, rewards):
     found = function(torch.tensor(rewards), torch.zeros(len(rewards), dtype=torch.int64))
@@ -115,7 +137,8 @@ def test_a_batch_of_one_group_is_that_group():
 
 
 def test_with_a_baseline_a_group_of_equal_rewards_is_exactly_zero_among_others():
-    """Centred rewards ±1/2 twice, std sqrt(4 · 1/4 / 6) with the three zeros; the group of one does not count."""
+    """Centred rewards ±1/2 twice, std sqrt(4 · 1/4 / 6) with the three zeros; the group of one does
+    not count."""
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 5.0, 6.0, 7.7])
     found = advantages.batch_normalized_baseline(rewards, torch.tensor([0, 0, 0, 1, 1, 2, 2, 3]))
     assert found[:3].tolist() == [0.0] * 3
@@ -124,7 +147,8 @@ def test_with_a_baseline_a_group_of_equal_rewards_is_exactly_zero_among_others()
 
 
 def test_the_size_of_a_reward_counts_over_the_batch_and_not_in_the_group():
-    """Two groups, one with spread 1, one with 10: over the batch their advantages keep that ratio."""
+    """Two groups, one with spread 1, one with 10: over the batch their advantages keep that
+    ratio."""
     rewards, groups = torch.tensor([0.0, 1.0, 0.0, 10.0]), torch.tensor([0, 0, 1, 1])
     scaled = advantages.batch_normalized_baseline(rewards, groups)
     assert (scaled[3] / scaled[1]).item() == pytest.approx(10.0)
@@ -133,5 +157,8 @@ def test_the_size_of_a_reward_counts_over_the_batch_and_not_in_the_group():
 
 
 def test_zero_variance_looks_at_scored_rewards_only():
-    rewards, groups = torch.tensor([1.0, 1.0, NAN, 0.0, 1.0, NAN, 1.0, NAN]), torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
+    rewards, groups = (
+        torch.tensor([1.0, 1.0, NAN, 0.0, 1.0, NAN, 1.0, NAN]),
+        torch.tensor([0, 0, 0, 1, 1, 2, 3, 3]),
+    )
     assert advantages.zero_variance(rewards, groups).tolist() == [True] * 3 + [False] * 5

@@ -55,7 +55,11 @@ def test_rows(name, advantage, aggregation, low, high):
 )
 def test_rows_with_a_surrogate_of_their_own(name, surrogate, aggregation, defaults):
     row = algorithms.resolve(name)
-    assert (row.advantage, row.surrogate, row.aggregation) == ("group_normalized", surrogate, aggregation)
+    assert (row.advantage, row.surrogate, row.aggregation) == (
+        "group_normalized",
+        surrogate,
+        aggregation,
+    )
     assert row.defaults == defaults
 
 
@@ -82,8 +86,14 @@ def test_an_option_that_the_surrogate_does_not_know_is_refused(given, said):
         ({"correction": {"mode": "mask", "low": 3.0}}, "low must be < high = 2, got 3"),
         ({"betas": (0.9, 1.0)}, "betas.1: Input should be less than 1, got 1.0"),
         ({"betas": (-0.1, 0.9)}, "betas.0: Input should be greater than or equal to 0"),
-        ({"options": {"clip_low": 0.5}}, "options.clip_low has a field of its own: set optimize.clip_low"),
-        ({"algorithm": "mine.py:MINE", "options": {"drop_zero_variance": True}}, "set optimize.drop_zero_variance"),
+        (
+            {"options": {"clip_low": 0.5}},
+            "options.clip_low has a field of its own: set optimize.clip_low",
+        ),
+        (
+            {"algorithm": "mine.py:MINE", "options": {"drop_zero_variance": True}},
+            "set optimize.drop_zero_variance",
+        ),
     ],
 )
 def test_what_can_not_be_meant_is_refused(given, said):
@@ -95,7 +105,9 @@ def test_what_can_not_be_meant_is_refused(given, said):
 def test_a_seed_may_be_a_time_in_nanoseconds(store, policy):
     made = world.make(store, policy, world.even_share)
     config = Config(seed=1_790_000_000_000_000_000, minibatches=2, device="cpu")
-    done = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    done = store.open(
+        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
+    )
     assert done.manifest.metrics["steps"] == 2
 
 
@@ -108,12 +120,16 @@ def test_the_options_of_every_surrogate_are_those_of_its_function():
 def test_single_rollouts_of_a_prompt_are_enough_for_reinforce_pp(store, policy):
     made = world.make(store, policy, world.even_share, groups=6, each=1)
     config = Config(algorithm="reinforce_pp", device="cpu")
-    done = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    done = store.open(
+        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
+    )
     table = store.open(done.manifest.metrics["advantages"]).table().to_pylist()
     rewards = [row["reward"] for row in made[1].table().to_pylist()]
     mean = sum(rewards) / 6
     std = (sum((x - mean) ** 2 for x in rewards) / 5) ** 0.5
-    assert [row["advantage"] for row in table] == pytest.approx([(x - mean) / (std + 1e-8) for x in rewards], rel=1e-5)
+    assert [row["advantage"] for row in table] == pytest.approx(
+        [(x - mean) / (std + 1e-8) for x in rewards], rel=1e-5
+    )
 
 
 def test_statistics_are_of_the_batch_and_not_of_the_mini_batch(store, policy):
@@ -121,7 +137,13 @@ def test_statistics_are_of_the_batch_and_not_of_the_mini_batch(store, policy):
     refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
     found = []
     for minibatches in (1, 3):
-        done = store.open(run(Config(algorithm="reinforce_pp", device="cpu", minibatches=minibatches), store, **refs))
+        done = store.open(
+            run(
+                Config(algorithm="reinforce_pp", device="cpu", minibatches=minibatches),
+                store,
+                **refs,
+            )
+        )
         table = store.open(done.manifest.metrics["advantages"]).table()
         found.append([table["rollout_id"].to_pylist(), table["advantage"].to_pylist()])
     assert found[0] == found[1]
@@ -140,7 +162,8 @@ def test_a_dotted_path_that_leads_nowhere(name):
 
 def test_an_edited_algorithm_is_another_one(tmp_path, monkeypatch):
     source = (
-        "from stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', 'group_centered', 'clipped', 'constant')\n"
+        "from stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
+        "'group_centered', 'clipped', 'constant')\n"
     )
     (tmp_path / "my_algo.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -152,7 +175,8 @@ def test_an_edited_algorithm_is_another_one(tmp_path, monkeypatch):
 
 def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
     source = (
-        "from stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', 'group_centered', 'clipped', 'constant')\n"
+        "from stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
+        "'group_centered', 'clipped', 'constant')\n"
     )
     (tmp_path / "own_algo.py").write_text(source)
     assert algorithms.resolve(f"{tmp_path}/own_algo.py:MINE").name == "mine"
@@ -165,7 +189,12 @@ def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
 
 def test_what_the_table_fills_in_is_part_of_the_work(monkeypatch):
     filled = Config(algorithm="dapo").resolved()
-    assert (filled.clip_low, filled.clip_high, filled.aggregation, filled.drop_zero_variance) == (0.2, 0.28, "token_mean", True)
+    assert (filled.clip_low, filled.clip_high, filled.aggregation, filled.drop_zero_variance) == (
+        0.2,
+        0.28,
+        "token_mean",
+        True,
+    )
     assert filled.key() == Config(algorithm="dapo", clip_high=0.28).resolved().key()
     assert Config(algorithm="dapo", drop_zero_variance=False).resolved().drop_zero_variance is False
     row = algorithms.ALGORITHMS["dapo"]
@@ -174,12 +203,16 @@ def test_what_the_table_fills_in_is_part_of_the_work(monkeypatch):
     assert Config(algorithm="dapo").resolved().key() != filled.key()
 
 
-@pytest.mark.parametrize("name, field", [("cispo", "clip_max"), ("sapo", "tau_positive"), ("sapo", "tau_negative")])
+@pytest.mark.parametrize(
+    "name, field", [("cispo", "clip_max"), ("sapo", "tau_positive"), ("sapo", "tau_negative")]
+)
 def test_what_only_one_row_knows_is_part_of_the_work_too(monkeypatch, name, field):
     row = algorithms.ALGORITHMS[name]
     filled = Config(algorithm=name).resolved()
     assert getattr(filled, field) == row.defaults[field]
-    monkeypatch.setitem(algorithms.ALGORITHMS, name, dataclasses.replace(row, defaults={**row.defaults, field: 2.0}))
+    monkeypatch.setitem(
+        algorithms.ALGORITHMS, name, dataclasses.replace(row, defaults={**row.defaults, field: 2.0})
+    )
     assert Config(algorithm=name).resolved().key() != filled.key()
     with pytest.raises(ConfigError, match=rf"{field}.*greater than 0"):
         parse(Config, {"algorithm": name, field: 0.0}, "optimize")
@@ -201,10 +234,15 @@ CRITICS = {
 def test_an_option_of_a_critic_is_refused_where_there_is_none(name, tmp_path):
     given = {name: CRITICS[name]}
     assert Config(algorithm="ppo", **given).resolved()
-    with pytest.raises(ConfigError, match=rf"{name} would have no effect: algorithm 'grpo' has no critic.*: ppo"):
+    with pytest.raises(
+        ConfigError, match=rf"{name} would have no effect: algorithm 'grpo' has no critic.*: ppo"
+    ):
         parse(Config, given, "optimize")
     row = "Algorithm('mine', 'gae', 'clipped', 'token_mean', critic={})"
-    source = f"from stages.optimize.algorithms import Algorithm\nNONE, OWN = {row.format(False)}, {row.format(True)}\n"
+    source = (
+        f"from stages.optimize.algorithms import Algorithm\nNONE, OWN = {row.format(False)}, "
+        f"{row.format(True)}\n"
+    )
     (tmp_path / "rows.py").write_text(source)
     assert Config(algorithm=f"{tmp_path}/rows.py:OWN", **given).resolved()
     with pytest.raises(ConfigError, match=f"{name} would have no effect"):
@@ -212,7 +250,9 @@ def test_an_option_of_a_critic_is_refused_where_there_is_none(name, tmp_path):
 
 
 def test_defaults_that_are_written_out_go_through_every_algorithm():
-    with pytest.raises(ConfigError, match=r"value_coef, gamma would .* default: value_coef = 0.1, gamma = 1.0\)"):
+    with pytest.raises(
+        ConfigError, match=r"value_coef, gamma would .* default: value_coef = 0.1, gamma = 1.0\)"
+    ):
         parse(Config, {"value_coef": 0.5, "gamma": 0.5}, "optimize")
     for name in algorithms.ALGORITHMS:
         assert Config(algorithm=name, value_coef=0.1, gamma=1.0).resolved()
@@ -226,7 +266,9 @@ def test_a_critic_that_can_not_learn_does_not_warm_up():
 
 def test_what_is_left_out_has_no_value_to_bootstrap():
     with pytest.raises(ConfigError, match="bootstrap_length is for completions cut by length"):
-        parse(Config, {"algorithm": "ppo", "bootstrap_length": True, "on_length": "mask"}, "optimize")
+        parse(
+            Config, {"algorithm": "ppo", "bootstrap_length": True, "on_length": "mask"}, "optimize"
+        )
 
 
 def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):
@@ -235,6 +277,8 @@ def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     made = world.make(store, policy, world.even_share)
     config = Config(algorithm="readme_algo:ALGORITHM", options={"cap": 3.0}, device="cpu")
-    done = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    done = store.open(
+        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
+    )
     (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert row["applied"] and row["clip_fraction"] == 0.0 and row["grad_norm"] > 0

@@ -1,6 +1,8 @@
-"""Bad input as a table: each ends in an error that names its code, its object, what is wrong and what to do, and changes nothing.
+"""Bad input as a table: each ends in an error that names its code, its object, what is wrong and
+what to do, and changes nothing.
 
-After every refusal the same versions are there, whole, and the next run on good input succeeds with no clean-up.
+After every refusal the same versions are there, whole, and the next run on good input succeeds with
+no clean-up.
 """
 
 import sys
@@ -92,7 +94,8 @@ def own(tmp_path, monkeypatch):
 
 
 class Case(NamedTuple):
-    """One bad input: the config, what becomes of the rollouts and their rewards, and what is said of it."""
+    """One bad input: the config, what becomes of the rollouts and their rewards, and what is said
+    of it."""
 
     code: str
     exit_code: int
@@ -108,7 +111,12 @@ class Case(NamedTuple):
 def own_algorithm(name: str, part: str, *says: str, **config: Any) -> Case:
     told = "correct the function; stages/optimize/README.md"
     return Case(
-        "E-CONFIG", 2, f"optimize.algorithm bad_algo:{name} {part}", [*says], told, {"algorithm": f"bad_algo:{name}", **config}
+        "E-CONFIG",
+        2,
+        f"optimize.algorithm bad_algo:{name} {part}",
+        [*says],
+        told,
+        {"algorithm": f"bad_algo:{name}", **config},
     )
 
 
@@ -136,7 +144,8 @@ CASES = {
         "E-CONFIG", 2, "optimize.kl_coef", ["0.1 needs the reference's logprobs"], "set kl_coef = 0", {"kl_coef": 0.1}
     ),
     "kl_in_reward without a reference": Case(
-        "E-CONFIG", 2, "optimize.kl_coef", ["0.1 needs the reference's logprobs"], "set kl_coef = 0",
+        "E-CONFIG", 2, "optimize.kl_coef", ["0.1 needs the reference's logprobs"], "set kl_coef = "
+                                                                                   "0",
         {"kl_coef": 0.1, "kl_in_reward": True, "algorithm": "ppo"},
     ),
     "biased sampling": Case(
@@ -144,7 +153,9 @@ CASES = {
         sampling={"top_p": 0.9, "min_p": 0.1},
     ),
     "temperature 0": Case(
-        "E-CONFIG", 2, "tiny/rollouts@1", ["1 rows were sampled at temperature 0"], "generate at temperature > 0",
+        "E-CONFIG", 2, "tiny/rollouts@1", ["1 rows were sampled at temperature 0"], "generate at "
+                                                                                    "temperature "
+                                                                                    "> 0",
         rows=lambda row: {**row, "temperature": 0.0} if row["rollout_id"] == "r-001-2" else row,
     ),
     "temperatures that the logprobs were not sampled at": Case(
@@ -154,7 +165,8 @@ CASES = {
         "E-NUMERIC", 8, "tiny/rewards@1", ["0 of 16 rollouts are scored"], "quiver show tiny/rewards@1", score=lambda row: None
     ),
     "one scored rollout": Case(
-        "E-NUMERIC", 8, "tiny/rewards@1", ["1 of 16 rollouts are scored"], "quiver show tiny/rewards@1",
+        "E-NUMERIC", 8, "tiny/rewards@1", ["1 of 16 rollouts are scored"], "quiver show "
+                                                                           "tiny/rewards@1",
         {"algorithm": "reinforce_pp"}, score=lambda row: 1.0 if row["rollout_id"] == "r-000-0" else None,
     ),
     "NaN from the first step on": poisoned(0),
@@ -162,7 +174,8 @@ CASES = {
     "NaN in the gradient alone": poisoned(1, grad_only=True),
     "own algorithm: takes no tokens": own_algorithm("NO_TOKENS", "surrogate", "(tokens, **options)", "too many positional"),
     "own algorithm: returns the loss alone": own_algorithm("LOSS_ALONE", "surrogate", "loss and clipped", "float32 ["),
-    "own algorithm: returns a mean": own_algorithm("A_MEAN", "surrogate", "expected loss as float [", "found float32 []"),
+    "own algorithm: returns a mean": own_algorithm("A_MEAN", "surrogate", "expected loss as float "
+                                                                          "[", "found float32 []"),
     "own algorithm: has no gradient": own_algorithm("DETACHED", "surrogate", "no gradient", "tokens.logprobs"),
     "own algorithm: clipped is no bool": own_algorithm("COUNTS", "surrogate", "clipped as bool ["),
     "own algorithm: advantage of rewards alone": own_algorithm("REWARDS_ALONE", "advantage", "(rewards, groups)"),
@@ -171,7 +184,8 @@ CASES = {
     "own algorithm: weights of lengths alone": own_algorithm("LENGTHS_ALONE", "aggregation", "max_completion_tokens"),
     "own algorithm: weights a rollout": own_algorithm("OF_ROLLOUTS", "aggregation", "weights as float [", "float32 [16]"),
     "own algorithm: names a surrogate that is not there": Case(
-        "E-CONFIG", 2, "optimize.algorithm", ["losses.py, found 'clip'"], "correct the algorithm's row",
+        "E-CONFIG", 2, "optimize.algorithm", ["losses.py, found 'clip'"], "correct the "
+                                                                          "algorithm's row",
         {"algorithm": "bad_algo:NO_SUCH"},
     ),
     "own algorithm: an option that it does not take": Case(
@@ -183,7 +197,8 @@ CASES = {
         {"algorithm": "bad_algo:POISONED"},
     ),
     "own algorithm: no such file": Case(
-        "E-CONFIG", 2, "optimize.algorithm nowhere.py", ["there is no file"], "correct optimize.algorithm",
+        "E-CONFIG", 2, "optimize.algorithm nowhere.py", ["there is no file"], "correct "
+                                                                              "optimize.algorithm",
         {"algorithm": "nowhere.py:MINE"},
     ),
 }  # fmt: skip
@@ -199,14 +214,24 @@ def sampled() -> list[dict]:
 
 def prepared(store, policy, case: Case) -> dict[str, str]:
     """References of the policy and of rollouts and rewards as the case has them."""
-    rollouts = world.write_rollouts(store, policy, [case.rows(row) for row in sampled()], sampling=case.sampling)
-    return {"policy": policy.ref, "rollouts": rollouts.ref, "rewards": world.write_rewards(store, rollouts, case.score).ref}
+    rollouts = world.write_rollouts(
+        store, policy, [case.rows(row) for row in sampled()], sampling=case.sampling
+    )
+    return {
+        "policy": policy.ref,
+        "rollouts": rollouts.ref,
+        "rewards": world.write_rewards(store, rollouts, case.score).ref,
+    }
 
 
 def versions(store) -> dict[str, str]:
     """Content hash of every version that there is."""
     kinds = ("policy", "rollouts", "rewards", "advantages", "updates", "logprobs")
-    found = [store.open(f"tiny/{kind}@{number}") for kind in kinds for number in store.numbers("tiny", kind)]
+    found = [
+        store.open(f"tiny/{kind}@{number}")
+        for kind in kinds
+        for number in store.numbers("tiny", kind)
+    ]
     return {str(version.ref): version.manifest.content_hash for version in found}
 
 
@@ -220,13 +245,17 @@ def test_bad_input(store, policy, case):
     assert (error.code, error.exit_code, error.object) == (case.code, case.exit_code, case.object)
     assert all(part in error.message for part in case.says), error.message
     assert case.next in error.next, error.next
-    assert any(word in error.state for word in ("nothing was changed", "intact", "no version was written")), error.state
+    assert any(
+        word in error.state for word in ("nothing was changed", "intact", "no version was written")
+    ), error.state
     assert versions(store) == before and store.verify()[1] == []
     good = prepared(store, policy, Case("", 0, "", [], ""))
-    assert str(run(Config(device="cpu", algorithm="bad_algo:FINE"), store, **good)) == "tiny/policy@1"
+    assert (
+        str(run(Config(device="cpu", algorithm="bad_algo:FINE"), store, **good)) == "tiny/policy@1"
+    )
 
 
-# -- what is not an error ------------------------------------------------------------------------------------------------------
+# -- what is not an error
 
 
 def test_equal_rewards_are_said_and_go_on_with_the_same_weights(store, policy, caplog):
@@ -234,12 +263,16 @@ def test_equal_rewards_are_said_and_go_on_with_the_same_weights(store, policy, c
     done = store.open(run(Config(device="cpu"), store, **refs))
     assert done.manifest.metrics["all_advantages_zero"] and done.manifest.metrics["steps"] == 0
     assert "every advantage is 0" in caplog.text
-    before, after = (dict(load_model(version, dtype=torch.float32).named_parameters()) for version in (policy, done))
+    before, after = (
+        dict(load_model(version, dtype=torch.float32).named_parameters())
+        for version in (policy, done)
+    )
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_fewer_than_three_bad_steps_are_left_out(store, policy):
-    """Two good steps, then two that are not finite: not three in a row, so what was learnt before is kept."""
+    """Two good steps, then two that are not finite: not three in a row, so what was learnt before
+    is kept."""
     refs = prepared(store, policy, Case("", 0, "", [], ""))
     config = Config(device="cpu", algorithm="bad_algo:POISONED", epochs=4, options={"after": 2})
     done = store.open(run(config, store, **refs))
@@ -251,11 +284,26 @@ def test_fewer_than_three_bad_steps_are_left_out(store, policy):
 def test_rows_of_different_temperatures_are_each_taken_at_their_own(store, policy):
     model = load_model(policy, dtype=torch.float32)
     rows = [
-        {**row, "rollout_id": f"{temperature}-{row['rollout_id']}", "group_id": f"{temperature}-{row['group_id']}"}
+        {
+            **row,
+            "rollout_id": f"{temperature}-{row['rollout_id']}",
+            "group_id": f"{temperature}-{row['group_id']}",
+        }
         for temperature in (0.6, 1.0, 1.7)
         for row in world.sample(model, world.prompts(3), 4, temperature=temperature)
     ]
     rollouts = world.write_rollouts(store, policy, rows)
     rewards = world.write_rewards(store, rollouts, world.even_share)
-    done = store.open(run(Config(device="cpu"), store, policy=policy.ref, rollouts=rollouts.ref, rewards=rewards.ref))
-    assert done.manifest.metrics["audit"]["max_gap"] < 1e-4 and done.manifest.metrics["audit"]["rollouts"] > 30
+    done = store.open(
+        run(
+            Config(device="cpu"),
+            store,
+            policy=policy.ref,
+            rollouts=rollouts.ref,
+            rewards=rewards.ref,
+        )
+    )
+    assert (
+        done.manifest.metrics["audit"]["max_gap"] < 1e-4
+        and done.manifest.metrics["audit"]["rollouts"] > 30
+    )

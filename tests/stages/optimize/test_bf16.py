@@ -1,4 +1,5 @@
-"""Weights in bfloat16: rounding by its statistics, AdamW against torch's own in float32, and the stage on a tiny model."""
+"""Weights in bfloat16: rounding by its statistics, AdamW against torch's own in float32, and the
+stage on a tiny model."""
 
 import json
 
@@ -28,16 +29,19 @@ def _generator(seed: int = 0) -> torch.Generator:
 
 
 def _neighbours(value: float) -> tuple[float, float]:
-    """The largest bfloat16 that is not above `value` and the smallest that is not below it, by looking through all of them."""
+    """The largest bfloat16 that is not above `value` and the smallest that is not below it, by
+    looking through all of them."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).double()
     every = every[every.isfinite()]
     return float(every[every <= value].max()), float(every[every >= value].min())
 
 
-# -- rounding ------------------------------------------------------------------------------------------------------------------
+# -- rounding
 
 
-@pytest.mark.parametrize("value", [1.0012, -1.0012, 0.7 / 3, -5e-4, 1.9999, 123.4, 3e38, 1e-39, -1e-40, 1e-6 + 0.02])
+@pytest.mark.parametrize(
+    "value", [1.0012, -1.0012, 0.7 / 3, -5e-4, 1.9999, 123.4, 3e38, 1e-39, -1e-40, 1e-6 + 0.02]
+)
 def test_rounding_gives_the_two_neighbours_and_the_value_in_the_mean(value):
     value = float(np.float32(value))
     low, high = _neighbours(value)
@@ -62,15 +66,20 @@ def test_no_number_becomes_another_kind_of_number():
     assert torch.equal(round_by_chance(infinite, _generator()), infinite.bfloat16())
 
 
-# -- AdamW ---------------------------------------------------------------------------------------------------------------------
+# -- AdamW
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8}
 
 
-def _twins(count: int = 3, size: int = 1000) -> tuple[torch.nn.ParameterList, torch.nn.ParameterList]:
+def _twins(
+    count: int = 3, size: int = 1000
+) -> tuple[torch.nn.ParameterList, torch.nn.ParameterList]:
     torch.manual_seed(0)
     values = [torch.randn(size) * 0.02 for _ in range(count)]
-    return tuple(torch.nn.ParameterList(torch.nn.Parameter(value.clone()) for value in values) for _ in range(2))
+    return tuple(
+        torch.nn.ParameterList(torch.nn.Parameter(value.clone()) for value in values)
+        for _ in range(2)
+    )
 
 
 def _grads(step: int, like: torch.nn.ParameterList) -> list[torch.Tensor]:
@@ -88,7 +97,9 @@ def test_masters_are_torchs_adamw_in_float32():
     plain, ours = _twins()
     theirs = torch.optim.AdamW(plain, weight_decay=0.1, fused=True, **OPTIONS)
     masters = narrow(ours)
-    made = Bf16AdamW([{"params": list(ours), "weight_decay": 0.1}], masters, seed=0, step=0, **OPTIONS)
+    made = Bf16AdamW(
+        [{"params": list(ours), "weight_decay": 0.1}], masters, seed=0, step=0, **OPTIONS
+    )
     for step in range(5):
         _step(theirs, plain, _grads(step, plain))
         _step(made, ours, _grads(step, ours))
@@ -98,7 +109,8 @@ def test_masters_are_torchs_adamw_in_float32():
 
 
 def test_a_weight_without_master_takes_torchs_step_and_is_rounded_by_chance():
-    """The first step of a weight is that of its value in float32, whatever it is rounded to; a float32 weight is not rounded."""
+    """The first step of a weight is that of its value in float32, whatever it is rounded to; a
+    float32 weight is not rounded."""
     ours = torch.nn.Parameter(torch.full((DRAWS,), 0.02))
     head = torch.nn.Parameter(torch.full((DRAWS,), 0.02))
     narrow(torch.nn.ParameterList([ours]))
@@ -106,22 +118,35 @@ def test_a_weight_without_master_takes_torchs_step_and_is_rounded_by_chance():
     gradients = [torch.full((DRAWS,), 0.3), torch.randn(DRAWS)]
     options = {**OPTIONS, "lr": 2e-5}  # a sixth of what lies between two bfloat16 there
     _step(torch.optim.AdamW(plain, **options), plain, gradients)
-    _step(Bf16AdamW([{"params": [ours, head]}], {}, seed=0, step=0, **options), [ours, head], gradients)
+    _step(
+        Bf16AdamW([{"params": [ours, head]}], {}, seed=0, step=0, **options),
+        [ours, head],
+        gradients,
+    )
     assert torch.equal(head, plain[1])
     expected = plain[0][0].item()
     low, high = _neighbours(expected)
     assert set(ours.tolist()) == {low, high}
-    assert ours.detach().double().mean().item() == pytest.approx(expected, abs=5 * 0.5 * (high - low) / DRAWS**0.5)
+    assert ours.detach().double().mean().item() == pytest.approx(
+        expected, abs=5 * 0.5 * (high - low) / DRAWS**0.5
+    )
 
 
 def test_small_steps_add_up():
-    """600 steps of a hundredth of a bfloat16 step each, all one way: in the mean the weights come to where float32 comes."""
+    """600 steps of a hundredth of a bfloat16 step each, all one way: in the mean the weights come
+    to where float32 comes."""
     start, rate = 1.0, 2.0**-8 / 100
     found = {}
     for name in ("nearest", *BOTH):
         weights = torch.nn.Parameter(torch.full((2000,), start))
         masters = narrow(torch.nn.ParameterList([weights]))
-        made = Bf16AdamW([{"params": [weights]}], masters if name == "bf16_master" else {}, seed=0, step=0, lr=rate)
+        made = Bf16AdamW(
+            [{"params": [weights]}],
+            masters if name == "bf16_master" else {},
+            seed=0,
+            step=0,
+            lr=rate,
+        )
         for _ in range(600):
             before = weights.detach().clone()
             _step(made, [weights], [torch.full((2000,), 1.0)])
@@ -140,7 +165,9 @@ def test_the_noise_is_of_seed_step_and_parameter():
         same = [torch.full_like(p, 0.0123, dtype=torch.float32) for p in ours]
         for p in ours:
             p.data.fill_(0.02)
-        made = Bf16AdamW([{"params": list(ours)}], {}, seed=seed, step=step, **{**OPTIONS, "lr": 6e-5})
+        made = Bf16AdamW(
+            [{"params": list(ours)}], {}, seed=seed, step=step, **{**OPTIONS, "lr": 6e-5}
+        )
         _step(made, ours, same)
         return [p.detach().clone() for p in ours]
 
@@ -162,7 +189,7 @@ def test_masters_that_are_not_the_policys_weights_are_refused(policy):
         load_state(made, model, found)
 
 
-# -- the stage -----------------------------------------------------------------------------------------------------------------
+# -- the stage
 
 
 def _config(**values) -> Config:
@@ -194,7 +221,11 @@ def test_the_policy_is_bfloat16_on_disk_too(store, policy, made, precision):
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
     assert json.loads((done.path / "config.json").read_bytes())["dtype"] == "bfloat16"
     assert {value.dtype for value in kept.values()} == {torch.float32}
-    masters = {name.removeprefix("master."): value for name, value in kept.items() if name.startswith("master.")}
+    masters = {
+        name.removeprefix("master."): value
+        for name, value in kept.items()
+        if name.startswith("master.")
+    }
     assert masters.keys() == (weights.keys() if precision == "bf16_master" else set())
     assert all(torch.equal(value.bfloat16(), weights[name]) for name, value in masters.items())
 
@@ -203,7 +234,11 @@ def test_the_policy_is_bfloat16_on_disk_too(store, policy, made, precision):
 def test_the_first_ratio_is_one_and_the_gradient_float32s(policy, precision):
     rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
     for row in rows:
-        row |= {"old": row["old_logprobs"], "reward": world.even_share(row), "group": int(row["group_id"][2:])}
+        row |= {
+            "old": row["old_logprobs"],
+            "reward": world.even_share(row),
+            "group": int(row["group_id"][2:]),
+        }
     everyone, found = list(range(16)), {}
     for name in ("fp32", precision):
         config = _config(precision=name, audit={"enabled": False}, token_budget=40)
@@ -237,7 +272,9 @@ def test_another_precision_goes_on_from_the_policys_weights(store, policy, made)
         kept = _tensors(after, "optimizer/state.safetensors")
         assert after.manifest.metrics["step"] == 2 and float(kept["updates"]) == 2
         for name, value in _tensors(after).items():
-            torch.testing.assert_close(value.float(), _tensors(first)[name].float(), rtol=2**-7, atol=2e-9)
+            torch.testing.assert_close(
+                value.float(), _tensors(first)[name].float(), rtol=2**-7, atol=2e-9
+            )
             assert (f"master.{name}" in kept) == (precision == "bf16_master")
 
 
@@ -245,24 +282,38 @@ def test_nothing_to_learn_keeps_the_masters(store, policy, made):
     rewards = world.write_rewards(store, made[0], lambda row: 1.0)
     done = _run(store, policy, (made[0], rewards), _config(precision="bf16_master"))
     kept = results.load_optimizer(done)
-    assert all(torch.equal(kept[f"master.{name}"], value) for name, value in _tensors(policy).items())
+    assert all(
+        torch.equal(kept[f"master.{name}"], value) for name, value in _tensors(policy).items()
+    )
 
 
 @pytest.mark.parametrize("precision", BOTH)
 def test_a_value_head_stays_float32(store, policy, precision):
     rollouts = sampled(store, policy, groups=12, each=1)
     made = rollouts, world.write_rewards(store, rollouts, world.even_share)
-    done = _run(store, policy, made, _config(algorithm="ppo", precision=precision, epochs=3, critic_learning_rate=1e-2))
+    done = _run(
+        store,
+        policy,
+        made,
+        _config(algorithm="ppo", precision=precision, epochs=3, critic_learning_rate=1e-2),
+    )
     assert {value.dtype for value in _tensors(done).values()} == {torch.bfloat16}
-    assert {value.dtype for value in _tensors(done, "value_head/state.safetensors").values()} == {torch.float32}
+    assert {value.dtype for value in _tensors(done, "value_head/state.safetensors").values()} == {
+        torch.float32
+    }
     updates = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert updates[-1]["value_loss"] < updates[0]["value_loss"]
 
 
 @pytest.mark.parametrize("precision", BOTH)
-@pytest.mark.parametrize("values, said", [({"lora": {"rank": 4}}, "lora"), ({"algorithm": "ppo", "critic": "model"}, "critic")])
+@pytest.mark.parametrize(
+    "values, said",
+    [({"lora": {"rank": 4}}, "lora"), ({"algorithm": "ppo", "critic": "model"}, "critic")],
+)
 def test_what_trains_other_weights_is_refused(precision, values, said):
-    with pytest.raises(ConfigError, match=f"precision '{precision}' does not go with {said}.*take 'bf16'"):
+    with pytest.raises(
+        ConfigError, match=f"precision '{precision}' does not go with {said}.*take 'bf16'"
+    ):
         parse(Config, {"precision": precision, **values}, "optimize")
 
 
@@ -281,6 +332,13 @@ def test_it_learns_to_prefer_even_ids(store, precision, kind):
     config = _config(precision=precision, learning_rate=2e-2, minibatches=2)
     for iteration in range(11):
         rollouts = sampled(store, policy, groups=6, each=16, seed=iteration, temperature=1.0)
-        shares.append(float(np.mean([world.even_share(row) for row in rollouts.table().to_pylist()])))
-        policy = _run(store, policy, (rollouts, world.write_rewards(store, rollouts, world.even_share, run=kind)), config)
+        shares.append(
+            float(np.mean([world.even_share(row) for row in rollouts.table().to_pylist()]))
+        )
+        policy = _run(
+            store,
+            policy,
+            (rollouts, world.write_rewards(store, rollouts, world.even_share, run=kind)),
+            config,
+        )
     assert shares[-1] > shares[0] + 0.15

@@ -1,4 +1,5 @@
-"""GAE, the value loss and the critic's step against float64 loops written from the formulas, and the relations between them."""
+"""GAE, the value loss and the critic's step against float64 loops written from the formulas, and
+the relations between them."""
 
 import itertools
 import math
@@ -62,7 +63,9 @@ def test_with_lambda_1_it_is_the_reward_to_come_minus_the_value(gamma):
 def test_nothing_passes_from_one_rollout_to_another():
     whole, _ = _gae(gamma=0.9)
     for row, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
-        alone, _ = _gae(REWARDS[start:end], VALUES[start:end], [0, end - start], LAST[row : row + 1], gamma=0.9)
+        alone, _ = _gae(
+            REWARDS[start:end], VALUES[start:end], [0, end - start], LAST[row : row + 1], gamma=0.9
+        )
         assert torch.equal(alone, whole[start:end])
     order = [2, 0, 3, 1]
     rows = [np.arange(OFFSETS[i], OFFSETS[i + 1]) for i in order]
@@ -91,7 +94,9 @@ def test_gae_writes_into_nothing_that_it_is_given():
 
 def test_whitened():
     found = advantages.whitened(torch.tensor(VALUES, dtype=torch.float32))
-    np.testing.assert_allclose(found.numpy(), (VALUES - VALUES.mean()) / VALUES.std(ddof=1), atol=1e-6)
+    np.testing.assert_allclose(
+        found.numpy(), (VALUES - VALUES.mean()) / VALUES.std(ddof=1), atol=1e-6
+    )
     assert advantages.whitened(torch.tensor([5.0])).tolist() == [0.0]
     assert advantages.whitened(torch.full((7,), 2.0)).tolist() == [0.0] * 7
 
@@ -110,7 +115,9 @@ def test_value_loss_golden(clip):
         assert found[t].item() == pytest.approx(0.5 * max(free, bounded), rel=1e-12)
         clipped = bounded > free
         taken += clipped
-        assert gradient[t].item() == pytest.approx(0.0 if clipped else VALUES[t] - returns[t], abs=1e-12)
+        assert gradient[t].item() == pytest.approx(
+            0.0 if clipped else VALUES[t] - returns[t], abs=1e-12
+        )
     assert bool(taken) == (clip is not None)
 
 
@@ -118,14 +125,20 @@ def test_explained_variance_is_numpys():
     values, returns = torch.tensor(VALUES), torch.tensor(REWARDS)
     halves = [critic.moments(values[part], returns[part]) for part in (slice(0, 5), slice(5, N))]
     means = [float(a + b) / N for a, b in zip(*halves, strict=True)]
-    assert critic.explained_variance(*means) == pytest.approx(1 - np.var(REWARDS - VALUES) / np.var(REWARDS), rel=1e-9)
-    equal = [float(x) / 3 for x in critic.moments(torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 0.3))]
+    assert critic.explained_variance(*means) == pytest.approx(
+        1 - np.var(REWARDS - VALUES) / np.var(REWARDS), rel=1e-9
+    )
+    equal = [
+        float(x) / 3 for x in critic.moments(torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 0.3))
+    ]
     assert math.isnan(critic.explained_variance(*equal))
 
 
 def test_one_more_id_for_cut_rollouts_only():
     rows = Ragged(torch.tensor([5, 6, 7, 8], dtype=torch.int32), torch.tensor([0, 1, 3, 4]))
-    longer, own = critic.with_next_state(Sequences(rows, rows, torch.ones(3)), torch.tensor([True, False, True]))
+    longer, own = critic.with_next_state(
+        Sequences(rows, rows, torch.ones(3)), torch.tensor([True, False, True])
+    )
     assert [row.tolist() for row in longer.completions] == [[5, 0], [6, 7], [8, 0]]
     assert own.tolist() == [True, False, True, True, True, False]
 
@@ -133,7 +146,12 @@ def test_one_more_id_for_cut_rollouts_only():
 def test_rewards_stand_on_the_last_token_and_the_kl_on_each():
     rows = Ragged(torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0, 1, 3]))
     old, ref = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
-    batch = types.SimpleNamespace(data=Sequences(rows, rows, torch.ones(2)), old=old, ref=ref, rewards=torch.tensor([4.0, 8.0]))
+    batch = types.SimpleNamespace(
+        data=Sequences(rows, rows, torch.ones(2)),
+        old=old,
+        ref=ref,
+        rewards=torch.tensor([4.0, 8.0]),
+    )
     plain = critic.token_rewards(Config(), batch)
     assert plain.tolist() == [4.0, 0.0, 8.0]
     penalised = critic.token_rewards(Config(kl_coef=0.5, kl_in_reward=True), batch)
@@ -143,23 +161,41 @@ def test_rewards_stand_on_the_last_token_and_the_kl_on_each():
 def test_a_head_of_another_width_is_refused():
     head = ValueHead(8)
     with pytest.raises(ConfigError, match=r"weight was saved as \[16\], the model has \[8\]"):
-        restore(head, torch.optim.AdamW(head.parameters()), {"weight": torch.zeros(16), "bias": torch.zeros(1)}, moments=True)
+        restore(
+            head,
+            torch.optim.AdamW(head.parameters()),
+            {"weight": torch.zeros(16), "bias": torch.zeros(1)},
+            moments=True,
+        )
 
 
 def test_the_head_has_a_rate_of_its_own(policy):
     model, head = load_model(policy, dtype=torch.float32), ValueHead(32)
-    groups = make_optimizer(Config(algorithm="ppo", learning_rate=1e-4, critic_learning_rate=3e-3), model, head).param_groups
+    groups = make_optimizer(
+        Config(algorithm="ppo", learning_rate=1e-4, critic_learning_rate=3e-3), model, head
+    ).param_groups
     assert groups[-1]["scale"] == pytest.approx(30.0) and groups[-1]["weight_decay"] == 0.0
     assert {id(p) for p in groups[-1]["params"]} == {id(p) for p in head.parameters()}
-    assert make_optimizer(Config(algorithm="ppo", learning_rate=1e-4), model, head).param_groups[-1]["scale"] == 1.0
+    assert (
+        make_optimizer(Config(algorithm="ppo", learning_rate=1e-4), model, head).param_groups[-1][
+            "scale"
+        ]
+        == 1.0
+    )
 
 
-# -- the step ------------------------------------------------------------------------------------------------------------------
+# -- the step
 
 
 def _config(**values) -> Config:
     return Config(
-        **{"algorithm": "ppo", "device": "cpu", "audit": {"enabled": False}, "learning_rate": 1e-3, **values}
+        **{
+            "algorithm": "ppo",
+            "device": "cpu",
+            "audit": {"enabled": False},
+            "learning_rate": 1e-3,
+            **values,
+        }
     ).resolved()
 
 
@@ -171,30 +207,46 @@ def scored(request, store):
     for index, row in enumerate(rows):
         row["finish_reason"] = "length" if index % 3 else "stop"
     rollouts = world.write_rollouts(store, policy, rows, run=request.param)
-    return policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=request.param)
+    return (
+        policy,
+        rollouts,
+        world.write_rewards(store, rollouts, world.even_share, run=request.param),
+    )
 
 
 def _trainer(store, scored, config: Config) -> Trainer:
     policy, rollouts, rewards = scored
     row = resolve("ppo")
-    loaded = joining.load(config, row, store, {"policy": policy, "rollouts": rollouts, "rewards": rewards})
-    made = Trainer(config, load_model(policy, dtype=torch.float32), loaded.batch, row, make_accelerator(config))
+    loaded = joining.load(
+        config, row, store, {"policy": policy, "rollouts": rollouts, "rewards": rewards}
+    )
+    made = Trainer(
+        config, load_model(policy, dtype=torch.float32), loaded.batch, row, make_accelerator(config)
+    )
     with torch.no_grad():
-        made.policy.value_head.weight.copy_(torch.linspace(-0.3, 0.3, len(made.policy.value_head.weight)))
+        made.policy.value_head.weight.copy_(
+            torch.linspace(-0.3, 0.3, len(made.policy.value_head.weight))
+        )
     made.prepare()
-    with torch.no_grad():  # the values have moved since they were taken, some by more than the bound
+    with (
+        torch.no_grad()
+    ):  # the values have moved since they were taken, some by more than the bound
         made.policy.value_head.weight.mul_(1.4)
         made.policy.value_head.bias.add_(0.1)
     return made
 
 
 def _states(model, row: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs [T] of the completion, and the T + 1 hidden states before its tokens and after the last."""
+    """Logprobs [T] of the completion, and the T + 1 hidden states before its tokens and after the
+    last."""
     ids = torch.tensor(row["completion_ids"])
     if model.config.is_encoder_decoder:
         inputs = torch.cat([torch.tensor([model.config.decoder_start_token_id]), ids])[None]
         out = model(
-            input_ids=torch.tensor([row["prompt_ids"]]), decoder_input_ids=inputs, use_cache=False, output_hidden_states=True
+            input_ids=torch.tensor([row["prompt_ids"]]),
+            decoder_input_ids=inputs,
+            use_cache=False,
+            output_hidden_states=True,
         )
         logits, hidden = out.logits[0], out.decoder_hidden_states[-1][0]
     else:
@@ -236,23 +288,42 @@ def test_loss_and_gradient_are_those_of_the_formula(store, scored, changed):
             gains.insert(0, gain)
             returns.insert(0, gain + float(old[t]))
         found.append(
-            (logprobs, torch.tensor(row["old_logprobs"]).double(), values, old[:-1], gains, torch.tensor(returns).double())
+            (
+                logprobs,
+                torch.tensor(row["old_logprobs"]).double(),
+                values,
+                old[:-1],
+                gains,
+                torch.tensor(returns).double(),
+            )
         )
     gains = np.concatenate([each[4] for each in found])
     mean, std = gains.mean(), gains.std(ddof=1)
     policy_loss, value_loss = torch.zeros(()), torch.zeros(())
     for logprobs, old_logprobs, values, old, own, returns in found:
         advantage, ratio = (torch.tensor(own) - mean) / std, (logprobs - old_logprobs).exp()
-        policy_loss = policy_loss - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / len(gains)
-        near = values if config.value_clip is None else torch.minimum(torch.maximum(values, old - 0.2), old + 0.2)
-        value_loss = value_loss + 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2).sum() / len(gains)
+        policy_loss = policy_loss - torch.minimum(
+            ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
+        ).sum() / len(gains)
+        near = (
+            values
+            if config.value_clip is None
+            else torch.minimum(torch.maximum(values, old - 0.2), old + 0.2)
+        )
+        value_loss = value_loss + 0.5 * torch.maximum(
+            (values - returns) ** 2, (near - returns) ** 2
+        ).sum() / len(gains)
     (policy_loss + config.value_coef * value_loss).backward()
     assert numbers["policy_loss"] == pytest.approx(policy_loss.item(), abs=1e-5)
     assert numbers["value_loss"] == pytest.approx(value_loss.item(), rel=1e-5)
-    assert numbers["loss"] == pytest.approx(numbers["policy_loss"] + config.value_coef * numbers["value_loss"])
+    assert numbers["loss"] == pytest.approx(
+        numbers["policy_loss"] + config.value_coef * numbers["value_loss"]
+    )
     errors = torch.cat([each[5] - each[2].detach() for each in found]).numpy()
     returns = torch.cat([each[5] for each in found]).numpy()
-    assert numbers["explained_variance"] == pytest.approx(1 - errors.var() / returns.var(), abs=1e-4)
+    assert numbers["explained_variance"] == pytest.approx(
+        1 - errors.var() / returns.var(), abs=1e-4
+    )
     wanted = dict(model.named_parameters())
     for name, parameter in made.model.named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name].grad.float(), rtol=1e-3, atol=1e-5)

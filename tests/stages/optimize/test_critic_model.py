@@ -1,4 +1,5 @@
-"""A critic that is a model of its own: values and gradient against float64, the policy untouched by it, its life in the store."""
+"""A critic that is a model of its own: values and gradient against float64, the policy untouched by
+it, its life in the store."""
 
 import pytest
 import torch
@@ -22,7 +23,9 @@ from tests.tiny import make_policy
 
 
 def _config(**values) -> Config:
-    return Config(**{"algorithm": "ppo", "critic": "model", "device": "cpu", "learning_rate": 1e-3, **values})
+    return Config(
+        **{"algorithm": "ppo", "critic": "model", "device": "cpu", "learning_rate": 1e-3, **values}
+    )
 
 
 @pytest.fixture(params=["llama", "t5"])
@@ -30,12 +33,24 @@ def made(request, store):
     """(policy, rollouts, rewards) of a tiny model; one rollout a prompt."""
     policy = make_policy(store, request.param, request.param)
     rollouts = sampled(store, policy, groups=8, each=1)
-    return policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=request.param)
+    return (
+        policy,
+        rollouts,
+        world.write_rewards(store, rollouts, world.even_share, run=request.param),
+    )
 
 
 def _run(store, made, config=None, policy=None):
     start, rollouts, rewards = made
-    return store.open(run(config or _config(), store, policy=(policy or start).ref, rollouts=rollouts.ref, rewards=rewards.ref))
+    return store.open(
+        run(
+            config or _config(),
+            store,
+            policy=(policy or start).ref,
+            rollouts=rollouts.ref,
+            rewards=rewards.ref,
+        )
+    )
 
 
 def _tensors(version, name: str) -> dict[str, torch.Tensor]:
@@ -46,13 +61,15 @@ def _equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# -- the step ------------------------------------------------------------------------------------------------------------------
+# -- the step
 
 
 def _trainer(store, made, **changed) -> Trainer:
     """Ready for its first step, with a critic whose weights are not those of the policy."""
     config, row = _config(**changed).resolved(), resolve("ppo")
-    loaded = joining.load(config, row, store, dict(zip(("policy", "rollouts", "rewards"), made, strict=True)))
+    loaded = joining.load(
+        config, row, store, dict(zip(("policy", "rollouts", "rewards"), made, strict=True))
+    )
     model, copy = (load_model(made[0], dtype=torch.float32) for _ in range(2))
     trunk = value_head.trunk_of(copy)
     trainer = Trainer(config, model, loaded.batch, row, make_accelerator(config), value_trunk=trunk)
@@ -80,12 +97,17 @@ def _values64(made, model, weight, bias) -> torch.Tensor:
     return torch.cat([(_states(model, row)[1] @ weight + bias)[:-1] for row in rows])
 
 
-@pytest.mark.parametrize("changed", [{}, {"token_budget": 40, "value_coef": 0.7}, {"packing": "single", "value_clip": None}])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"token_budget": 40, "value_coef": 0.7}, {"packing": "single", "value_clip": None}],
+)
 def test_values_and_their_gradient_are_those_of_the_critics_own_trunk(store, made, changed):
     trainer = _trainer(store, made, **changed)
     before = _values64(made, *_critic64(made, trainer)).detach()
     torch.testing.assert_close(trainer.batch.old_values.double(), before, rtol=0, atol=1e-5)
-    with torch.no_grad():  # the values have moved since they were taken, some by more than the bound
+    with (
+        torch.no_grad()
+    ):  # the values have moved since they were taken, some by more than the bound
         trainer.judge["head"].weight.mul_(1.5)
     everyone = list(range(len(trainer.batch.groups)))
     numbers = trainer.accumulate(everyone, everyone)
@@ -93,15 +115,23 @@ def test_values_and_their_gradient_are_those_of_the_critics_own_trunk(store, mad
     model, weight, bias = _critic64(made, trainer)
     values, returns = _values64(made, model, weight, bias), trainer.batch.returns.double()
     clip = trainer.config.value_clip
-    near = values if clip is None else torch.minimum(torch.maximum(values, before - clip), before + clip)
+    near = (
+        values
+        if clip is None
+        else torch.minimum(torch.maximum(values, before - clip), before + clip)
+    )
     loss = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2).mean()
     (trainer.config.value_coef * loss).backward()
     assert numbers["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
     wanted = dict(model.base_model.named_parameters())
     for name, parameter in trainer.judge["trunk"].named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name].grad.float(), rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(trainer.judge["head"].weight.grad, weight.grad.float(), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(trainer.judge["head"].bias.grad, bias.grad.float(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        trainer.judge["head"].weight.grad, weight.grad.float(), rtol=1e-4, atol=1e-6
+    )
+    torch.testing.assert_close(
+        trainer.judge["head"].bias.grad, bias.grad.float(), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_the_policys_gradient_is_the_one_without_a_value_loss(store, made):
@@ -109,9 +139,13 @@ def test_the_policys_gradient_is_the_one_without_a_value_loss(store, made):
     for trainer in trainers:
         everyone = list(range(len(trainer.batch.groups)))
         trainer.accumulate(everyone, everyone)
-    without, having = ({name: p.grad for name, p in trainer.model.named_parameters()} for trainer in trainers)
+    without, having = (
+        {name: p.grad for name, p in trainer.model.named_parameters()} for trainer in trainers
+    )
     assert _equal(without, having)
-    assert any(parameter.grad.abs().max() > 0 for parameter in trainers[1].judge["trunk"].parameters())
+    assert any(
+        parameter.grad.abs().max() > 0 for parameter in trainers[1].judge["trunk"].parameters()
+    )
     assert all(parameter.grad is None for parameter in trainers[0].judge.parameters())
 
 
@@ -119,11 +153,17 @@ def test_policy_and_critic_are_clipped_each_for_itself(store, made):
     trainer = _trainer(store, made, value_coef=1e-4, grad_clip=0.01)
     everyone = list(range(len(trainer.batch.groups)))
     row = {"step": 0, **trainer.accumulate(everyone, everyone)}
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in part.parameters()]) for part in (trainer.model, trainer.judge)]
+    norms = [
+        torch.nn.utils.get_total_norm([p.grad for p in part.parameters()])
+        for part in (trainer.model, trainer.judge)
+    ]
     assert norms[1] < 0.01 < norms[0]
     told = trainer._apply(row)
     assert told["grad_norm"] == pytest.approx(float(norms[0]))
-    after = [torch.nn.utils.get_total_norm([p.grad for p in part.parameters()]) for part in (trainer.model, trainer.judge)]
+    after = [
+        torch.nn.utils.get_total_norm([p.grad for p in part.parameters()])
+        for part in (trainer.model, trainer.judge)
+    ]
     assert float(after[0]) == pytest.approx(0.01, rel=1e-3) and torch.equal(after[1], norms[1])
 
 
@@ -136,10 +176,12 @@ def test_the_critic_has_a_rate_of_its_own_and_decay_on_matrices(policy):
     assert [(group.get("scale"), group["weight_decay"]) for group in groups] == [
         (None, 0.1), (None, 0.0), (pytest.approx(30.0), 0.1), (pytest.approx(30.0), 0.0)
     ]  # fmt: skip
-    assert {id(p) for group in groups[2:] for p in group["params"]} == {id(p) for p in critic.parameters()}
+    assert {id(p) for group in groups[2:] for p in group["params"]} == {
+        id(p) for p in critic.parameters()
+    }
 
 
-# -- in the store --------------------------------------------------------------------------------------------------------------
+# -- in the store
 
 
 def test_it_lies_below_the_policy_whole_and_without_output_embedding(store, made):
@@ -148,61 +190,114 @@ def test_it_lies_below_the_policy_whole_and_without_output_embedding(store, made
     model, info = loader.from_pretrained(done.path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert [path.name for path in done.path.glob("*.safetensors")] == ["model.safetensors"]
-    assert {path.name for path in (done.path / "critic").iterdir()} == {"state.safetensors", "state.json"}
+    assert {path.name for path in (done.path / "critic").iterdir()} == {
+        "state.safetensors",
+        "state.json",
+    }
     assert not (done.path / "value_head").exists()
     found = _tensors(done, "critic/state.safetensors")
     trunk = {f"trunk.{name}" for name, _ in value_head.trunk_of(model).named_parameters()}
     weights = {"head.weight", "head.bias", *trunk}
-    assert found.keys() == {*weights, *(f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq") for name in weights), "updates"}
+    assert found.keys() == {
+        *weights,
+        *(f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq") for name in weights),
+        "updates",
+    }
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert store.verify()[1] == []
     slim = _run(store, made, _config(save_optimizer=False))
     assert _tensors(slim, "critic/state.safetensors").keys() == weights
-    group = (made[0], *world.make(store, made[0], world.even_share, run="group")) if made[0].ref.run == "llama" else None
-    assert not group or not (_run(store, group, _config(algorithm="grpo", critic="trunk")).path / "critic").exists()
+    group = (
+        (made[0], *world.make(store, made[0], world.even_share, run="group"))
+        if made[0].ref.run == "llama"
+        else None
+    )
+    assert (
+        not group
+        or not (
+            _run(store, group, _config(algorithm="grpo", critic="trunk")).path / "critic"
+        ).exists()
+    )
 
 
 def test_a_critic_that_is_carried_is_one_that_never_stopped(store, made):
-    """Two iterations through the store against one process that keeps both models and all moments."""
-    config = _config(max_staleness=1, audit={"enabled": False}, epochs=2, minibatches=2, critic_learning_rate=5e-3)
+    """Two iterations through the store against one process that keeps both models and all
+    moments."""
+    config = _config(
+        max_staleness=1,
+        audit={"enabled": False},
+        epochs=2,
+        minibatches=2,
+        critic_learning_rate=5e-3,
+    )
     first = _run(store, made, config)
     second = _run(store, made, config, policy=first)
     row, config = resolve("ppo"), config.resolved()
-    loaded = joining.load(config, row, store, dict(zip(("policy", "rollouts", "rewards"), made, strict=True)))
+    loaded = joining.load(
+        config, row, store, dict(zip(("policy", "rollouts", "rewards"), made, strict=True))
+    )
     model, copy = (load_model(made[0], dtype=torch.float32) for _ in range(2))
-    trainer = Trainer(config, model, loaded.batch, row, make_accelerator(config), value_trunk=value_head.trunk_of(copy))
+    trainer = Trainer(
+        config,
+        model,
+        loaded.batch,
+        row,
+        make_accelerator(config),
+        value_trunk=value_head.trunk_of(copy),
+    )
     trainer.prepare()
     trainer.train()
     again = Trainer(
-        config, model, loaded.batch, row, trainer.accelerator, step=trainer.step, value_trunk=trainer.policy.value_trunk
+        config,
+        model,
+        loaded.batch,
+        row,
+        trainer.accelerator,
+        step=trainer.step,
+        value_trunk=trainer.policy.value_trunk,
     )
     for name in ("policy", "wrapped", "optimizer", "parameters", "clipped", "judge"):
         setattr(again, name, getattr(trainer, name))
     again.prepare()
     again.train()
-    critic = {name: value.detach() for name, value in again.judge.named_parameters()} | state(again.optimizer, again.judge)
+    critic = {name: value.detach() for name, value in again.judge.named_parameters()} | state(
+        again.optimizer, again.judge
+    )
     assert _equal(_tensors(second, "critic/state.safetensors"), critic)
     assert _equal(_tensors(second, "optimizer/state.safetensors"), state(again.optimizer, model))
-    assert _equal(dict(load_model(second, dtype=torch.float32).named_parameters()), dict(model.named_parameters()))
+    assert _equal(
+        dict(load_model(second, dtype=torch.float32).named_parameters()),
+        dict(model.named_parameters()),
+    )
 
 
 def test_while_the_critic_warms_up_the_policy_rests(store, made):
     done = _run(store, made, _config(critic_warmup_steps=4, epochs=4, critic_learning_rate=3e-3))
     assert as_model("policy", done).weights == as_model("policy", made[0]).weights
     rows = store.open(done.manifest.metrics["updates"]).table().to_pylist()
-    assert rows[-1]["value_loss"] < rows[0]["value_loss"] and all(row["grad_norm"] > 0 for row in rows)
+    assert rows[-1]["value_loss"] < rows[0]["value_loss"] and all(
+        row["grad_norm"] > 0 for row in rows
+    )
     assert not (done.path / "optimizer").exists()
     trunk = value_head.trunk_of(load_model(made[0], dtype=torch.float32))
     found = _tensors(done, "critic/state.safetensors")
-    assert not any(torch.equal(found[f"trunk.{name}"], value) for name, value in trunk.named_parameters())
+    assert not any(
+        torch.equal(found[f"trunk.{name}"], value) for name, value in trunk.named_parameters()
+    )
 
 
 def test_while_the_critic_warms_up_no_gradient_of_the_policy_is_computed(store, made):
     """And the critic's is what it is beside the policy's."""
     beside, alone = (_trainer(store, made, critic_warmup_steps=steps) for steps in (0, 1))
-    rows = [trainer.accumulate(*[list(range(len(trainer.batch.groups)))] * 2) for trainer in (beside, alone)]
+    rows = [
+        trainer.accumulate(*[list(range(len(trainer.batch.groups)))] * 2)
+        for trainer in (beside, alone)
+    ]
     assert all(parameter.grad is None for parameter in alone.model.parameters())
-    grads = [{name: p.grad for name, p in trainer.judge.named_parameters()} for trainer in (beside, alone)]
+    grads = [
+        {name: p.grad for name, p in trainer.judge.named_parameters()}
+        for trainer in (beside, alone)
+    ]
     assert _equal(*grads)
     for name in ("value_loss", "policy_loss", "entropy"):
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-6)
@@ -222,17 +317,27 @@ def test_a_critic_of_weight_0_judges_and_rests(store, made):
 
 
 def test_from_the_policys_trunk_to_a_model_of_its_own_and_not_back(store, made):
-    """The head goes on upon a copy of the trunk that it was trained on, so its first values are what they would have been."""
+    """The head goes on upon a copy of the trunk that it was trained on, so its first values are
+    what they would have been."""
     common = {"max_staleness": 2, "audit": {"enabled": False}}
     first = _run(store, made, _config(critic="trunk", epochs=3, critic_learning_rate=3e-2))
-    moved, stayed = (_run(store, made, _config(critic=kind, **common), policy=first) for kind in ("model", "trunk"))
-    rows = [store.open(version.manifest.metrics["updates"]).table().to_pylist()[0] for version in (moved, stayed)]
+    moved, stayed = (
+        _run(store, made, _config(critic=kind, **common), policy=first)
+        for kind in ("model", "trunk")
+    )
+    rows = [
+        store.open(version.manifest.metrics["updates"]).table().to_pylist()[0]
+        for version in (moved, stayed)
+    ]
     for name in ("value_loss", "policy_loss", "explained_variance"):
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-6)
     assert rows[0]["explained_variance"] != 0.0
     with pytest.raises(ConfigError, match="its critic is a model of its own") as caught:
         _run(store, made, _config(critic="trunk", **common), policy=moved)
-    assert (caught.value.object, caught.value.next) == (str(moved.ref), 'set optimize.critic = "model"')
+    assert (caught.value.object, caught.value.next) == (
+        str(moved.ref),
+        'set optimize.critic = "model"',
+    )
 
 
 def test_activation_checkpointing_trains_the_same_critic(store, made):
@@ -246,23 +351,38 @@ def test_activation_checkpointing_trains_the_same_critic(store, made):
 
 def test_bf16_autocast_keeps_the_critics_weights_in_float32(store, made):
     done = _run(store, made, _config(precision="bf16", epochs=3))
-    assert {value.dtype for value in _tensors(done, "critic/state.safetensors").values()} == {torch.float32}
+    assert {value.dtype for value in _tensors(done, "critic/state.safetensors").values()} == {
+        torch.float32
+    }
     updates = store.open(done.manifest.metrics["updates"]).table().to_pylist()
-    assert all(row["applied"] for row in updates) and updates[2]["value_loss"] < updates[0]["value_loss"]
+    assert (
+        all(row["applied"] for row in updates)
+        and updates[2]["value_loss"] < updates[0]["value_loss"]
+    )
 
 
 def test_it_learns_what_the_prompt_tells(store, made):
-    """The reward depends on the prompt alone; the critic comes to explain it while the policy rests."""
+    """The reward depends on the prompt alone; the critic comes to explain it while the policy
+    rests."""
 
     def reward(row: dict) -> float:
         return sum(token % 2 for token in row["prompt_ids"]) / len(row["prompt_ids"])
 
     rewards = world.write_rewards(store, made[1], reward, run=made[0].ref.run)
-    config = _config(critic_warmup_steps=30, epochs=30, critic_learning_rate=1e-2, value_clip=None, gae_lambda=1.0)
+    config = _config(
+        critic_warmup_steps=30,
+        epochs=30,
+        critic_learning_rate=1e-2,
+        value_clip=None,
+        gae_lambda=1.0,
+    )
     done = _run(store, (*made[:2], rewards), config)
     rows = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert rows[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert rows[-1]["explained_variance"] > 0.5 and rows[-1]["value_loss"] < 0.3 * rows[0]["value_loss"]
+    assert (
+        rows[-1]["explained_variance"] > 0.5
+        and rows[-1]["value_loss"] < 0.3 * rows[0]["value_loss"]
+    )
 
 
 CODE = """
@@ -279,10 +399,16 @@ run(config, Store(store), policy=f"{run_name}/policy@0", rollouts=rollouts, rewa
 @pytest.mark.dist
 @pytest.mark.parametrize("made", ["t5"], indirect=True)
 def test_two_ranks_train_as_one(store, made, tmp_path):
-    one = _run(store, made, _config(minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0, critic_warmup_steps=1))
+    one = _run(
+        store,
+        made,
+        _config(minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0, critic_warmup_steps=1),
+    )
     script = tmp_path / "train.py"
     script.write_text(CODE)
-    done = _launch([str(script), str(store.path), str(made[1].ref), str(made[2].ref), made[0].ref.run], 2)
+    done = _launch(
+        [str(script), str(store.path), str(made[1].ref), str(made[2].ref), made[0].ref.run], 2
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     two = store.open("two/policy@1")
     assert two.manifest.metrics["processes"] == 2

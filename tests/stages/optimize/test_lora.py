@@ -1,4 +1,5 @@
-"""LoRA through the stage: what it writes, that base and adapter are the policy, how it goes on, what it refuses."""
+"""LoRA through the stage: what it writes, that base and adapter are the policy, how it goes on,
+what it refuses."""
 
 import json
 import shutil
@@ -56,7 +57,12 @@ def either(request, store):
 
 def _run(store, made, config=None, policy=None, **more):
     start, rollouts, rewards = made
-    named = {"policy": (policy or start).ref, "rollouts": rollouts.ref, "rewards": rewards.ref, **more}
+    named = {
+        "policy": (policy or start).ref,
+        "rollouts": rollouts.ref,
+        "rewards": rewards.ref,
+        **more,
+    }
     return store.open(run(config or _config(), store, **named))
 
 
@@ -74,9 +80,12 @@ def _equal(one: dict, other: dict) -> bool:
 
 
 def _by_peft(base, policy):
-    """The model as a user of peft would load it: the base's folder, the adapter's folder, nothing of this project."""
+    """The model as a user of peft would load it: the base's folder, the adapter's folder, nothing
+    of this project."""
     loader = AutoModelForCausalLM if base.ref.run == "llama" else AutoModelForSeq2SeqLM
-    return PeftModel.from_pretrained(loader.from_pretrained(base.path, dtype=torch.float32), policy.path / "adapter").eval()
+    return PeftModel.from_pretrained(
+        loader.from_pretrained(base.path, dtype=torch.float32), policy.path / "adapter"
+    ).eval()
 
 
 def _logprobs(model, rollouts) -> torch.Tensor:
@@ -85,15 +94,19 @@ def _logprobs(model, rollouts) -> torch.Tensor:
     for row in rollouts.table().to_pylist():
         prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
         if model.config.is_encoder_decoder:
-            inputs = torch.cat([torch.tensor([model.config.decoder_start_token_id]), ids[:-1]])[None]
+            inputs = torch.cat([torch.tensor([model.config.decoder_start_token_id]), ids[:-1]])[
+                None
+            ]
             logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=inputs).logits[0]
         else:
-            logits = model(input_ids=torch.tensor([prompt + ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+            logits = model(input_ids=torch.tensor([prompt + ids.tolist()])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         found.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
     return torch.cat(found)
 
 
-# -- what it writes ------------------------------------------------------------------------------------------------------------
+# -- what it writes
 
 
 @pytest.mark.parametrize("kind", LINEAR)
@@ -102,28 +115,44 @@ def test_base_and_adapter_are_the_policy(store, kind):
     done = _run(store, made, _config(epochs=3))
     start, merged = (load_model(version, dtype=torch.float32) for version in (made[0], done))
     with torch.no_grad():
-        before, merged, apart = (_logprobs(model, made[1]) for model in (start, merged, _by_peft(made[0], done)))
+        before, merged, apart = (
+            _logprobs(model, made[1]) for model in (start, merged, _by_peft(made[0], done))
+        )
     torch.testing.assert_close(merged, apart, rtol=0, atol=1e-5)
     assert (merged - before).abs().max() > 1e-2
     assert as_model("policy", done).weights != as_model("policy", made[0]).weights
-    config = [json.loads((version.path / "config.json").read_bytes()) for version in (done, made[0])]
+    config = [
+        json.loads((version.path / "config.json").read_bytes()) for version in (done, made[0])
+    ]
     assert config[0] == config[1]
 
 
 def test_only_the_adapters_are_trained_and_have_moments(store, made):
     done = _run(store, made, _config(minibatches=2))
     assert [path.name for path in done.path.glob("*.safetensors")] == ["model.safetensors"]
-    assert {path.name for path in (done.path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    adapter, moments = _tensors(done, "adapter/adapter_model.safetensors"), _tensors(done, "optimizer/state.safetensors")
+    assert {path.name for path in (done.path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    adapter, moments = (
+        _tensors(done, "adapter/adapter_model.safetensors"),
+        _tensors(done, "optimizer/state.safetensors"),
+    )
     assert len(adapter) == 2 * LINEAR[made[0].ref.run]
     assert {name.rpartition("lora_")[2] for name in adapter} == {"A.weight", "B.weight"}
-    assert len(moments) == 2 * len(adapter) + 1 and all("lora_" in name or name == "updates" for name in moments)
+    assert len(moments) == 2 * len(adapter) + 1 and all(
+        "lora_" in name or name == "updates" for name in moments
+    )
     size = sum(value.numel() for value in adapter.values())
     assert done.manifest.metrics["trainable_parameters"] == size
     assert sum(value.numel() for value in moments.values()) == 2 * size + 1
     before, after = _tensors(made[0]), _tensors(done)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    trained = {name.removeprefix("base_model.model.").replace(".lora_A", "") for name in adapter if ".lora_A" in name}
+    trained = {
+        name.removeprefix("base_model.model.").replace(".lora_A", "")
+        for name in adapter
+        if ".lora_A" in name
+    }
     assert changed == trained
     assert done.manifest.config["lora"] == {**SMALL, "target_modules": "all-linear"}
     assert done.manifest.input("base").ref == str(made[0].ref)
@@ -134,16 +163,25 @@ def test_the_same_work_gives_the_same_bytes(store, made):
     first, second = _run(store, made), _run(store, made, force=True)
     assert first.ref != second.ref and first.manifest.content_hash == second.manifest.content_hash
     assert _run(store, made).ref == second.ref
-    assert _run(store, made, _config(lora={**SMALL, "alpha": 13})).ref not in (first.ref, second.ref)
-    adapters = [_tensors(each, "adapter/adapter_model.safetensors") for each in (first, _run(store, made, _config(seed=1)))]
+    assert _run(store, made, _config(lora={**SMALL, "alpha": 13})).ref not in (
+        first.ref,
+        second.ref,
+    )
+    adapters = [
+        _tensors(each, "adapter/adapter_model.safetensors")
+        for each in (first, _run(store, made, _config(seed=1)))
+    ]
     assert not _equal(*adapters)
 
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "single"])
 def test_the_adapters_gradient_is_that_of_the_whole_weights(store, either, packing):
-    """With W' = W + s B A and B = 0: dL/dB = s dL/dW Aᵀ and dL/dA = 0, where dL/dW is that of full training."""
+    """With W' = W + s B A and B = 0: dL/dB = s dL/dW Aᵀ and dL/dA = 0, where dL/dW is that of full
+    training."""
     config, row = _config(packing=packing, token_budget=40).resolved(), resolve("grpo")
-    loaded = joining.load(config, row, store, dict(zip(("policy", "rollouts", "rewards"), either, strict=True)))
+    loaded = joining.load(
+        config, row, store, dict(zip(("policy", "rollouts", "rewards"), either, strict=True))
+    )
     everyone = list(range(len(loaded.batch.groups)))
 
     def trained(lora: bool):
@@ -174,19 +212,30 @@ def test_names_choose_the_layers(store, made):
     done = _run(store, made, _config(lora={**SMALL, "target_modules": ["q_proj", "mlp.down_proj"]}))
     names = _tensors(done, "adapter/adapter_model.safetensors")
     layers = {name.partition(".layers.")[2].partition(".lora_")[0] for name in names}
-    assert layers == {"0.self_attn.q_proj", "1.self_attn.q_proj", "0.mlp.down_proj", "1.mlp.down_proj"}
+    assert layers == {
+        "0.self_attn.q_proj",
+        "1.self_attn.q_proj",
+        "0.mlp.down_proj",
+        "1.mlp.down_proj",
+    }
 
 
-# -- going on ------------------------------------------------------------------------------------------------------------------
+# -- going on
 
 
 def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, either):
     together = _run(store, either, _config(epochs=2, max_staleness=2), into="together")
     first = _run(store, either)
     second = _run(store, either, _again(), policy=first)
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "optimizer/state.safetensors"):
+    for name in (
+        "model.safetensors",
+        "adapter/adapter_model.safetensors",
+        "optimizer/state.safetensors",
+    ):
         assert _equal(_tensors(together, name), _tensors(second, name))
-    assert [entry.ref for entry in second.manifest.inputs if entry.role == "base"] == [str(either[0].ref)]
+    assert [entry.ref for entry in second.manifest.inputs if entry.role == "base"] == [
+        str(either[0].ref)
+    ]
     assert second.manifest.metrics["step"] == 2
 
 
@@ -207,7 +256,9 @@ def test_whole_weights_may_follow_adapters_and_the_reverse(store, made, caplog):
     assert not (whole.path / "adapter").exists() and whole.manifest.input("base") is None
     before, after = _tensors(adapted), _tensors(whole)
     assert not any(torch.equal(before[name], after[name]) for name in before)
-    assert whole.manifest.metrics["trainable_parameters"] == sum(value.numel() for value in after.values())
+    assert whole.manifest.metrics["trainable_parameters"] == sum(
+        value.numel() for value in after.values()
+    )
     anew = _run(store, made, _again(), policy=whole)
     assert "trained by whole weights, now it is adapters" in caplog.text
     assert anew.manifest.input("base").ref == str(whole.ref)
@@ -218,7 +269,12 @@ def test_a_critics_head_is_trained_beside_the_adapters(store, either):
     config = _config(algorithm="ppo", critic_learning_rate=1e-2, epochs=2)
     first = _run(store, either, config)
     second = _run(store, either, _again(algorithm="ppo", critic_learning_rate=1e-2), policy=first)
-    sizes = [sum(value.numel() for value in _tensors(first, "adapter/adapter_model.safetensors").values()), 32 + 1]
+    sizes = [
+        sum(
+            value.numel() for value in _tensors(first, "adapter/adapter_model.safetensors").values()
+        ),
+        32 + 1,
+    ]
     assert first.manifest.metrics["trainable_parameters"] == sum(sizes)
     heads = [_tensors(version, "value_head/state.safetensors") for version in (first, second)]
     assert heads[0]["weight"].any() and not torch.equal(heads[0]["weight"], heads[1]["weight"])
@@ -232,14 +288,17 @@ def test_while_the_critic_warms_up_the_weights_stay_the_bases(store, made):
 
 @pytest.mark.slow
 def test_it_learns_over_iterations(store, policy):
-    """Each samples from the merged weights and goes on from base and adapter; the audit sees no difference between the two."""
+    """Each samples from the merged weights and goes on from base and adapter; the audit sees no
+    difference between the two."""
 
     def low_share(row: dict) -> float:
         return sum(token < 64 for token in row["completion_ids"]) / len(row["completion_ids"])
 
     shares = []
     for iteration in range(7):
-        rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(6), 16, seed=iteration)
+        rows = world.sample(
+            load_model(policy, dtype=torch.float32), world.prompts(6), 16, seed=iteration
+        )
         shares.append(sum(map(low_share, rows)) / len(rows))
         rollouts = world.write_rollouts(store, policy, rows)
         rewards = world.write_rewards(store, rollouts, low_share)
@@ -249,14 +308,21 @@ def test_it_learns_over_iterations(store, policy):
     assert shares[-1] > shares[0] + 0.2
 
 
-@pytest.mark.parametrize("values, like", [({"activation_checkpointing": True}, 1 - 1e-6), ({"precision": "bf16"}, 0.99)])
+@pytest.mark.parametrize(
+    "values, like", [({"activation_checkpointing": True}, 1 - 1e-6), ({"precision": "bf16"}, 0.99)]
+)
 def test_the_ways_of_a_pass_lead_to_like_adapters(store, made, values, like):
     """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
     found = []
     for more in ({}, values):
-        adapter = _tensors(_run(store, made, _config(eps=1.0, **more), force=True), "adapter/adapter_model.safetensors")
+        adapter = _tensors(
+            _run(store, made, _config(eps=1.0, **more), force=True),
+            "adapter/adapter_model.safetensors",
+        )
         assert {value.dtype for value in adapter.values()} == {torch.float32}
-        found.append(torch.cat([value.flatten() for name, value in adapter.items() if "lora_B" in name]))
+        found.append(
+            torch.cat([value.flatten() for name, value in adapter.items() if "lora_B" in name])
+        )
     assert torch.cosine_similarity(*found, 0) > like
 
 
@@ -264,28 +330,39 @@ def test_the_ways_of_a_pass_lead_to_like_adapters(store, made, values, like):
 def half(request, store, tmp_path):
     """(policy, rollouts, rewards) of a model that was saved in bfloat16, as most are."""
     folder = make_folder(tmp_path / "half", request.param)
-    weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()
+    }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     policy = store.open(import_policy(PolicyConfig(model=str(folder)), store, into=request.param))
     rollouts = sampled(store, policy)
-    return policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=request.param)
+    return (
+        policy,
+        rollouts,
+        world.write_rewards(store, rollouts, world.even_share, run=request.param),
+    )
 
 
 def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, half, monkeypatch):
-    """Linear layers alone: under autocast these are rounded in any case, norms and embeddings are not."""
+    """Linear layers alone: under autocast these are rounded in any case, norms and embeddings are
+    not."""
     kinds, whole = {}, Trainer.train
 
     def train(trainer):
         head = trainer.model.get_output_embeddings()  # is the input embedding too
         for module in filter(lambda each: each is not head, trainer.model.modules()):
             for parameter in module.parameters(recurse=False):
-                kinds.setdefault((type(module).__name__, parameter.requires_grad), set()).add(parameter.dtype)
+                kinds.setdefault((type(module).__name__, parameter.requires_grad), set()).add(
+                    parameter.dtype
+                )
         return whole(trainer)
 
     monkeypatch.setattr(Trainer, "train", train)
     common = {"precision": "bf16", "epochs": 3, "audit": {"max_mean_gap": 1.0}}
     narrow = _run(store, half, _config(**common))
-    assert kinds.pop(("Linear", False)) == {torch.bfloat16} and kinds.pop(("Linear", True)) == {torch.float32}
+    assert kinds.pop(("Linear", False)) == {torch.bfloat16} and kinds.pop(("Linear", True)) == {
+        torch.float32
+    }
     assert kinds and all(found == {torch.float32} for found in kinds.values()), kinds
     monkeypatch.setattr("stages.optimize.trainer.narrow_frozen", lambda model: None)
     wide = _run(store, half, _config(**common), force=True)
@@ -327,7 +404,7 @@ def test_two_ranks_train_as_one(store, made, tmp_path):
     assert max(float(value.abs().max()) for key, value in theirs.items() if "lora_B" in key) > 1e-5
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
+# -- refusals
 
 
 def test_without_peft_it_says_what_to_install(store, made, monkeypatch):
@@ -343,7 +420,8 @@ def test_without_peft_it_says_what_to_install(store, made, monkeypatch):
 @pytest.mark.parametrize(
     "asked, said",
     [({"rank": 8}, "its adapter has rank = 4, the recipe asks for rank = 8"), ({"alpha": 13}, "alpha = 13"),
-     ({"target_modules": ["q_proj"]}, "has target_modules = all-linear, the recipe asks for target_modules = ['q_proj']")],
+     ({"target_modules": ["q_proj"]}, "has target_modules = all-linear, the recipe asks for "
+                                      "target_modules = ['q_proj']")],
 )  # fmt: skip
 def test_another_adapter_than_the_checkpoints_is_refused(store, made, asked, said):
     first = _run(store, made)
@@ -356,14 +434,19 @@ def test_another_adapter_than_the_checkpoints_is_refused(store, made, asked, sai
 def test_names_that_are_no_layer_are_refused(store, made, name):
     with pytest.raises(ConfigError, match="no linear layer inside the model") as caught:
         _run(store, made, _config(lora={**SMALL, "target_modules": ["k_proj", name]}))
-    assert "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in caught.value.message
+    assert (
+        "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+        in caught.value.message
+    )
     assert name != "q_porj" or caught.value.next == "set target_modules = ['q_proj']"
 
 
 def test_a_base_that_is_gone_or_changed_is_refused(store, made):
     first = _run(store, made)
     shutil.rmtree(made[0].path)
-    with pytest.raises(LineageError, match=r"trained over llama/policy@0, expected .*, found none of that name") as caught:
+    with pytest.raises(
+        LineageError, match=r"trained over llama/policy@0, expected .*, found none of that name"
+    ) as caught:
         _run(store, (first, *made[1:]), _again())
     assert str(first.path) in caught.value.next
     other = make_policy(store, "llama", seed=1)
@@ -391,7 +474,11 @@ def test_an_adapter_of_another_model_is_refused(store, made):
 
 @pytest.mark.parametrize(
     "given, word",
-    [({"rank": 0}, "rank"), ({"target_modules": []}, "target_modules"), ({"dropout": 0.1}, "unknown key lora.dropout")],
+    [
+        ({"rank": 0}, "rank"),
+        ({"target_modules": []}, "target_modules"),
+        ({"dropout": 0.1}, "unknown key lora.dropout"),
+    ],
 )
 def test_a_wrong_section_is_refused(given, word):
     with pytest.raises(ConfigError, match=word):

@@ -1,4 +1,5 @@
-"""Losses, weights, KL and corrections against float64 loops written from the formulas, and the relations between them."""
+"""Losses, weights, KL and corrections against float64 loops written from the formulas, and the
+relations between them."""
 
 import itertools
 import math
@@ -27,7 +28,9 @@ def _tokens(now=NOW, old=OLD, advantages=ADVANTAGES) -> losses.Tokens:
 @pytest.mark.parametrize("dual", [None, 1.2])
 @pytest.mark.parametrize("delta", [None, 1.4])
 def test_clipped_golden(low, high, dual, delta):
-    loss, taken = losses.clipped(_tokens(), clip_low=low, clip_high=high, dual_clip=dual, delta=delta)
+    loss, taken = losses.clipped(
+        _tokens(), clip_low=low, clip_high=high, dual_clip=dual, delta=delta
+    )
     for t in range(N):
         ratio = math.exp(NOW[t] - OLD[t])
         free = min(ratio, delta if delta else math.inf) * ADVANTAGES[t]
@@ -51,8 +54,12 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce():
 
 
 def test_a_clipped_token_has_no_gradient():
-    now = torch.tensor([math.log(1.5), math.log(0.5), math.log(1.5), math.log(0.5)], requires_grad=True)
-    tokens = losses.Tokens(now, torch.zeros(4), torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.tensor([0, 4]))
+    now = torch.tensor(
+        [math.log(1.5), math.log(0.5), math.log(1.5), math.log(0.5)], requires_grad=True
+    )
+    tokens = losses.Tokens(
+        now, torch.zeros(4), torch.tensor([1.0, -1.0, -1.0, 1.0]), torch.tensor([0, 4])
+    )
     loss, taken = losses.clipped(tokens, clip_low=0.2, clip_high=0.2)
     (gradient,) = torch.autograd.grad(loss.sum(), now)
     assert taken.tolist() == [True, True, False, False]
@@ -61,7 +68,9 @@ def test_a_clipped_token_has_no_gradient():
 
 def test_a_token_whose_gradient_the_cap_removed_counts_as_clipped():
     now = torch.tensor([math.log(1.5), math.log(1.3), math.log(1.5)], requires_grad=True)
-    tokens = losses.Tokens(now, torch.zeros(3), torch.tensor([-1.0, -1.0, 0.0]), torch.tensor([0, 3]))
+    tokens = losses.Tokens(
+        now, torch.zeros(3), torch.tensor([-1.0, -1.0, 0.0]), torch.tensor([0, 3])
+    )
     loss, taken = losses.clipped(tokens, clip_low=0.2, clip_high=0.2, delta=1.4)
     (gradient,) = torch.autograd.grad(loss.sum(), now)
     assert loss.tolist() == pytest.approx([1.4, 1.3, 0.0])
@@ -70,16 +79,19 @@ def test_a_token_whose_gradient_the_cap_removed_counts_as_clipped():
 
 
 def test_extreme_ratios_stay_finite():
-    loss, _ = losses.clipped(_tokens(np.full(N, -1.0), np.full(N, -900.0)), clip_low=0.2, clip_high=0.2)
+    loss, _ = losses.clipped(
+        _tokens(np.full(N, -1.0), np.full(N, -900.0)), clip_low=0.2, clip_high=0.2
+    )
     assert loss.isfinite().all()
     assert loss.max().item() == pytest.approx(2.0 * math.exp(20.0))
 
 
-# -- sequence_clipped, cispo, sapo, reinforce ---------------------------------------------------------------------------------
+# -- sequence_clipped, cispo, sapo, reinforce
 
 
 def _sequence_ratios(now=NOW) -> list[float]:
-    """(Π r)^(1/T) of each rollout, repeated over its tokens: the product, not a mean of logarithms."""
+    """(Π r)^(1/T) of each rollout, repeated over its tokens: the product, not a mean of
+    logarithms."""
     found = []
     for start, end in itertools.pairwise(OFFSETS):
         product = 1.0
@@ -98,7 +110,10 @@ def test_sequence_clipped_golden(token_form, low, high, dual, delta):
     )
     for t, ratio in enumerate(_sequence_ratios()):
         advantage = ADVANTAGES[t]
-        free, bounded = min(ratio, delta or math.inf) * advantage, min(max(ratio, 1 - low), 1 + high) * advantage
+        free, bounded = (
+            min(ratio, delta or math.inf) * advantage,
+            min(max(ratio, 1 - low), 1 + high) * advantage,
+        )
         expected, clipped = -min(free, bounded), bounded < free or bool(delta and ratio > delta)
         if dual and advantage < 0 and -dual * advantage < expected:
             expected, clipped = -dual * advantage, True
@@ -107,17 +122,21 @@ def test_sequence_clipped_golden(token_form, low, high, dual, delta):
 
 
 def test_a_sequences_tokens_share_one_gradient():
-    """d/dlogp_k of Σ_t weight · loss_t, by differences of the product form; the clipped rollout has none."""
+    """d/dlogp_k of Σ_t weight · loss_t, by differences of the product form; the clipped rollout has
+    none."""
 
     def whole(now: np.ndarray) -> float:
         ratios = _sequence_ratios(now)
         return sum(
-            -min(ratios[t] * ADVANTAGES[t], min(max(ratios[t], 0.9), 1.1) * ADVANTAGES[t]) / (4 * length)
+            -min(ratios[t] * ADVANTAGES[t], min(max(ratios[t], 0.9), 1.1) * ADVANTAGES[t])
+            / (4 * length)
             for t, length in enumerate(np.repeat(LENGTHS, LENGTHS))
         )
 
     step = 1e-6
-    expected = [(whole(NOW + step * one) - whole(NOW - step * one)) / (2 * step) for one in np.eye(N)]
+    expected = [
+        (whole(NOW + step * one) - whole(NOW - step * one)) / (2 * step) for one in np.eye(N)
+    ]
     weights = losses.sequence_mean(torch.tensor(LENGTHS))
     for token_form in (False, True):
         now = torch.tensor(NOW, requires_grad=True)
@@ -128,7 +147,9 @@ def test_a_sequences_tokens_share_one_gradient():
         np.testing.assert_allclose(gradient.numpy(), expected, rtol=1e-6, atol=1e-9)
         assert (gradient[taken] == 0).all() and (gradient[~taken] != 0).all()
         for start, end in itertools.pairwise(OFFSETS):
-            assert gradient[start:end].tolist() == pytest.approx([gradient[start].item()] * (end - start), rel=1e-12)
+            assert gradient[start:end].tolist() == pytest.approx(
+                [gradient[start].item()] * (end - start), rel=1e-12
+            )
     assert taken.any() and not taken.all()
 
 
@@ -136,7 +157,9 @@ def test_with_completions_of_one_token_sequence_clipped_is_clipped():
     alone = _tokens()._replace(offsets=torch.arange(N + 1))
     for token_form in (False, True):
         found = losses.sequence_clipped(alone, clip_low=0.2, clip_high=0.28, token_form=token_form)
-        for one, other in zip(found, losses.clipped(alone, clip_low=0.2, clip_high=0.28), strict=True):
+        for one, other in zip(
+            found, losses.clipped(alone, clip_low=0.2, clip_high=0.28), strict=True
+        ):
             torch.testing.assert_close(one, other)
 
 
@@ -147,7 +170,9 @@ def test_the_forms_part_where_tokens_have_advantages_of_their_own():
     for token_form, expected in ((True, [-ratio, 2 * ratio, -4 * ratio]), (False, [-ratio] * 3)):
         now = torch.tensor(NOW, requires_grad=True)
         tokens = _tokens(advantages=advantages)._replace(logprobs=now)
-        loss, _ = losses.sequence_clipped(tokens, clip_low=9.0, clip_high=9.0, token_form=token_form)
+        loss, _ = losses.sequence_clipped(
+            tokens, clip_low=9.0, clip_high=9.0, token_form=token_form
+        )
         (gradient,) = torch.autograd.grad(loss[:3].sum(), now)
         np.testing.assert_allclose(gradient[:3].numpy(), expected, rtol=1e-12)
 
@@ -172,21 +197,30 @@ def test_sapo_golden(positive, negative):
     loss, bounded = losses.sapo(tokens, tau_positive=positive, tau_negative=negative)
     (gradient,) = torch.autograd.grad(loss.sum(), now)
     for t in range(N):
-        ratio, tau = math.exp(NOW[t]) / math.exp(OLD[t]), positive if advantages[t] > 0 else negative
+        ratio, tau = (
+            math.exp(NOW[t]) / math.exp(OLD[t]),
+            positive if advantages[t] > 0 else negative,
+        )
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
         assert loss[t].item() == pytest.approx(-advantages[t] * gate * 4 / tau, rel=1e-12)
-        assert gradient[t].item() == pytest.approx(-advantages[t] * 4 * gate * (1 - gate) * ratio, rel=1e-12)
+        assert gradient[t].item() == pytest.approx(
+            -advantages[t] * 4 * gate * (1 - gate) * ratio, rel=1e-12
+        )
     assert not bounded.any()
 
 
 def test_sapo_at_ratio_one():
     loss, _ = losses.sapo(_tokens(now=OLD), tau_positive=1.0, tau_negative=1.05)
-    assert loss.tolist() == pytest.approx([-2 * a / (1.0 if a > 0 else 1.05) for a in ADVANTAGES], rel=1e-12)
+    assert loss.tolist() == pytest.approx(
+        [-2 * a / (1.0 if a > 0 else 1.05) for a in ADVANTAGES], rel=1e-12
+    )
 
 
 def test_reinforce_golden():
     loss, bounded = losses.reinforce(_tokens())
-    assert loss.tolist() == pytest.approx([-a * p for a, p in zip(ADVANTAGES, NOW, strict=True)], rel=1e-12)
+    assert loss.tolist() == pytest.approx(
+        [-a * p for a, p in zip(ADVANTAGES, NOW, strict=True)], rel=1e-12
+    )
     assert not bounded.any()
 
 
@@ -232,14 +266,18 @@ def test_one_rollout_changes_nothing_in_another(name):
 @pytest.mark.parametrize("name", SURROGATES)
 @pytest.mark.parametrize("old", [-900.0, 900.0])
 def test_extreme_ratios_stay_finite_in_every_surrogate(name, old):
-    tokens = losses.Tokens(*[x.float() for x in _tokens(np.full(N, -1.0), np.full(N, old))[:3]], torch.tensor(OFFSETS))
+    tokens = losses.Tokens(
+        *[x.float() for x in _tokens(np.full(N, -1.0), np.full(N, old))[:3]], torch.tensor(OFFSETS)
+    )
     assert _gradient(name, tokens).isfinite().all()
 
 
 def test_aggregations_golden():
     lengths = torch.tensor(LENGTHS)
     assert losses.token_mean(lengths).tolist() == pytest.approx([1 / N] * N)
-    assert losses.sequence_mean(lengths).tolist() == pytest.approx([1 / (4 * n) for n in LENGTHS for _ in range(n)])
+    assert losses.sequence_mean(lengths).tolist() == pytest.approx(
+        [1 / (4 * n) for n in LENGTHS for _ in range(n)]
+    )
     assert losses.constant(lengths, 16).tolist() == pytest.approx([1 / (4 * 16)] * N)
     with pytest.raises(ValueError, match="max_completion_tokens"):
         losses.constant(lengths, None)
@@ -247,26 +285,39 @@ def test_aggregations_golden():
 
 def test_kl_golden_and_gradients():
     ref = NOW + RNG.normal(0, 0.3, N)
-    for name, formula in {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - d - 1}.items():
+    for name, formula in {
+        "k1": lambda d: -d,
+        "k2": lambda d: d * d / 2,
+        "k3": lambda d: math.exp(d) - d - 1,
+    }.items():
         for unbiased in (False, True):
             now = torch.tensor(NOW, requires_grad=True)
             found = losses.kl(now, torch.tensor(ref), name, unbiased)
-            assert found.tolist() == pytest.approx([formula(ref[t] - NOW[t]) for t in range(N)], rel=1e-9, abs=1e-12)
+            assert found.tolist() == pytest.approx(
+                [formula(ref[t] - NOW[t]) for t in range(N)], rel=1e-9, abs=1e-12
+            )
             (gradient,) = torch.autograd.grad(found.sum(), now)
             d = ref - NOW
             own = {"k1": np.ones(N), "k2": -d, "k3": 1 - np.exp(d)}[name]
-            np.testing.assert_allclose(gradient.numpy(), -d if unbiased else own, rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(
+                gradient.numpy(), -d if unbiased else own, rtol=1e-9, atol=1e-12
+            )
 
 
 def test_the_unbiased_gradient_is_that_of_the_true_kl():
-    """Exact expectation over a small vocabulary: E_π[gradient of the estimator] against autograd through Σ π log(π/ρ)."""
+    """Exact expectation over a small vocabulary: E_π[gradient of the estimator] against autograd
+    through Σ π log(π/ρ)."""
     logits = torch.tensor([0.3, -1.0, 0.8, 0.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([0.1, 0.5, -0.2, 0.0], dtype=torch.float64).log_softmax(0)
     logprobs = logits.log_softmax(0)
-    (true,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
+    (true,) = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True
+    )
     weights = logprobs.exp().detach()
     gradients = {
-        unbiased: torch.autograd.grad((weights * losses.kl(logprobs, ref, "k3", unbiased)).sum(), logits, retain_graph=True)[0]
+        unbiased: torch.autograd.grad(
+            (weights * losses.kl(logprobs, ref, "k3", unbiased)).sum(), logits, retain_graph=True
+        )[0]
         for unbiased in (True, False)
     }
     torch.testing.assert_close(gradients[True], true)
@@ -278,14 +329,28 @@ def test_the_unbiased_gradient_is_that_of_the_true_kl():
 def test_correction_golden(mode, level):
     prox, low, high = OLD + RNG.normal(0, 0.5, N), 0.5, 1.5
     found = losses.correction(
-        torch.tensor(prox), torch.tensor(OLD), torch.tensor(OFFSETS), mode=mode, level=level, low=low, high=high
+        torch.tensor(prox),
+        torch.tensor(OLD),
+        torch.tensor(OFFSETS),
+        mode=mode,
+        level=level,
+        low=low,
+        high=high,
     )
     for start, end in itertools.pairwise(OFFSETS):
         gaps = [prox[t] - OLD[t] for t in range(start, end)]
         for t in range(start, end):
-            power = {"token": prox[t] - OLD[t], "sequence": sum(gaps), "geometric": sum(gaps) / len(gaps)}[level]
+            power = {
+                "token": prox[t] - OLD[t],
+                "sequence": sum(gaps),
+                "geometric": sum(gaps) / len(gaps),
+            }[level]
             weight = math.exp(power)
-            expected = min(weight, high) if mode == "truncate" else (weight if low <= weight <= high else 0.0)
+            expected = (
+                min(weight, high)
+                if mode == "truncate"
+                else (weight if low <= weight <= high else 0.0)
+            )
             assert found[t].item() == pytest.approx(expected, rel=1e-12)
 
 

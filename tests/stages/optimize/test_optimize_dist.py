@@ -43,10 +43,21 @@ run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rew
 
 
 def _launch(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
-    env = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
-        [sys.executable, *launcher, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, *launcher, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
@@ -54,8 +65,12 @@ def _launch(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
 def test_two_ranks_train_as_one(store, policy, tmp_path):
     """AdamW's eps is 1 here, so that the step follows the gradient and not only its sign."""
     made = world.make(store, policy, world.even_share, groups=5)
-    config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0)
-    one = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    config = Config(
+        device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0
+    )
+    one = store.open(
+        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
+    )
     script = tmp_path / "train.py"
     script.write_text(CODE)
     arguments = [str(script), str(store.path), str(made[0].ref), str(made[1].ref)]
@@ -68,11 +83,21 @@ def test_two_ranks_train_as_one(store, policy, tmp_path):
     base = load_file(policy.path / "model.safetensors")
     first, second = (load_file(version.path / "model.safetensors") for version in (one, two))
     for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=0, atol=2.4e-7)  # two of float32's steps at 1.0
+        torch.testing.assert_close(
+            second[name], value, rtol=0, atol=2.4e-7
+        )  # two of float32's steps at 1.0
     assert max(float((first[name] - base[name]).abs().max()) for name in base) > 1e-5
     rows = [store.open(f"{name}/updates@1").table().to_pylist() for name in ("tiny", "two")]
     for mine, theirs in zip(*rows, strict=True):
-        for key in ("loss", "grad_norm", "entropy", "tokens", "rollouts", "microbatches", "clip_fraction"):
+        for key in (
+            "loss",
+            "grad_norm",
+            "entropy",
+            "tokens",
+            "rollouts",
+            "microbatches",
+            "clip_fraction",
+        ):
             assert theirs[key] == pytest.approx(mine[key], abs=1e-5)
     again = _launch([*arguments, "2"], 2)
     assert again.returncode == 0, again.stderr[-3000:]
@@ -81,10 +106,19 @@ def test_two_ranks_train_as_one(store, policy, tmp_path):
 
 @pytest.mark.dist
 def test_ranks_round_alike(store, policy, tmp_path):
-    """Bit for bit; and as one rank does, but where a sum in another order comes to the other side of a draw."""
+    """Bit for bit; and as one rank does, but where a sum in another order comes to the other side
+    of a draw."""
     made = world.make(store, policy, world.even_share, groups=5)
-    config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, precision="bf16_stochastic")
-    one = store.open(run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref))
+    config = Config(
+        device="cpu",
+        learning_rate=1e-3,
+        minibatches=2,
+        token_budget=40,
+        precision="bf16_stochastic",
+    )
+    one = store.open(
+        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
+    )
     script = tmp_path / "train.py"
     script.write_text(WEIGHTS_OF_EACH)
     done = _launch([str(script), str(store.path), str(made[0].ref), str(made[1].ref)], 2)

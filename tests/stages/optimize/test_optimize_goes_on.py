@@ -21,7 +21,9 @@ from tests.tiny import make_policy
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("schedule", [{}, {"schedule": "cosine", "warmup_steps": 1, "total_steps": 7}])
+@pytest.mark.parametrize(
+    "schedule", [{}, {"schedule": "cosine", "warmup_steps": 1, "total_steps": 7}]
+)
 def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, made, schedule):
     common = {"max_staleness": 1, **schedule}
     together = _run(store, policy, made, _config(epochs=2, **common), into="together")
@@ -36,14 +38,24 @@ def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, ma
 
 def test_a_stage_that_would_learn_nothing_is_refused(store, policy, made, caplog):
     """Linear over two steps: the third, and each after it, has the learning rate 0."""
-    common = {"max_staleness": 1, "audit": {"enabled": False}, "schedule": "linear", "total_steps": 2}
+    common = {
+        "max_staleness": 1,
+        "audit": {"enabled": False},
+        "schedule": "linear",
+        "total_steps": 2,
+    }
     first = _run(store, policy, made, _config(**common))
     assert "learning rate is 0" not in caplog.text
     second = _run(store, first, made, _config(epochs=3, **common))
-    assert "the learning rate is 0 from step 2 on, and this stage goes from step 1 up to step 3" in caplog.text
+    assert (
+        "the learning rate is 0 from step 2 on, and this stage goes from step 1 up to step 3"
+        in caplog.text
+    )
     rates = store.open(second.manifest.metrics["updates"]).table()["learning_rate"].to_pylist()
     assert rates == [pytest.approx(rates[0]), 0.0, 0.0] and rates[0] > 0
-    with pytest.raises(ConfigError, match=r"tiny/policy@2 has 4 steps behind it: nothing would be learned") as caught:
+    with pytest.raises(
+        ConfigError, match=r"tiny/policy@2 has 4 steps behind it: nothing would be learned"
+    ) as caught:
         _run(store, second, made, _config(**{**common, "max_staleness": 2}))
     assert caught.value.next == "raise optimize.total_steps above 4"
 
@@ -54,12 +66,16 @@ def test_without_the_state_the_moments_start_anew(store, policy, made):
     assert not (first.path / "optimizer").exists()
     fresh = _run(store, first, made, _config(**common))
     kept = _run(store, _run(store, policy, made, _config()), made, _config(**common))
-    assert any(not torch.equal(a, b) for a, b in zip(_weights(fresh).values(), _weights(kept).values(), strict=True))
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(_weights(fresh).values(), _weights(kept).values(), strict=True)
+    )
     assert fresh.manifest.metrics["step"] == 2
 
 
 def test_it_learns(store, policy):
-    """Even ids are rewarded; five iterations of one step raise their share in what is sampled anew."""
+    """Even ids are rewarded; five iterations of one step raise their share in what is sampled
+    anew."""
     share = []
     for iteration in range(6):
         model = load_model(policy, dtype=torch.float32)
@@ -88,14 +104,21 @@ refs = dict(policy="tiny/policy@0", rollouts="{made[0].ref}", rewards="{made[1].
 print(run(Config(device="cpu"), Store({str(store.path)!r}), **refs))
 assert "vllm" not in sys.modules and "prefect" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("tiny/policy@1")
 
 
 def test_importing_the_stage_is_cheap():
-    code = "import sys, stages.optimize.stage; print([n for n in ('torch', 'transformers', 'accelerate') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, stages.optimize.stage; print([n for n in ('torch', 'transformers', "
+        "'accelerate') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -114,11 +137,25 @@ def test_a_qwen3_policy(store):
 
 
 def test_trackers_write_where_they_are_told(store, policy, made, tmp_path):
-    _run(store, policy, made, _config(trackers=["tensorboard"], tracker_folder=str(tmp_path / "logs")))
+    _run(
+        store,
+        policy,
+        made,
+        _config(trackers=["tensorboard"], tracker_folder=str(tmp_path / "logs")),
+    )
     assert any(path.name.startswith("events") for path in (tmp_path / "logs").rglob("*"))
 
 
 def test_store_is_only_read_by_name(store, policy, made):
     """A store opened anew gives the same answer: nothing is kept in memory between runs."""
     first = _run(store, policy, made)
-    assert run(_config(), Store(store.path), policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref) == first.ref
+    assert (
+        run(
+            _config(),
+            Store(store.path),
+            policy=policy.ref,
+            rollouts=made[0].ref,
+            rewards=made[1].ref,
+        )
+        == first.ref
+    )

@@ -16,7 +16,13 @@ from tests.stages.optimize.world import weights as _weights
 
 def test_one_changed_weight_makes_it_refuse(store, policy, made, tmp_path):
     other = world.import_changed(store, tmp_path / "model", "other", nudge=1e-3)
-    assert sum(int((a != b).sum()) for a, b in zip(_weights(other).values(), _weights(policy).values(), strict=True)) == 1
+    assert (
+        sum(
+            int((a != b).sum())
+            for a, b in zip(_weights(other).values(), _weights(policy).values(), strict=True)
+        )
+        == 1
+    )
     with pytest.raises(LineageError) as caught:
         _run(store, other, made)
     for version in (policy, other):
@@ -60,26 +66,40 @@ def test_greedy_rows_are_refused(store, policy):
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_tokens": 3}, {"repetition_penalty": 1.1}]
+    "sampling",
+    [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_tokens": 3}, {"repetition_penalty": 1.1}],
 )
 def test_biased_sampling_is_refused_unless_allowed(store, policy, sampling):
     rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 3)
-    rollouts = world.write_rollouts(store, policy, rows, sampling={"top_p": 1.0, "top_k": 0, **sampling})
+    rollouts = world.write_rollouts(
+        store, policy, rows, sampling={"top_p": 1.0, "top_k": 0, **sampling}
+    )
     made = rollouts, world.write_rewards(store, rollouts, world.even_share)
     with pytest.raises(ConfigError, match=next(iter(sampling))):
         _run(store, policy, made)
     done = _run(store, policy, made, _config(allow_biased_sampling=True))
-    assert done.manifest.metrics["biased_sampling"] == [f"{name} = {value}" for name, value in sampling.items()]
+    assert done.manifest.metrics["biased_sampling"] == [
+        f"{name} = {value}" for name, value in sampling.items()
+    ]
 
 
-@pytest.mark.parametrize("change, word", [(("completion_ids", 999), "ids below"), (("prompt_ids", None), "no ids")])
+@pytest.mark.parametrize(
+    "change, word", [(("completion_ids", 999), "ids below"), (("prompt_ids", None), "no ids")]
+)
 def test_rows_that_the_model_can_not_read(store, policy, change, word):
     rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
     name, value = change
     rows[0][name] = [] if value is None else [*rows[0][name][:-1], value]
     rollouts = world.write_rollouts(store, policy, rows)
     with pytest.raises(SchemaError, match=word):
-        _run(store, policy, (rollouts, world.write_rewards(store, rollouts, lambda row: float(row["sample_index"]))))
+        _run(
+            store,
+            policy,
+            (
+                rollouts,
+                world.write_rewards(store, rollouts, lambda row: float(row["sample_index"])),
+            ),
+        )
 
 
 def test_kl_needs_reference_logprobs(store, policy, made):
@@ -90,7 +110,9 @@ def test_kl_needs_reference_logprobs(store, policy, made):
     done = _run(store, policy, made, _config(kl_coef=0.1), ref_logprobs=reference.ref)
     (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert row["kl_loss"] == pytest.approx(0.0, abs=1e-8)
-    lifted = world.write_logprobs(store, made[0], [[value - 0.5 for value in values] for values in old])
+    lifted = world.write_logprobs(
+        store, made[0], [[value - 0.5 for value in values] for values in old]
+    )
     done = _run(store, policy, made, _config(kl_coef=0.1), ref_logprobs=lifted.ref)
     (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert row["kl_loss"] == pytest.approx(2.718281828**-0.5 - 0.5, abs=1e-3)
@@ -109,9 +131,13 @@ def test_the_audit_stops_before_anything_changes(store, policy, minibatches):
     assert caught.value.exit_code == 8
     assert store.numbers("tiny", "policy") == [0]
     assert not store.numbers("tiny", "updates") and not store.numbers("tiny", "advantages")
-    gap = _run(store, policy, made, _config(minibatches=minibatches, audit={"max_mean_gap": 9})).manifest.metrics["audit"]
+    gap = _run(
+        store, policy, made, _config(minibatches=minibatches, audit={"max_mean_gap": 9})
+    ).manifest.metrics["audit"]
     values = [value for row in rows for value in row["old_logprobs"]]
-    assert gap["mean_gap"] == pytest.approx(sum(abs(value / 0.7 - value) for value in values) / len(values), rel=0.2)
+    assert gap["mean_gap"] == pytest.approx(
+        sum(abs(value / 0.7 - value) for value in values) / len(values), rel=0.2
+    )
 
 
 ALGORITHM = """

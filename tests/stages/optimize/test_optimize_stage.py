@@ -17,7 +17,7 @@ from tests.stages.optimize.world import trained as _run
 from tests.stages.optimize.world import weights as _weights
 from tests.tiny import make_policy
 
-# -- what it writes ------------------------------------------------------------------------------------------------------------
+# -- what it writes
 
 
 def test_it_writes_a_policy_advantages_and_updates(store, policy, made):
@@ -26,7 +26,12 @@ def test_it_writes_a_policy_advantages_and_updates(store, policy, made):
     assert {entry.role for entry in done.manifest.inputs} == {"policy", "rollouts", "rewards"}
     metrics = done.manifest.metrics
     updates = store.open(metrics["updates"]).table().to_pylist()
-    assert [(row["step"], row["epoch"], row["minibatch"]) for row in updates] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert [(row["step"], row["epoch"], row["minibatch"]) for row in updates] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 0),
+        (3, 1, 1),
+    ]
     assert all(row["applied"] for row in updates)
     assert metrics["step"] == metrics["steps"] == 4
     assert metrics["tokens"] == sum(row["tokens"] for row in updates)
@@ -45,9 +50,14 @@ def test_the_next_policy_loads_and_keeps_the_tokenizer(store, policy, made):
     before, after = (checkpoints.as_model("policy", version) for version in (policy, done))
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     assert before.weights != after.weights
-    assert json.loads((done.path / "config.json").read_bytes()) == json.loads((policy.path / "config.json").read_bytes())
+    assert json.loads((done.path / "config.json").read_bytes()) == json.loads(
+        (policy.path / "config.json").read_bytes()
+    )
     assert sorted(path.name for path in done.path.glob("*.safetensors")) == ["model.safetensors"]
-    assert {path.suffix for path in (done.path / "optimizer").iterdir()} == {".safetensors", ".json"}
+    assert {path.suffix for path in (done.path / "optimizer").iterdir()} == {
+        ".safetensors",
+        ".json",
+    }
 
 
 def test_the_same_work_again_is_a_cache_hit(store, policy, made):
@@ -61,20 +71,40 @@ def test_the_next_config_is_the_parents(store, tmp_path, config):
     policy = world.import_changed(store, tmp_path / "model", "own", config=config)
     made = world.make(store, policy, world.even_share, run="own")
     done = _run(store, policy, made, _config(activation_checkpointing=True))
-    assert json.loads((done.path / "config.json").read_bytes()) == json.loads((policy.path / "config.json").read_bytes())
+    assert json.loads((done.path / "config.json").read_bytes()) == json.loads(
+        (policy.path / "config.json").read_bytes()
+    )
 
 
 def test_the_manifest_says_what_was_decided(store, policy, made):
     manifest = _run(store, policy, made, _config(algorithm="dapo")).manifest
-    told = {name: manifest.config[name] for name in ("clip_low", "clip_high", "aggregation", "drop_zero_variance")}
-    assert told == {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean", "drop_zero_variance": True}
+    told = {
+        name: manifest.config[name]
+        for name in ("clip_low", "clip_high", "aggregation", "drop_zero_variance")
+    }
+    assert told == {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "aggregation": "token_mean",
+        "drop_zero_variance": True,
+    }
     assert manifest.metrics["precision"] == "fp32"
-    assert manifest.metrics["max_completion_tokens"] == 8  # the longest: the stand-in for generation names no limit
-    explicit = _config(algorithm="dapo", clip_low=0.2, clip_high=0.28, aggregation="token_mean", drop_zero_variance=True)
+    assert (
+        manifest.metrics["max_completion_tokens"] == 8
+    )  # the longest: the stand-in for generation names no limit
+    explicit = _config(
+        algorithm="dapo",
+        clip_low=0.2,
+        clip_high=0.28,
+        aggregation="token_mean",
+        drop_zero_variance=True,
+    )
     assert str(_run(store, policy, made, explicit).ref) == manifest.ref
 
 
-def test_a_stage_that_dies_between_the_commits_leaves_nothing_twice(store, policy, made, monkeypatch):
+def test_a_stage_that_dies_between_the_commits_leaves_nothing_twice(
+    store, policy, made, monkeypatch
+):
     commit = Work.commit
 
     def dies(self, **about):
@@ -87,23 +117,41 @@ def test_a_stage_that_dies_between_the_commits_leaves_nothing_twice(store, polic
         _run(store, policy, made)
     monkeypatch.undo()
     done = _run(store, policy, made)
-    assert (done.manifest.metrics["advantages"], done.manifest.metrics["updates"]) == ("tiny/advantages@1", "tiny/updates@1")
+    assert (done.manifest.metrics["advantages"], done.manifest.metrics["updates"]) == (
+        "tiny/advantages@1",
+        "tiny/updates@1",
+    )
     assert store.numbers("tiny", "advantages") == store.numbers("tiny", "updates") == [1]
     forced = store.open(
-        run(_config(), store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, into="tiny", force=True)
+        run(
+            _config(),
+            store,
+            policy=policy.ref,
+            rollouts=made[0].ref,
+            rewards=made[1].ref,
+            into="tiny",
+            force=True,
+        )
     )
     assert forced.manifest.metrics["advantages"] == "tiny/advantages@2"
 
 
 def test_score_after_says_what_the_new_policy_thinks(store, policy, made):
     done = _run(store, policy, made, _config(score_after=True))
-    model, rollouts = load_model(done, dtype=torch.float32), {row["rollout_id"]: row for row in made[0].table().to_pylist()}
+    model, rollouts = (
+        load_model(done, dtype=torch.float32),
+        {row["rollout_id"]: row for row in made[0].table().to_pylist()},
+    )
     moved = []
     for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist():
         rollout = rollouts[row["rollout_id"]]
         prompt, ids = rollout["prompt_ids"], torch.tensor(rollout["completion_ids"])
         with torch.no_grad():
-            table = model(input_ids=torch.tensor([prompt + ids.tolist()])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            table = (
+                model(input_ids=torch.tensor([prompt + ids.tolist()]))
+                .logits[0, len(prompt) - 1 : -1]
+                .log_softmax(-1)
+            )
         expected = table.gather(1, ids[:, None])[:, 0]
         old = torch.tensor(rollout["old_logprobs"])
         assert row["mean_logprob"] == pytest.approx(float(expected.mean()), abs=1e-4)
@@ -114,15 +162,24 @@ def test_score_after_says_what_the_new_policy_thinks(store, policy, made):
 
 def test_advantages_and_what_the_policy_thought_when_it_was_trained(store, policy, made):
     done = _run(store, policy, made, _config(algorithm="dr_grpo", max_completion_tokens=8))
-    rows = {row["rollout_id"]: row for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()}
+    rows = {
+        row["rollout_id"]: row
+        for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+    }
     rollouts = made[0].table().to_pylist()
     for row in rollouts:
-        peers = [world.even_share(other) for other in rollouts if other["group_id"] == row["group_id"]]
+        peers = [
+            world.even_share(other) for other in rollouts if other["group_id"] == row["group_id"]
+        ]
         found = rows[row["rollout_id"]]
-        assert found["advantage"] == pytest.approx(world.even_share(row) - sum(peers) / len(peers), abs=1e-6)
+        assert found["advantage"] == pytest.approx(
+            world.even_share(row) - sum(peers) / len(peers), abs=1e-6
+        )
         if found["mean_ratio"] is not None:
             assert found["mean_ratio"] == pytest.approx(1.0, abs=1e-4)
-            assert found["mean_logprob"] == pytest.approx(sum(row["old_logprobs"]) / len(row["old_logprobs"]), abs=1e-4)
+            assert found["mean_logprob"] == pytest.approx(
+                sum(row["old_logprobs"]) / len(row["old_logprobs"]), abs=1e-4
+            )
 
 
 def test_step_zero_is_on_policy(store, policy, made):
@@ -137,11 +194,21 @@ def test_step_zero_is_on_policy(store, policy, made):
 
 def test_into_another_run_keeps_the_number(store, policy, made):
     assert (
-        str(run(_config(), store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, into="fork")) == "fork/policy@1"
+        str(
+            run(
+                _config(),
+                store,
+                policy=policy.ref,
+                rollouts=made[0].ref,
+                rewards=made[1].ref,
+                into="fork",
+            )
+        )
+        == "fork/policy@1"
     )
 
 
-# -- joins and filters ---------------------------------------------------------------------------------------------------------
+# -- joins and filters
 
 
 def test_rewards_in_another_order_give_the_same_policy(store, policy, made):
@@ -159,7 +226,8 @@ def test_rewards_in_another_order_give_the_same_policy(store, policy, made):
 @pytest.mark.parametrize("change, word", [("missing", "missing"), ("unknown", "unknown")])
 def test_rewards_must_name_exactly_the_rollouts(store, policy, made, change, word):
     rows = [
-        {"rollout_id": row["rollout_id"], "group_id": row["group_id"], "reward": 1.0} for row in made[1].table().to_pylist()
+        {"rollout_id": row["rollout_id"], "group_id": row["group_id"], "reward": 1.0}
+        for row in made[1].table().to_pylist()
     ]
     rows = rows[1:] if change == "missing" else [*rows, {**rows[0], "rollout_id": "r-999-0"}]
     with pytest.raises(LineageError, match=word):
@@ -179,7 +247,10 @@ def test_rewards_of_other_rollouts_are_refused(store, policy, made):
 def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, made):
     old = made[0].table()["old_logprobs"].to_pylist()
     other = make_policy(store, "other", seed=1)
-    for wrong, said in ((other, checkpoints.as_model("policy", other).weights[:12]), (None, "no model")):
+    for wrong, said in (
+        (other, checkpoints.as_model("policy", other).weights[:12]),
+        (None, "no model"),
+    ):
         prox = world.write_logprobs(store, made[0], old, "prox", wrong)
         with pytest.raises(LineageError, match=said):
             _run(store, policy, made, prox_logprobs=prox.ref)
@@ -193,15 +264,41 @@ def test_what_can_not_be_trained_on_is_dropped_with_its_reason(store, policy):
     rows[12]["completion_ids"], rows[12]["old_logprobs"] = [], []
     values = {f"r-001-{i}": None for i in range(3)} | {f"r-002-{i}": 0.5 for i in range(4)}
     rollouts = world.write_rollouts(store, policy, rows)
-    rewards = world.write_rewards(store, rollouts, lambda row: values.get(row["rollout_id"], float(row["sample_index"])))
+    rewards = world.write_rewards(
+        store, rollouts, lambda row: values.get(row["rollout_id"], float(row["sample_index"]))
+    )
     done = _run(store, policy, (rollouts, rewards), _config(algorithm="dapo"))
-    table = {row["rollout_id"]: row for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()}
-    expected = {"r-000-0": "abort", "r-001-0": "not_scored", "r-001-1": "not_scored", "r-001-2": "not_scored",
-                "r-001-3": "small_group", "r-003-0": "empty", **{f"r-002-{i}": "zero_variance" for i in range(4)}}  # fmt: skip
-    assert {name: row["drop_reason"] for name, row in table.items() if row["drop_reason"]} == expected
-    assert all(row["kept"] == (row["drop_reason"] is None) == (row["advantage"] is not None) for row in table.values())
-    assert done.manifest.metrics["dropped"] == {"abort": 1, "empty": 1, "not_scored": 3, "small_group": 1, "zero_variance": 4}
-    assert table["r-000-1"]["advantage"] == pytest.approx(-1 / 1.0001, abs=1e-5)  # of 1, 2, 3: the aborted 0 is not among them
+    table = {
+        row["rollout_id"]: row
+        for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+    }
+    expected = {
+        "r-000-0": "abort",
+        "r-001-0": "not_scored",
+        "r-001-1": "not_scored",
+        "r-001-2": "not_scored",
+        # fmt: skip
+        "r-001-3": "small_group",
+        "r-003-0": "empty",
+        **{f"r-002-{i}": "zero_variance" for i in range(4)},
+    }
+    assert {
+        name: row["drop_reason"] for name, row in table.items() if row["drop_reason"]
+    } == expected
+    assert all(
+        row["kept"] == (row["drop_reason"] is None) == (row["advantage"] is not None)
+        for row in table.values()
+    )
+    assert done.manifest.metrics["dropped"] == {
+        "abort": 1,
+        "empty": 1,
+        "not_scored": 3,
+        "small_group": 1,
+        "zero_variance": 4,
+    }
+    assert table["r-000-1"]["advantage"] == pytest.approx(
+        -1 / 1.0001, abs=1e-5
+    )  # of 1, 2, 3: the aborted 0 is not among them
 
 
 def test_on_length_mask_leaves_cut_completions_out_of_the_loss(store, policy):
@@ -212,25 +309,36 @@ def test_on_length_mask_leaves_cut_completions_out_of_the_loss(store, policy):
     made = rollouts, world.write_rewards(store, rollouts, world.even_share)
     masked, kept = (_run(store, policy, made, _config(on_length=how)) for how in ("mask", "keep"))
     assert masked.manifest.metrics["dropped"] == {"length": 6}
-    tables = [store.open(done.manifest.metrics["advantages"]).table().to_pylist() for done in (masked, kept)]
-    for one, other in zip(*tables, strict=True):  # the cut ones count in the group's mean all the same
+    tables = [
+        store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+        for done in (masked, kept)
+    ]
+    for one, other in zip(
+        *tables, strict=True
+    ):  # the cut ones count in the group's mean all the same
         assert one["advantage"] in (None, other["advantage"])
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo"])  # dapo drops them all
-def test_all_rewards_equal_commits_the_same_weights_and_says_so(store, policy, made, caplog, algorithm):
+def test_all_rewards_equal_commits_the_same_weights_and_says_so(
+    store, policy, made, caplog, algorithm
+):
     rewards = world.write_rewards(store, made[0], lambda row: 1.0)
     done = _run(store, policy, (made[0], rewards), _config(algorithm=algorithm))
     assert done.manifest.metrics["all_advantages_zero"] is True
     assert done.manifest.metrics["steps"] == 0
     assert "nothing to learn" in caplog.text
-    assert all(torch.equal(a, b) for a, b in zip(_weights(done).values(), _weights(policy).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(_weights(done).values(), _weights(policy).values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_where_every_rollout_is_left_out_it_says_why(store, policy, caplog, algorithm):
     rows = [
-        {**row, "finish_reason": "length"} for row in world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+        {**row, "finish_reason": "length"}
+        for row in world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
     ]
     rollouts = world.write_rollouts(store, policy, rows)
     made = rollouts, world.write_rewards(store, rollouts, world.even_share)

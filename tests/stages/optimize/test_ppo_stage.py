@@ -1,4 +1,5 @@
-"""PPO through the stage: what it writes, how its critic goes on, what it refuses, that it learns; causal and encoder-decoder."""
+"""PPO through the stage: what it writes, how its critic goes on, what it refuses, that it learns;
+causal and encoder-decoder."""
 
 import math
 
@@ -31,12 +32,21 @@ def made(request, store):
     """(policy, rollouts, rewards) of a tiny model; one rollout a prompt."""
     policy = make_policy(store, request.param, request.param)
     rollouts = sampled(store, policy, groups=12, each=1)
-    return policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=request.param)
+    return (
+        policy,
+        rollouts,
+        world.write_rewards(store, rollouts, world.even_share, run=request.param),
+    )
 
 
 def _run(store, made, config=None, policy=None, **refs):
     start, rollouts, rewards = made
-    named = {"policy": (policy or start).ref, "rollouts": rollouts.ref, "rewards": rewards.ref, **refs}
+    named = {
+        "policy": (policy or start).ref,
+        "rollouts": rollouts.ref,
+        "rewards": rewards.ref,
+        **refs,
+    }
     return store.open(run(config or _config(), store, **named))
 
 
@@ -48,12 +58,15 @@ def _equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# -- what it writes ------------------------------------------------------------------------------------------------------------
+# -- what it writes
 
 
 def test_one_rollout_a_prompt_gives_an_advantage_a_token(store, made):
     done = _run(store, made, _config(minibatches=2, epochs=2))
-    rows = {row["rollout_id"]: row for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()}
+    rows = {
+        row["rollout_id"]: row
+        for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+    }
     rollouts = made[1].table().to_pylist()
     gains = []
     for row in rollouts:
@@ -86,7 +99,10 @@ def test_the_policy_is_no_other_model_for_having_a_critic(store, made):
     _, info = loader.from_pretrained(done.path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert [path.name for path in done.path.glob("*.safetensors")] == ["model.safetensors"]
-    assert {path.name for path in (done.path / "value_head").iterdir()} == {"state.safetensors", "state.json"}
+    assert {path.name for path in (done.path / "value_head").iterdir()} == {
+        "state.safetensors",
+        "state.json",
+    }
     found = _tensors(done, "value_head/state.safetensors")
     assert {"weight", "bias", "exp_avg.weight", "exp_avg_sq.bias", "updates"} <= found.keys()
     assert found["weight"].shape == (32,) and found["weight"].abs().max() > 0
@@ -98,15 +114,28 @@ def test_dropped_rollouts_have_no_advantages(store, policy):
     rows[1]["completion_ids"], rows[1]["old_logprobs"] = [], []
     rollouts = world.write_rollouts(store, policy, rows)
     scores = {"r-002-0": None}
-    rewards = world.write_rewards(store, rollouts, lambda row: scores.get(row["rollout_id"], float(len(row["completion_ids"]))))
+    rewards = world.write_rewards(
+        store,
+        rollouts,
+        lambda row: scores.get(row["rollout_id"], float(len(row["completion_ids"]))),
+    )
     done = _run(store, (policy, rollouts, rewards))
     found = store.open(done.manifest.metrics["advantages"]).table().to_pylist()
-    assert [row["drop_reason"] for row in found] == ["abort", "empty", "not_scored", None, None, None]
+    assert [row["drop_reason"] for row in found] == [
+        "abort",
+        "empty",
+        "not_scored",
+        None,
+        None,
+        None,
+    ]
     assert [row["advantage"] is None for row in found] == [True] * 3 + [False] * 3
 
 
 def test_without_a_scored_rollout_it_stops(store, policy):
-    rollouts = world.write_rollouts(store, policy, world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 1))
+    rollouts = world.write_rollouts(
+        store, policy, world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 1)
+    )
     with pytest.raises(NumericError, match="0 of 2 rollouts are scored"):
         _run(store, (policy, rollouts, world.write_rewards(store, rollouts, lambda row: None)))
 
@@ -115,7 +144,11 @@ def test_where_nothing_is_left_the_same_weights_go_on(store, policy):
     rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 1)
     rows = [{**row, "finish_reason": "length"} for row in rows]
     rollouts = world.write_rollouts(store, policy, rows)
-    done = _run(store, (policy, rollouts, world.write_rewards(store, rollouts, world.even_share)), _config(on_length="mask"))
+    done = _run(
+        store,
+        (policy, rollouts, world.write_rewards(store, rollouts, world.even_share)),
+        _config(on_length="mask"),
+    )
     assert done.manifest.metrics["steps"] == 0
     assert _equal(_tensors(done, "model.safetensors"), _tensors(policy, "model.safetensors"))
 
@@ -128,16 +161,24 @@ def test_a_group_algorithm_writes_no_critic(store, policy):
     assert row["value_loss"] is None and row["explained_variance"] is None
 
 
-# -- going on ------------------------------------------------------------------------------------------------------------------
+# -- going on
 
 
 def test_a_critic_that_is_carried_is_one_that_never_stopped(store, made):
     """Two iterations through the store against one process that keeps model, head and moments."""
-    config = _config(max_staleness=1, audit={"enabled": False}, epochs=2, minibatches=2, critic_learning_rate=5e-3)
+    config = _config(
+        max_staleness=1,
+        audit={"enabled": False},
+        epochs=2,
+        minibatches=2,
+        critic_learning_rate=5e-3,
+    )
     first = _run(store, made, config)
     second = _run(store, made, config, policy=first)
     row, config = resolve("ppo"), config.resolved()
-    loaded = joining.load(config, row, store, dict(zip(("policy", "rollouts", "rewards"), made, strict=True)))
+    loaded = joining.load(
+        config, row, store, dict(zip(("policy", "rollouts", "rewards"), made, strict=True))
+    )
     model, accelerator = load_model(made[0], dtype=torch.float32), make_accelerator(config)
     trainer = Trainer(config, model, loaded.batch, row, accelerator)
     trainer.prepare()
@@ -147,13 +188,21 @@ def test_a_critic_that_is_carried_is_one_that_never_stopped(store, made):
         setattr(again, name, getattr(trainer, name))
     again.prepare()
     again.train()
-    head = dict(again.policy.value_head.named_parameters()) | state(again.optimizer, again.policy.value_head)
-    assert _equal(_tensors(second, "value_head/state.safetensors"), {name: value.detach() for name, value in head.items()})
+    head = dict(again.policy.value_head.named_parameters()) | state(
+        again.optimizer, again.policy.value_head
+    )
+    assert _equal(
+        _tensors(second, "value_head/state.safetensors"),
+        {name: value.detach() for name, value in head.items()},
+    )
     assert _equal(_tensors(second, "optimizer/state.safetensors"), state(again.optimizer, model))
     saved = load_model(second, dtype=torch.float32)
     assert _equal(dict(saved.named_parameters()), dict(model.named_parameters()))
     forgotten = _run(store, made, config.model_copy(update={"load_optimizer": False}), policy=first)
-    assert not _equal(_tensors(forgotten, "value_head/state.safetensors"), _tensors(second, "value_head/state.safetensors"))
+    assert not _equal(
+        _tensors(forgotten, "value_head/state.safetensors"),
+        _tensors(second, "value_head/state.safetensors"),
+    )
 
 
 def test_while_the_critic_warms_up_the_policy_rests(store, made):
@@ -164,7 +213,9 @@ def test_while_the_critic_warms_up_the_policy_rests(store, made):
     assert [row["loss"] for row in rows] == pytest.approx([0.1 * row["value_loss"] for row in rows])
     assert rows[1]["value_loss"] < rows[0]["value_loss"]
     assert not (first.path / "optimizer").exists()  # no moments yet
-    second = _run(store, made, config, policy=first)  # steps 2 and 3: the last one is the policy's first
+    second = _run(
+        store, made, config, policy=first
+    )  # steps 2 and 3: the last one is the policy's first
     rows = store.open(second.manifest.metrics["updates"]).table().to_pylist()
     assert [row["step"] for row in rows] == [2, 3]
     assert rows[0]["loss"] == pytest.approx(0.1 * rows[0]["value_loss"])
@@ -185,7 +236,7 @@ def test_a_damaged_value_head_is_refused(store, made):
         _run(store, made, _config(max_staleness=1, audit={"enabled": False}), policy=first)
 
 
-# -- options -------------------------------------------------------------------------------------------------------------------
+# -- options
 
 
 def test_the_kl_may_come_off_the_reward(store, made):
@@ -205,9 +256,13 @@ def test_the_kl_may_come_off_the_reward(store, made):
         expected += [sum(steps[t:]) for t in range(len(steps))]
     mean = sum(expected) / len(expected)
     std = math.sqrt(sum((value - mean) ** 2 for value in expected) / (len(expected) - 1))
-    assert [value for row in found for value in row] == pytest.approx([(v - mean) / std for v in expected], abs=1e-4)
+    assert [value for row in found for value in row] == pytest.approx(
+        [(v - mean) / std for v in expected], abs=1e-4
+    )
     (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
-    assert row["loss"] == pytest.approx(row["policy_loss"] + 0.1 * row["value_loss"], abs=1e-6)  # and not off the loss as well
+    assert row["loss"] == pytest.approx(
+        row["policy_loss"] + 0.1 * row["value_loss"], abs=1e-6
+    )  # and not off the loss as well
 
 
 def test_without_a_critic_it_comes_off_the_rollouts_reward(store, policy):
@@ -223,7 +278,11 @@ def test_without_a_critic_it_comes_off_the_rollouts_reward(store, policy):
         return world.even_share(row) - 0.5 * 0.1 * row["sample_index"] * len(row["completion_ids"])
 
     for row, advantage in zip(rows, found, strict=True):
-        others = [shaped(o) for o in rows if o["group_id"] == row["group_id"] and o["sample_index"] != row["sample_index"]]
+        others = [
+            shaped(o)
+            for o in rows
+            if o["group_id"] == row["group_id"] and o["sample_index"] != row["sample_index"]
+        ]
         assert advantage == pytest.approx(shaped(row) - sum(others) / len(others), abs=1e-5)
 
 
@@ -238,7 +297,11 @@ def test_the_value_of_a_cut_state_counts_when_asked(store, made):
     assert any(row["finish_reason"] == "length" for row in rollouts.table().to_pylist())
     common = {"max_staleness": 1, "audit": {"enabled": False}}
     found = [
-        store.open(_run(store, made, _config(bootstrap_length=asked, **common), policy=first).manifest.metrics["advantages"])
+        store.open(
+            _run(
+                store, made, _config(bootstrap_length=asked, **common), policy=first
+            ).manifest.metrics["advantages"]
+        )
         for asked in (False, True)
     ]
     plain, asked = (version.table()["advantage"].to_pylist() for version in found)
@@ -248,7 +311,11 @@ def test_the_value_of_a_cut_state_counts_when_asked(store, made):
 def test_a_cut_state_must_fit_the_decoder(store):
     policy = make_policy(store, "bart", "bart")
     rows = sampled(store, policy, groups=2, each=1).table().to_pylist()
-    rows[0] |= {"completion_ids": [5] * 256, "old_logprobs": [-5.0] * 256, "finish_reason": "length"}
+    rows[0] |= {
+        "completion_ids": [5] * 256,
+        "old_logprobs": [-5.0] * 256,
+        "finish_reason": "length",
+    }
     rollouts = world.write_rollouts(store, policy, rows, run="bart")
     made = policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run="bart")
     with pytest.raises(SchemaError, match="257 tokens, the policy reads 256"):
@@ -256,7 +323,7 @@ def test_a_cut_state_must_fit_the_decoder(store):
     assert _run(store, made, _config(audit={"enabled": False})).manifest.metrics["steps"] == 1
 
 
-# -- ranks, and learning -------------------------------------------------------------------------------------------------------
+# -- ranks, and learning
 
 CODE = """
 import sys
@@ -272,11 +339,20 @@ run(config, Store(store), policy=f"{run_name}/policy@0", rollouts=rollouts, rewa
 @pytest.mark.dist
 @pytest.mark.parametrize("made", ["llama", "t5"], indirect=True)
 def test_two_ranks_train_as_one(store, made, tmp_path):
-    config = _config(minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0, bootstrap_length=True, critic_warmup_steps=1)
+    config = _config(
+        minibatches=2,
+        token_budget=40,
+        grad_clip=1e9,
+        eps=1.0,
+        bootstrap_length=True,
+        critic_warmup_steps=1,
+    )
     one = _run(store, made, config)
     script = tmp_path / "train.py"
     script.write_text(CODE)
-    done = _launch([str(script), str(store.path), str(made[1].ref), str(made[2].ref), made[0].ref.run], 2)
+    done = _launch(
+        [str(script), str(store.path), str(made[1].ref), str(made[2].ref), made[0].ref.run], 2
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     two = store.open("two/policy@1")
     assert two.manifest.metrics["processes"] == 2
@@ -284,7 +360,10 @@ def test_two_ranks_train_as_one(store, made, tmp_path):
         first, second = (_tensors(version, name) for version in (one, two))
         for key, value in first.items():
             torch.testing.assert_close(second[key], value, rtol=0, atol=1e-6)
-    rows = [store.open(version.manifest.metrics["updates"]).table().to_pylist() for version in (one, two)]
+    rows = [
+        store.open(version.manifest.metrics["updates"]).table().to_pylist()
+        for version in (one, two)
+    ]
     for mine, theirs in zip(*rows, strict=True):
         for key in ("loss", "value_loss", "explained_variance", "grad_norm"):
             assert theirs[key] == pytest.approx(mine[key], abs=1e-5)
@@ -297,11 +376,20 @@ def test_the_critic_learns_what_the_prompt_tells(store, made):
         return sum(token % 2 for token in row["prompt_ids"]) / len(row["prompt_ids"])
 
     rewards = world.write_rewards(store, made[1], reward, run=made[0].ref.run)
-    config = _config(critic_warmup_steps=300, epochs=300, critic_learning_rate=3e-2, value_clip=None, gae_lambda=1.0)
+    config = _config(
+        critic_warmup_steps=300,
+        epochs=300,
+        critic_learning_rate=3e-2,
+        value_clip=None,
+        gae_lambda=1.0,
+    )
     done = _run(store, (*made[:2], rewards), config)
     rows = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert rows[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert rows[-1]["explained_variance"] > 0.5 and rows[-1]["value_loss"] < 0.2 * rows[0]["value_loss"]
+    assert (
+        rows[-1]["explained_variance"] > 0.5
+        and rows[-1]["value_loss"] < 0.2 * rows[0]["value_loss"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "t5"])
@@ -323,4 +411,7 @@ def test_bf16_autocast_trains_and_keeps_weights_in_float32(store, made):
     for name in ("model.safetensors", "value_head/state.safetensors"):
         assert {value.dtype for value in _tensors(done, name).values()} == {torch.float32}
     updates = store.open(done.manifest.metrics["updates"]).table().to_pylist()
-    assert all(row["applied"] for row in updates) and updates[1]["value_loss"] < updates[0]["value_loss"]
+    assert (
+        all(row["applied"] for row in updates)
+        and updates[1]["value_loss"] < updates[0]["value_loss"]
+    )

@@ -1,4 +1,5 @@
-"""Relations of every algorithm, a user's own among them: how the work is cut, what is masked, where it starts."""
+"""Relations of every algorithm, a user's own among them: how the work is cut, what is masked, where
+it starts."""
 
 import random
 from types import SimpleNamespace
@@ -35,31 +36,56 @@ MINE = Algorithm("mine", "leave_one_out", capped, rooted, {"cap": 1.3})
 
 @pytest.fixture(scope="module", params=["llama", "t5"])
 def world_of(request, tmp_path_factory):
-    """A tiny policy, its rollouts, rewards, reference and proximal logprobs a little off; and the path of a user's algorithm."""
+    """A tiny policy, its rollouts, rewards, reference and proximal logprobs a little off; and the
+    path of a user's algorithm."""
     folder, kind = tmp_path_factory.mktemp(request.param), request.param
     (folder / "own.py").write_text(OWN)
     store = Store(folder / "store")
     policy = make_policy(store, kind, kind)
     rows = sampled(store, policy, groups=3, each=3, temperature=1.0).table().to_pylist()
     for index, row in enumerate(rows):  # as if they had ended earlier: 1 to 9 tokens
-        row["completion_ids"], row["old_logprobs"] = (row[name][: index + 1] for name in ("completion_ids", "old_logprobs"))
+        row["completion_ids"], row["old_logprobs"] = (
+            row[name][: index + 1] for name in ("completion_ids", "old_logprobs")
+        )
     rollouts = world.write_rollouts(store, policy, rows, run=kind)
     columns = {}
     for role in ("ref", "prox"):
         numbers = random.Random(role)
-        off = [[min(old + numbers.gauss(0, 0.2), 0.0) for old in row["old_logprobs"]] for row in rollouts.table().to_pylist()]
+        off = [
+            [min(old + numbers.gauss(0, 0.2), 0.0) for old in row["old_logprobs"]]
+            for row in rollouts.table().to_pylist()
+        ]
         columns[role] = world.write_logprobs(store, rollouts, off, role, policy)
     rewards = world.write_rewards(store, rollouts, world.even_share, run=kind)
     inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards, **columns}
-    return SimpleNamespace(store=store, kind=kind, policy=policy, rollouts=rollouts, inputs=inputs, own=f"{folder}/own.py:MINE")
+    return SimpleNamespace(
+        store=store,
+        kind=kind,
+        policy=policy,
+        rollouts=rollouts,
+        inputs=inputs,
+        own=f"{folder}/own.py:MINE",
+    )
 
 
 def trainer(world_of, algorithm: str, inputs=None, **config) -> Trainer:
     """The loop before its first step, with a KL in the loss and off-policy weights."""
-    given = {"kl_coef": 0.1, "max_completion_tokens": 9, "audit": {"enabled": False}, "drop_zero_variance": False, **config}
+    given = {
+        "kl_coef": 0.1,
+        "max_completion_tokens": 9,
+        "audit": {"enabled": False},
+        "drop_zero_variance": False,
+        **config,
+    }
     config, row = Config(algorithm=algorithm, device="cpu", **given).resolved(), resolve(algorithm)
     loaded = joining.load(config, row, world_of.store, inputs or world_of.inputs)
-    made = Trainer(config, load_model(world_of.policy, dtype=torch.float32), loaded.batch, row, make_accelerator(config))
+    made = Trainer(
+        config,
+        load_model(world_of.policy, dtype=torch.float32),
+        loaded.batch,
+        row,
+        make_accelerator(config),
+    )
     if made.critic:
         with torch.no_grad():
             made.policy.value_head.weight.copy_(torch.linspace(-0.3, 0.3, 32))
@@ -71,7 +97,11 @@ def gradient(made: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of a step over all rollouts, value head included."""
     everyone = list(range(len(made.batch.groups)))
     loss = made.accumulate(everyone, everyone)["loss"]
-    return loss, {name: value.grad.clone() for name, value in made.policy.named_parameters() if value.grad is not None}
+    return loss, {
+        name: value.grad.clone()
+        for name, value in made.policy.named_parameters()
+        if value.grad is not None
+    }
 
 
 def same(found: tuple[float, dict], expected: tuple[float, dict]) -> None:
@@ -89,14 +119,20 @@ def cut(made: Trainer, size: int | None, order: random.Random) -> None:
         rows = order.sample(rows, len(rows))
         each = size or len(rows)
         chunks = [rows[at : at + each] for at in range(0, len(rows), each)]
-        return [[p for micro in whole(made.policy, chunk, prompts, data, 1 << 30) for p in micro] for chunk in chunks]
+        return [
+            [p for micro in whole(made.policy, chunk, prompts, data, 1 << 30) for p in micro]
+            for chunk in chunks
+        ]
 
     made.policy.microbatches = micro_batches
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "own"])
 def test_no_cut_order_or_packing_changes_loss_or_gradient(world_of, algorithm):
-    made, order = trainer(world_of, world_of.own if algorithm == "own" else algorithm), random.Random(1)
+    made, order = (
+        trainer(world_of, world_of.own if algorithm == "own" else algorithm),
+        random.Random(1),
+    )
     expected = gradient(made)
     assert max(float(value.abs().max()) for value in expected[1].values()) > 1e-3
     for packing, size, passes in (
@@ -109,7 +145,10 @@ def test_no_cut_order_or_packing_changes_loss_or_gradient(world_of, algorithm):
     ):
         made.policy.set_mode(packing)
         cut(made, size, order)
-        assert len(made.policy.microbatches(range(9), made.batch.prompts, made.batch.data, 0)) == passes
+        assert (
+            len(made.policy.microbatches(range(9), made.batch.prompts, made.batch.data, 0))
+            == passes
+        )
         same(gradient(made), expected)
 
 
@@ -121,13 +160,17 @@ def test_rollouts_in_another_order_in_the_dataset_give_the_same_gradient(world_o
     inputs = {"policy": world_of.policy, "rollouts": rollouts}
     inputs["rewards"] = world.write_rewards(store, rollouts, world.even_share, run=kind)
     for role in ("ref", "prox"):
-        known = {row["rollout_id"]: row["logprobs"] for row in world_of.inputs[role].table().to_pylist()}
-        inputs[role] = world.write_logprobs(store, rollouts, [known[row["rollout_id"]] for row in rows], role, world_of.policy)
+        known = {
+            row["rollout_id"]: row["logprobs"] for row in world_of.inputs[role].table().to_pylist()
+        }
+        inputs[role] = world.write_logprobs(
+            store, rollouts, [known[row["rollout_id"]] for row in rows], role, world_of.policy
+        )
     name = world_of.own if algorithm == "own" else algorithm
     same(gradient(trainer(world_of, name, inputs)), gradient(trainer(world_of, name)))
 
 
-# -- masked tokens -------------------------------------------------------------------------------------------------------------
+# -- masked tokens
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "bnpo", "gspo", "ppo"])
@@ -142,7 +185,9 @@ def test_a_rollout_masked_for_its_length_gives_nothing(world_of, algorithm):
                 row["completion_ids"] = [filling] * (filling % 7 + 1)
                 row["old_logprobs"] = [-2.0] * len(row["completion_ids"])
         rollouts = world.write_rollouts(store, world_of.policy, rows, run=kind)
-        rewards = world.write_rewards(store, rollouts, lambda row: float(row["sample_index"] == 1), run=kind)
+        rewards = world.write_rewards(
+            store, rollouts, lambda row: float(row["sample_index"] == 1), run=kind
+        )
         inputs = {"policy": world_of.policy, "rollouts": rollouts, "rewards": rewards}
         found.append(gradient(trainer(world_of, algorithm, inputs, kl_coef=0.0, on_length="mask")))
     same(*found)
@@ -152,27 +197,45 @@ def test_a_token_that_the_correction_masks_has_no_gradient():
     now = torch.tensor([-1.0, -2.0, -3.0, -1.5], requires_grad=True)
     prox, old = torch.tensor([-1.0, -2.0, -3.0, -1.5]), torch.tensor([-1.1, -4.0, -3.0, -0.1])
     offsets = torch.tensor([0, 2, 4])
-    costs, _ = losses.clipped(losses.Tokens(now, prox, torch.ones(4), offsets), clip_low=0.2, clip_high=0.2)
+    costs, _ = losses.clipped(
+        losses.Tokens(now, prox, torch.ones(4), offsets), clip_low=0.2, clip_high=0.2
+    )
     weights = losses.correction(prox, old, offsets, mode="mask", level="token", low=0.5, high=2.0)
     (slope,) = torch.autograd.grad((costs * weights).sum(), now)
     assert (slope != 0).tolist() == [True, False, True, False]
 
 
-# -- where it starts -----------------------------------------------------------------------------------------------------------
+# -- where it starts
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo", "ppo"])
 def test_the_first_step_is_on_policy_and_old_logprobs_stay_what_they_were(world_of, algorithm):
-    """Three mini-batches, two epochs: ratio 1 at the first step; at the others it is against what the engine saved, still."""
+    """Three mini-batches, two epochs: ratio 1 at the first step; at the others it is against what
+    the engine saved, still."""
     inputs = {role: world_of.inputs[role] for role in ("policy", "rollouts", "rewards")}
-    made = trainer(world_of, algorithm, inputs, kl_coef=0.0, minibatches=3, epochs=2, learning_rate=3e-3)
+    made = trainer(
+        world_of, algorithm, inputs, kl_coef=0.0, minibatches=3, epochs=2, learning_rate=3e-3
+    )
     outcome = made.train()
     steps = outcome.updates
-    assert [(row["epoch"], row["minibatch"]) for row in steps] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert steps[0]["ratio_max"] == pytest.approx(1.0, abs=1e-4) and steps[0]["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert [(row["epoch"], row["minibatch"]) for row in steps] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]
+    assert steps[0]["ratio_max"] == pytest.approx(1.0, abs=1e-4) and steps[0][
+        "approx_kl"
+    ] == pytest.approx(0.0, abs=1e-6)
     if algorithm != "gspo":  # its bounds are narrower than rounding
         assert steps[0]["clip_fraction"] == 0.0
     assert all(row["ratio_max"] > 1.001 and row["approx_kl"] > 1e-6 for row in steps[1:])
-    saved = torch.tensor([old for row in world_of.rollouts.table().to_pylist() for old in row["old_logprobs"]])
+    saved = torch.tensor(
+        [old for row in world_of.rollouts.table().to_pylist() for old in row["old_logprobs"]]
+    )
     last = torch.nan_to_num(outcome.logprobs - saved, nan=-torch.inf)
-    assert max(row["ratio_max"] for row in steps[3:]) == pytest.approx(float(last.max().exp()), rel=1e-5)
+    assert max(row["ratio_max"] for row in steps[3:]) == pytest.approx(
+        float(last.max().exp()), rel=1e-5
+    )

@@ -1,4 +1,5 @@
-"""Several versions of rollouts in one update: numbers against a float64 loop, what belongs together, what is refused."""
+"""Several versions of rollouts in one update: numbers against a float64 loop, what belongs
+together, what is refused."""
 
 from types import SimpleNamespace
 
@@ -22,17 +23,27 @@ def _config(**values) -> Config:
 
 
 def _sampled(policy, prefix: str, temperature: float = 1.0, seed: int = 0) -> list[dict]:
-    """Sixteen rollouts of the same four prompts each time, so with the same group ids; ids start with `prefix`."""
-    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4, temperature=temperature, seed=seed)
+    """Sixteen rollouts of the same four prompts each time, so with the same group ids; ids start
+    with `prefix`."""
+    rows = world.sample(
+        load_model(policy, dtype=torch.float32),
+        world.prompts(4),
+        4,
+        temperature=temperature,
+        seed=seed,
+    )
     return [{**row, "rollout_id": f"{prefix}-{row['rollout_id']}"} for row in rows]
 
 
 @pytest.fixture
 def two(store, policy):
-    """policy@1 and two versions of rollouts with their rewards: `fresh` of policy@1 at 0.7, `older` of policy@0 at 1.0."""
+    """policy@1 and two versions of rollouts with their rewards: `fresh` of policy@1 at 0.7, `older`
+    of policy@0 at 1.0."""
     older = world.write_rollouts(store, policy, _sampled(policy, "a"))
     scored = world.write_rewards(store, older, world.even_share)
-    start = store.open(run(_config(), store, policy=policy.ref, rollouts=older.ref, rewards=scored.ref))
+    start = store.open(
+        run(_config(), store, policy=policy.ref, rollouts=older.ref, rewards=scored.ref)
+    )
     fresh = world.write_rollouts(store, start, _sampled(start, "b", temperature=0.7, seed=1))
     return SimpleNamespace(
         base=policy,
@@ -44,14 +55,23 @@ def two(store, policy):
 
 
 def _run(store, two, config=None, **refs):
-    named = {"rollouts": [two.fresh.ref, two.older.ref], "rewards": [version.ref for version in two.rewards], **refs}
+    named = {
+        "rollouts": [two.fresh.ref, two.older.ref],
+        "rewards": [version.ref for version in two.rewards],
+        **refs,
+    }
     return store.open(run(config or _config(), store, policy=two.start.ref, **named))
 
 
 def _rows(*versions) -> list[dict]:
     """The rows of the versions with what `_expected` wants of them; a group is one version's."""
     return [
-        {**row, "old": row["old_logprobs"], "reward": world.even_share(row), "group": (number, row["group_id"])}
+        {
+            **row,
+            "old": row["old_logprobs"],
+            "reward": world.even_share(row),
+            "group": (number, row["group_id"]),
+        }
         for number, version in enumerate(versions)
         for row in version.table().to_pylist()
     ]
@@ -60,18 +80,24 @@ def _rows(*versions) -> list[dict]:
 def _trainer(store, two, algorithm: str, **others) -> Trainer:
     config, row = _config(audit={"enabled": False}).resolved(), resolve(algorithm)
     inputs = open_inputs(
-        store, two.start.ref, [two.fresh.ref, two.older.ref], {"rewards": [r.ref for r in two.rewards], **others}
+        store,
+        two.start.ref,
+        [two.fresh.ref, two.older.ref],
+        {"rewards": [r.ref for r in two.rewards], **others},
     )
     batch = joining.load(config, row, store, inputs).batch
-    return Trainer(config, load_model(two.start, dtype=torch.float32), batch, row, make_accelerator(config))
+    return Trainer(
+        config, load_model(two.start, dtype=torch.float32), batch, row, make_accelerator(config)
+    )
 
 
-# -- numbers -------------------------------------------------------------------------------------------------------------------
+# -- numbers
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce_pp"])
 def test_the_gradient_is_that_of_a_loop_over_both_versions(store, two, algorithm):
-    """Equal group ids stay apart, each row has its own temperature and old logprobs; rewards are given in the other order."""
+    """Equal group ids stay apart, each row has its own temperature and old logprobs; rewards are
+    given in the other order."""
     made = _trainer(store, two, algorithm)
     assert sorted(set(made.batch.data.temperature.tolist())) == pytest.approx([0.7, 1.0])
     assert len(set(made.batch.groups)) == 8
@@ -86,12 +112,18 @@ def test_one_group_over_both_versions_would_be_another_gradient(store, two):
 
 
 def test_proximal_logprobs_are_those_of_each_versions_own_policy(store, two):
-    """Given in the other order; `old` is what the engine said, a little off, so that the weight exp(prox − old) matters."""
-    rows = [_sampled(policy, prefix, 0.9, 2) for policy, prefix in ((two.start, "c"), (two.base, "d"))]
+    """Given in the other order; `old` is what the engine said, a little off, so that the weight
+    exp(prox − old) matters."""
+    rows = [
+        _sampled(policy, prefix, 0.9, 2) for policy, prefix in ((two.start, "c"), (two.base, "d"))
+    ]
     exact = [[row["old_logprobs"] for row in part] for part in rows]
     for number, row in enumerate([*rows[0], *rows[1]]):
         row["old_logprobs"] = [value - 0.01 * (number % 7) for value in row["old_logprobs"]]
-    versions = [world.write_rollouts(store, policy, part) for policy, part in zip((two.start, two.base), rows, strict=True)]
+    versions = [
+        world.write_rollouts(store, policy, part)
+        for policy, part in zip((two.start, two.base), rows, strict=True)
+    ]
     prox = [
         world.write_logprobs(store, version, values, "prox", policy)
         for version, values, policy in zip(versions, exact, (two.start, two.base), strict=True)
@@ -101,7 +133,9 @@ def test_proximal_logprobs_are_those_of_each_versions_own_policy(store, two):
     made = _trainer(store, two, "grpo", prox=[prox[1].ref, prox[0].ref])
     expected = _rows(*versions)
     for row, values in zip(expected, [*exact[0], *exact[1]], strict=True):
-        row["old_logprobs"] = values  # `_expected` takes `old_logprobs` for the anchor, `old` for the engine's
+        row["old_logprobs"] = (
+            values  # `_expected` takes `old_logprobs` for the anchor, `old` for the engine's
+        )
     _compare(made, _expected(two.start, expected, "grpo", prox=True))
     swapped = [world.write_logprobs(store, version, values, "prox", two.start)
                for version, values in zip(versions, exact, strict=True)]  # fmt: skip
@@ -118,7 +152,9 @@ def test_temperatures_may_be_mixed_within_one_version(store, policy):
     ]
     rollouts = world.write_rollouts(store, policy, rows)
     rewards = world.write_rewards(store, rollouts, world.even_share)
-    done = store.open(run(_config(), store, policy=policy.ref, rollouts=rollouts.ref, rewards=rewards.ref))
+    done = store.open(
+        run(_config(), store, policy=policy.ref, rollouts=rollouts.ref, rewards=rewards.ref)
+    )
     assert done.manifest.metrics["audit"]["max_gap"] < 1e-4
     row, config = resolve("grpo"), _config(audit={"enabled": False}).resolved()
     inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards}
@@ -128,7 +164,7 @@ def test_temperatures_may_be_mixed_within_one_version(store, policy):
     _compare(made, _expected(policy, plain, "grpo"))
 
 
-# -- what it writes ------------------------------------------------------------------------------------------------------------
+# -- what it writes
 
 
 def test_the_manifest_names_every_version_and_advantages_every_row(store, two):
@@ -143,12 +179,19 @@ def test_the_manifest_names_every_version_and_advantages_every_row(store, two):
     }
     ids = [row["rollout_id"] for row in _rows(two.fresh, two.older)]
     advantages = store.open(done.manifest.metrics["advantages"])
-    assert advantages.table()["rollout_id"].to_pylist() == ids and advantages.manifest.status == {"kept": 32}
+    assert advantages.table()["rollout_id"].to_pylist() == ids and advantages.manifest.status == {
+        "kept": 32
+    }
     versions = done.manifest.metrics["versions"]
     for version, stale in ((two.fresh, False), (two.older, True)):
         rows = version.table().to_pylist()
         mean = sum(map(world.even_share, rows)) / len(rows)
-        told = {"stale": stale, "rollouts": 16, "kept": 16, "reward_mean": pytest.approx(mean, abs=1e-6)}
+        told = {
+            "stale": stale,
+            "rollouts": 16,
+            "kept": 16,
+            "reward_mean": pytest.approx(mean, abs=1e-6),
+        }
         assert versions[str(version.ref)] == told
     assert store.verify()[1] == []
 
@@ -159,7 +202,9 @@ def test_the_same_work_again_is_a_cache_hit_in_whatever_order_rewards_stand(stor
     alone = _run(store, two, rollouts=two.fresh.ref, rewards=two.rewards[1].ref)
     assert alone.ref != first.ref
     assert _run(store, two, rollouts=[two.fresh.ref], rewards=[two.rewards[1].ref]).ref == alone.ref
-    assert "versions" not in alone.manifest.metrics and "stale" not in alone.manifest.metrics["audit"]
+    assert (
+        "versions" not in alone.manifest.metrics and "stale" not in alone.manifest.metrics["audit"]
+    )
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -169,7 +214,11 @@ def test_fresh_rows_are_audited_strictly_and_stale_ones_reported(store, two, min
     report = metrics["audit"]
     assert report["max_gap"] < 1e-4
     assert report["stale"]["mean_gap"] > 0.01
-    learned = {row["rollout_id"] for row in store.open(metrics["advantages"]).table().to_pylist() if row["advantage"]}
+    learned = {
+        row["rollout_id"]
+        for row in store.open(metrics["advantages"]).table().to_pylist()
+        if row["advantage"]
+    }
     sizes = [
         sum(len(row["completion_ids"]) for row in _rows(version) if row["rollout_id"] in learned)
         for version in (two.fresh, two.older)
@@ -177,27 +226,44 @@ def test_fresh_rows_are_audited_strictly_and_stale_ones_reported(store, two, min
     assert [report["tokens"], report["stale"]["tokens"]] == sizes
 
     def lifted(version, policy) -> tuple:
-        rows = [{**row, "old_logprobs": [value * 0.7 for value in row["old_logprobs"]]} for row in version.table().to_pylist()]
+        rows = [
+            {**row, "old_logprobs": [value * 0.7 for value in row["old_logprobs"]]}
+            for row in version.table().to_pylist()
+        ]
         moved = world.write_rollouts(store, policy, rows)
         return moved, world.write_rewards(store, moved, world.even_share)
 
     older, rewards = lifted(two.older, two.base)
-    done = _run(store, two, config, rollouts=[two.fresh.ref, older.ref], rewards=[two.rewards[1].ref, rewards.ref])
+    done = _run(
+        store,
+        two,
+        config,
+        rollouts=[two.fresh.ref, older.ref],
+        rewards=[two.rewards[1].ref, rewards.ref],
+    )
     assert done.manifest.metrics["audit"]["max_gap"] < 1e-4
     fresh, rewards = lifted(two.fresh, two.start)
     with pytest.raises(NumericError, match="max_mean_gap"):
-        _run(store, two, config, rollouts=[two.older.ref, fresh.ref], rewards=[two.rewards[0].ref, rewards.ref])
+        _run(
+            store,
+            two,
+            config,
+            rollouts=[two.older.ref, fresh.ref],
+            rewards=[two.rewards[0].ref, rewards.ref],
+        )
 
 
 def test_a_version_without_rows_adds_nothing(store, two):
     empty = world.write_rollouts(store, two.start, [])
     none = world.write_rewards(store, empty, world.even_share)
-    done = _run(store, two, rollouts=[empty.ref, two.fresh.ref], rewards=[none.ref, two.rewards[1].ref])
+    done = _run(
+        store, two, rollouts=[empty.ref, two.fresh.ref], rewards=[none.ref, two.rewards[1].ref]
+    )
     assert done.manifest.metrics["rollouts"] == 16
     assert done.manifest.metrics["versions"][str(empty.ref)]["reward_mean"] is None
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
+# -- refusals
 
 
 def test_each_version_must_be_of_an_allowed_policy(store, two):
@@ -207,7 +273,9 @@ def test_each_version_must_be_of_an_allowed_policy(store, two):
 
 
 def test_each_version_must_be_sampled_without_bias(store, two):
-    other = world.write_rollouts(store, two.start, _sampled(two.start, "e"), sampling={"top_p": 0.9})
+    other = world.write_rollouts(
+        store, two.start, _sampled(two.start, "e"), sampling={"top_p": 0.9}
+    )
     rewards = world.write_rewards(store, other, world.even_share)
     named = {"rollouts": [two.fresh.ref, other.ref], "rewards": [two.rewards[1].ref, rewards.ref]}
     with pytest.raises(ConfigError, match="top_p") as caught:
@@ -232,27 +300,41 @@ def test_no_rollout_stands_in_two_versions(store, two):
     again = world.write_rollouts(store, two.base, rows)
     rewards = world.write_rewards(store, again, world.even_share)
     named = {"rollouts": [two.older.ref, again.ref], "rewards": [two.rewards[0].ref, rewards.ref]}
-    with pytest.raises(LineageError, match=f"16 rollout ids stand in {again.ref} too, such as 'a-r-000-0'"):
+    with pytest.raises(
+        LineageError, match=f"16 rollout ids stand in {again.ref} too, such as 'a-r-000-0'"
+    ):
         _run(store, two, **named)
 
 
 def test_each_version_has_its_own_rewards_and_no_others(store, two):
-    with pytest.raises(LineageError, match="no rewards of these rollouts are given, found") as caught:
+    with pytest.raises(
+        LineageError, match="no rewards of these rollouts are given, found"
+    ) as caught:
         _run(store, two, rewards=two.rewards[1].ref)
     assert caught.value.object == str(two.older.ref)
     other = world.write_rollouts(store, two.start, _sampled(two.start, "e"))
     foreign = world.write_rewards(store, other, world.even_share)
-    with pytest.raises(LineageError, match=f"made of {other.ref}, not of {two.fresh.ref} or {two.older.ref}"):
+    with pytest.raises(
+        LineageError, match=f"made of {other.ref}, not of {two.fresh.ref} or {two.older.ref}"
+    ):
         _run(store, two, rewards=[version.ref for version in (*two.rewards, foreign)])
     second = world.write_rewards(store, two.fresh, lambda row: 0.5 * world.even_share(row))
-    with pytest.raises(ConfigError, match=f"rewards of {two.fresh.ref}, and so is {two.rewards[1].ref}"):
+    with pytest.raises(
+        ConfigError, match=f"rewards of {two.fresh.ref}, and so is {two.rewards[1].ref}"
+    ):
         _run(store, two, rewards=[version.ref for version in (*two.rewards, second)])
 
 
 def test_the_kl_holds_on_to_one_reference(store, two):
     config = _config(kl_coef=0.1)
-    values = {version.ref: version.table()["old_logprobs"].to_pylist() for version in (two.fresh, two.older)}
-    scored = [world.write_logprobs(store, version, values[version.ref], "ref", two.base) for version in (two.older, two.fresh)]
+    values = {
+        version.ref: version.table()["old_logprobs"].to_pylist()
+        for version in (two.fresh, two.older)
+    }
+    scored = [
+        world.write_logprobs(store, version, values[version.ref], "ref", two.base)
+        for version in (two.older, two.fresh)
+    ]
     with pytest.raises(LineageError, match="no reference logprobs of these rollouts"):
         _run(store, two, config, ref_logprobs=scored[0].ref)
     done = _run(store, two, config, ref_logprobs=[version.ref for version in scored])
@@ -266,7 +348,10 @@ def test_the_kl_holds_on_to_one_reference(store, two):
 
 def test_sets_are_what_the_roles_say(store, two):
     inputs = open_inputs(
-        store, two.start.ref, [two.fresh.ref, two.older.ref], {"rewards": [v.ref for v in two.rewards], "ref": None}
+        store,
+        two.start.ref,
+        [two.fresh.ref, two.older.ref],
+        {"rewards": [v.ref for v in two.rewards], "ref": None},
     )
     first, second = sets(inputs)
     assert {role: version.ref for role, version in first.items()} == {
@@ -278,6 +363,8 @@ def test_sets_are_what_the_roles_say(store, two):
 def test_a_critic_judges_all_versions(store, two):
     done = _run(store, two, _config(algorithm="ppo", minibatches=2))
     advantages = store.open(done.manifest.metrics["advantages"]).table().to_pylist()
-    assert [len(row["advantage"]) for row in advantages] == [len(row["completion_ids"]) for row in _rows(two.fresh, two.older)]
+    assert [len(row["advantage"]) for row in advantages] == [
+        len(row["completion_ids"]) for row in _rows(two.fresh, two.older)
+    ]
     report = done.manifest.metrics["audit"]
     assert report["max_gap"] < 1e-4 and report["stale"]["mean_gap"] > 0.01

@@ -1,4 +1,5 @@
-"""Encoder-decoder policies through the real chain: sampled by the transformers engine, scored again, trained on."""
+"""Encoder-decoder policies through the real chain: sampled by the transformers engine, scored
+again, trained on."""
 
 import math
 
@@ -45,14 +46,20 @@ def world_of(request, store):
     """(policy, rollouts, rewards) of a tiny encoder-decoder model, sampled by the engine."""
     policy = make_policy(store, request.param, request.param)
     rollouts = sampled(store, policy)
-    return policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=request.param)
+    return (
+        policy,
+        rollouts,
+        world.write_rewards(store, rollouts, world.even_share, run=request.param),
+    )
 
 
 def _own(model, kind: str, row: dict) -> torch.Tensor:
     """Logprobs of one rollout by transformers' own forward pass."""
     ids = torch.tensor(row["completion_ids"])
     inputs = torch.cat([torch.tensor([START[kind]]), ids[:-1]])[None]
-    logits = model(input_ids=torch.tensor([row["prompt_ids"]]), decoder_input_ids=inputs, use_cache=False).logits[0]
+    logits = model(
+        input_ids=torch.tensor([row["prompt_ids"]]), decoder_input_ids=inputs, use_cache=False
+    ).logits[0]
     return (logits / row["temperature"]).log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
@@ -71,7 +78,15 @@ def test_the_trainer_finds_what_the_engine_saved(store, world_of):
     policy, kind = done, policy.ref.run
     rollouts = sampled(store, policy, seed=1)
     rewards = world.write_rewards(store, rollouts, world.even_share, run=kind)
-    done = store.open(run(_config(minibatches=2), store, policy=policy.ref, rollouts=rollouts.ref, rewards=rewards.ref))
+    done = store.open(
+        run(
+            _config(minibatches=2),
+            store,
+            policy=policy.ref,
+            rollouts=rollouts.ref,
+            rewards=rewards.ref,
+        )
+    )
     assert done.manifest.metrics["audit"]["max_gap"] < 1e-4 and done.manifest.metrics["step"] == 3
 
 
@@ -81,20 +96,35 @@ def test_scoring_again_is_the_models_own_logprob(store, world_of):
     other = make_policy(store, f"{kind}-ref", kind, seed=1)
     for role, version in (("prox", policy), ("ref", other)):
         model = load_model(version, dtype=torch.float32)
-        ref = logprobs.run(logprobs.Config(role=role, token_budget=50), store, rollouts=rollouts.ref, policy=version.ref)
-        rows = zip(rollouts.table().to_pylist(), store.open(ref).table()["logprobs"].to_pylist(), strict=True)
+        ref = logprobs.run(
+            logprobs.Config(role=role, token_budget=50),
+            store,
+            rollouts=rollouts.ref,
+            policy=version.ref,
+        )
+        rows = zip(
+            rollouts.table().to_pylist(),
+            store.open(ref).table()["logprobs"].to_pylist(),
+            strict=True,
+        )
         for row, found in rows:
             with torch.no_grad():
                 assert found == pytest.approx(_own(model, kind, row).tolist(), abs=1e-5)
             assert role == "ref" or found == pytest.approx(row["old_logprobs"], abs=1e-4)
 
 
-@pytest.mark.parametrize("packing, budget", [("shared", None), ("shared", 30), ("packed", 80), ("single", None)])
+@pytest.mark.parametrize(
+    "packing, budget", [("shared", None), ("shared", 30), ("packed", 80), ("single", None)]
+)
 def test_the_steps_gradient_is_that_of_a_loop_over_rollouts(store, world_of, packing, budget):
     policy, rollouts, rewards = world_of
     config, row = _config(packing=packing, token_budget=budget), resolve("grpo")
-    loaded = joining.load(config, row, store, {"policy": policy, "rollouts": rollouts, "rewards": rewards})
-    made = Trainer(config, load_model(policy, dtype=torch.float32), loaded.batch, row, make_accelerator(config))
+    loaded = joining.load(
+        config, row, store, {"policy": policy, "rollouts": rollouts, "rewards": rewards}
+    )
+    made = Trainer(
+        config, load_model(policy, dtype=torch.float32), loaded.batch, row, make_accelerator(config)
+    )
     assert made.mode == packing
     everyone = list(range(len(loaded.batch.groups)))
     numbers = made.accumulate(everyone, everyone)
@@ -106,7 +136,9 @@ def test_the_steps_gradient_is_that_of_a_loop_over_rollouts(store, world_of, pac
         std = math.sqrt(sum((value - mean) ** 2 for value in peers) / (len(peers) - 1))
         advantage = (world.even_share(each) - mean) / (std + 1e-4)
         ratio = (_own(model, policy.ref.run, each) - torch.tensor(each["old_logprobs"])).exp()
-        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean() / len(rows)
+        total = total - torch.minimum(
+            ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
+        ).mean() / len(rows)
     total.backward()
     assert numbers["loss"] == pytest.approx(total.item(), abs=1e-6)
     wanted = dict(model.named_parameters())
@@ -120,16 +152,26 @@ def test_other_logprobs_stop_the_audit(store, world_of):
     wrong = world.write_rollouts(store, policy, rows, run=policy.ref.run)
     rewards = world.write_rewards(store, wrong, world.even_share, run=policy.ref.run)
     with pytest.raises(NumericError, match="max_mean_gap"):
-        run(_config(audit={"max_mean_gap": 1e-3}), store, policy=policy.ref, rollouts=wrong.ref, rewards=rewards.ref)
+        run(
+            _config(audit={"max_mean_gap": 1e-3}),
+            store,
+            policy=policy.ref,
+            rollouts=wrong.ref,
+            rewards=rewards.ref,
+        )
 
 
 def test_encoder_and_decoder_have_a_context_each(store):
     policy = make_policy(store, "bart", "bart")
     rollouts = sampled(store, policy, groups=1, each=2, tokens=200, low=150, high=151)
     rows = rollouts.table().to_pylist()
-    assert max(len(row["completion_ids"]) for row in rows) > 106  # with the prompt more than BART's 256 positions
+    assert (
+        max(len(row["completion_ids"]) for row in rows) > 106
+    )  # with the prompt more than BART's 256 positions
     rewards = world.write_rewards(store, rollouts, world.even_share, run="bart")
-    done = store.open(run(_config(), store, policy=policy.ref, rollouts=rollouts.ref, rewards=rewards.ref))
+    done = store.open(
+        run(_config(), store, policy=policy.ref, rollouts=rollouts.ref, rewards=rewards.ref)
+    )
     assert done.manifest.metrics["audit"]["max_gap"] < 1e-4
     rows[0]["prompt_ids"] = [5] * 257
     longer = world.write_rollouts(store, policy, rows, run="bart")

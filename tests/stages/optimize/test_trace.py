@@ -1,4 +1,5 @@
-"""The golden trace: five steps of every algorithm give the loss and metrics that stand in `tests/golden/trace.json`."""
+"""The golden trace: five steps of every algorithm give the loss and metrics that stand in
+`tests/golden/trace.json`."""
 
 import json
 
@@ -18,7 +19,10 @@ def _compare(found: dict, expected: dict) -> None:
     assert len(found["steps"]) == len(expected["steps"]) == make_trace.STEPS
     for row, golden in zip(found["steps"], expected["steps"], strict=True):
         terms = {"loss": 1e-6}  # a sum of terms as large as 10, of which float32 knows no more
-        assert row == {name: pytest.approx(value, rel=1e-6, abs=terms.get(name, 1e-7)) for name, value in golden.items()}
+        assert row == {
+            name: pytest.approx(value, rel=1e-6, abs=terms.get(name, 1e-7))
+            for name, value in golden.items()
+        }
 
 
 def test_the_trace_is_of_every_algorithm():
@@ -34,9 +38,12 @@ def test_the_trace_is_reproduced(algorithm):
 
 
 def test_no_two_algorithms_have_one_trace():
-    assert len({json.dumps(each) for each in GOLDEN["algorithms"].values()}) == len(GOLDEN["algorithms"])
+    assert len({json.dumps(each) for each in GOLDEN["algorithms"].values()}) == len(
+        GOLDEN["algorithms"]
+    )
 
 
 def test_another_packing_has_the_same_trace():
-    """Other shapes, other rounding: what another machine may differ by is far inside the tolerance."""
+    """Other shapes, other rounding: what another machine may differ by is far inside the
+    tolerance."""
     _compare(make_trace.trace("grpo", packing="single"), GOLDEN["algorithms"]["grpo"])

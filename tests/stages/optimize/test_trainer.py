@@ -1,4 +1,5 @@
-"""The step's loss and gradient against a float64 loop over single rollouts, and their independence of how the work is cut."""
+"""The step's loss and gradient against a float64 loop over single rollouts, and their independence
+of how the work is cut."""
 
 import math
 from statistics import fmean, stdev
@@ -23,19 +24,27 @@ from tests.stages.optimize.world import even_share, import_changed, prompts, sam
 from tests.tiny import tokenizer
 
 MOST = 11
-OF_ROLLOUTS = [name for name, row in ALGORITHMS.items() if not row.critic]  # a critic's step: test_critic.py
+OF_ROLLOUTS = [
+    name for name, row in ALGORITHMS.items() if not row.critic
+]  # a critic's step: test_critic.py
 
 
 @pytest.fixture
 def rows(policy) -> list[dict]:
-    """Sixteen rollouts at temperature 0.8 with old logprobs that are a little off, rewards and a group number."""
+    """Sixteen rollouts at temperature 0.8 with old logprobs that are a little off, rewards and a
+    group number."""
     model = load_model(policy, dtype=torch.float32)
     found = sample(model, prompts(4), 4, temperature=0.8)
     generator = torch.Generator().manual_seed(3)
     for row in found:
         noise = torch.randn(len(row["old_logprobs"]), generator=generator) * 0.3
-        row["old"] = [old + shift for old, shift in zip(row["old_logprobs"], noise.tolist(), strict=True)]
-        row["ref"] = [old - 0.4 * shift for old, shift in zip(row["old_logprobs"], noise.tolist(), strict=True)]
+        row["old"] = [
+            old + shift for old, shift in zip(row["old_logprobs"], noise.tolist(), strict=True)
+        ]
+        row["ref"] = [
+            old - 0.4 * shift
+            for old, shift in zip(row["old_logprobs"], noise.tolist(), strict=True)
+        ]
         row["reward"], row["group"] = even_share(row), int(row["group_id"][2:])
     return found
 
@@ -45,10 +54,20 @@ def _ragged(rows: list[dict], name: str, dtype: torch.dtype) -> Ragged:
     return Ragged.from_lengths(torch.cat(values), torch.tensor([len(row) for row in values]))
 
 
-def _trainer(policy, rows: list[dict], config: Config, algorithm: str, *, ref: bool = False, prox: bool = False) -> Trainer:
+def _trainer(
+    policy,
+    rows: list[dict],
+    config: Config,
+    algorithm: str,
+    *,
+    ref: bool = False,
+    prox: bool = False,
+) -> Trainer:
     row = resolve(algorithm)
     groups = [each["group"] for each in rows]
-    weights = part("advantages", row.advantage)(torch.tensor([r["reward"] for r in rows]), torch.tensor(groups))
+    weights = part("advantages", row.advantage)(
+        torch.tensor([r["reward"] for r in rows]), torch.tensor(groups)
+    )
     data = Sequences(
         _ragged(rows, "prompt_ids", torch.int32),
         _ragged(rows, "completion_ids", torch.int32),
@@ -59,20 +78,28 @@ def _trainer(policy, rows: list[dict], config: Config, algorithm: str, *, ref: b
         _ragged(rows, "old_logprobs", torch.float32).values if prox else None,
         _ragged(rows, "ref", torch.float32).values if ref else None,
     )  # fmt: skip
-    return Trainer(config, load_model(policy, dtype=torch.float32), batch, row, make_accelerator(config))
+    return Trainer(
+        config, load_model(policy, dtype=torch.float32), batch, row, make_accelerator(config)
+    )
 
 
 def _config(**values) -> Config:
-    return Config(**{"device": "cpu", "max_completion_tokens": MOST, "audit": {"enabled": False}, **values})
+    return Config(
+        **{"device": "cpu", "max_completion_tokens": MOST, "audit": {"enabled": False}, **values}
+    )
 
 
-def _expected(policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0, prox: bool = False) -> tuple[float, dict]:
+def _expected(
+    policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0, prox: bool = False
+) -> tuple[float, dict]:
     """Loss and gradients by the formulas, one rollout after another, in float64."""
     model = load_model(policy, dtype=torch.float64)
     tokens, total = sum(len(row["completion_ids"]) for row in rows), 0.0
     low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}.get(algorithm, (0.2, 0.2))
     everyone = [r["reward"] for r in rows]
-    centered = [r["reward"] - fmean(p["reward"] for p in rows if p["group"] == r["group"]) for r in rows]
+    centered = [
+        r["reward"] - fmean(p["reward"] for p in rows if p["group"] == r["group"]) for r in rows
+    ]
     for row in rows:
         peers = [r["reward"] for r in rows if r["group"] == row["group"]]
         mean = sum(peers) / len(peers)
@@ -88,7 +115,9 @@ def _expected(policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0,
             "dr_grpo": 1 / len(rows) / MOST,
         }.get(algorithm, 1 / tokens)
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        table = (model(input_ids=ids, use_cache=False).logits[0] / row["temperature"]).log_softmax(-1)
+        table = (model(input_ids=ids, use_cache=False).logits[0] / row["temperature"]).log_softmax(
+            -1
+        )
         start, ids = len(row["prompt_ids"]) - 1, row["completion_ids"]
         anchors = row["old_logprobs" if prox else "old"]
         each = [table[start + t, token] - anchors[t] for t, token in enumerate(ids)]
@@ -106,7 +135,11 @@ def _expected(policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0,
                 cost = cost * min(math.exp(anchor - row["old"][t]), 2.0)
             if kl_coef:
                 d = row["ref"][t] - now
-                cost = cost + kl_coef * (d.exp() - d - 1).detach() + kl_coef * (d**2 / 2 - (d**2 / 2).detach())
+                cost = (
+                    cost
+                    + kl_coef * (d.exp() - d - 1).detach()
+                    + kl_coef * (d**2 / 2 - (d**2 / 2).detach())
+                )
             total = total + weight * cost
     total.backward()
     return total.item(), {name: p.grad.float() for name, p in model.named_parameters()}
@@ -131,7 +164,10 @@ def test_kl_to_the_reference(policy, rows):
 
 
 def test_decoupled_ratio_with_correction(policy, rows):
-    _compare(_trainer(policy, rows, _config(), "grpo", prox=True), _expected(policy, rows, "grpo", prox=True))
+    _compare(
+        _trainer(policy, rows, _config(), "grpo", prox=True),
+        _expected(policy, rows, "grpo", prox=True),
+    )
 
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "single"])
@@ -151,7 +187,10 @@ def test_the_cut_changes_nothing_in_any_algorithm(policy, rows, algorithm, packi
 
 
 def test_activation_checkpointing_changes_nothing(policy, rows):
-    _compare(_trainer(policy, rows, _config(activation_checkpointing=True), "grpo"), _expected(policy, rows, "grpo"))
+    _compare(
+        _trainer(policy, rows, _config(activation_checkpointing=True), "grpo"),
+        _expected(policy, rows, "grpo"),
+    )
 
 
 def test_accelerates_environment_changes_nothing(policy, rows, monkeypatch):
@@ -178,11 +217,21 @@ def test_dropout_stays_off_under_activation_checkpointing(store, tmp_path, rows)
 
 def test_dropout_of_a_config_within_a_config_is_off_too(store, tmp_path):
     """Fuyu's layers read the rate from the config of its text part when they run."""
-    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
+    text = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 320,
+    }
     rates = {"attention_dropout": 0.5, "hidden_dropout": 0.5}
-    FuyuForCausalLM(FuyuConfig(text_config={**text, **rates}, patch_size=2, **text)).save_pretrained(tmp_path / "model")
+    FuyuForCausalLM(
+        FuyuConfig(text_config={**text, **rates}, patch_size=2, **text)
+    ).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    policy = store.open(import_policy(PolicyConfig(model=str(tmp_path / "model")), store, into="nested"))
+    policy = store.open(
+        import_policy(PolicyConfig(model=str(tmp_path / "model")), store, into="nested")
+    )
     model, ids = load_model(policy, dtype=torch.float32).train(), torch.arange(3, 30)[None]
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
     restore_dropout(model, policy)
@@ -200,7 +249,9 @@ def test_weights_without_a_gradient_have_no_moments(policy):
     assert f"exp_avg.{first}" not in found
     load_state(fresh, model, found)
     again = state(fresh, model)
-    assert again.keys() == found.keys() and all(torch.equal(again[name], found[name]) for name in found)
+    assert again.keys() == found.keys() and all(
+        torch.equal(again[name], found[name]) for name in found
+    )
     moment = next(name for name in found if name.startswith("exp_avg."))
     for wrong in ({**found, moment: torch.zeros(1)}, {**found, "exp_avg.other": torch.zeros(1)}):
         with pytest.raises(ConfigError, match="missing or of another shape"):
@@ -219,7 +270,10 @@ def test_the_order_of_rollouts_changes_nothing(policy, rows):
 def test_rollouts_of_advantage_zero_need_no_pass_but_count(policy, rows):
     for row in rows[:4]:
         row["reward"] = 1.0
-    made, whole = _trainer(policy, rows, _config(), "grpo"), _trainer(policy, rows, _config(), "grpo")
+    made, whole = (
+        _trainer(policy, rows, _config(), "grpo"),
+        _trainer(policy, rows, _config(), "grpo"),
+    )
     everyone = list(range(len(rows)))
     whole.accumulate(everyone, everyone)
     numbers = made.accumulate(everyone, everyone[4:])
@@ -233,13 +287,23 @@ def test_numbers_of_a_step(policy, rows):
     everyone = list(range(len(rows)))
     numbers = made.accumulate(everyone, everyone)
     logprobs = [value for row in rows for value in row["old_logprobs"]]
-    gaps = [now - old for now, old in zip(logprobs, [value for row in rows for value in row["old"]], strict=True)]
+    gaps = [
+        now - old
+        for now, old in zip(logprobs, [value for row in rows for value in row["old"]], strict=True)
+    ]
     assert numbers["tokens"] == len(gaps)
     assert numbers["prompt_tokens"] == sum(len(row["prompt_ids"]) for row in rows)
-    assert numbers["approx_kl"] == pytest.approx(sum(math.exp(x) - 1 - x for x in gaps) / len(gaps), rel=1e-4)
+    assert numbers["approx_kl"] == pytest.approx(
+        sum(math.exp(x) - 1 - x for x in gaps) / len(gaps), rel=1e-4
+    )
     assert numbers["ratio_max"] == pytest.approx(math.exp(max(gaps)), rel=1e-4)
-    advantages = made.batch.advantages.repeat_interleave(made.batch.data.completions.lengths).tolist()
-    taken = [(math.exp(x) > 1.2 and a > 0) or (math.exp(x) < 0.8 and a < 0) for x, a in zip(gaps, advantages, strict=True)]
+    advantages = made.batch.advantages.repeat_interleave(
+        made.batch.data.completions.lengths
+    ).tolist()
+    taken = [
+        (math.exp(x) > 1.2 and a > 0) or (math.exp(x) < 0.8 and a < 0)
+        for x, a in zip(gaps, advantages, strict=True)
+    ]
     assert numbers["clip_fraction"] == pytest.approx(sum(taken) / len(taken), abs=1e-9)
     assert made.logprobs.tolist() == pytest.approx(logprobs, abs=1e-5)
 
@@ -254,7 +318,9 @@ def test_score_is_what_sampling_said(policy, rows):
     made = _trainer(policy, rows, _config(), "grpo")
     found = made.score([3, 7])
     places = made.batch.data.completions.positions(torch.tensor([3, 7]))
-    assert found[places].tolist() == pytest.approx(rows[3]["old_logprobs"] + rows[7]["old_logprobs"], abs=1e-5)
+    assert found[places].tolist() == pytest.approx(
+        rows[3]["old_logprobs"] + rows[7]["old_logprobs"], abs=1e-5
+    )
     assert found.isnan().sum() == len(found) - len(places)
 
 

@@ -1,4 +1,5 @@
-"""Rollouts and rewards for the optimizer's tests: sampled from the policy itself with plain transformers and torch, no engine."""
+"""Rollouts and rewards for the optimizer's tests: sampled from the policy itself with plain
+transformers and torch, no engine."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ from stages.optimize import stage as optimize
 from tests.tiny import EOS, make_folder
 
 
-def import_changed(store: Store, folder: Path, run: str, *, config: dict | None = None, nudge: float = 0.0) -> Version:
-    """`run/policy@0`: the tiny policy with other values in its config.json, or with its first weight moved by `nudge`."""
+def import_changed(
+    store: Store, folder: Path, run: str, *, config: dict | None = None, nudge: float = 0.0
+) -> Version:
+    """`run/policy@0`: the tiny policy with other values in its config.json, or with its first
+    weight moved by `nudge`."""
     path = make_folder(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
     weights = load_file(folder / "model.safetensors")
@@ -41,9 +45,14 @@ def config(**values) -> optimize.Config:
 
 
 def trained(
-    store: Store, policy: Version, made: tuple[Version, Version], chosen: optimize.Config | None = None, **refs
+    store: Store,
+    policy: Version,
+    made: tuple[Version, Version],
+    chosen: optimize.Config | None = None,
+    **refs,
 ) -> Version:
-    """The policy that the stage makes of `made`, rollouts and rewards; `refs` are put over these."""
+    """The policy that the stage makes of `made`, rollouts and rewards; `refs` are put over
+    these."""
     named = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref, **refs}
     return store.open(optimize.run(chosen or config(), store, **named))
 
@@ -73,7 +82,12 @@ def prompts(count: int, seed: int = 0, low: int = 3, high: int = 9) -> list[list
 
 @torch.no_grad()
 def sample(
-    model, asked: Sequence[Sequence[int]], each: int, longest: int = 8, temperature: float = 1.0, seed: int = 0
+    model,
+    asked: Sequence[Sequence[int]],
+    each: int,
+    longest: int = 8,
+    temperature: float = 1.0,
+    seed: int = 0,
 ) -> list[dict]:
     """`each` completions of every prompt, token by token, with their logprobs at `temperature`."""
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +96,9 @@ def sample(
         ids = torch.tensor([list(prompt)] * each)
         scores = []
         for _ in range(longest):
-            table = (model(input_ids=ids, use_cache=False).logits[:, -1].float() / temperature).log_softmax(-1)
+            table = (
+                model(input_ids=ids, use_cache=False).logits[:, -1].float() / temperature
+            ).log_softmax(-1)
             chosen = torch.multinomial(table.exp(), 1, generator=generator)
             scores.append(table.gather(1, chosen))
             ids = torch.cat([ids, chosen], 1)
@@ -107,15 +123,26 @@ def sample(
     return rows
 
 
-def write_rollouts(store: Store, policy: Version, rows: list[dict], run: str = "tiny", **settings) -> Version:
+def write_rollouts(
+    store: Store, policy: Version, rows: list[dict], run: str = "tiny", **settings
+) -> Version:
     """rollouts/1 that say they were sampled by `policy`."""
     config = Settings(**settings)
     table = pa.Table.from_pylist(rows, schema=rollouts_kind.SCHEMA)
     models = (as_model("policy", policy),)
-    about = {"stage": "generate", "stage_version": 1, "config": config, "inputs": {}, "models": models, "force": True}
+    about = {
+        "stage": "generate",
+        "stage_version": 1,
+        "config": config,
+        "inputs": {},
+        "models": models,
+        "force": True,
+    }
     with begin(store, run, "rollouts", **about) as work:
         half = max(1, len(table) // 2)
-        for index, start in enumerate(range(0, max(1, len(table)), half)):  # several shards: columns come in chunks
+        for index, start in enumerate(
+            range(0, max(1, len(table)), half)
+        ):  # several shards: columns come in chunks
             work.write(index, table.slice(start, half))
         return work.commit()
 
@@ -127,37 +154,66 @@ def write_rewards(
     run: str = "tiny",
     inputs: dict[str, Version] | None = None,
 ) -> Version:
-    """rewards/1 by a function of the rollout's row, or as given. `inputs`: what its manifest says instead of `rollouts`."""
+    """rewards/1 by a function of the rollout's row, or as given. `inputs`: what its manifest says
+    instead of `rollouts`."""
     rows = score
     if callable(score):
         rows = [
-            {"rollout_id": row["rollout_id"], "group_id": row["group_id"], "reward": score(row), "parts": {"f": score(row)}}
+            {
+                "rollout_id": row["rollout_id"],
+                "group_id": row["group_id"],
+                "reward": score(row),
+                "parts": {"f": score(row)},
+            }
             for row in rollouts.table().to_pylist()
         ]
     rows = [{"parts": {"f": None}, **row, "errors": {"f": None}} for row in rows]
     table = pa.Table.from_pylist(rows, schema=rewards_kind.schema_for(["f"]))
     inputs = {"rollouts": rollouts} if inputs is None else inputs
-    about = {"stage": "reward", "stage_version": 1, "config": Settings(), "inputs": inputs, "force": True}
+    about = {
+        "stage": "reward",
+        "stage_version": 1,
+        "config": Settings(),
+        "inputs": inputs,
+        "force": True,
+    }
     with begin(store, run, "rewards", **about) as work:
         work.write(0, table)
         return work.commit()
 
 
 def write_logprobs(
-    store: Store, rollouts: Version, values: list[list[float]], role: str = "ref", policy: Version | None = None
+    store: Store,
+    rollouts: Version,
+    values: list[list[float]],
+    role: str = "ref",
+    policy: Version | None = None,
 ) -> Version:
-    """logprobs/1 for the rows of `rollouts`, in reverse order; they say that they are `policy`'s."""
+    """logprobs/1 for the rows of `rollouts`, in reverse order; they say that they are
+    `policy`'s."""
     ids = rollouts.table()["rollout_id"].to_pylist()
-    rows = [{"rollout_id": name, "logprobs": row} for name, row in zip(ids, values, strict=True)][::-1]
+    rows = [{"rollout_id": name, "logprobs": row} for name, row in zip(ids, values, strict=True)][
+        ::-1
+    ]
     models = (as_model(role, policy),) if policy else ()
-    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(role=role), "inputs": {"rollouts": rollouts}}
+    about = {
+        "stage": "logprobs",
+        "stage_version": 1,
+        "config": Settings(role=role),
+        "inputs": {"rollouts": rollouts},
+    }
     with begin(store, "tiny", "logprobs", **about, models=models, force=True) as work:
         work.write(0, pa.Table.from_pylist(rows, schema=logprobs_kind.SCHEMA))
         return work.commit()
 
 
 def make(
-    store: Store, policy: Version, score: Callable[[dict], float | None], groups: int = 4, each: int = 4, run: str = "tiny"
+    store: Store,
+    policy: Version,
+    score: Callable[[dict], float | None],
+    groups: int = 4,
+    each: int = 4,
+    run: str = "tiny",
 ):
     """(rollouts, rewards) of `groups` random prompts, `each` completions."""
     model = load_model(policy, dtype=torch.float32)

@@ -1,4 +1,5 @@
-"""The prompt stage on a real tokenizer: what is rendered, what is chosen, what is refused, and when nothing is done again."""
+"""The prompt stage on a real tokenizer: what is rendered, what is chosen, what is refused, and when
+nothing is done again."""
 
 import json
 
@@ -30,21 +31,31 @@ def rows(store, ref):
 
 
 def test_one_row_is_rendered_as_transformers_renders_it(store, policy, source):
-    ref = run(Config(source=source, prompt="question", group_id="key", system="Be kind."), store, policy="tiny/policy@0")
+    ref = run(
+        Config(source=source, prompt="question", group_id="key", system="Be kind."),
+        store,
+        policy="tiny/policy@0",
+    )
     assert str(ref) == "tiny/prompts@1"
     found = rows(store, ref)[3]
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is 3 plus 5?"}]
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "What is 3 plus 5?"},
+    ]
     assert found["messages"] == messages
     assert found["group_id"] == "sum-3"
     assert found["columns"] == SUMS[3]
     assert found["prompt_text"] == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is 3 plus 5?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is 3 plus "
+        "5?<|im_end|>\n<|im_start|>assistant\n"
     )
     canonical = tiny.tokenizer().apply_chat_template(messages, add_generation_prompt=True)
     assert found["prompt_ids"] == canonical["input_ids"]
     manifest = store.open(ref).manifest
     assert manifest.status == {"kept": 8, "dropped": 0}
-    assert manifest.metrics["prompt_tokens"]["max"] == max(len(row["prompt_ids"]) for row in rows(store, ref))
+    assert manifest.metrics["prompt_tokens"]["max"] == max(
+        len(row["prompt_ids"]) for row in rows(store, ref)
+    )
 
 
 def test_a_rows_own_system_message_stays(store, policy, tmp_path):
@@ -56,7 +67,10 @@ def test_a_rows_own_system_message_stays(store, policy, tmp_path):
 
 def test_raw_text_and_ids(store, policy, source, tmp_path):
     tokenizer = tiny.tokenizer()
-    raw = rows(store, run(Config(source=source, prompt="question", raw_text=True), store, policy=policy.ref))
+    raw = rows(
+        store,
+        run(Config(source=source, prompt="question", raw_text=True), store, policy=policy.ref),
+    )
     assert raw[2]["prompt_ids"] == tokenizer("What is 2 plus 5?")["input_ids"]
     assert raw[2]["messages"] is None
     path = write(tmp_path, [{"prompt_ids": [1, 65, 66, 2]}, {"prompt_ids": [7]}], "ids.jsonl")
@@ -74,9 +88,13 @@ def test_an_encoder_has_its_context_to_itself(store, tmp_path, kind):
 
 
 def test_group_ids_come_from_the_place_in_the_source(store, policy, source):
-    config = Config(source=source, prompt="question", group_prefix="held-", limit=3, seed=5, iteration=1)
+    config = Config(
+        source=source, prompt="question", group_prefix="held-", limit=3, seed=5, iteration=1
+    )
     found = rows(store, run(config, store, policy=policy.ref))
-    assert [row["group_id"] for row in found] == [f"held-{row['columns']['answer'] - 5:06d}" for row in found]
+    assert [row["group_id"] for row in found] == [
+        f"held-{row['columns']['answer'] - 5:06d}" for row in found
+    ]
 
 
 def test_the_manifest_tells_where_answers_begin(store, policy, source, tmp_path):
@@ -108,9 +126,13 @@ def test_types_of_all_columns_are_kept(store, policy, tmp_path):
         }
     )
     pa.parquet.write_table(table, tmp_path / "rows.parquet")
-    ref = run(Config(source=str(tmp_path / "rows.parquet"), prompt="question"), store, policy=policy.ref)
+    ref = run(
+        Config(source=str(tmp_path / "rows.parquet"), prompt="question"), store, policy=policy.ref
+    )
     columns = store.open(ref).table().schema.field("columns").type
-    assert {field.name: field.type for field in columns} == {field.name: field.type for field in table.schema}
+    assert {field.name: field.type for field in columns} == {
+        field.name: field.type for field in table.schema
+    }
     assert [row["columns"] for row in rows(store, ref)] == table.to_pylist()
 
 
@@ -121,7 +143,7 @@ def test_more_rows_than_a_shard(store, policy, tmp_path):
     assert [entry.rows for entry in store.open(ref).manifest.files] == [work.ROWS_PER_SHARD, 3]
 
 
-# -- which rows -------------------------------------------------------------------------------------------------------------
+# -- which rows
 
 
 def test_each_iteration_takes_the_next_rows_of_each_epochs_shuffle():
@@ -135,7 +157,9 @@ def test_each_iteration_takes_the_next_rows_of_each_epochs_shuffle():
     assert choose(10, 4, 8, 0) != taken[0]
 
 
-@pytest.mark.parametrize("count, limit", [(1, 1), (5, 3), (7, 7), (3, 10), (6, 2), (11, 10), (2, 1)])
+@pytest.mark.parametrize(
+    "count, limit", [(1, 1), (5, 3), (7, 7), (3, 10), (6, 2), (11, 10), (2, 1)]
+)
 def test_no_prompt_stands_twice_in_a_version(count, limit):
     seen = []
     for iteration in range(30):
@@ -150,16 +174,35 @@ def test_without_a_limit_all_rows_in_order():
     assert choose(5, None, 3, 9) == [0, 1, 2, 3, 4]
 
 
-# -- already done -----------------------------------------------------------------------------------------------------------
+# -- already done
 
 
 def test_the_next_policy_with_the_same_tokenizer_is_a_cache_hit(store, policy, source):
     first = run(Config(source=source, prompt="question", iteration=0), store, policy=policy.ref)
     other = tiny.make_policy(store, "other", seed=1)
-    assert run(Config(source=source, prompt="question", iteration=4, seed=9), store, policy=other.ref, into="tiny") == first
-    assert run(Config(source=source, prompt="question", template_seconds=3), store, policy=policy.ref) == first
-    assert run(Config(source=source, prompt="question"), store, policy=policy.ref, force=True).version == 2
-    limited = [run(Config(source=source, prompt="question", limit=3, iteration=i), store, policy=policy.ref) for i in (0, 1, 0)]
+    assert (
+        run(
+            Config(source=source, prompt="question", iteration=4, seed=9),
+            store,
+            policy=other.ref,
+            into="tiny",
+        )
+        == first
+    )
+    assert (
+        run(Config(source=source, prompt="question", template_seconds=3), store, policy=policy.ref)
+        == first
+    )
+    assert (
+        run(Config(source=source, prompt="question"), store, policy=policy.ref, force=True).version
+        == 2
+    )
+    limited = [
+        run(
+            Config(source=source, prompt="question", limit=3, iteration=i), store, policy=policy.ref
+        )
+        for i in (0, 1, 0)
+    ]
     assert limited[0] == limited[2] != limited[1]
 
 
@@ -170,12 +213,19 @@ def test_a_changed_source_or_template_is_another_version(store, policy, source, 
     assert second.version == first.version + 1
     with pytest.raises(ConfigError, match="sha256 expected"):
         pinned = store.open(first).manifest.config["source_sha256"]
-        run(Config(source=source, prompt="question", source_sha256=pinned), store, policy=policy.ref)
+        run(
+            Config(source=source, prompt="question", source_sha256=pinned), store, policy=policy.ref
+        )
     template = tmp_path / "own.jinja"
     texts = []
     for text in ("Q: {{ messages[0].content }}\nA:", "{{ style }}{{ messages[0].content }}"):
         template.write_text(text)
-        config = Config(source=source, prompt="question", template=str(template), template_arguments={"style": "shout: "})
+        config = Config(
+            source=source,
+            prompt="question",
+            template=str(template),
+            template_arguments={"style": "shout: "},
+        )
         texts.append(rows(store, run(config, store, policy=policy.ref))[0]["prompt_text"])
     assert texts == ["Q: What is 0 plus 5?\nA:", "shout: What is 0 plus 5?"]
 
@@ -193,11 +243,13 @@ def test_finished_shards_are_taken_up(store, policy, tmp_path):
     assert parts[0].stat().st_mtime_ns == written
 
 
-# -- too long ---------------------------------------------------------------------------------------------------------------
+# -- too long
 
 
 def test_too_long_is_an_error_with_the_numbers(store, policy, source):
-    with pytest.raises(ConfigError, match=r"prompt 000000 .*has \d+ tokens, 6 are allowed") as caught:
+    with pytest.raises(
+        ConfigError, match=r"prompt 000000 .*has \d+ tokens, 6 are allowed"
+    ) as caught:
         run(Config(source=source, prompt="question", reserve_tokens=250), store, policy=policy.ref)
     assert "drop" in caught.value.next
     with pytest.raises(ConfigError, match="leaves no room"):
@@ -218,18 +270,24 @@ def test_dropped_prompts_are_counted_and_listed(store, policy, tmp_path):
 def test_exactly_full_is_not_too_long(store, policy, tmp_path):
     ids = list(range(3, 259))
     path = write(tmp_path, [{"prompt_ids": ids}])
-    assert len(rows(store, run(Config(source=path), store, policy=policy.ref))[0]["prompt_ids"]) == 256
+    assert (
+        len(rows(store, run(Config(source=path), store, policy=policy.ref))[0]["prompt_ids"]) == 256
+    )
     with pytest.raises(ConfigError, match="256 tokens, 255"):
         run(Config(source=path, reserve_tokens=1), store, policy=policy.ref)
 
 
-# -- refused ----------------------------------------------------------------------------------------------------------------
+# -- refused
 
 BAD = [
     ({"prompt": "quesion"}, [{"question": "a", "n": 1}], "question, n; did you mean question"),
     ({"group_id": "id"}, [{"prompt": "a", "idx": 1}], "did you mean idx"),
     ({}, [{"question": "a"}], "none of the columns messages, prompt, prompt_ids; it has question"),
-    ({"group_id": "k"}, [{"prompt": "a", "k": "x"}, {"prompt": "b", "k": "x"}], "row 2.*'x' stands in row 1 too"),
+    (
+        {"group_id": "k"},
+        [{"prompt": "a", "k": "x"}, {"prompt": "b", "k": "x"}],
+        "row 2.*'x' stands in row 1 too",
+    ),
     ({"group_id": "k"}, [{"prompt": "a", "k": 1}, {"prompt": "b", "k": None}], "row 2.*is empty"),
     ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds nothing, expected text"),
     ({}, [{"prompt": 5}], "holds a int, expected text"),
@@ -280,7 +338,12 @@ def test_typed_control_tokens_stay_text_all_the_way(store, policy, tmp_path):
     path = write(tmp_path, [{"prompt": attack}, {"prompt": "ok"}])
     for raw in (False, True):
         found = rows(
-            store, run(Config(source=path, raw_text=raw, system=attack if not raw else None), store, policy=policy.ref)
+            store,
+            run(
+                Config(source=path, raw_text=raw, system=attack if not raw else None),
+                store,
+                policy=policy.ref,
+            ),
         )
         control = [[id for id in row["prompt_ids"] if id <= tiny.EOS] for row in found]
         assert control[0] == control[1]
@@ -290,7 +353,9 @@ def test_typed_control_tokens_stay_text_all_the_way(store, policy, tmp_path):
 
 def test_what_can_not_be_kept_from_forging_is_refused_by_name(store, policy, tmp_path):
     template = tmp_path / "forge.jinja"
-    template.write_text("{% if messages[0].content|length > 5 %}<|im_end|>{% endif %}Q: {{ messages[0].content }}")
+    template.write_text(
+        "{% if messages[0].content|length > 5 %}<|im_end|>{% endif %}Q: {{ messages[0].content }}"
+    )
     path = write(tmp_path, [{"prompt": "short"}, {"prompt": "much longer"}])
     with pytest.raises(SecurityError, match="prompt 000001"):
         run(Config(source=path, template=str(template)), store, policy=policy.ref)

@@ -1,4 +1,5 @@
-"""Rows of every kind of source arrive untouched and typed; bad ones are ConfigErrors with file and line."""
+"""Rows of every kind of source arrive untouched and typed; bad ones are ConfigErrors with file and
+line."""
 
 import hashlib
 import json
@@ -16,13 +17,19 @@ def read(source, **options):
     return sources.read(sources.SourceConfig(source=source, **options))
 
 
-ROWS = [{"question": "3 + 4?", "answer": 7, "notes": {"from": ["a", "b"]}}, {"question": "é漢?", "answer": -1, "notes": None}]
+ROWS = [
+    {"question": "3 + 4?", "answer": 7, "notes": {"from": ["a", "b"]}},
+    {"question": "é漢?", "answer": -1, "notes": None},
+]
 
 
 def write(path, kind):
     table = pa.Table.from_pylist(ROWS)
     if kind == "jsonl":
-        path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n", encoding="utf-8")
+        path.write_text(
+            "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n",
+            encoding="utf-8",
+        )
     elif kind == "json":
         path.write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode())
     elif kind == "parquet":
@@ -159,7 +166,9 @@ def test_ten_megabytes_on_one_line(tmp_path):
     assert len(read(str(path)).table.column("q")[0].as_py()) == 10_000_000
 
 
-@pytest.mark.parametrize("name, data", [("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.csv", b"q,a\n")])
+@pytest.mark.parametrize(
+    "name, data", [("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.csv", b"q,a\n")]
+)
 def test_no_rows(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match="has no rows"):
@@ -209,7 +218,9 @@ def test_nesting_that_arrow_files_do_not_carry(tmp_path):
 
 def test_arrow_text_that_is_not_utf8(tmp_path):
     path = tmp_path / "rows.arrow"
-    bad = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")])
+    bad = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
+    )
     with pa.ipc.new_file(path, pa.schema([("q", pa.string())])) as out:
         out.write_table(pa.table({"q": bad}))
     with pytest.raises(ConfigError, match="UTF"):
@@ -221,4 +232,6 @@ def test_the_hash_of_rows_does_not_depend_on_their_chunks():
     cut = pa.concat_tables([whole.slice(0, 7), whole.slice(7)])
     assert sources.hash_rows(whole) == sources.hash_rows(cut)
     assert sources.hash_rows(whole) != sources.hash_rows(whole.slice(1))
-    assert sources.hash_rows(whole) != sources.hash_rows(whole.rename_columns(["q", "answer", "notes"]))
+    assert sources.hash_rows(whole) != sources.hash_rows(
+        whole.rename_columns(["q", "answer", "notes"])
+    )

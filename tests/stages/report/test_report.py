@@ -1,4 +1,5 @@
-"""The report of a run: the numbers are the manifests', foreign text stays text, and what is gone is told."""
+"""The report of a run: the numbers are the manifests', foreign text stays text, and what is gone is
+told."""
 
 import json
 import shutil
@@ -17,7 +18,13 @@ from stages.optimize.stage import run as optimize
 from stages.report import stage as report
 from stages.report.gather import gather
 from stages.report.words import measured, number
-from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, tiny_policy, write_version
+from tests.benchmarks.made import (
+    make_prompts,
+    make_rewards,
+    rollouts_table,
+    tiny_policy,
+    write_version,
+)
 
 HOSTILE = [
     "<script>document.title = 'x'</script>",
@@ -62,9 +69,12 @@ class Page(HTMLParser):
 
 
 def sampled(store, policy, asked):
-    """8 rollouts of 4 prompts whose texts are `HOSTILE`, half of them cut off, and random rewards; measured as well."""
+    """8 rollouts of 4 prompts whose texts are `HOSTILE`, half of them cut off, and random rewards;
+    measured as well."""
     table = rollouts_table(8, 8, 8, 2)
-    table = table.set_column(table.schema.get_field_index("completion_text"), "completion_text", pa.array(HOSTILE))
+    table = table.set_column(
+        table.schema.get_field_index("completion_text"), "completion_text", pa.array(HOSTILE)
+    )
     models = (as_model("policy", policy),)
     rollouts = write_version(store, "rollouts", "generate", table, {"prompts": asked}, models)
     rewards = make_rewards(store, rollouts)
@@ -96,20 +106,36 @@ def test_the_numbers_are_the_manifests(made):
     before, after = (measured(each["score"], each["stderr"]) for each in scores)
     assert f"Held-out score {before} → {after} (4 prompts)." in page.words
     updates = [made.open(f"bench/policy@{each}").manifest.metrics for each in (1, 2)]
-    rows = [row for row in page.rows if row[1:2] in (["bench/policy@1"], ["bench/policy@2"]) and len(row) == 8]
-    assert [(row[0], row[2], row[5]) for row in rows] == [
-        (str(each), f"bench/rollouts@{each}", number(numbers["approx_kl"])) for each, numbers in enumerate(updates, 1)
+    rows = [
+        row
+        for row in page.rows
+        if row[1:2] in (["bench/policy@1"], ["bench/policy@2"]) and len(row) == 8
     ]
-    assert [row[7] for row in page.rows if row[1:2] == ["bench/policy@0"] and len(row) == 8] == [before]
-    assert "2 iterations, from bench/policy@0 to bench/policy@2." in page.words and page.paragraphs("warn") == 0
+    assert [(row[0], row[2], row[5]) for row in rows] == [
+        (str(each), f"bench/rollouts@{each}", number(numbers["approx_kl"]))
+        for each, numbers in enumerate(updates, 1)
+    ]
+    assert [row[7] for row in page.rows if row[1:2] == ["bench/policy@0"] and len(row) == 8] == [
+        before
+    ]
+    assert (
+        "2 iterations, from bench/policy@0 to bench/policy@2." in page.words
+        and page.paragraphs("warn") == 0
+    )
 
 
 def test_every_step_is_on_the_curve(made):
     found = gather(made, "bench")
     steps = [row["step"] for each in found.iterations for row in each.steps]
     assert [each.number for each in found.iterations] == [1, 2] and steps == list(range(len(steps)))
-    losses = [row for number in (1, 2) for row in made.open(f"bench/updates@{number}").table(["loss"]).to_pylist()]
-    assert [row["loss"] for each in found.iterations for row in each.steps] == [row["loss"] for row in losses]
+    losses = [
+        row
+        for number in (1, 2)
+        for row in made.open(f"bench/updates@{number}").table(["loss"]).to_pylist()
+    ]
+    assert [row["loss"] for each in found.iterations for row in each.steps] == [
+        row["loss"] for row in losses
+    ]
 
 
 def test_foreign_text_is_text_and_nothing_is_fetched(made):
@@ -117,11 +143,18 @@ def test_foreign_text_is_text_and_nothing_is_fetched(made):
     page = Page(content)
     tags = {tag for tag, _ in page.tags}
     assert not tags & {"script", "img", "link", "iframe", "object", "embed", "base", "form"}
-    assert [about["href"] for tag, about in page.tags if tag == "a" and not about["href"].startswith("#")] == []
-    assert not any(name.startswith("on") or name == "src" for _, about in page.tags for name in about)
-    assert {"content": "default-src 'none'; style-src 'unsafe-inline'", "http-equiv": "Content-Security-Policy"} in [
-        about for tag, about in page.tags if tag == "meta"
-    ]
+    assert [
+        about["href"]
+        for tag, about in page.tags
+        if tag == "a" and not about["href"].startswith("#")
+    ] == []
+    assert not any(
+        name.startswith("on") or name == "src" for _, about in page.tags for name in about
+    )
+    assert {
+        "content": "default-src 'none'; style-src 'unsafe-inline'",
+        "http-equiv": "Content-Security-Policy",
+    } in [about for tag, about in page.tags if tag == "meta"]
     shown = "\n".join(cell for row in page.rows for cell in row)
     for text in (HOSTILE[0], HOSTILE[1], HOSTILE[2], HOSTILE[6], HOSTILE[7]):
         assert text in shown
@@ -136,7 +169,9 @@ def test_the_same_store_gives_the_same_bytes(store):
     assert report.write(Store(store.path.parent / "elsewhere"), "bench").read_bytes() == first
     other = report.write(store, "bench", store.path.parent / "other.html")
     assert other.read_bytes() == first and other.name == "other.html"
-    assert store.verify() == (len(list(store.refs())), []), "a report in the run's folder is in nobody's way"
+    assert store.verify() == (len(list(store.refs())), []), (
+        "a report in the run's folder is in nobody's way"
+    )
 
 
 def test_it_is_current_until_there_is_something_new(store):
@@ -152,7 +187,10 @@ def test_what_is_gone_is_told(store):
     for ref in ("rollouts/v000001", "prompts/v000001", "updates/v000001"):
         shutil.rmtree(store.path / "bench" / ref)
     page = Page(report.render(store, gather(store, "bench"), "x"))
-    assert "3 versions that the run names are gone: bench/prompts@1, bench/rollouts@1, bench/updates@1." in page.words
+    assert (
+        "3 versions that the run names are gone: bench/prompts@1, bench/rollouts@1, "
+        "bench/updates@1." in page.words
+    )
     assert ["1", "bench/policy@1", "gone"] in [row[:3] for row in page.rows]
 
 
@@ -174,17 +212,34 @@ def test_a_run_without_a_policy_is_refused(made):
     ("which", "metrics", "status", "told"),
     [
         ("policy", {"skipped_steps": 2}, {}, "bench/policy@2: 2 optimizer steps left out"),
-        ("policy", {"audit": {"mean_gap": 0.07}}, {}, "bench/policy@2: trainer and engine differ by 0.07 nats"),
+        (
+            "policy",
+            {"audit": {"mean_gap": 0.07}},
+            {},
+            "bench/policy@2: trainer and engine differ by 0.07 nats",
+        ),
         ("rewards", {"reward_null": 3}, {}, "bench/rewards@2: 3 of 8 rollouts have no reward"),
-        ("rewards", {"groups": {"zero_variance": 0.75}}, {}, "bench/rewards@2: in 75% of the groups all rewards are equal"),
-        ("rollouts", {}, {"length": 2, "stop": 6}, "bench/rollouts@2: 25% of the completions ended at the token limit"),
+        (
+            "rewards",
+            {"groups": {"zero_variance": 0.75}},
+            {},
+            "bench/rewards@2: in 75% of the groups all rewards are equal",
+        ),
+        (
+            "rollouts",
+            {},
+            {"length": 2, "stop": 6},
+            "bench/rollouts@2: 25% of the completions ended at the token limit",
+        ),
     ],
 )
 def test_what_somebody_should_look_at(made, which, metrics, status, told):
     """Changed numbers of the last iteration; those of a healthy one say nothing."""
     found = gather(made, "bench")
     last = found.iterations[-1]
-    other = getattr(last, which).model_copy(update={"metrics": {**getattr(last, which).metrics, **metrics}, "status": status})
+    other = getattr(last, which).model_copy(
+        update={"metrics": {**getattr(last, which).metrics, **metrics}, "status": status}
+    )
     found.iterations[-1] = type(last)(**{**last.__dict__, which: other})
     page = Page(report.render(made, found, "x"))
     assert told in page.words and page.paragraphs("warn") == 1

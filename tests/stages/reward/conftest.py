@@ -14,7 +14,14 @@ def write(store):
 
     def put(kind, table, inputs=None):
         with begin(
-            store, "arith", kind, stage="test", stage_version=1, config=Config(), inputs=inputs or {}, force=True
+            store,
+            "arith",
+            kind,
+            stage="test",
+            stage_version=1,
+            config=Config(),
+            inputs=inputs or {},
+            force=True,
         ) as work:
             for index, start in enumerate(range(0, max(1, table.num_rows), ROWS_PER_SHARD)):
                 work.write(index, table.slice(start, ROWS_PER_SHARD))
@@ -25,12 +32,17 @@ def write(store):
 
 @pytest.fixture
 def sample(write):
-    """Make rollouts: completions by prompt, with the prompts' user columns; returns the version of the rollouts."""
+    """Make rollouts: completions by prompt, with the prompts' user columns; returns the version of
+    the rollouts."""
 
     def make(completions: list[list[str]], columns: dict[str, list], messages=True, finish="stop"):
         groups = [f"sum-{number}" for number in range(len(completions))]
-        struct = pa.StructArray.from_arrays([pa.array(values) for values in columns.values()], list(columns))
-        chat = [[{"role": "user", "content": f"ask {group}"}] if messages else None for group in groups]
+        struct = pa.StructArray.from_arrays(
+            [pa.array(values) for values in columns.values()], list(columns)
+        )
+        chat = [
+            [{"role": "user", "content": f"ask {group}"}] if messages else None for group in groups
+        ]
         schema = fields.with_struct(prompts.SCHEMA, columns=struct.type)
         texts = [f"text of {group}" for group in groups]
         arrays = [
@@ -41,7 +53,11 @@ def sample(write):
             struct,
         ]
         asked = write("prompts", pa.table(arrays, schema=schema))
-        rows = [(group, at, text) for group, texts in zip(groups, completions, strict=True) for at, text in enumerate(texts)]
+        rows = [
+            (group, at, text)
+            for group, texts in zip(groups, completions, strict=True)
+            for at, text in enumerate(texts)
+        ]
         rows = rows[::-1]  # never in the order of the prompts
         ids = [[7] * len(text.split()) for *_, text in rows]
         table = pa.table(
@@ -49,9 +65,13 @@ def sample(write):
                 "rollout_id": [f"0-{group}-{at}" for group, at, _ in rows],
                 "group_id": [group for group, *_ in rows],
                 "sample_index": pa.array([at for _, at, _ in rows], pa.int32()),
-                "prompt_ids": pa.array([[1, 5]] * len(rows), rollouts.SCHEMA.field("prompt_ids").type),
+                "prompt_ids": pa.array(
+                    [[1, 5]] * len(rows), rollouts.SCHEMA.field("prompt_ids").type
+                ),
                 "completion_ids": pa.array(ids, rollouts.SCHEMA.field("completion_ids").type),
-                "old_logprobs": pa.array([[-0.5] * len(i) for i in ids], rollouts.SCHEMA.field("old_logprobs").type),
+                "old_logprobs": pa.array(
+                    [[-0.5] * len(i) for i in ids], rollouts.SCHEMA.field("old_logprobs").type
+                ),
                 "finish_reason": [finish] * len(rows),
                 "stop_reason": pa.nulls(len(rows), pa.string()),
                 "completion_text": [text for *_, text in rows],

@@ -1,15 +1,17 @@
-"""Programs that try to get out of the sandbox, each by one way; what one gets hold of it prints after the word ESCAPED.
+"""Programs that try to get out of the sandbox, each by one way; what one gets hold of it prints
+after the word ESCAPED.
 
-Each starts with `HOST`, what an attacker may know: `parent` (process id), `secret` (a file that all may read, with a canary in
-it), `folder` (one that all may write), `port` (a listening TCP server), `abstract` and `socket` (listening unix sockets). HELPERS
-are defined before it.
+Each starts with `HOST`, what an attacker may know: `parent` (process id), `secret` (a file that all
+may read, with a canary in it), `folder` (one that all may write), `port` (a listening TCP server),
+`abstract` and `socket` (listening unix sockets). HELPERS are defined before it.
 """
 
 from typing import NamedTuple
 
 
 class Try(NamedTuple):
-    """`works`: succeeds where nothing is isolated, so that isolation "process" is the control. `killed_by`: how it must end."""
+    """`works`: succeeds where nothing is isolated, so that isolation "process" is the control.
+    `killed_by`: how it must end."""
 
     name: str
     program: str
@@ -66,9 +68,16 @@ def connected(family, address, kind=socket.SOCK_STREAM):
 '''
 
 FILES = [
-    Try("passwords", 'for name in ("shadow", "passwd", "hosts", "hostname", "machine-id"): read("/etc/" + name)'),
+    Try(
+        "passwords",
+        'for name in ("shadow", "passwd", "hosts", "hostname", "machine-id"): read("/etc/" + name)',
+    ),
     Try("a file of the host", 'read(HOST["secret"])', works=True),
-    Try("a folder of the host", 'if listed(HOST["folder"]): escaped(listed(HOST["folder"]))', works=True),
+    Try(
+        "a folder of the host",
+        'if listed(HOST["folder"]): escaped(listed(HOST["folder"]))',
+        works=True,
+    ),
     Try(
         "homes",
         """
@@ -97,9 +106,13 @@ for path in (os.__file__, sys.executable, __file__, "/usr/lib/x", "/lib/x", sys.
     ),
     Try(
         "relative paths",
-        'read("../" * 30 + HOST["secret"]); read("/.host" + HOST["secret"]); read("/..//../" + HOST["secret"])',
+        'read("../" * 30 + HOST["secret"]); read("/.host" + HOST["secret"]); read("/..//../" + '
+        'HOST["secret"])',
     ),
-    Try("/proc/self/root and cwd", 'read("/proc/self/root" + HOST["secret"]); read("/proc/1/root" + HOST["secret"])'),
+    Try(
+        "/proc/self/root and cwd",
+        'read("/proc/self/root" + HOST["secret"]); read("/proc/1/root" + HOST["secret"])',
+    ),
     Try(
         "links",
         """
@@ -187,7 +200,10 @@ if call(428, 428, -100, ctypes.c_char_p(b"/"), 1) >= 0 or call(430, 430, ctypes.
 ]
 
 SECRETS = [
-    Try("its environment", "escaped(os.environ) if set(os.environ) & set(HOST['variables']) else None"),
+    Try(
+        "its environment",
+        "escaped(os.environ) if set(os.environ) & set(HOST['variables']) else None",
+    ),
     Try(
         "the environment of others",
         """
@@ -248,11 +264,18 @@ for pid in {1, 2, os.getppid(), HOST["parent"]} - {0, os.getpid()}:
     listed(f"/proc/{pid}/fd") and escaped("sees the files of", pid)
 """,
     ),
-    Try("kernel keys", 'if call(250, 219, 0, -3, 0, 0) > 0 or call(250, 219, 0, -4, 0, 0) > 0: escaped("has a keyring")'),
+    Try(
+        "kernel keys",
+        'if call(250, 219, 0, -3, 0, 0) > 0 or call(250, 219, 0, -4, 0, 0) > 0: escaped("has a '
+        'keyring")',
+    ),
 ]
 
 PROCESSES = [
-    Try("signals to the parent", 'for n in (0, 9):\n  try: os.kill(HOST["parent"], n); escaped(n)\n  except OSError: pass'),
+    Try(
+        "signals to the parent",
+        'for n in (0, 9):\n  try: os.kill(HOST["parent"], n); escaped(n)\n  except OSError: pass',
+    ),
     Try(
         "signals to everybody",
         """
@@ -270,7 +293,12 @@ for target in (-1, 1):
         pass
 """,
     ),
-    Try("a fork bomb", "while True:\n  try: os.fork()\n  except OSError: pass", killed_by="time", seconds=0.5),
+    Try(
+        "a fork bomb",
+        "while True:\n  try: os.fork()\n  except OSError: pass",
+        killed_by="time",
+        seconds=0.5,
+    ),
     Try(
         "how many processes there may be",
         """
@@ -468,7 +496,10 @@ for handle in terminals:
 
 RESOURCES = [
     Try("memory at once", "x = bytearray(4 << 30)\nescaped(len(x))"),
-    Try("memory bit by bit", "x = []\nfor _ in range(400): x.append(bytearray(10 << 20))\nescaped(len(x))"),
+    Try(
+        "memory bit by bit",
+        "x = []\nfor _ in range(400): x.append(bytearray(10 << 20))\nescaped(len(x))",
+    ),
     Try(
         "memory by many processes",
         """
@@ -522,7 +553,12 @@ if count > 2000:
 """,
     ),
     Try("output without end", "while True: print('x' * 100000)", killed_by="time", seconds=0.5),
-    Try("errors without end", "while True: sys.stderr.write('x' * 100000)", killed_by="time", seconds=0.5),
+    Try(
+        "errors without end",
+        "while True: sys.stderr.write('x' * 100000)",
+        killed_by="time",
+        seconds=0.5,
+    ),
     Try("an endless loop", "while True: pass", killed_by="time", seconds=0.5),
     Try("a crash", "ctypes.string_at(0)", killed_by="SIGSEGV"),
 ]

@@ -1,4 +1,5 @@
-"""A reward server on loopback that misbehaves on demand: what it sends is written byte by byte, so nothing is too broken to send.
+"""A reward server on loopback that misbehaves on demand: what it sends is written byte by byte, so
+nothing is too broken to send.
 
 with FakeServer(lambda asked: reply({"rewards": [1.0]})) as server:
     server.url, server.asked
@@ -45,7 +46,9 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     def _serve(self) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._connection, "127.0.0.1", 0, limit=2**26))
+        server = self._loop.run_until_complete(
+            asyncio.start_server(self._connection, "127.0.0.1", 0, limit=2**26)
+        )
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         self._loop.run_forever()
@@ -59,12 +62,17 @@ class FakeServer:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-                headers = {name.lower(): text for name, _, text in (line.partition(": ") for line in head[1:] if line)}
+                headers = {
+                    name.lower(): text
+                    for name, _, text in (line.partition(": ") for line in head[1:] if line)
+                }
                 body = await reader.readexactly(int(headers["content-length"]))
                 asked = Asked(len(self.asked), head[0].split()[1], headers, json.loads(body))
                 self.asked.append(asked)
                 answer = self.behave(asked)
-                if not await self._send(writer, await answer if asyncio.iscoroutine(answer) else answer):
+                if not await self._send(
+                    writer, await answer if asyncio.iscoroutine(answer) else answer
+                ):
                     return
         except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             pass
@@ -86,17 +94,26 @@ class FakeServer:
                 writer.write(piece)
                 await writer.drain()
         await writer.drain()
-        return b"\r\nconnection: close" not in answer.lower() if isinstance(answer, bytes) else False
+        return (
+            b"\r\nconnection: close" not in answer.lower() if isinstance(answer, bytes) else False
+        )
 
 
 def reply(body: Any, status: int = 200, **headers: str) -> bytes:
     """A whole answer: `body` as JSON, or as it is where it is bytes."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"HTTP/1.1 {status} Whatever", "Content-Type: application/json", f"Content-Length: {len(raw)}"]
+    lines = [
+        f"HTTP/1.1 {status} Whatever",
+        "Content-Type: application/json",
+        f"Content-Length: {len(raw)}",
+    ]
     lines += [f"{name.replace('_', '-')}: {text}" for name, text in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + raw
 
 
 def scored(asked: Asked, reward: float = 0.5) -> dict[str, Any]:
     """A good answer of dialect quiver: the same reward for each row."""
-    return {"format": 1, "rows": [{"id": row["id"], "reward": reward} for row in asked.body["rows"]]}
+    return {
+        "format": 1,
+        "rows": [{"id": row["id"], "reward": reward} for row in asked.body["rows"]],
+    }

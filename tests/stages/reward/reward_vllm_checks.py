@@ -1,4 +1,5 @@
-"""Run by test_reward_vllm.py in a process of its own: reward models on vLLM, their parts as JSON on the last line.
+"""Run by test_reward_vllm.py in a process of its own: reward models on vLLM, their parts as JSON on
+the last line.
 
 python -m tests.stages.reward.reward_vllm_checks < [[model's config, batch], …]
 """
@@ -23,7 +24,9 @@ def score_all(asked: list, found: list) -> None:
 
 def main() -> None:
     found: list = []
-    thread = threading.Thread(target=score_all, args=(json.load(sys.stdin), found))  # as the stage does
+    thread = threading.Thread(
+        target=score_all, args=(json.load(sys.stdin), found)
+    )  # as the stage does
     thread.start()
     thread.join()
     print(json.dumps(found))

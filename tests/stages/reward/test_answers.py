@@ -1,4 +1,5 @@
-"""Answers read from text, and the functions that come with Quiver: their doctests, and what is hard to read."""
+"""Answers read from text, and the functions that come with Quiver: their doctests, and what is hard
+to read."""
 
 import doctest
 from fractions import Fraction
@@ -70,12 +71,18 @@ def test_boxed(text, expected):
 def test_tagged_takes_the_last_pair():
     assert answers.tagged("<answer>1</answer><ANSWER>\n2\n</answer>") == "2"
     assert answers.tagged("<answer>1") is None
-    assert answers.tagged("I put it into <answer> tags: <answer>7</answer>, as <answer> wants") == "7"
+    assert (
+        answers.tagged("I put it into <answer> tags: <answer>7</answer>, as <answer> wants") == "7"
+    )
     assert answers.tagged("<answer>" * 100_000) is None  # read once, not once a tag
 
 
 def test_numeric_reads_text_and_number_answers():
-    assert functions.numeric(["is 72", "18.0", "0.1"], ["so 9*8 #### 72", 18, 0.1]) == [1.0, 1.0, 1.0]
+    assert functions.numeric(["is 72", "18.0", "0.1"], ["so 9*8 #### 72", 18, 0.1]) == [
+        1.0,
+        1.0,
+        1.0,
+    ]
     assert functions.numeric(["3.14", "3.2"], [3.14159, 3.14159], tolerance=0.001) == [1.0, 0.0]
     with pytest.raises(ValueError, match="no number"):
         functions.numeric(["1"], ["seven"])
@@ -115,4 +122,8 @@ def test_exact_match_extracts_and_compares_as_text():
     texts = [r"thus \boxed{3}", "<answer> Yes </answer>", "3"]
     assert functions.exact_match(texts, [3, "yes", 3]) == [0.0, 0.0, 1.0]
     assert functions.exact_match(texts, [3, "yes", 3], extract="boxed") == [1.0, 0.0, 0.0]
-    assert functions.exact_match(texts, [3, "yes", None], extract="tag", ignore_case=True) == [0.0, 1.0, None]
+    assert functions.exact_match(texts, [3, "yes", None], extract="tag", ignore_case=True) == [
+        0.0,
+        1.0,
+        None,
+    ]

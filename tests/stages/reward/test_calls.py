@@ -34,7 +34,11 @@ def loaded(function, extra=False, **arguments) -> Function:
 def parts(function, columns=COLUMNS, extra=False, **arguments) -> list[Part]:
     """What a function, async or not, is found to say of three rows."""
     found = loaded(function, extra, **arguments)
-    asked = {name: values for name, values in columns.items() if found.takes is None or name in found.takes}
+    asked = {
+        name: values
+        for name, values in columns.items()
+        if found.takes is None or name in found.takes
+    }
     rows = len(columns["completions"])
     if not found.waits:
         return call(found, lambda: copy.deepcopy(asked), rows)
@@ -186,7 +190,10 @@ def test_functions_get_what_they_ask_for_by_name():
 
     assert [part.value for part in parts(plain, factor=2)] == [2.0, 4.0, 6.0]
     assert parts(everything) == [Part()] * 3
-    assert seen == {"plain": (["a", "bb", "ccc"], [1, 2, 3], 2, "default"), "everything": ["answer", "finish_reason"]}
+    assert seen == {
+        "plain": (["a", "bb", "ccc"], [1, 2, 3], 2, "default"),
+        "everything": ["answer", "finish_reason"],
+    }
 
 
 def test_rows_of_an_async_function_wait_together_but_not_more_than_allowed():
@@ -215,7 +222,12 @@ def test_a_row_of_an_async_function_that_takes_too_long_costs_itself():
         return [1.0]
 
     told: dict[int, Part] = {}
-    asyncio.run(asyncio.wait_for(call_together(loaded(slow), {"completions": ["a", "bb"]}, 2, 8, 0.05, told.__setitem__), 10))
+    asyncio.run(
+        asyncio.wait_for(
+            call_together(loaded(slow), {"completions": ["a", "bb"]}, 2, 8, 0.05, told.__setitem__),
+            10,
+        )
+    )
     assert told == {0: Part(1.0), 1: Part(error="TimeoutError: no answer within 0.05 s")}
 
 
@@ -252,7 +264,9 @@ def test_what_a_function_changes_in_place_its_next_call_does_not_see():
     ]
     names = ("prompts", "completions", "completion_ids", "options")
     found = parts(
-        spoils, {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)}, limits=[1, 2]
+        spoils,
+        {name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True)},
+        limits=[1, 2],
     )
     assert [part.error for part in found] == ["RuntimeError: and fails"] * 2
     assert seen[1:] == [(*([value] for value in row), [1, 2]) for row in rows]
@@ -276,12 +290,16 @@ def test_surroundings_are_put_back(tmp_path, monkeypatch):
     assert (os.getcwd(), dict(os.environ), sys.stdout) == before
 
 
-# -- extra --------------------------------------------------------------------------------------------------------------------
+# -- extra
 
 
 def test_what_comes_beside_the_number_is_kept_where_asked():
     def judge(completions):
-        return [{"reward": 1, "why": "gut ✓", "n": np.int64(3), "nan": float("nan")}, {"reward": None, "why": "skip"}, 0.5]
+        return [
+            {"reward": 1, "why": "gut ✓", "n": np.int64(3), "nan": float("nan")},
+            {"reward": None, "why": "skip"},
+            0.5,
+        ]
 
     first, second, third = parts(judge, extra=True)
     assert (first.value, json.loads(first.extra)) == (1.0, {"why": "gut ✓", "n": 3, "nan": "nan"})
@@ -299,22 +317,30 @@ CIRCLE["self"] = CIRCLE
     "value, expected",
     [
         ({"why": "no number"}, Part(error="returned dict without a key reward")),
-        ({"reward": {"reward": 1}}, Part(error="returned a mapping under the key reward, expected a float or None")),
-        ({"reward": float("nan")}, Part(error="returned nan, which is not finite as float32", extra="{}")),
+        (
+            {"reward": {"reward": 1}},
+            Part(error="returned a mapping under the key reward, expected a float or None"),
+        ),
+        (
+            {"reward": float("nan")},
+            Part(error="returned nan, which is not finite as float32", extra="{}"),
+        ),
     ],
 )
 def test_a_mapping_that_holds_no_number_is_an_error(value, expected):
     assert read([value], 1, extra=True)[0] == [expected]
 
 
-@pytest.mark.parametrize("rest", [{"x": "y" * 10**6}, {"x": ["\x00é\ud800"] * 5000}, {"x": object()}, CIRCLE])
+@pytest.mark.parametrize(
+    "rest", [{"x": "y" * 10**6}, {"x": ["\x00é\ud800"] * 5000}, {"x": object()}, CIRCLE]
+)
 def test_extra_is_always_json_of_bounded_size(rest):
     ((part,), _) = read([{"reward": 1.0, **rest}], 1, extra=True)
     assert part.value == 1.0 and len(part.extra.encode()) <= EXTRA_BYTES
     assert isinstance(json.loads(part.extra), dict)
 
 
-# -- which function ---------------------------------------------------------------------------------------------------------
+# -- which function
 
 
 def test_shipped_functions_are_found_by_name_and_misspelt_ones_explained():

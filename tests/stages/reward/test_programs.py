@@ -1,4 +1,5 @@
-"""The reward function `code`: what counts as the program, as a test and as passed, and that a program can not pass by cheating."""
+"""The reward function `code`: what counts as the program, as a test and as passed, and that a
+program can not pass by cheating."""
 
 import doctest
 import functools
@@ -19,7 +20,8 @@ from stages.reward.stage import run as run_stage
 
 @functools.cache
 def isolation() -> str:
-    """The verdict does not depend on it: where the system permits no full isolation, these tests run with less."""
+    """The verdict does not depend on it: where the system permits no full isolation, these tests
+    run with less."""
     try:
         describe("full")
     except SecurityError:
@@ -35,19 +37,23 @@ DOUBLE = "def double(x):\n    return 2 * x\n"
 ASSERTS = ["assert double(2) == 4", "assert double(-1) == -2"]
 
 
-@pytest.mark.skipif(isolation() != "full", reason="the example of `code` asks for full isolation, which this system refuses")
+@pytest.mark.skipif(
+    isolation() != "full",
+    reason="the example of `code` asks for full isolation, which this system refuses",
+)
 def test_examples_in_docstrings():
     result = doctest.testmod(programs)
     assert result.attempted >= 3 and result.failed == 0
 
 
-# -- what the program is ----------------------------------------------------------------------------------------------------
+# -- what the program is
 
 COMPLETIONS = {
     "marked": "Here:\n```python\nx = 1\n```\nDone.",
     "last one counts": "```python\nx = 0\n```\nBetter:\n```py\nx = 1\n```",
     "not marked": "```\nx = 1\n```",
-    "other languages do not count": "```Python\nx = 1\n```\nIt prints\n```text\nx\n```\nby\n```bash\npython x.py\n```",
+    "other languages do not count": "```Python\nx = 1\n```\nIt "
+    "prints\n```text\nx\n```\nby\n```bash\npython x.py\n```",
     "indented": "1. so\n   ```python\nx = 1\n   ```",
     "cut by its length": "thus ```x``` is\n```python\nx = 1\n",
     "with a title": '```python title="a.py"\nx = 1\n```',
@@ -60,17 +66,26 @@ def test_the_program_in_a_completion(completion):
     assert extract(completion).strip() == "x = 1"
 
 
-# -- what the tests are -----------------------------------------------------------------------------------------------------
+# -- what the tests are
 
 
 def test_stdin_and_stdout():
-    tests = [{"input": "1 2", "output": "3"}, {"input": "4\n5\n", "output": " 9 \n\n"}, {"input": "0 0", "output": "1"}]
+    tests = [
+        {"input": "1 2", "output": "3"},
+        {"input": "4\n5\n", "output": " 9 \n\n"},
+        {"input": "0 0", "output": "1"},
+    ]
     adder = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
     assert code([adder], [tests]) == [pytest.approx(2 / 3)]
     assert code([adder, adder], [tests, tests[:2]], all=True) == [0.0, 1.0]
     columns = {"inputs": [["1", "2"], "3 4"], "outputs": [["3"], "7"]}
     assert code([adder, adder], [columns, json.dumps(columns)]) == [1.0, 1.0]
-    assert code([adder + "\nexit(1)", adder.replace("print(", "print('sum', "), "print(3"], [tests] * 3) == [0.0] * 3
+    assert (
+        code(
+            [adder + "\nexit(1)", adder.replace("print(", "print('sum', "), "print(3"], [tests] * 3
+        )
+        == [0.0] * 3
+    )
 
 
 def test_a_large_output_is_compared_to_its_end():
@@ -82,7 +97,11 @@ def test_a_large_output_is_compared_to_its_end():
 def test_calls_of_a_function():
     add = "def add(a, b):\n    return a + b\n"
     method = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
-    tests = [{"input": [1, 2], "output": 3}, {"input": "[1]\n[2]", "output": "[1, 2]"}, {"input": ["a", "b"], "output": "ba"}]
+    tests = [
+        {"input": [1, 2], "output": 3},
+        {"input": "[1]\n[2]", "output": "[1, 2]"},
+        {"input": ["a", "b"], "output": "ba"},
+    ]
     assert code([add, method, "def plus(): pass"], [tests] * 3, entry="add") == [
         pytest.approx(2 / 3),
         pytest.approx(2 / 3),
@@ -92,15 +111,23 @@ def test_calls_of_a_function():
     assert code([add], [named]) == [1.0]
     pairs = [{"input": [[3, 1]], "output": [[1, 3], {"a": [1]}]}]
     assert code(["def f(x):\n    return (sorted(x), x), {'a': (1,)}"], [pairs], entry="f") == [0.0]
-    assert code(["def f(x):\n    return tuple(sorted(x)), {'a': (1,)}"], [pairs], entry=["f"]) == [1.0]
-    assert code([add, "print(input())"], [tests[:1], [{"input": "x", "output": "x"}]], entry=["add", None]) == [1.0, 1.0]
+    assert code(["def f(x):\n    return tuple(sorted(x)), {'a': (1,)}"], [pairs], entry=["f"]) == [
+        1.0
+    ]
+    assert code(
+        [add, "print(input())"], [tests[:1], [{"input": "x", "output": "x"}]], entry=["add", None]
+    ) == [1.0, 1.0]
 
 
 STATEMENTS = {
     "one by one": (1.0, DOUBLE, ASSERTS),
     "as text": (1.0, DOUBLE, "\n".join(ASSERTS)),
     "half": (0.5, "def double(x): return 4", ASSERTS),
-    "a failing one does not stop the next": (0.5, DOUBLE, ["assert double(1) == 1", "assert missing(1)", *ASSERTS]),
+    "a failing one does not stop the next": (
+        0.5,
+        DOUBLE,
+        ["assert double(1) == 1", "assert missing(1)", *ASSERTS],
+    ),
     "set-up is not counted": (
         1.0,
         DOUBLE,
@@ -244,7 +271,10 @@ def test_statements(expected, program, tests):
     assert code([program], [tests]) == [expected]
 
 
-IMPORTS = "from collections import *\nfrom datetime import *\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+IMPORTS = (
+    "from collections import *\nfrom datetime import *\nfrom decimal import Decimal\nfrom "
+    "fractions import Fraction\n"
+)
 VALUES = """[
     None, True, 10**5000, float("inf"), 1j, "é\\ud800", b"x", bytearray(b"y"), (1,), [[]], {1, 2}, frozenset("a"), range(1, 9, 2),
     {(1, 2): {None: 3}}, Counter("aa"), OrderedDict(a=1), defaultdict(int, b=2), deque([1]), Decimal(".1"), Fraction(1, 3),
@@ -254,13 +284,23 @@ VALUES = """[
 
 def test_values_arrive_as_they_are():
     program = f"{IMPORTS}def f():\n    return {VALUES}"
-    tests = f"{IMPORTS}x = f()\nassert x == {VALUES}\nassert x[0] is None and x[1] is True and type(x[8]) is tuple"
+    tests = (
+        f"{IMPORTS}x = f()\nassert x == {VALUES}\nassert x[0] is None and x[1] is True and "
+        "type(x[8]) is tuple"
+    )
     assert code([program], [tests]) == [1.0]
 
 
 def test_check_functions_of_an_entry():
-    tests = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n"
-    assert code([DOUBLE, DOUBLE.replace("2 *", "4 +"), DOUBLE], [tests, tests, tests + "check(double)"], entry="double") == [
+    tests = (
+        "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n    assert "
+        "candidate(3) == 6\n"
+    )
+    assert code(
+        [DOUBLE, DOUBLE.replace("2 *", "4 +"), DOUBLE],
+        [tests, tests, tests + "check(double)"],
+        entry="double",
+    ) == [
         1,
         0,
         1,
@@ -290,9 +330,12 @@ def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
         code([DOUBLE], [ASSERTS], language=["rust"])
 
 
-# -- cheats -----------------------------------------------------------------------------------------------------------------
+# -- cheats
 
-EQUAL = "class Equal:\n    def __getattr__(self, name): return self\n    def __call__(self, *a): return self\n"
+EQUAL = (
+    "class Equal:\n    def __getattr__(self, name): return self\n    def __call__(self, *a): "
+    "return self\n"
+)
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     EQUAL += f"    def __{_name}__(self, other): return True\n"
 EQUAL += "    __hash__ = object.__hash__\n"
@@ -312,7 +355,8 @@ CHEATS = {
     "leave when called": "import os\ndef double(x):\n    os._exit(0)",
     "raise SystemExit when called": "def double(x):\n    raise SystemExit(0)",
     "be equal to everything": EQUAL + "def double(x):\n    return Equal()",
-    "be a number equal to everything": EQUAL.replace("class Equal", "class Equal(int)") + "def double(x):\n    return Equal(7)",
+    "be a number equal to everything": EQUAL.replace("class Equal", "class Equal(int)")
+    + "def double(x):\n    return Equal(7)",
     "be the function itself": EQUAL + "double = Equal()",
     "patch builtins": """
 import builtins
@@ -320,8 +364,10 @@ builtins.all = builtins.abs = builtins.AssertionError = lambda *a: True
 def double(x):
     return 7
 """,
-    "shadow what tests use": "abs = len = isinstance = lambda *a: True\nAssertionError = True\ndef double(x):\n    return 7",
-    "print verdicts": FORGE + "everywhere(b'2\\n11')\nprint('2\\n11')\neverywhere(b'11')\nos._exit(0)",
+    "shadow what tests use": "abs = len = isinstance = lambda *a: True\nAssertionError = "
+    "True\ndef double(x):\n    return 7",
+    "print verdicts": FORGE
+    + "everywhere(b'2\\n11')\nprint('2\\n11')\neverywhere(b'11')\nos._exit(0)",
     "print verdicts when called": FORGE + "def double(x):\n    everywhere(b'1')\n    os._exit(0)",
     "answer beforehand": FORGE + "everywhere(line * 10)\ndef double(x):\n    return 7",
     "look for the tests": """
@@ -343,7 +389,8 @@ def double(x):
     return {2: 4, -1: -2}[x] if found else 7
 """,
     "end the judge": "import os, signal\ndef double(x):\n    os.kill(os.getppid(), signal.SIGKILL)",
-    "interrupt the judge": "import os, signal, time\ndef double(x):\n    os.kill(os.getppid(), signal.SIGALRM)\n    time.sleep(9)",
+    "interrupt the judge": "import os, signal, time\ndef double(x):\n    os.kill(os.getppid(), "
+    "signal.SIGALRM)\n    time.sleep(9)",
     "change the judge's limits": """
 import os, resource
 def double(x):
@@ -383,7 +430,10 @@ EXPECTS = "try:\n    double('x')\nexcept Exception:\n    pass\nelse:\n    assert
 
 
 def test_the_end_of_the_process_is_no_exception_of_the_program():
-    assert code(["def double(x):\n    raise TypeError", "import os\ndef double(x):\n    os._exit(0)"], [EXPECTS] * 2) == [
+    assert code(
+        ["def double(x):\n    raise TypeError", "import os\ndef double(x):\n    os._exit(0)"],
+        [EXPECTS] * 2,
+    ) == [
         1.0,
         0.0,
     ]
@@ -400,21 +450,32 @@ def test_cheating_on_outputs_wins_nothing():
     assert code(cheats, [tests] * 4) == [0.0] * 4
     calls = [{"input": [2], "output": 4}, {"input": [3], "output": 6}]
     assert (
-        code([EQUAL + "def double(x):\n    return Equal()", FORGE + "everywhere(line * 9)"], [calls] * 2, entry="double")
+        code(
+            [EQUAL + "def double(x):\n    return Equal()", FORGE + "everywhere(line * 9)"],
+            [calls] * 2,
+            entry="double",
+        )
         == [0.0] * 2
     )
 
 
 def test_after_a_test_that_takes_too_long_the_others_are_not_run():
     slow = "def double(x):\n    while x == 0: pass\n    return 2 * x"
-    tests = ["assert double(1) == 2", "assert double(0) == 0", "assert double(2) == 4", "assert double(3) == 6"]
+    tests = [
+        "assert double(1) == 2",
+        "assert double(0) == 0",
+        "assert double(2) == 4",
+        "assert double(3) == 6",
+    ]
     assert code([slow], [tests], timeout_seconds=1) == [0.25]
     echo = "x = input()\nwhile x == '0': pass\nprint(x)"
     assert code([echo], [[{"input": c, "output": c} for c in "1023"]], timeout_seconds=1) == [0.25]
-    assert code([echo], [[{"input": c, "output": c} for c in "123"]], timeout_seconds=1, all=True) == [1.0]
+    assert code(
+        [echo], [[{"input": c, "output": c} for c in "123"]], timeout_seconds=1, all=True
+    ) == [1.0]
 
 
-# -- in the stage -----------------------------------------------------------------------------------------------------------
+# -- in the stage
 
 
 def test_what_runs_programs_comes_from_the_recipe_alone():
@@ -428,7 +489,9 @@ def test_a_sandbox_that_is_not_permitted_is_told_before_any_generation(monkeypat
     config = Config(functions=[{"use": "code", "arguments": {"isolation": "process"}}])
     with pytest.raises(QuiverError, match="sandbox"):
         check_functions(config, ["tests"])
-    elsewhere = Config(functions=[{"use": "code", "arguments": {"sandbox_url": "http://127.0.0.1:1"}}])
+    elsewhere = Config(
+        functions=[{"use": "code", "arguments": {"sandbox_url": "http://127.0.0.1:1"}}]
+    )
     check_functions(elsewhere, ["tests"])  # a server's sandbox is the server's matter
 
 
@@ -455,6 +518,15 @@ def test_many_rows_at_once():
 
 
 def test_functions_stay_cheap_to_import():
-    script = "import sys, stages.reward.functions; print({'httpx', 'subprocess', 'stages.reward.sandbox'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env={**os.environ})
+    script = (
+        "import sys, stages.reward.functions; print({'httpx', 'subprocess', "
+        "'stages.reward.sandbox'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ},
+    )
     assert done.stdout == "set()\n"

@@ -1,4 +1,5 @@
-"""Scoring over HTTP against real loopback servers that misbehave: every fault is a row's error or a typed stop, never a number."""
+"""Scoring over HTTP against real loopback servers that misbehave: every fault is a row's error or a
+typed stop, never a number."""
 
 import asyncio
 import email.utils
@@ -25,7 +26,13 @@ CANARY = "sk-canary-5f1d"
 
 
 def scorer(*urls, dialect="quiver", notice=lambda *_: None, **options) -> ServerScorer:
-    quick = {"backoff_seconds": 0.01, "read_seconds": 2, "total_seconds": 6, "retries": 2, "breaker_seconds": 0.05}
+    quick = {
+        "backoff_seconds": 0.01,
+        "read_seconds": 2,
+        "total_seconds": 6,
+        "retries": 2,
+        "breaker_seconds": 0.05,
+    }
     return ServerScorer(ServerConfig(dialect=dialect, urls=urls, **{**quick, **options}), notice)
 
 
@@ -45,17 +52,21 @@ def first(behave, otherwise=lambda asked: reply(scored(asked))):
     return lambda asked: behave(asked) if asked.number == 0 else otherwise(asked)
 
 
-# -- when all is well ---------------------------------------------------------------------------------------------------------
+# -- when all is well
 
 
 def test_each_row_gets_its_own_number():
     def double(asked):
-        rows = [{"id": row["id"], "reward": 2.0 * int(row["completion"])} for row in asked.body["rows"]]
+        rows = [
+            {"id": row["id"], "reward": 2.0 * int(row["completion"])} for row in asked.body["rows"]
+        ]
         return reply({"format": 1, "rows": rows[::-1]})
 
     with FakeServer(double) as server:
         client = scorer(server.url, batch_rows=3, concurrency=4)
-        assert client.score(batch(20, answer=list(range(20)))) == [Part(2.0 * at) for at in range(20)]
+        assert client.score(batch(20, answer=list(range(20)))) == [
+            Part(2.0 * at) for at in range(20)
+        ]
         assert client.seconds > 0
         client.close()
     assert sorted(len(asked.body["rows"]) for asked in server.asked) == [2, 3, 3, 3, 3, 3, 3]
@@ -72,9 +83,15 @@ def test_every_dialect_over_the_wire(monkeypatch):
     answers = {
         "/get_reward": lambda body: {"rewards": [len(query) for query in body["query"]]},
         "/slime": lambda body: {"r": 0.5},
-        "/classify": lambda body: {"data": [{"index": at, "probs": [0.5]} for at in range(len(body.get("input", "m")))]},
-        "/score": lambda body: {"data": [{"index": at, "score": 0.5} for at in range(len(body["text_1"]))]},
-        "/v1/chat/completions": lambda body: {"choices": [{"message": {"content": "Score: 5"}, "finish_reason": "stop"}]},
+        "/classify": lambda body: {
+            "data": [{"index": at, "probs": [0.5]} for at in range(len(body.get("input", "m")))]
+        },
+        "/score": lambda body: {
+            "data": [{"index": at, "score": 0.5} for at in range(len(body["text_1"]))]
+        },
+        "/v1/chat/completions": lambda body: {
+            "choices": [{"message": {"content": "Score: 5"}, "finish_reason": "stop"}]
+        },
         "/mine": lambda body: 0.5,
     }
     with FakeServer(lambda asked: reply(answers[asked.path](asked.body))) as server:
@@ -84,15 +101,34 @@ def test_every_dialect_over_the_wire(monkeypatch):
             "vllm-score": {},
             "openai-judge": {"model": "judge", "range": (0, 10), "rescale": True},
         }.items():
-            values = [part.value for part in scorer(server.url, dialect=dialect, **options).score(batch(3))]
+            values = [
+                part.value
+                for part in scorer(server.url, dialect=dialect, **options).score(batch(3))
+            ]
             assert values == [0.5, 0.5, 0.5], dialect
-        assert [part.value for part in scorer(server.url, dialect="openrlhf").score(batch(2))] == [9.0, 9.0]
-        assert [part.value for part in scorer(server.url + "/mine", dialect="slime").score(batch(1))] == [0.5]
+        assert [part.value for part in scorer(server.url, dialect="openrlhf").score(batch(2))] == [
+            9.0,
+            9.0,
+        ]
+        assert [
+            part.value for part in scorer(server.url + "/mine", dialect="slime").score(batch(1))
+        ] == [0.5]
         conversations = batch(2, prompts=[[{"role": "user", "content": "hi"}]] * 2)
-        assert [part.value for part in scorer(server.url, dialect="vllm-classify").score(conversations)] == [0.5, 0.5]
+        assert [
+            part.value for part in scorer(server.url, dialect="vllm-classify").score(conversations)
+        ] == [0.5, 0.5]
     counts = Counter(asked.path for asked in server.asked)
-    assert counts == {"/slime": 3, "/classify": 3, "/score": 1, "/v1/chat/completions": 3, "/get_reward": 1, "/mine": 1}
-    assert {asked.headers.get("authorization") for asked in server.asked if asked.path == "/slime"} == {f"Bearer {CANARY}"}
+    assert counts == {
+        "/slime": 3,
+        "/classify": 3,
+        "/score": 1,
+        "/v1/chat/completions": 3,
+        "/get_reward": 1,
+        "/mine": 1,
+    }
+    assert {
+        asked.headers.get("authorization") for asked in server.asked if asked.path == "/slime"
+    } == {f"Bearer {CANARY}"}
 
 
 def test_it_scores_inside_a_running_loop_and_again_after_it():
@@ -105,7 +141,9 @@ def test_it_scores_inside_a_running_loop_and_again_after_it():
 
 
 def test_a_repetition_is_known_by_its_key():
-    with FakeServer(lambda asked: reply(scored(asked)) if asked.number else reply({}, 500)) as server:
+    with FakeServer(
+        lambda asked: reply(scored(asked)) if asked.number else reply({}, 500)
+    ) as server:
         client = scorer(server.url, batch_rows=1, concurrency=1)
         client.score(batch(2))
         client.score(batch(1, completions=["another"]))
@@ -113,7 +151,7 @@ def test_a_repetition_is_known_by_its_key():
     assert keys[0] == keys[1] and len(set(keys)) == 3
 
 
-# -- what may pass ------------------------------------------------------------------------------------------------------------
+# -- what may pass
 
 
 async def silence(asked):
@@ -145,7 +183,9 @@ def shortened(asked):
 
 FAULTS = {
     "500": lambda asked: reply({"detail": "boom"}, 500),
-    "503 and a date": lambda asked: reply(b"later", 503, Retry_After=email.utils.formatdate(time.time() - 5, usegmt=True)),
+    "503 and a date": lambda asked: reply(
+        b"later", 503, Retry_After=email.utils.formatdate(time.time() - 5, usegmt=True)
+    ),
     "429": lambda asked: reply(b"slow down", 429, Retry_After="0"),
     "429 and nonsense": lambda asked: reply(b"slow down", 429, Retry_After="soon"),
     "408": lambda asked: reply(b"", 408),
@@ -162,7 +202,9 @@ FAULTS = {
     "nan": lambda asked: reply(json.dumps(scored(asked, float("nan"))).encode()),
     "1e400": lambda asked: reply(json.dumps(scored(asked)).replace("0.5", "1e400").encode()),
     "nesting": lambda asked: reply(b"[" * 100_000),
-    "twice": lambda asked: reply(json.dumps(scored(asked)).replace("0.5", '0.5, "reward": 1.0').encode()),
+    "twice": lambda asked: reply(
+        json.dumps(scored(asked)).replace("0.5", '0.5, "reward": 1.0').encode()
+    ),
     "wrong length": shortened,
     "another id": lambda asked: reply(json.dumps(scored(asked)).replace('"r', '"q').encode()),
     "1 GB declared": lambda asked: iter([b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n"]),
@@ -181,7 +223,9 @@ def test_a_fault_that_passes_costs_no_row(fault):
 def test_a_fault_that_stays_is_the_rows_error(fault):
     with FakeServer(FAULTS[fault]) as server:
         start = time.monotonic()
-        parts = scorer(server.url, read_seconds=0.2, retries=1, total_seconds=1, breaker_failures=1).score(batch(3))
+        parts = scorer(
+            server.url, read_seconds=0.2, retries=1, total_seconds=1, breaker_failures=1
+        ).score(batch(3))
         assert time.monotonic() - start < 10
     assert [part.value for part in parts] == [None] * 3
     assert all(part.error and part.error.isprintable() and len(part.error) < 400 for part in parts)
@@ -193,11 +237,16 @@ def test_wounded_answers_down_to_the_status_line_are_named():
     for raw in [mutated(whole, dice) for _ in range(80)]:
         with FakeServer(lambda asked, raw=raw: iter([raw])) as server:
             try:
-                told += scorer(server.url, retries=0, read_seconds=0.3, total_seconds=1, range=(0, 1)).score(batch(1))
+                told += scorer(
+                    server.url, retries=0, read_seconds=0.3, total_seconds=1, range=(0, 1)
+                ).score(batch(1))
             except RemoteError as error:
                 told.append(Part(error=str(error)))
     assert len(told) == 80
-    assert all((part.value is None) != (part.error is None) and 0 <= (part.value or 0) <= 1 for part in told)
+    assert all(
+        (part.value is None) != (part.error is None) and 0 <= (part.value or 0) <= 1
+        for part in told
+    )
 
 
 def test_text_is_no_number_and_costs_its_row_alone():
@@ -224,7 +273,9 @@ def test_an_endless_body_is_read_to_the_limit_only():
         return chunks()
 
     with FakeServer(flood) as server:
-        (part,) = scorer(server.url, retries=0, max_bytes=1_000_000, read_seconds=30, total_seconds=30).score(batch(1))
+        (part,) = scorer(
+            server.url, retries=0, max_bytes=1_000_000, read_seconds=30, total_seconds=30
+        ).score(batch(1))
     assert "more than max_bytes" in part.error and sum(sent) < 50_000_000
 
 
@@ -254,7 +305,11 @@ def test_a_good_answer_to_another_request_does_not_shorten_the_wait():
         row = asked.body["rows"][0]["id"]
         times.setdefault(row, []).append(time.monotonic())
         await asyncio.sleep(0.3 if row == "r1" else 0)
-        return reply(b"", 429, Retry_After="1") if row == "r0" and len(times[row]) == 1 else reply(scored(asked))
+        return (
+            reply(b"", 429, Retry_After="1")
+            if row == "r0" and len(times[row]) == 1
+            else reply(scored(asked))
+        )
 
     with FakeServer(busy) as server:
         assert scorer(server.url, batch_rows=1).score(batch(2)) == [Part(0.5)] * 2
@@ -264,7 +319,10 @@ def test_a_good_answer_to_another_request_does_not_shorten_the_wait():
 def test_retry_after_beyond_the_time_allowed_ends_the_waiting():
     with FakeServer(lambda asked: reply(b"", 429, Retry_After="86400")) as server:
         parts = scorer(server.url, total_seconds=60).score(batch(40, finish_reason=["stop"] * 40))
-    assert all("answered 429" in part.error or "no host" in part.error for part in parts) and len(server.asked) <= 3
+    assert (
+        all("answered 429" in part.error or "no host" in part.error for part in parts)
+        and len(server.asked) <= 3
+    )
 
 
 def test_a_server_that_fails_1_in_20_loses_no_row():
@@ -272,15 +330,26 @@ def test_a_server_that_fails_1_in_20_loses_no_row():
 
     def flaky(asked):
         lock.append(asked)
-        faults = [reply(b"", 500), None, reply(b"<html>"), reply(scored(asked), 503, Retry_After="0")]
-        return dice.choice(faults) if dice.random() < 0.05 else reply(scored(asked, int(asked.body["rows"][0]["id"][1:])))
+        faults = [
+            reply(b"", 500),
+            None,
+            reply(b"<html>"),
+            reply(scored(asked), 503, Retry_After="0"),
+        ]
+        return (
+            dice.choice(faults)
+            if dice.random() < 0.05
+            else reply(scored(asked, int(asked.body["rows"][0]["id"][1:])))
+        )
 
     with FakeServer(flaky) as server:
         parts = scorer(server.url, batch_rows=1, retries=5, concurrency=16).score(batch(600))
     assert parts == [Part(float(at)) for at in range(600)] and len(server.asked) > 610
 
 
-@pytest.mark.parametrize("answer", [reply(b"", 500), reply(b"too long", 400), reply(b"<html>"), None], ids=str)
+@pytest.mark.parametrize(
+    "answer", [reply(b"", 500), reply(b"too long", 400), reply(b"<html>"), None], ids=str
+)
 def test_a_row_that_spoils_its_request_is_found(answer):
     def spoiled(asked):
         return answer if "r5" in [row["id"] for row in asked.body["rows"]] else reply(scored(asked))
@@ -288,23 +357,36 @@ def test_a_row_that_spoils_its_request_is_found(answer):
     with FakeServer(spoiled) as server:
         parts = scorer(server.url, retries=0).score(batch(16))
     bad = [at for at, part in enumerate(parts) if part.error]
-    assert bad == ([5] if answer else list(range(16))), "a reset says nothing of the rows, so nothing is halved"
+    assert bad == ([5] if answer else list(range(16))), (
+        "a reset says nothing of the rows, so nothing is halved"
+    )
     assert all(part == Part(0.5) for at, part in enumerate(parts) if at not in bad)
 
 
-@pytest.mark.parametrize("value", [float("nan"), b"bytes", "half \ud800", object()], ids=["nan", "bytes", "half", "object"])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), b"bytes", "half \ud800", object()],
+    ids=["nan", "bytes", "half", "object"],
+)
 def test_a_column_that_json_can_not_hold_costs_its_row(value):
     with FakeServer(lambda asked: reply(scored(asked))) as server:
         parts = scorer(server.url).score(batch(4, answer=[1, value, 3, 4]))
-    assert [part.value for part in parts] == [0.5, None, 0.5, 0.5] and "can not be sent" in parts[1].error
+    assert [part.value for part in parts] == [0.5, None, 0.5, 0.5] and "can not be sent" in parts[
+        1
+    ].error
 
 
-# -- several hosts ------------------------------------------------------------------------------------------------------------
+# -- several hosts
 
 
 def test_a_dead_host_is_left_alone_and_costs_nothing():
-    with FakeServer(lambda asked: reply(b"", 500)) as dead, FakeServer(lambda asked: reply(scored(asked))) as alive:
-        client = scorer(dead.url, alive.url, batch_rows=1, concurrency=4, breaker_failures=3, breaker_seconds=60)
+    with (
+        FakeServer(lambda asked: reply(b"", 500)) as dead,
+        FakeServer(lambda asked: reply(scored(asked))) as alive,
+    ):
+        client = scorer(
+            dead.url, alive.url, batch_rows=1, concurrency=4, breaker_failures=3, breaker_seconds=60
+        )
         assert client.score(batch(100)) == [Part(0.5)] * 100
         assert client.score(batch(20)) == [Part(0.5)] * 20
     assert 3 <= len(dead.asked) <= 3 + 4  # those under way when the third failed
@@ -317,7 +399,14 @@ def test_a_host_that_rested_is_tried_again_by_one_request():
         return reply(b"", 500) if down[0] else reply(scored(asked))
 
     with FakeServer(recovers) as server:
-        client = scorer(server.url, batch_rows=1, concurrency=8, breaker_failures=2, breaker_seconds=0.2, retries=1)
+        client = scorer(
+            server.url,
+            batch_rows=1,
+            concurrency=8,
+            breaker_failures=2,
+            breaker_seconds=0.2,
+            retries=1,
+        )
         assert all(part.error for part in client.score(batch(8)))
         before = len(server.asked)
         down[0] = False
@@ -350,7 +439,11 @@ def test_it_ends_when_it_is_told_that_too_many_rows_failed():
 
     with FakeServer(lambda asked: reply(b"too long", 400)) as server, pytest.raises(Enough):
         scorer(server.url, batch_rows=1, concurrency=2, notice=notice).score(batch(50))
-    assert heard[0][:2] == ("quiver", "r0") and "answered 400" in heard[0][2] and len(server.asked) < 10
+    assert (
+        heard[0][:2] == ("quiver", "r0")
+        and "answered 400" in heard[0][2]
+        and len(server.asked) < 10
+    )
 
 
 def test_it_can_be_closed_from_another_thread():
@@ -371,14 +464,21 @@ def test_no_host_at_all_is_an_error_a_row():
     assert [part.value for part in parts] == [None] * 3 and "ConnectError" in parts[0].error
 
 
-# -- what can not pass --------------------------------------------------------------------------------------------------------
+# -- what can not pass
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405, 415, 422, 501])
 def test_a_refusal_of_everything_ends_scoring_at_once(status):
-    with FakeServer(lambda asked: reply({"detail": "no"}, status)) as server, pytest.raises(RemoteError) as caught:
+    with (
+        FakeServer(lambda asked: reply({"detail": "no"}, status)) as server,
+        pytest.raises(RemoteError) as caught,
+    ):
         scorer(server.url, batch_rows=1, concurrency=2).score(batch(50))
-    assert f"answered {status}" in str(caught.value) and caught.value.exit_code == 6 and caught.value.next
+    assert (
+        f"answered {status}" in str(caught.value)
+        and caught.value.exit_code == 6
+        and caught.value.next
+    )
     assert len(server.asked) <= 2
 
 
@@ -397,16 +497,31 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path):
     import ssl
 
     pair = [tmp_path / "key.pem", tmp_path / "cert.pem"]
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "1"]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=localhost",
+        "-days",
+        "1",
+    ]
     try:
-        subprocess.run([*made, "-keyout", pair[0], "-out", pair[1]], check=True, capture_output=True)
+        subprocess.run(
+            [*made, "-keyout", pair[0], "-out", pair[1]], check=True, capture_output=True
+        )
     except FileNotFoundError:
         pytest.skip("no openssl here to make a certificate")
 
     async def ask():
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(pair[1], pair[0])
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+        server = await asyncio.start_server(
+            lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context
+        )
         client = scorer(f"https://localhost:{server.sockets[0].getsockname()[1]}")
         await asyncio.to_thread(client.score, batch(1))
 
@@ -414,7 +529,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(tmp_path):
         asyncio.run(ask())
 
 
-# -- secrets ------------------------------------------------------------------------------------------------------------------
+# -- secrets
 
 
 def test_a_token_that_the_server_repeats_is_told_to_nobody(monkeypatch, caplog):

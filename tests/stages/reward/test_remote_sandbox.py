@@ -1,4 +1,5 @@
-"""A sandbox on a server, against a real one on this machine: what is sent, and that a bad answer is never a result."""
+"""A sandbox on a server, against a real one on this machine: what is sent, and that a bad answer is
+never a result."""
 
 import json
 import threading
@@ -20,7 +21,8 @@ DOUBLE = "def double(x):\n    return 2 * x\n"
 
 
 class Server(BaseHTTPRequestHandler):
-    """Runs programs, unless `answers` says what to do instead, one a request: (status, headers, body)."""
+    """Runs programs, unless `answers` says what to do instead, one a request: (status, headers,
+    body)."""
 
     asked: list[tuple[str, dict]]
     answers: list[tuple[int, dict, bytes]]
@@ -31,9 +33,18 @@ class Server(BaseHTTPRequestHandler):
         if self.answers:
             status, headers, data = self.answers.pop(0)
         else:
-            finished = run_program(body["code"], stdin=body["stdin"], limits=Limits(**body["limits"]), isolation="process")
+            finished = run_program(
+                body["code"],
+                stdin=body["stdin"],
+                limits=Limits(**body["limits"]),
+                isolation="process",
+            )
             answer = {name: value for name, value in asdict(finished).items() if name in GOOD}
-            status, headers, data = 200, {}, json.dumps({**answer, "timed_out": finished.timed_out}).encode()
+            status, headers, data = (
+                200,
+                {},
+                json.dumps({**answer, "timed_out": finished.timed_out}).encode(),
+            )
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, value)
@@ -63,8 +74,19 @@ def says(**changes) -> tuple[int, dict, bytes]:
 def test_a_program_runs_there(server, monkeypatch):
     url, asked, _ = server
     monkeypatch.setenv("SANDBOX_TOKEN", "canary-77")
-    finished = remote.run_program("print(input() * 2)", stdin="é", limits=Limits(seconds=7), url=url, token="env:SANDBOX_TOKEN")
-    assert (finished.exit_code, finished.stdout, finished.stderr, finished.timed_out) == (0, "éé\n", "", False)
+    finished = remote.run_program(
+        "print(input() * 2)",
+        stdin="é",
+        limits=Limits(seconds=7),
+        url=url,
+        token="env:SANDBOX_TOKEN",
+    )
+    assert (finished.exit_code, finished.stdout, finished.stderr, finished.timed_out) == (
+        0,
+        "éé\n",
+        "",
+        False,
+    )
     ((authorization, body),) = asked
     assert authorization == "Bearer canary-77"
     assert (body["code"], body["stdin"], body["language"]) == ("print(input() * 2)", "é", "python")
@@ -186,14 +208,20 @@ def test_a_recipe_is_no_place_for_a_secret(arguments):
 
 def test_no_token_goes_over_plain_http_to_another_machine():
     arguments = {"sandbox_url": "http://scores.example/run", "sandbox_token": "env:TOKEN"}
-    with pytest.raises(ConfigError, match=r"a token would go to scores.example in the clear: use https\n"):
+    with pytest.raises(
+        ConfigError, match=r"a token would go to scores.example in the clear: use https\n"
+    ):
         parse(FunctionConfig, {"use": "code", "arguments": arguments}, "reward")
     for url, token in (
         ("https://scores.example/run", "env:TOKEN"),
         ("http://[::1]:8/run", "env:TOKEN"),
         ("http://a.example", ""),
     ):
-        parse(FunctionConfig, {"use": "code", "arguments": {"sandbox_url": url, "sandbox_token": token}}, "reward")
+        parse(
+            FunctionConfig,
+            {"use": "code", "arguments": {"sandbox_url": url, "sandbox_token": token}},
+            "reward",
+        )
 
 
 def test_a_token_that_is_not_there_is_told_before_any_generation():

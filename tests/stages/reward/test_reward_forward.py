@@ -1,4 +1,5 @@
-"""The pass over many inputs: every way of batching gives the value of one input alone, and only ways that do are used."""
+"""The pass over many inputs: every way of batching gives the value of one input alone, and only
+ways that do are used."""
 
 import json
 
@@ -15,7 +16,8 @@ ATOL = 1e-5
 
 
 def some_inputs(seed: int = 0) -> tuple[list[list[int]], list[int]]:
-    """Ten inputs of five prompts: common beginnings of 1 to 40 ids, one input of a single id, one that is its mate's beginning."""
+    """Ten inputs of five prompts: common beginnings of 1 to 40 ids, one input of a single id, one
+    that is its mate's beginning."""
     make = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(1, 256, (n,), generator=make).tolist()  # noqa: E731
     inputs, groups = [[7], draw(90)], [0, 1]
@@ -28,7 +30,8 @@ def some_inputs(seed: int = 0) -> tuple[list[list[int]], list[int]]:
 
 
 def alone(folder, inputs: list[list[int]], kind=AutoModelForSequenceClassification) -> torch.Tensor:
-    """What transformers gives for one input at a time, with the one attention that leaves nothing out."""
+    """What transformers gives for one input at a time, with the one attention that leaves nothing
+    out."""
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         return torch.stack([model(input_ids=torch.tensor([ids])).logits[0] for ids in inputs])
@@ -53,14 +56,19 @@ def test_values_do_not_depend_on_the_batch(tmp_path):
     whole = Forward(folder, budget=2048).score(inputs, groups)
     small = Forward(folder, budget=1)
     parts = [small.score(inputs[row : row + 3], groups[row : row + 3]) for row in range(0, 10, 3)]
-    turned = Forward(folder, budget=100).score(inputs[::-1], [0] * 10)  # wrong groups cost speed, not values
+    turned = Forward(folder, budget=100).score(
+        inputs[::-1], [0] * 10
+    )  # wrong groups cost speed, not values
     torch.testing.assert_close(torch.cat(parts), whole, atol=ATOL, rtol=0)
     torch.testing.assert_close(turned.flip(0), whole, atol=ATOL, rtol=0)
 
 
 def test_a_judge_gives_log_probabilities_of_the_next_id(tmp_path):
     inputs, groups = some_inputs()
-    for kind, config in (("llama", {"tie_word_embeddings": False}), ("gemma2", {"final_logit_softcapping": 2.0})):
+    for kind, config in (
+        ("llama", {"tie_word_embeddings": False}),
+        ("gemma2", {"final_logit_softcapping": 2.0}),
+    ):
         folder = make_model(tmp_path / kind, kind=kind, labels=0, **config)
         expected = torch.stack(
             [logits[-1] for ids in inputs for logits in alone(folder, [ids], AutoModelForCausalLM)]
@@ -75,8 +83,16 @@ def test_a_judge_gives_log_probabilities_of_the_next_id(tmp_path):
         ("llama", {}, "shared"),
         ("gemma2", {"attn_logit_softcapping": 2.0}, "padded"),  # the block attention has no caps
         ("gemma2", {"attn_logit_softcapping": None, "sliding_window": 8}, "shared"),
-        ("bert", {"type_vocab_size": 1, "hidden_act": "gelu"}, "padded"),  # no causal attention, no logit of the last token
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "single"),
+        (
+            "bert",
+            {"type_vocab_size": 1, "hidden_act": "gelu"},
+            "padded",
+        ),  # no causal attention, no logit of the last token
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "single",
+        ),
     ],
 )
 def test_the_way_follows_from_the_architecture(tmp_path, kind, config, way):
@@ -90,11 +106,15 @@ def test_the_way_follows_from_the_architecture(tmp_path, kind, config, way):
 
 def test_the_last_id_counts_even_where_it_is_the_pad_id(tmp_path):
     folder = make_model(tmp_path / "rm", pad_token_id=9)
-    other = make_model(tmp_path / "other", pad_token_id=None)  # the same weights, and a config that can not take 9 for padding
+    other = make_model(
+        tmp_path / "other", pad_token_id=None
+    )  # the same weights, and a config that can not take 9 for padding
     inputs = [[5, 9], [5, 6, 9, 9], [5, 9, 8]]
     found = Forward(folder).score(inputs, [0, 0, 0])
     torch.testing.assert_close(found, alone(other, inputs), atol=ATOL, rtol=0)
-    assert (found - alone(folder, inputs))[:2].abs().min() > 0.01  # transformers takes an earlier token there
+    assert (found - alone(folder, inputs))[
+        :2
+    ].abs().min() > 0.01  # transformers takes an earlier token there
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -116,6 +136,10 @@ def test_an_input_without_a_value_leaves_its_neighbours_alone(tmp_path, way):
 def test_random_heads_are_refused(tmp_path):
     folder = make_model(tmp_path / "lm", labels=0)
     about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**about, "architectures": ["LlamaForSequenceClassification"]}))
-    with pytest.raises(ConfigError, match=r"1 weights are missing, which would be random: score\.weight"):
+    (folder / "config.json").write_text(
+        json.dumps({**about, "architectures": ["LlamaForSequenceClassification"]})
+    )
+    with pytest.raises(
+        ConfigError, match=r"1 weights are missing, which would be random: score\.weight"
+    ):
         Forward(folder)

@@ -1,4 +1,5 @@
-"""What the manifest and `diff` say of rewards, against numbers by hand, and numpy and a search over all pairs."""
+"""What the manifest and `diff` say of rewards, against numbers by hand, and numpy and a search over
+all pairs."""
 
 import numpy as np
 import pyarrow as pa
@@ -10,10 +11,14 @@ from stages.reward.measures import changes, correlation, failures, summary
 NONE = float("nan")
 
 
-def table(parts: dict[str, list], errors: dict[str, list] | None = None, groups: str = "aabb") -> pa.Table:
+def table(
+    parts: dict[str, list], errors: dict[str, list] | None = None, groups: str = "aabb"
+) -> pa.Table:
     rows = len(groups)
     errors = {name: [None] * rows for name in parts} | (errors or {})
-    given = [[None if e else v for v, e in zip(parts[name], errors[name], strict=True)] for name in parts]
+    given = [
+        [None if e else v for v, e in zip(parts[name], errors[name], strict=True)] for name in parts
+    ]
     sums = [
         None if any(errors[name][row] for name in parts) else sum(v or 0 for v in each)
         for row, each in enumerate(zip(*given, strict=True))
@@ -39,14 +44,29 @@ def test_correlation_is_pearsons_over_rows_that_have_both():
 def test_functions_are_described():
     found = table(
         {"x": [1, 2, 3, 4], "y": [2, None, 1, 0]},
-        {"x": [None, None, None, "TimeoutError: no answer"], "y": [None, "ValueError: a", "ValueError: b", None]},
+        {
+            "x": [None, None, None, "TimeoutError: no answer"],
+            "y": [None, "ValueError: a", "ValueError: b", None],
+        },
     )
     metrics, status = summary(found, {"x": 1.23456, "y": 0.0})
     assert status == {"scored": 1, "not_scored": 0, "failed": 3}
     assert (metrics["reward_null"], metrics["reward_null_rate"]) == (3, 0.75)
     x, y = metrics["functions"]["x"], metrics["functions"]["y"]
-    assert (x["mean"], x["null"], x["null_rate"], x["errors"], x["error_kinds"]) == (2, 0, 0, 1, {"TimeoutError": 1})
-    assert (y["mean"], y["null"], y["errors"], y["error_kinds"], x["seconds"]) == (1, 0, 2, {"ValueError": 2}, 1.235)
+    assert (x["mean"], x["null"], x["null_rate"], x["errors"], x["error_kinds"]) == (
+        2,
+        0,
+        0,
+        1,
+        {"TimeoutError": 1},
+    )
+    assert (y["mean"], y["null"], y["errors"], y["error_kinds"], x["seconds"]) == (
+        1,
+        0,
+        2,
+        {"ValueError": 2},
+        1.235,
+    )
     assert metrics["correlation"] == {"x y": None}
     assert list(failures(found)) == [
         ("y", "r1", "ValueError: a"),
@@ -62,7 +82,8 @@ def test_a_table_without_rows_is_described():
 
 
 def test_changes_by_hand():
-    """Group a: the second overtakes the first; b: a tie is broken, which is no flip; c: one loses its reward, one gets one."""
+    """Group a: the second overtakes the first; b: a tie is broken, which is no flip; c: one loses
+    its reward, one gets one."""
     a = np.array([1.0, 0.0, 2.0, 5.0, 5.0, -1.0, NONE, 0.5])
     b = np.array([0.0, 1.0, 2.0, 5.0, 6.0, NONE, 3.0, -0.5])
     found = changes(list("aaabbccc"), a, b)
@@ -72,7 +93,9 @@ def test_changes_by_hand():
         "order": 2,
         "sign": 3,
         "mean_difference": pytest.approx((-1 + 1 + 0 + 0 + 1 - 1) / 6),
-        "correlation": pytest.approx(np.corrcoef([1, 0, 2, 5, 5, 0.5], [0, 1, 2, 5, 6, -0.5])[0, 1]),
+        "correlation": pytest.approx(
+            np.corrcoef([1, 0, 2, 5, 5, 0.5], [0, 1, 2, 5, 6, -0.5])[0, 1]
+        ),
     }
 
 
@@ -86,4 +109,9 @@ def test_order_is_that_of_all_pairs():
 
 def test_nothing_in_common():
     found = changes(["a", "a"], np.array([1.0, NONE]), np.array([NONE, NONE]))
-    assert (found["value_to_null"], found["order"], found["mean_difference"], found["correlation"]) == (1, 0, None, None)
+    assert (
+        found["value_to_null"],
+        found["order"],
+        found["mean_difference"],
+        found["correlation"],
+    ) == (1, 0, None, None)

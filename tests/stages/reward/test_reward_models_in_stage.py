@@ -1,4 +1,5 @@
-"""Reward models through the stage: parts beside those of functions, which model it was, and when nothing is done again."""
+"""Reward models through the stage: parts beside those of functions, which model it was, and when
+nothing is done again."""
 
 import json
 
@@ -28,7 +29,11 @@ def test_a_models_part_is_its_value_and_the_manifest_names_it(store, rollouts, t
     scorer = load(ModelConfig(model=str(folder), label=1))
     for row, rollout in zip(version.table().to_pylist(), rollouts.table().to_pylist(), strict=True):
         chat = [{"role": "user", "content": f"ask {row['group_id']}"}]
-        batch = {"prompts": [chat], "completions": [rollout["completion_text"]], "rollout_ids": ["r"]}
+        batch = {
+            "prompts": [chat],
+            "completions": [rollout["completion_text"]],
+            "rollout_ids": ["r"],
+        }
         (part,) = scorer.score(batch)
         assert row["parts"]["rm"] == pytest.approx(part.value, abs=1e-5)
         assert row["reward"] == pytest.approx(row["parts"]["numeric"] + 0.5 * part.value, abs=1e-5)
@@ -41,8 +46,13 @@ def test_a_models_part_is_its_value_and_the_manifest_names_it(store, rollouts, t
 
 def test_another_model_scores_anew_and_the_same_one_elsewhere_does_not(store, rollouts, tmp_path):
     first = run(config(make_model(tmp_path / "rm")), store, rollouts=rollouts.ref)
-    assert run(config(make_model(tmp_path / "moved"), token_budget=7), store, rollouts=rollouts.ref) == first
-    assert run(config(make_model(tmp_path / "moved", seed=1)), store, rollouts=rollouts.ref) != first
+    assert (
+        run(config(make_model(tmp_path / "moved"), token_budget=7), store, rollouts=rollouts.ref)
+        == first
+    )
+    assert (
+        run(config(make_model(tmp_path / "moved", seed=1)), store, rollouts=rollouts.ref) != first
+    )
 
 
 def test_rows_that_a_model_can_not_score_count_as_failed(store, rollouts, tmp_path):

@@ -1,4 +1,5 @@
-"""Several processes score one version together: the bytes of one process, and the same number of rows may fail."""
+"""Several processes score one version together: the bytes of one process, and the same number of
+rows may fail."""
 
 import signal
 
@@ -71,7 +72,11 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
     perform(call(other, "mine.py:slow"))
     killed, left = start(call(rollouts, "mine.py:slow"), 2)
     claims = (rollouts.path / "arith/rewards/.staging").glob
-    wait(lambda: any(path.read_text().startswith(killed.name) for path in claims("*.notes/part-*.claim0")))
+    wait(
+        lambda: any(
+            path.read_text().startswith(killed.name) for path in claims("*.notes/part-*.claim0")
+        )
+    )
     killed.signal(signal.SIGKILL)
     assert killed.answer() is None
     assert left.answer()["ref"] == "arith/rewards@1"
@@ -79,7 +84,8 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
 
 
 def test_rows_that_fail_are_counted_over_all_processes(rollouts, tmp_path):
-    """20 rows fail, 4 in each shard: where 19 may, every process says so; once that is mended, what is kept is taken up."""
+    """20 rows fail, 4 in each shard: where 19 may, every process says so; once that is mended, what
+    is kept is taken up."""
     few = call(rollouts, "mine.py:breaks", max_invalid=19 / (SHARDS * ROWS_PER_SHARD - 7))
     errors = [worker.answer()["error"] for worker in start(few, 2)]
     assert {error["code"] for error in errors} == {"E-REWARD"}

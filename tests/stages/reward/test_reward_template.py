@@ -1,4 +1,5 @@
-"""What a reward model reads: ids written by hand for five families, and those that transformers gives when it is used alone."""
+"""What a reward model reads: ids written by hand for five families, and those that transformers
+gives when it is used alone."""
 
 import json
 import os
@@ -47,7 +48,13 @@ def zephyr(role: bytes, content: bytes) -> list[int]:
 
 
 GOLDEN = [
-    ("qwen2", CHAT, qwen(b"system", DEFAULT_SYSTEM) + qwen(b"user", b"What is 3 + 4?") + qwen(b"assistant", b"It is 7.")),
+    (
+        "qwen2",
+        CHAT,
+        qwen(b"system", DEFAULT_SYSTEM)
+        + qwen(b"user", b"What is 3 + 4?")
+        + qwen(b"assistant", b"It is 7."),
+    ),
     (
         "qwen2",
         [{"role": "system", "content": SYSTEM}, *AGAIN],
@@ -57,7 +64,11 @@ GOLDEN = [
         + qwen(b"user", b"Sure?")
         + qwen(b"assistant", b" \xc3\xa9\n"),
     ),
-    ("llama3", CHAT, [LLAMA_BOS, *llama(b"user", b"What is 3 + 4?"), *llama(b"assistant", b"It is 7.")]),
+    (
+        "llama3",
+        CHAT,
+        [LLAMA_BOS, *llama(b"user", b"What is 3 + 4?"), *llama(b"assistant", b"It is 7.")],
+    ),
     (
         "llama3",
         [{"role": "system", "content": SYSTEM}, *AGAIN],
@@ -70,7 +81,11 @@ GOLDEN = [
             *llama(b"assistant", b"\xc3\xa9"),
         ],
     ),
-    ("mistral", CHAT, [MISTRAL_BOS, INST, *b" What is 3 + 4? ", INST_END, *b"It is 7.", MISTRAL_EOS]),
+    (
+        "mistral",
+        CHAT,
+        [MISTRAL_BOS, INST, *b" What is 3 + 4? ", INST_END, *b"It is 7.", MISTRAL_EOS],
+    ),
     (
         "mistral",
         AGAIN,
@@ -80,7 +95,11 @@ GOLDEN = [
         ],
     ),
     ("gemma", CHAT, [GEMMA_BOS, *gemma(b"user", b"What is 3 + 4?"), *gemma(b"model", b"It is 7.")]),
-    ("zephyr", CHAT, [ZEPHYR_BOS, *zephyr(b"user", b"What is 3 + 4?"), *zephyr(b"assistant", b"It is 7.")]),
+    (
+        "zephyr",
+        CHAT,
+        [ZEPHYR_BOS, *zephyr(b"user", b"What is 3 + 4?"), *zephyr(b"assistant", b"It is 7.")],
+    ),
 ]
 
 
@@ -107,7 +126,8 @@ def test_ids_by_hand(read, family, chat, ids):
 
 @pytest.mark.parametrize("family, chat", [each[:2] for each in GOLDEN])
 def test_ids_as_the_model_is_used_alone(read, family, chat):
-    """Zephyr's template leaves BOS to the tokenizer, which apply_chat_template does not ask for one."""
+    """Zephyr's template leaves BOS to the tokenizer, which apply_chat_template does not ask for
+    one."""
     alone = byte_tokenizer(FAMILIES[family]).apply_chat_template(chat)["input_ids"]
     assert read(family, chat) == [ZEPHYR_BOS] * (family == "zephyr") + alone
 
@@ -128,11 +148,15 @@ def test_exactly_one_bos(written, added):
 
 def test_a_judge_is_asked_to_go_on(read):
     asked = [*CHAT, {"role": "user", "content": "Yes?"}]
-    assert read("gemma", asked, judge=True)[-len(b"\nmodel\n") - 1 :] == [*b"\n", GEMMA_START, *b"model\n"]
+    assert read("gemma", asked, judge=True)[-len(b"\nmodel\n") - 1 :] == [
+        *b"\n",
+        GEMMA_START,
+        *b"model\n",
+    ]
     assert read("gemma", asked, judge=False)[-2:] == [GEMMA_END, *b"\n"]
 
 
-# -- what is typed ------------------------------------------------------------------------------------------------------------
+# -- what is typed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,14 +165,18 @@ def test_typed_control_tokens_are_text(read, family):
     controls = [id for id in neutral if id > 255]
     for text in given.tokens:
         for typed in (text, f"a{text}\n{text}b"):
-            for chat in ([CHAT[0], {**CHAT[1], "content": typed}], [{**CHAT[0], "content": typed}, CHAT[1]]):
+            for chat in (
+                [CHAT[0], {**CHAT[1], "content": typed}],
+                [{**CHAT[0], "content": typed}, CHAT[1]],
+            ):
                 ids = read(family, chat)
                 assert [id for id in ids if id > 255] == controls, text
                 assert typed.encode() in bytes(id for id in ids if id < 256)
 
 
 def test_a_token_that_is_not_special_stays_what_it_is(read):
-    """`</think>` in an answer is one id for a reward model whose tokenizer has it, as when the model is used alone."""
+    """`</think>` in an answer is one id for a reward model whose tokenizer has it, as when the
+    model is used alone."""
     chat = [CHAT[0], {**CHAT[1], "content": "<think>sum</think>7"}]
     think, end = 259, 260
     ids = read("qwen2", chat)
@@ -157,16 +185,24 @@ def test_a_token_that_is_not_special_stays_what_it_is(read):
 
 
 def test_a_turns_own_tokens_are_control_even_when_not_marked_special():
-    """Zephyr-like templates whose roles are plain added tokens: those of the turns can not be typed, others stand."""
+    """Zephyr-like templates whose roles are plain added tokens: those of the turns can not be
+    typed, others stand."""
     given = FAMILIES["zephyr"]
     tokenizer = byte_tokenizer(given._replace(plain=("<|user|>", "<|assistant|>", "<|odd|>")))
     user, assistant, odd = 259, 260, 261
     with Reader(tokenizer, given.template, judge=False) as reader:
         ids = reader.read("rollout 0", [CHAT[0], {**CHAT[1], "content": "<|user|><|odd|>"}])
-    assert [id for id in ids if id > 255] == [ZEPHYR_BOS, user, ZEPHYR_EOS, assistant, odd, ZEPHYR_EOS]
+    assert [id for id in ids if id > 255] == [
+        ZEPHYR_BOS,
+        user,
+        ZEPHYR_EOS,
+        assistant,
+        odd,
+        ZEPHYR_EOS,
+    ]
 
 
-# -- templates that fail ------------------------------------------------------------------------------------------------------
+# -- templates that fail
 
 
 def test_a_row_that_the_template_refuses_is_an_error_of_that_row(read):
@@ -180,19 +216,33 @@ def test_a_row_that_the_template_refuses_is_an_error_of_that_row(read):
     [
         ("{% for m in messages %}", "endfor"),
         ("{{ raise_exception('only users') }}", "only users"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "did not end"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "did not end",
+        ),
     ],
 )
 def test_a_template_that_renders_no_answer_fails_before_any_row(template, why):
     before = children()
     with pytest.raises(ConfigError, match=why) as caught:
-        Reader(byte_tokenizer(FAMILIES["qwen2"]), template, judge=False, seconds=0.3, name="reward model rm")
+        Reader(
+            byte_tokenizer(FAMILIES["qwen2"]),
+            template,
+            judge=False,
+            seconds=0.3,
+            name="reward model rm",
+        )
     assert caught.value.object == "reward model rm: template"
     assert children() == before
 
 
 def children() -> set[str]:
-    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(os.getpid())],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return {pid for pid in done.stdout.split() if os.path.exists(f"/proc/{pid}/cmdline")}
 
 
@@ -213,19 +263,27 @@ def test_a_word_is_one_token():
         token_id(tokenizer, "token", "")
 
 
-# -- what the policy was given to continue ------------------------------------------------------------------------------------
+# -- what the policy was given to continue
 
 
 @pytest.fixture
 def asked(store, policy, tmp_path):
-    """Prompts whose template makes the policy continue `<think>`, unless the system message says otherwise."""
-    thinks = "<|im_start|>assistant\n{% if 'quick' not in messages[0].content %}{{ '<think>\n' }}{% endif %}"
+    """Prompts whose template makes the policy continue `<think>`, unless the system message says
+    otherwise."""
+    thinks = (
+        "<|im_start|>assistant\n{% if 'quick' not in messages[0].content %}{{ '<think>\n' }}{% "
+        "endif %}"
+    )
     (tmp_path / "thinks.jinja").write_text(tiny.CHATML.replace("<|im_start|>assistant\n", thinks))
 
     def make(*system: str):
         chats = [[{"role": "system", "content": each}, CHAT[0]] for each in system]
-        (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
-        config = PromptConfig(source=str(tmp_path / "chats.jsonl"), template=str(tmp_path / "thinks.jinja"))
+        (tmp_path / "chats.jsonl").write_text(
+            "\n".join(json.dumps({"messages": chat}) for chat in chats)
+        )
+        config = PromptConfig(
+            source=str(tmp_path / "chats.jsonl"), template=str(tmp_path / "thinks.jinja")
+        )
         return store.open(make_prompts(config, store, policy=policy.ref))
 
     return make
@@ -240,14 +298,28 @@ def answered(store, prompts):
 def test_the_end_of_the_prompt_begins_the_answer(store, asked):
     for systems in (("calm", "calm"), ("quick", "calm", "quick")):
         rollouts = answered(store, prompts := asked(*systems))
-        found = [prefills(prompts, rollouts)(id) for id in rollouts.table(["rollout_id"]).column(0).to_pylist()]
+        found = [
+            prefills(prompts, rollouts)(id)
+            for id in rollouts.table(["rollout_id"]).column(0).to_pylist()
+        ]
         assert found == ["" if system == "quick" else "<think>\n" for system in systems]
 
 
 def test_prompts_that_do_not_tell_are_refused(write):
-    columns = {"group_id": ["sum-0"], "messages": pa.array([CHAT[:1]], kind.MESSAGES), "prompt_text": ["ask"]}
-    arrays = [*columns.values(), pa.array([[1]], kind.SCHEMA.field("prompt_ids").type), pa.array([{"a": 1}])]
-    schema = pa.schema([*list(kind.SCHEMA)[:4], pa.field("columns", arrays[-1].type, nullable=False)], kind.SCHEMA.metadata)
+    columns = {
+        "group_id": ["sum-0"],
+        "messages": pa.array([CHAT[:1]], kind.MESSAGES),
+        "prompt_text": ["ask"],
+    }
+    arrays = [
+        *columns.values(),
+        pa.array([[1]], kind.SCHEMA.field("prompt_ids").type),
+        pa.array([{"a": 1}]),
+    ]
+    schema = pa.schema(
+        [*list(kind.SCHEMA)[:4], pa.field("columns", arrays[-1].type, nullable=False)],
+        kind.SCHEMA.metadata,
+    )
     prompts = write("prompts", pa.table(arrays, schema=schema))
     with pytest.raises(ConfigError, match="beginning of the answer") as caught:
         prefills(prompts, None)

@@ -15,7 +15,9 @@ from tests.stages.reward.reward_models import make_model
 pytestmark = pytest.mark.vllm
 TEXTS = ["7", "", "It is seven.", "x" * 250, "7", "no\n" * 30, "x" * 600]
 BATCH = {
-    "prompts": [[{"role": "user", "content": f"What is {row // 2} + 4?"}] for row in range(len(TEXTS))],
+    "prompts": [
+        [{"role": "user", "content": f"What is {row // 2} + 4?"}] for row in range(len(TEXTS))
+    ],
     "completions": TEXTS,
     "rollout_ids": [f"r-{row}" for row in range(len(TEXTS))],
 }
@@ -26,8 +28,16 @@ def test_scores_are_those_of_transformers(tmp_path):
     configs = [
         {"model": str(make_model(tmp_path / "scalar", "llama3", "llama"))},
         {"model": str(make_model(tmp_path / "three", "qwen2", "qwen3", labels=3)), "label": 2},
-        {"model": str(make_model(tmp_path / "judge", "qwen2", "qwen3", labels=0, tie_word_embeddings=True)), **judge},
-        {"model": str(make_model(tmp_path / "pad", "llama3", "llama", pad_token_id=260)), "pooling": "last_not_pad"},
+        {
+            "model": str(
+                make_model(tmp_path / "judge", "qwen2", "qwen3", labels=0, tie_word_embeddings=True)
+            ),
+            **judge,
+        },
+        {
+            "model": str(make_model(tmp_path / "pad", "llama3", "llama", pad_token_id=260)),
+            "pooling": "last_not_pad",
+        },
     ]
     done = subprocess.run(
         [sys.executable, "-m", "tests.stages.reward.reward_vllm_checks"],

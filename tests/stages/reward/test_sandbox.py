@@ -1,7 +1,9 @@
-"""The sandbox for real: programs that try to get out, limits, what is left behind, and refusal where a layer is missing.
+"""The sandbox for real: programs that try to get out, limits, what is left behind, and refusal
+where a layer is missing.
 
-Fault row 45: model-written code tries files, network, a fork bomb. Where this system permits no full isolation, the tests of it
-are skipped with the sandbox's own reason, and `test_where_a_layer_is_missing_nothing_is_run` still runs.
+Fault row 45: model-written code tries files, network, a fork bomb. Where this system permits no
+full isolation, the tests of it are skipped with the sandbox's own reason, and
+`test_where_a_layer_is_missing_nothing_is_run` still runs.
 """
 
 import os
@@ -40,7 +42,10 @@ def full():
 @pytest.fixture(scope="module")
 def host():
     """What a program might reach for, and what it may know of it; `touched` tells who came."""
-    with tempfile.TemporaryDirectory(prefix="host-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory(prefix="host-", dir="/tmp") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         os.chmod(folder, 0o777)
         secret = Path(folder, "secret")
         secret.write_text(CANARY)
@@ -125,7 +130,8 @@ def test_nothing_gets_out(full, host, one):
 
 @pytest.mark.parametrize("one", [one for one in escapes.ALL if one.works], ids=lambda one: one.name)
 def test_the_tries_work_where_nothing_is_isolated(host, one):
-    """The control: what isolation "process" says that it does not protect is found by the same programs."""
+    """The control: what isolation "process" says that it does not protect is found by the same
+    programs."""
     assert "ESCAPED" in attempt(one, host, "process").stdout
     Path(host["folder"], "new").unlink(missing_ok=True)
 
@@ -135,7 +141,7 @@ def test_the_corpus_is_large_enough():
     assert sum(one.works for one in escapes.ALL) >= 10
 
 
-# -- ordinary programs ------------------------------------------------------------------------------------------------------
+# -- ordinary programs
 
 BOTH = pytest.mark.parametrize("isolation", ["full", "process"])
 
@@ -149,14 +155,21 @@ def permitted(request, isolation):
 @BOTH
 def test_a_program_gets_its_input_and_its_output_comes_back(permitted, isolation):
     finished = run_program(
-        "import sys\nprint(input()[::-1])\nprint('é', file=sys.stderr)\nexit(3)", stdin="aé", isolation=isolation
+        "import sys\nprint(input()[::-1])\nprint('é', file=sys.stderr)\nexit(3)",
+        stdin="aé",
+        isolation=isolation,
     )
     assert (finished.exit_code, finished.stdout, finished.stderr) == (3, "éa\n", "é\n")
     assert finished.killed_by is None and not finished.timed_out
     assert run_program("", isolation=isolation).exit_code == 0
     assert run_program("def f(", isolation=isolation).exit_code == 1
     assert "No module named 'pyarrow'" in run_program("import pyarrow", isolation=isolation).stderr
-    assert run_program("print([name for name in globals() if name[0] != '_'])", isolation=isolation).stdout == "[]\n"
+    assert (
+        run_program(
+            "print([name for name in globals() if name[0] != '_'])", isolation=isolation
+        ).stdout
+        == "[]\n"
+    )
 
 
 @BOTH
@@ -185,7 +198,10 @@ if __name__ == "__main__":
 def test_the_environment_is_clean_and_the_same_each_time(permitted, isolation, monkeypatch):
     monkeypatch.setenv("QUIVER_CANARY", CANARY)
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    program = "import os, sys\nprint(sorted(os.environ), hash('x'), os.listdir('.'), '/somewhere' in sys.path, os.umask(0))"
+    program = (
+        "import os, sys\nprint(sorted(os.environ), hash('x'), os.listdir('.'), '/somewhere' in "
+        "sys.path, os.umask(0))"
+    )
     first, second = (run_program(program, isolation=isolation).stdout for _ in range(2))
     assert first == second
     names, _, rest = first.partition("]")
@@ -202,22 +218,37 @@ def test_limits(permitted, isolation):
         return run_program(program, limits=Limits(**limits), isolation=isolation)
 
     slow = run("import time\nprint('begun', flush=True)\ntime.sleep(60)", seconds=1)
-    assert (slow.timed_out, slow.killed_by, slow.exit_code, slow.stdout) == (True, "time", -9, "begun\n")
+    assert (slow.timed_out, slow.killed_by, slow.exit_code, slow.stdout) == (
+        True,
+        "time",
+        -9,
+        "begun\n",
+    )
     assert 1 <= slow.seconds < 10
     assert "MemoryError" in run("bytearray(200 << 20)", memory_mib=100).stderr
     assert run("bytearray(200 << 20)", memory_mib=400).exit_code == 0
-    assert "File too large" in run("open('x', 'wb').write(bytes(3 << 20))", files_mib=1, seconds=10).stderr
-    assert "Too many open files" in run("x = [open('/dev/null') for _ in range(40)]", open_files=32).stderr
+    assert (
+        "File too large"
+        in run("open('x', 'wb').write(bytes(3 << 20))", files_mib=1, seconds=10).stderr
+    )
+    assert (
+        "Too many open files"
+        in run("x = [open('/dev/null') for _ in range(40)]", open_files=32).stderr
+    )
     loud = run("import sys\nprint('x' * 5000)\nsys.stderr.write('y' * 5000)", output_kib=1)
     assert (loud.stdout, loud.stderr, loud.exit_code) == ("x" * 1024, "y" * 1024, 0)
     assert run("import os\nos.abort()").killed_by == "SIGABRT"
 
 
 def test_cpu_time_is_limited_beside_the_clock(full):
-    """Signal 24 is what the kernel sends when it is used up; the clock still has nine seconds then."""
+    """Signal 24 is what the kernel sends when it is used up; the clock still has nine seconds
+    then."""
     finished = run_program("import os\nos.kill(os.getpid(), 24)")
     assert (finished.timed_out, finished.killed_by) == (True, "cpu")
-    limits = run_program("import resource\nprint(resource.getrlimit(resource.RLIMIT_CPU))", limits=Limits(seconds=2.5))
+    limits = run_program(
+        "import resource\nprint(resource.getrlimit(resource.RLIMIT_CPU))",
+        limits=Limits(seconds=2.5),
+    )
     assert limits.stdout == "(3, 4)\n"
 
 
@@ -240,12 +271,15 @@ os.wait()
 
 @BOTH
 def test_whoever_asked_may_die(permitted, isolation, tmp_path):
-    """Killed, it leaves nobody and nothing: neither the program, nor the processes around it, nor their folder."""
+    """Killed, it leaves nobody and nothing: neither the program, nor the processes around it, nor
+    their folder."""
     code = f"""
 from stages.reward.sandbox import Limits, run_program
 run_program("import time; time.sleep(100)", limits=Limits(seconds=100), isolation={isolation!r})
 """
-    asker = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)})
+    asker = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
     try:
         deadline = time.monotonic() + 60
         while not (started := below(asker.pid, 3)) and time.monotonic() < deadline:
@@ -255,7 +289,9 @@ run_program("import time; time.sleep(100)", limits=Limits(seconds=100), isolatio
         asker.kill()
         asker.wait()
     deadline = time.monotonic() + 10
-    while (left := [pid for pid in started if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+    while (
+        left := [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    ) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
     assert os.listdir(tmp_path) == []
@@ -266,16 +302,21 @@ def below(pid: int, generations: int) -> list[int]:
     found, level = [], [pid]
     for _ in range(generations):
         try:
-            level = [int(child) for one in level for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+            level = [
+                int(child)
+                for one in level
+                for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()
+            ]
         except OSError:
             return []
         found += level
     return found if level else []
 
 
-# -- where it can not be ----------------------------------------------------------------------------------------------------
+# -- where it can not be
 
-# In a user namespace of its own, where one kind of namespace is forbidden, as a container or an administrator would do it.
+# In a user namespace of its own, where one kind of namespace is forbidden, as a container or an
+# administrator would do it.
 FORBID = """
 import os, sys
 sys.path.insert(0, "stages/reward/sandbox/launcher")
@@ -299,8 +340,16 @@ for attempt in (lambda: run_program(program), lambda: FUNCTIONS["code"].function
         print(error)
 print(run_program(program, isolation="process").exit_code)
 """
-LAYERS = {"user": "user namespace", "net": "network namespace", "mnt": "mount namespace", "pid": "process namespace",
-          "ids": "uid of its own (user namespace)", "ipc": "IPC namespace", "uts": "UTS namespace"}  # fmt: skip
+LAYERS = {
+    "user": "user namespace",
+    "net": "network namespace",
+    "mnt": "mount namespace",
+    "pid": "process namespace",
+    # fmt: skip
+    "ids": "uid of its own (user namespace)",
+    "ipc": "IPC namespace",
+    "uts": "UTS namespace",
+}
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -308,16 +357,22 @@ def test_where_a_layer_is_missing_nothing_is_run(kind, tmp_path):
     try:
         describe("full")
     except SecurityError as error:  # then this very system is the case
-        assert "does not permit the layer" in error.message and 'isolation = "process"' in error.next
+        assert (
+            "does not permit the layer" in error.message and 'isolation = "process"' in error.next
+        )
         return
     touched = tmp_path / "touched"
     done = subprocess.run(
-        [sys.executable, "-c", FORBID, kind, str(touched)], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", FORBID, kind, str(touched)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     refusal = f"E-SECURITY sandbox: the system does not permit the layer {LAYERS[kind]}: "
-    assert done.stdout.count(refusal) == done.stdout.count('isolation = "process" asks for less') == 2, (
-        done.stdout + done.stderr
-    )
+    assert (
+        done.stdout.count(refusal) == done.stdout.count('isolation = "process" asks for less') == 2
+    ), done.stdout + done.stderr
     assert done.stdout.endswith("\n0\n"), "and with less it runs"
     assert touched.read_text() == "was here "  # once, by the one that asked for less
 
@@ -336,12 +391,26 @@ def test_it_needs_no_root(full):
         return
     with tempfile.TemporaryDirectory(prefix="quiver-unprivileged-") as folder:
         for room in ("schemas", "stages"):
-            shutil.copytree(ROOT / room, f"{folder}/{room}", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / room, f"{folder}/{room}", ignore=shutil.ignore_patterns("__pycache__")
+            )
         os.chmod(folder, 0o755)
-        user = {"user": 1234, "group": 1234, "extra_groups": [], "cwd": folder, "env": {"PYTHONPATH": folder}}
+        user = {
+            "user": 1234,
+            "group": 1234,
+            "extra_groups": [],
+            "cwd": folder,
+            "env": {"PYTHONPATH": folder},
+        }
         for python in (interpreter.find().command[0], "/usr/bin/python3"):
             try:
-                done = subprocess.run([python, "-c", UNPRIVILEGED], capture_output=True, text=True, check=False, **user)
+                done = subprocess.run(
+                    [python, "-c", UNPRIVILEGED],
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    **user,
+                )
             except (PermissionError, FileNotFoundError):
                 continue  # an interpreter of root's alone, or none
             assert done.stdout == "uid 1234, shown as nobody\n65534 []\n\n", done.stderr
@@ -366,28 +435,38 @@ def test_a_sandbox_that_fails_is_no_result(monkeypatch, tmp_path):
 
 
 def test_another_interpreter_with_its_packages(full):
-    """The tests' own environment has numpy; this very interpreter shows it when it is named, and not otherwise."""
+    """The tests' own environment has numpy; this very interpreter shows it when it is named, and
+    not otherwise."""
     program = "import numpy; print(int(numpy.arange(3).sum()))"
     assert "No module named 'numpy'" in run_program(program).stderr
-    finished = run_program(program, python=sys.executable, limits=Limits(memory_mib=4096, processes=64, seconds=60))
+    finished = run_program(
+        program, python=sys.executable, limits=Limits(memory_mib=4096, processes=64, seconds=60)
+    )
     assert finished.stdout == "3\n", finished.stderr
 
 
 def test_an_interpreter_below_tmp(full):
-    """A clone or an environment may lie there; the program sees it, and of the rest of the host's /tmp nothing."""
-    program = "import os, sys; open('/tmp/mine', 'w').close(); print(sys.prefix, os.listdir('/tmp'))"
+    """A clone or an environment may lie there; the program sees it, and of the rest of the host's
+    /tmp nothing."""
+    program = (
+        "import os, sys; open('/tmp/mine', 'w').close(); print(sys.prefix, os.listdir('/tmp'))"
+    )
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/env"], check=True)
         finished = run_program(program, python=f"{folder}/env/bin/python")
         assert finished.stdout.split(maxsplit=1)[0] == f"{folder}/env", finished.stderr
-        assert set(literal_eval(finished.stdout.split(maxsplit=1)[1])) == {"mine", Path(folder).name}
+        assert set(literal_eval(finished.stdout.split(maxsplit=1)[1])) == {
+            "mine",
+            Path(folder).name,
+        }
 
 
-# -- the filter of system calls ---------------------------------------------------------------------------------------------
+# -- the filter of system calls
 
 
 def decide(program: bytes, number: int, arch: int, *arguments: int) -> int:
-    """What a filter says of a call: the instructions of classic BPF that it may use, as linux/filter.h describes them."""
+    """What a filter says of a call: the instructions of classic BPF that it may use, as
+    linux/filter.h describes them."""
     data = struct.pack("=iIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     code = list(struct.iter_unpack("=HBBI", program))
     at = loaded = 0
@@ -404,7 +483,8 @@ def decide(program: bytes, number: int, arch: int, *arguments: int) -> int:
 
 
 ALLOWED, KILLED, NOT_PERMITTED, NO_SUCH_CALL = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
-CALLS = {  # from asm/unistd.h: read, openat, getpid, ptrace, mount, clone, socket, ioctl, prlimit64, clone3
+# from asm/unistd.h: read, openat, getpid, ptrace, mount, clone, socket, ioctl, prlimit64, clone3
+CALLS = {
     "x86_64": (
         0xC000003E,
         {
@@ -452,8 +532,14 @@ def test_the_filter_of_each_architecture(machine):
         NOT_PERMITTED,
         NOT_PERMITTED,
     ]
-    assert [say("socket", family) for family in (1, 2, 10, 16, 40)] == [ALLOWED] + [NOT_PERMITTED] * 4
-    assert [say("ioctl", 0, request) for request in (0x5401, 0x5412, 0x541C)] == [ALLOWED, NOT_PERMITTED, NOT_PERMITTED]
+    assert [say("socket", family) for family in (1, 2, 10, 16, 40)] == [ALLOWED] + [
+        NOT_PERMITTED
+    ] * 4
+    assert [say("ioctl", 0, request) for request in (0x5401, 0x5412, 0x541C)] == [
+        ALLOWED,
+        NOT_PERMITTED,
+        NOT_PERMITTED,
+    ]
     assert [say("prlimit", pid) for pid in (0, 1)] == [ALLOWED, NOT_PERMITTED]
     assert decide(program, 435, arch) == NO_SUCH_CALL
     assert decide(program, 0, 0x40000003) == KILLED  # of i386

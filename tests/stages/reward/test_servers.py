@@ -1,4 +1,5 @@
-"""[[reward.servers]]: what is refused before anything is asked, that no message shows a secret, and servers in the stage."""
+"""[[reward.servers]]: what is refused before anything is asked, that no message shows a secret, and
+servers in the stage."""
 
 import pytest
 from pydantic import ValidationError
@@ -22,7 +23,9 @@ class Section(common.Config):
 
 
 def section(**options) -> ServerConfig:
-    return parse(Section, {"servers": [{"dialect": "quiver", "urls": [HERE], **options}]}, "reward").servers[0]
+    return parse(
+        Section, {"servers": [{"dialect": "quiver", "urls": [HERE], **options}]}, "reward"
+    ).servers[0]
 
 
 @pytest.mark.parametrize(
@@ -53,8 +56,14 @@ def section(**options) -> ServerConfig:
         ({"retrys": 3}, "did you mean retries?"),
         ({"name": "a b"}, "servers.0.name"),
         ({"dialect": "openai-judge", "model": "m"}, "needs model"),
-        ({"dialect": "openai-judge", "model": "m", "range": [0, 1], "score_pattern": "("}, "no regular expression"),
-        ({"dialect": "openai-judge", "model": "m", "range": [0, 1], "score_pattern": "[0-9]"}, "one group"),
+        (
+            {"dialect": "openai-judge", "model": "m", "range": [0, 1], "score_pattern": "("},
+            "no regular expression",
+        ),
+        (
+            {"dialect": "openai-judge", "model": "m", "range": [0, 1], "score_pattern": "[0-9]"},
+            "one group",
+        ),
         ({"dialect": "openrlhf", "score_key": "x"}, "rewards or scores"),
         ({"dialect": "vllm-classify", "score_key": "LABEL_1"}, "number of a class"),
         ({"dialect": "openrlhf", "message_template": "{name}"}, "knows no {name}"),
@@ -88,7 +97,9 @@ def test_a_right_section_survives_being_written_down(options):
     assert section(**made.model_dump(mode="json")) == made
 
 
-@pytest.mark.parametrize("value", [None, "", "short", "has space in it", "líne-of-text", "two\nlines-here"])
+@pytest.mark.parametrize(
+    "value", [None, "", "short", "has space in it", "líne-of-text", "two\nlines-here"]
+)
 def test_a_token_must_be_in_its_variable(value, monkeypatch):
     config = section(token="env:REWARD_KEY")
     monkeypatch.delenv("REWARD_KEY", raising=False)
@@ -132,7 +143,12 @@ def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
 
 
 def test_columns_that_are_sent_must_be_there():
-    judge = {"dialect": "openai-judge", "model": "m", "range": [0, 1], "rubric": "{prompt} {completion} {answer}"}
+    judge = {
+        "dialect": "openai-judge",
+        "model": "m",
+        "range": [0, 1],
+        "rubric": "{prompt} {completion} {answer}",
+    }
     for options in ({"columns": ["answer"]}, {"dialect": "slime", "label": "answer"}, judge):
         ServerScorer(section(**options)).require(["answer", "level"])
         with pytest.raises(ConfigError, match=r"sends answer.*did you mean answers\?"):
@@ -140,34 +156,62 @@ def test_columns_that_are_sent_must_be_there():
     ServerScorer(section()).require([])
 
 
-# -- in the stage --------------------------------------------------------------------------------------------------------------
+# -- in the stage
 
 
 def scored_by(asked):
     """Half a point a word; a completion of one word is an error there."""
     rows = asked.body["rows"]
-    found = [{"id": row["id"], "reward": len(row["completion"].split()) / 2, "extra": {"n": 1}} for row in rows]
-    failed = [{"id": row["id"], "reward": None, "error": "too short"} for row in rows if len(row["completion"].split()) == 1]
-    return reply({"format": 1, "rows": [each for each in found if each["id"] not in {f["id"] for f in failed}] + failed})
+    found = [
+        {"id": row["id"], "reward": len(row["completion"].split()) / 2, "extra": {"n": 1}}
+        for row in rows
+    ]
+    failed = [
+        {"id": row["id"], "reward": None, "error": "too short"}
+        for row in rows
+        if len(row["completion"].split()) == 1
+    ]
+    return reply(
+        {
+            "format": 1,
+            "rows": [each for each in found if each["id"] not in {f["id"] for f in failed}]
+            + failed,
+        }
+    )
 
 
 def test_the_stage_adds_a_server_s_part_to_those_of_functions(sample, store, monkeypatch):
     monkeypatch.setenv("REWARD_KEY", "canary-0123456789")
     rollouts = sample([["one two", "one"], ["a b c", "d e"]], {"answer": [1, 2]})
     with FakeServer(scored_by) as server:
-        section = {"name": "words", "dialect": "quiver", "urls": [server.url], "token": "env:REWARD_KEY", "extra": True}
+        section = {
+            "name": "words",
+            "dialect": "quiver",
+            "urls": [server.url],
+            "token": "env:REWARD_KEY",
+            "extra": True,
+        }
         functions = [{"use": "length", "arguments": {"target": 2}, "weight": 10.0}]
-        config = parse(Config, {"functions": functions, "servers": [{**section, "weight": 2.0}], "max_invalid": 0.25}, "reward")
+        config = parse(
+            Config,
+            {"functions": functions, "servers": [{**section, "weight": 2.0}], "max_invalid": 0.25},
+            "reward",
+        )
         version = store.open(run(config, store, rollouts=rollouts.ref))
         asked = len(server.asked)
-        assert str(run(config, store, rollouts=rollouts.ref)) == str(version.ref)  # found by its key, nobody asked
+        assert str(run(config, store, rollouts=rollouts.ref)) == str(
+            version.ref
+        )  # found by its key, nobody asked
         assert len(server.asked) == asked
         assert server.asked[0].headers["authorization"] == "Bearer canary-0123456789"
     table = {row["rollout_id"]: row for row in version.table().to_pylist()}
     assert table["0-sum-0-0"]["reward"] == 10 * 1 + 2 * 1.0
     assert table["0-sum-0-0"]["extra"] == {"words": '{"extra": {"n": 1}}'}
     assert table["0-sum-1-0"]["reward"] == 10 * 0 + 2 * 1.5
-    assert table["0-sum-0-1"]["reward"] is None and "too short" in table["0-sum-0-1"]["errors"]["words"]
+    assert (
+        table["0-sum-0-1"]["reward"] is None
+        and "too short" in table["0-sum-0-1"]["errors"]["words"]
+    )
     assert version.manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
     assert "canary" not in (version.path / "manifest.json").read_text()
 
@@ -175,7 +219,11 @@ def test_the_stage_adds_a_server_s_part_to_those_of_functions(sample, store, mon
 def test_a_server_that_refuses_ends_the_stage_and_keeps_nothing_half(sample, store):
     rollouts = sample([["a", "b"]], {"answer": [1]})
     with FakeServer(lambda asked: reply({}, 401)) as server:
-        config = parse(Config, {"servers": [{"name": "s", "dialect": "quiver", "urls": [server.url]}]}, "reward")
+        config = parse(
+            Config,
+            {"servers": [{"name": "s", "dialect": "quiver", "urls": [server.url]}]},
+            "reward",
+        )
         with pytest.raises(RemoteError, match="401"):
             run(config, store, rollouts=rollouts.ref)
     assert store.numbers("arith", "rewards") == []
@@ -186,7 +234,9 @@ def test_what_the_policy_was_given_to_continue_begins_the_answer(dialect):
     batch = {"prompts": ["2 + 2?"], "completions": ["so</think>4"], "completion_ids": [[5]], "finish_reason": ["stop"],
              "rollout_ids": ["r"]}  # fmt: skip
     with FakeServer(lambda asked: reply({}, 400)) as server:
-        ServerScorer(section(dialect=dialect, urls=[server.url]), prefill=lambda rollout: f"<{rollout}>").score(batch)
+        ServerScorer(
+            section(dialect=dialect, urls=[server.url]), prefill=lambda rollout: f"<{rollout}>"
+        ).score(batch)
     body = server.asked[0].body
     sent = {
         "quiver": lambda: body["rows"][0]["completion"],

@@ -1,4 +1,5 @@
-"""Dialects `vllm-classify` and `vllm-score` against a real vLLM server with a tiny reward model, compared with transformers."""
+"""Dialects `vllm-classify` and `vllm-score` against a real vLLM server with a tiny reward model,
+compared with transformers."""
 
 import os
 import socket
@@ -46,15 +47,34 @@ def model(tmp_path_factory):
 def url(model, tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = f"--runner pooling --dtype float32 --enforce-eager --max-model-len {CONTEXT} --host 127.0.0.1 --port {port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model[1], *options.split()]
-    quick = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    options = (
+        f"--runner pooling --dtype float32 --enforce-eager --max-model-len {CONTEXT} --host "
+        f"127.0.0.1 --port {port}"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model[1],
+        *options.split(),
+    ]
+    quick = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
     log = tmp_path_factory.mktemp("log") / "vllm.log"
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | quick) as server:
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | quick) as server,
+    ):
         try:
             deadline = time.monotonic() + 300
             while not ready(f"http://127.0.0.1:{port}/health"):
-                assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()[
+                    -3000:
+                ]
                 time.sleep(0.2)
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -76,12 +96,21 @@ def logit(model, ids: list[int]) -> float:
 
 def test_a_reward_model_behind_vllm_scores_as_it_does_alone(url, model):
     parts = ServerScorer(ServerConfig(dialect="vllm-classify", urls=[url])).score(BATCH)
-    asked = [[*chat, {"role": "assistant", "content": text}] for chat, text in zip(CHATS, BATCH["completions"], strict=False)]
+    asked = [
+        [*chat, {"role": "assistant", "content": text}]
+        for chat, text in zip(CHATS, BATCH["completions"], strict=False)
+    ]
     rendered = [tokenizer().apply_chat_template(messages, return_dict=False) for messages in asked]
-    wanted = [logit(model[0], ids) for ids in [*rendered, tokenizer()("what is 7? seven")["input_ids"]]]
+    wanted = [
+        logit(model[0], ids) for ids in [*rendered, tokenizer()("what is 7? seven")["input_ids"]]
+    ]
     assert [part.value for part in parts] == pytest.approx(wanted, abs=1e-4)
-    squashed = ServerScorer(ServerConfig(dialect="vllm-classify", urls=[url], use_activation=True)).score(BATCH)
-    assert [part.value for part in squashed] == pytest.approx(torch.tensor(wanted).sigmoid().tolist(), abs=1e-4)
+    squashed = ServerScorer(
+        ServerConfig(dialect="vllm-classify", urls=[url], use_activation=True)
+    ).score(BATCH)
+    assert [part.value for part in squashed] == pytest.approx(
+        torch.tensor(wanted).sigmoid().tolist(), abs=1e-4
+    )
 
 
 def test_pairs_of_texts_and_a_row_that_is_too_long(url, model):
@@ -90,4 +119,6 @@ def test_pairs_of_texts_and_a_row_that_is_too_long(url, model):
     parts = ServerScorer(config).score({**BATCH, "completions": completions})
     assert parts[2].value is None and "maximum context length" in parts[2].error
     pairs = [tokenizer()(f"{a} + 1?", completions[a])["input_ids"] for a in (0, 1, 3)]
-    assert [parts[a].value for a in (0, 1, 3)] == pytest.approx([logit(model[0], ids) for ids in pairs], abs=1e-4)
+    assert [parts[a].value for a in (0, 1, 3)] == pytest.approx(
+        [logit(model[0], ids) for ids in pairs], abs=1e-4
+    )

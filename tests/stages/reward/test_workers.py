@@ -1,5 +1,5 @@
-"""Worker processes: whatever a function does in a row costs that row alone, nobody is left behind, and results are the same for
-any number of workers."""
+"""Worker processes: whatever a function does in a row costs that row alone, nobody is left behind,
+and results are the same for any number of workers."""
 
 import json
 import logging
@@ -172,14 +172,20 @@ def shared(folder):
 
 def scorer(made: Pool, use: str, most: int = 256, **options) -> FunctionScorer:
     """With `most` rows a call."""
-    about = {"use": f"faults.py:{use}" if ":" not in use else use, "timeout_seconds": 1.0, **options}
+    about = {
+        "use": f"faults.py:{use}" if ":" not in use else use,
+        "timeout_seconds": 1.0,
+        **options,
+    }
     return FunctionScorer(FunctionConfig(**about), made, most)
 
 
 def score(made: Pool, use: str, rows: int = 12, bad: int = 5, **options) -> list[Part]:
     """What a function says of `rows` rows, of which row `bad` is bad."""
     texts = ["bad" if row == bad else "good" for row in range(rows)]
-    return scorer(made, use, **options).score({"completions": texts, "rollout_ids": [f"r{row}" for row in range(rows)]})
+    return scorer(made, use, **options).score(
+        {"completions": texts, "rollout_ids": [f"r{row}" for row in range(rows)]}
+    )
 
 
 def alive(pid: int) -> bool:
@@ -197,7 +203,11 @@ def children() -> list[int]:
             command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
         except OSError:
             continue
-        if b"workers/worker.py" in command and folder == os.getcwd() and alive(int(path.parent.name)):
+        if (
+            b"workers/worker.py" in command
+            and folder == os.getcwd()
+            and alive(int(path.parent.name))
+        ):
             found.append(int(path.parent.name))
     return found
 
@@ -236,12 +246,15 @@ def test_a_bad_row_costs_itself_alone(shared, fault):
 
 
 def test_a_row_that_hangs_costs_itself_alone_and_its_time(folder):
-    """Five functions at once: by a call that waits, that ignores SIGTERM, that never leaves C code, and two async ones."""
+    """Five functions at once: by a call that waits, that ignores SIGTERM, that never leaves C code,
+    and two async ones."""
     uses = ("hangs", "hangs_deaf", "hangs_in_c", "blocks", "waits")
     started = time.monotonic()
     with Pool(3) as three, ThreadPoolExecutor(len(uses)) as threads:
         found = dict(zip(uses, threads.map(lambda use: score(three, use), uses), strict=True))
-    assert found == {use: [Part(error=LATE) if row == 5 else Part(1.0) for row in range(12)] for use in uses}
+    assert found == {
+        use: [Part(error=LATE) if row == 5 else Part(1.0) for row in range(12)] for use in uses
+    }
     assert time.monotonic() - started < 60
 
 
@@ -265,7 +278,9 @@ def test_what_is_printed_is_logged_at_some_length(shared, caplog):
 
 def test_memory_has_a_limit(folder):
     with Pool(1, memory_gib=0.5) as limited:
-        assert score(limited, "hoards") == [Part(error="MemoryError") if row == 5 else Part(1.0) for row in range(12)]
+        assert score(limited, "hoards") == [
+            Part(error="MemoryError") if row == 5 else Part(1.0) for row in range(12)
+        ]
 
 
 def test_the_next_call_finds_folder_and_environment_as_they_were(folder):
@@ -293,7 +308,9 @@ def test_results_do_not_depend_on_the_number_of_workers_or_rows_a_call(folder):
     found = []
     for workers, rows in ((1, 256), (3, 256), (2, 1)):
         with Pool(workers) as some:
-            found.append({use: score(some, use, most=rows) for use in ("raises", "short", "leaves", "hangs")})
+            found.append(
+                {use: score(some, use, most=rows) for use in ("raises", "short", "leaves", "hangs")}
+            )
     assert found[0] == found[1] == found[2]
 
 
@@ -318,7 +335,7 @@ def test_a_pool_that_failed_itself_answers_no_further_call(folder, monkeypatch):
                 thread.submit(score, one, "raises", rows=1).result(60)
 
 
-# -- nobody is left behind ----------------------------------------------------------------------------------------------------
+# -- nobody is left behind
 
 
 def daemons(folder: Path) -> list[int]:
@@ -359,7 +376,9 @@ def test_a_stage_that_ends_leaves_nobody(empty, end):
         FunctionScorer(FunctionConfig(use="faults.py:leaves_daemon"), pool, 256).score(rows)
         FunctionScorer(FunctionConfig(use="faults.py:hangs_deaf"), pool, 256).score(rows)
     """
-    stage = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.DEVNULL)
+    stage = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 30
     while not daemons(empty) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -389,20 +408,25 @@ def test_closing_ends_a_call_that_waits(folder):
     assert not thread.is_alive() and "were closed" in errors[0].message
 
 
-# -- loading ------------------------------------------------------------------------------------------------------------------
+# -- loading
 
 
 @pytest.mark.parametrize(
     "source, said",
     [
-        ("import nonexistent_module", "can not be imported: ModuleNotFoundError: No module named 'nonexistent_module'"),
+        (
+            "import nonexistent_module",
+            "can not be imported: ModuleNotFoundError: No module named 'nonexistent_module'",
+        ),
         ("import os; os._exit(7)", "ended its process with exit code 7"),
         ("import sys; sys.exit(7)", "SystemExit: 7"),
         ("import time; time.sleep(600)", "took longer than 1 s"),
         ("x = 1", "has no function f"),
     ],
 )
-def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, folder, monkeypatch, source, said):
+def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(
+    shared, folder, monkeypatch, source, said
+):
     monkeypatch.setattr(pool, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
     (folder / "broken.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
@@ -414,7 +438,8 @@ def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, fold
 def test_code_that_changes_while_it_scores_is_refused(folder):
     path = folder / "changing.py"
     path.write_text(
-        "import os\ndef f(completions):\n    return [1.0 if text == 'good' else os._exit(1) for text in completions]\n"
+        "import os\ndef f(completions):\n    return [1.0 if text == 'good' else os._exit(1) for "
+        "text in completions]\n"
     )
     with Pool(1) as one:
         changing = scorer(one, "changing.py:f")
@@ -433,9 +458,13 @@ def test_notice_hears_of_failures_at_once_and_can_end_the_scoring(folder):
         raise KeyError("enough")
 
     with Pool(1) as one:
-        hanging = FunctionScorer(FunctionConfig(use="faults.py:hangs", timeout_seconds=0.5), one, 1, notice)
+        hanging = FunctionScorer(
+            FunctionConfig(use="faults.py:hangs", timeout_seconds=0.5), one, 1, notice
+        )
         with pytest.raises(KeyError, match="enough"):
-            hanging.score({"completions": ["bad"] * 4000, "rollout_ids": [f"r{row}" for row in range(4000)]})
+            hanging.score(
+                {"completions": ["bad"] * 4000, "rollout_ids": [f"r{row}" for row in range(4000)]}
+            )
     assert heard == [("hangs", "r0", "TimeoutError: no answer within 0.5 s")]
 
 
@@ -450,7 +479,9 @@ def test_values_of_columns_arrive_as_they_are(folder):
     )
     with Pool(1) as one:
         batch = {"completions": ["a"], "rollout_ids": ["r"], "when": [datetime.date(2020, 1, 1)]}
-        found = scorer(one, "typed.py:f").score({**batch, "raw": [b"ab"], "price": [decimal.Decimal("0.5")]})
+        found = scorer(one, "typed.py:f").score(
+            {**batch, "raw": [b"ab"], "price": [decimal.Decimal("0.5")]}
+        )
     assert found == [Part(2022.5)]
 
 
@@ -459,5 +490,7 @@ def test_extra_comes_through(folder):
         "def f(completions):\n    return [{'reward': 0.25, 'why': text} for text in completions]\n"
     )
     with Pool(1) as one:
-        found = scorer(one, "judge.py:f", extra=True).score({"completions": ["é\n"], "rollout_ids": ["r"]})
+        found = scorer(one, "judge.py:f", extra=True).score(
+            {"completions": ["é\n"], "rollout_ids": ["r"]}
+        )
     assert (found[0].value, json.loads(found[0].extra)) == (0.25, {"why": "é\n"})

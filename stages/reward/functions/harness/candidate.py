@@ -1,11 +1,13 @@
-"""The program's side of the harness of `code`: a process of its own that holds the program and is asked by a pipe.
+"""The program's side of the harness of `code`: a process of its own that holds the program and is
+asked by a pipe.
 
-Run in the sandbox as `python -c SOURCE READ WRITE`, so: one file, stdlib only. The judge loads the same text as a module, for its
-end of the wire.
+Run in the sandbox as `python -c SOURCE READ WRITE`, so: one file, stdlib only. The judge loads the
+same text as a module, for its end of the wire.
 
-Values cross as plain data (numbers, text, lists, dicts, … made anew on the other side). An object of the program's own stays here
-and is a `Remote` over there: its attributes, items, length and methods are asked for; compared with plain data it counts as the
-plain value that it derives from (list, dict, int, …), or is unequal. So no `==` of the program's ever sees what a test expects.
+Values cross as plain data (numbers, text, lists, dicts, … made anew on the other side). An object
+of the program's own stays here and is a `Remote` over there: its attributes, items, length and
+methods are asked for; compared with plain data it counts as the plain value that it derives from
+(list, dict, int, …), or is unequal. So no `==` of the program's ever sees what a test expects.
 """
 
 import builtins
@@ -19,10 +21,11 @@ SCALARS = {type(None), bool, int, float, str}
 
 
 class Ended(BaseException):
-    """The other process is gone: no exception of the program's, so no test that expects one is passed by it."""
+    """The other process is gone: no exception of the program's, so no test that expects one is
+    passed by it."""
 
 
-# -- values on the wire -----------------------------------------------------------------------------------------------------
+# -- values on the wire
 
 
 def _pairs(value):
@@ -50,7 +53,10 @@ _VALUES = {
     "builtins.bytes": (bytes.hex, bytes.fromhex),
     "builtins.bytearray": (bytearray.hex, bytearray.fromhex),
     "builtins.complex": (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    "builtins.range": (lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    "builtins.range": (
+        lambda value: [value.start, value.stop, value.step],
+        lambda parts: range(*parts),
+    ),
     "collections.deque": (list, _made("collections.deque")),
     "collections.Counter": (_pairs, dict),
     "collections.OrderedDict": (_pairs, dict),
@@ -59,16 +65,24 @@ _VALUES = {
     "fractions.Fraction": (str, _made("fractions.Fraction")),
     "datetime.date": (str, _made("datetime.date", "fromisoformat")),
     "datetime.datetime": (str, _made("datetime.datetime", "fromisoformat")),
-    "datetime.timedelta": (lambda v: [v.days, v.seconds, v.microseconds], lambda parts: _made("datetime.timedelta")(*parts)),
+    "datetime.timedelta": (
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda parts: _made("datetime.timedelta")(*parts),
+    ),
 }
 _BASES = (bool, int, float, str, list, tuple, dict, set, frozenset, bytes)
 
 
 def _name(value):
-    """The name under which a value is sent; None unless its type is exactly the one of that name."""
+    """The name under which a value is sent; None unless its type is exactly the one of that
+    name."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if name in _VALUES and sys.modules.get(kind.__module__) and getattr(sys.modules[kind.__module__], kind.__name__) is kind:
+    if (
+        name in _VALUES
+        and sys.modules.get(kind.__module__)
+        and getattr(sys.modules[kind.__module__], kind.__name__) is kind
+    ):
         return name
     return None
 
@@ -81,7 +95,9 @@ class Remote:
 
     def __call__(self, *args, **kwargs):
         value, changed = self._wire.ask("call", self, list(args), kwargs)
-        for argument, after in zip(args, changed, strict=True):  # a function may have changed them in place
+        for argument, after in zip(
+            args, changed, strict=True
+        ):  # a function may have changed them in place
             if isinstance(argument, list | bytearray) and isinstance(after, list | bytearray):
                 argument[:] = after
             elif isinstance(argument, dict | set) and isinstance(after, dict | set):
@@ -106,7 +122,8 @@ class Remote:
 
 
 def _by_plain(name):
-    """A comparison with plain data: of the plain value that the object derives from, never by the object's own method."""
+    """A comparison with plain data: of the plain value that the object derives from, never by the
+    object's own method."""
 
     def compare(self, other):
         plain = self._wire.ask("plain", self)
@@ -127,7 +144,8 @@ for _compared in ("__lt__", "__le__", "__gt__", "__ge__"):
 
 
 class Wire:
-    """Questions and answers between the two processes, one JSON array a line; either side may ask while it is asked.
+    """Questions and answers between the two processes, one JSON array a line; either side may ask
+    while it is asked.
 
     What an operation raises is sent back, except for `passing`.
     """
@@ -138,7 +156,8 @@ class Wire:
         self.held, self.remotes, self.ended = {}, {}, False
 
     def ask(self, operation, *values):
-        """What the other side answers; raises what it raised, as the nearest of Python's own exceptions."""
+        """What the other side answers; raises what it raised, as the nearest of Python's own
+        exceptions."""
         self.send(["ask", operation, [self.pack(value) for value in values]])
         while True:
             kind, *rest = self.receive()
@@ -176,7 +195,8 @@ class Wire:
     def receive(self):
         if self.ended:
             raise Ended("gone")
-        self.ended = True  # an exception from here on, a test's time being up among them, leaves half a message behind
+        # an exception from here on, a test's time being up among them, leaves half a message behind
+        self.ended = True
         line = self.read.readline()
         if not line.endswith(b"\n"):
             raise Ended("gone")
@@ -226,7 +246,7 @@ def _exception(names, text):
     return RuntimeError(text)
 
 
-# -- the program's side -----------------------------------------------------------------------------------------------------
+# -- the program's side
 
 
 def program(read, write):
@@ -244,18 +264,33 @@ def program(read, write):
         return {name: module.__dict__[name] for name in wanted if name in module.__dict__}
 
     def entry(name):
-        return module.__dict__[name] if name in module.__dict__ else getattr(module.Solution(), name)
+        return (
+            module.__dict__[name] if name in module.__dict__ else getattr(module.Solution(), name)
+        )
 
     def call(function, args, kwargs):
         before = [wire.pack(argument) for argument in args]
         value = function(*args, **kwargs)
-        return [value, [None if wire.pack(a) == b else a for a, b in zip(args, before, strict=True)]]
+        return [
+            value,
+            [None if wire.pack(a) == b else a for a, b in zip(args, before, strict=True)],
+        ]
 
     def plain(value):
         return next((base(value) for base in _BASES if isinstance(value, base)), value)
 
-    operations = {name: getattr(builtins, name, None) or getattr(operator, name) for name in (*_ASKED, "getattr", "setattr")}
-    operations |= {"load": load, "names": names, "entry": entry, "call": call, "plain": plain, "equal": operator.eq}
+    operations = {
+        name: getattr(builtins, name, None) or getattr(operator, name)
+        for name in (*_ASKED, "getattr", "setattr")
+    }
+    operations |= {
+        "load": load,
+        "names": names,
+        "entry": entry,
+        "call": call,
+        "plain": plain,
+        "equal": operator.eq,
+    }
     wire = Wire(read, write, operations)
     try:
         wire.serve()

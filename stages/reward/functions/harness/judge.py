@@ -1,14 +1,17 @@
 """Judges a program by its tests: the source that `code` gives to `run_program`, so: stdlib only.
 
     judge          has the tests, never runs a line of the program, and alone can write the verdict
-    └── candidate  has its own interpreter, the program and no test; it is asked by a pipe: to load, for a function, for its value
+    └── candidate  has its own interpreter, the program and no test; it is asked by a pipe: to load,
+    for a function, for its value
 
-So `assert f(2) == 4` compares plain values here, whatever the program did to `==`, to builtins or to its own exit. The program may
-call the functions that a test hands it, and can do nothing else to this process.
+So `assert f(2) == 4` compares plain values here, whatever the program did to `==`, to builtins or
+to its own exit. The program may call the functions that a test hands it, and can do nothing else to
+this process.
 
-Stdin: JSON `{"program", "tests", "calls", "entry", "seconds", "all", "candidate"}`, the last being the text of candidate.py.
-Stdout: how many tests there are (or why there are none), before the program is loaded; then, as they end, one 1 or 0 for each.
-Those that are missing at the end were not passed.
+Stdin: JSON `{"program", "tests", "calls", "entry", "seconds", "all", "candidate"}`, the last being
+the text of candidate.py. Stdout: how many tests there are (or why there are none), before the
+program is loaded; then, as they end, one 1 or 0 for each. Those that are missing at the end were
+not passed.
 """
 
 import ast
@@ -46,7 +49,9 @@ def judge(job, say):
         steps, wanted = plan_calls(job) if job["calls"] else plan_statements(job)
         total = sum(counted for _, counted in steps)
         if not total:
-            raise ValueError("the tests hold no assert, no function test_… and no call of a function of theirs")
+            raise ValueError(
+                "the tests hold no assert, no function test_… and no call of a function of theirs"
+            )
     except (SyntaxError, ValueError) as error:
         say(f"{type(error).__name__}: {error}".replace("\n", " ") + "\n")
         return
@@ -64,24 +69,37 @@ def judge(job, say):
 
 
 def start_program(source):
-    """The wire to a new process, which has the text of candidate.py, two pipes and nothing else of this process."""
+    """The wire to a new process, which has the text of candidate.py, two pipes and nothing else of
+    this process."""
     candidate = types.ModuleType("candidate")
     exec(compile(source, "candidate.py", "exec"), candidate.__dict__)
     hear, say_back = os.pipe()
     listen, say = os.pipe()
     for handle in (listen, say_back):
         os.set_inheritable(handle, True)
-    command = [sys.executable, *(["-S"] if sys.flags.no_site else []), "-c", source, str(listen), str(say_back)]
+    command = [
+        sys.executable,
+        *(["-S"] if sys.flags.no_site else []),
+        "-c",
+        source,
+        str(listen),
+        str(say_back),
+    ]
     actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
     os.posix_spawn(command[0], command, os.environ, file_actions=actions)
     os.close(listen)
     os.close(say_back)
-    calls = {"iter": iter, "next": next, "call": lambda f, args, kwargs: [f(*args, **kwargs), [None] * len(args)]}
+    calls = {
+        "iter": iter,
+        "next": next,
+        "call": lambda f, args, kwargs: [f(*args, **kwargs), [None] * len(args)],
+    }
     return candidate.Wire(hear, say, calls, passing=(candidate.Ended, TimeUp))
 
 
 def enter(wire, job, wanted, space):
-    """Load the program and give the tests what they use of it; they may also import it as `solution`."""
+    """Load the program and give the tests what they use of it; they may also import it as
+    `solution`."""
     wire.ask("load", job["program"])
     space |= wire.ask("names", sorted(wanted))
     if job["entry"]:
@@ -132,16 +150,22 @@ def same(value):
 
 
 def plan_statements(job):
-    """The top-level statements in order, then the functions test_… that they do not call themselves, then check(entry).
+    """The top-level statements in order, then the functions test_… that they do not call
+    themselves, then check(entry).
 
-    Counted are statements that hold an assert or call a function of the tests' own, and those functions.
+    Counted are statements that hold an assert or call a function of the tests' own, and those
+    functions.
     """
     tree = ast.parse(job["tests"])
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     steps, called = [], set()
     for node in tree.body:
         code = compile(ast.Module([node], []), "<tests>", "exec")
-        target = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        target = (
+            node.value.func
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            else None
+        )
         name = target.id if isinstance(target, ast.Name) and target.id in functions else None
         defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         counted = not defines and any(isinstance(part, ast.Assert) for part in ast.walk(node))

@@ -1,4 +1,5 @@
-"""The entry: `python -I -S launcher REPORT LIFELINE`. The rest is in modules, whose bytecode Python keeps."""
+"""The entry: `python -I -S launcher REPORT LIFELINE`. The rest is in modules, whose bytecode Python
+keeps."""
 
 import sys
 

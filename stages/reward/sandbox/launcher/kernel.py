@@ -1,7 +1,8 @@
-"""The system calls of Linux that Python does not offer, through ctypes. Each raises OSError with the kernel's errno.
+"""The system calls of Linux that Python does not offer, through ctypes. Each raises OSError with
+the kernel's errno.
 
-Numbers and structures: the manual pages of unshare(2), mount(2), pivot_root(2), mount_setattr(2), prctl(2) and capset(2).
-Stdlib only: the launcher runs outside of any package.
+Numbers and structures: the manual pages of unshare(2), mount(2), pivot_root(2), mount_setattr(2),
+prctl(2) and capset(2). Stdlib only: the launcher runs outside of any package.
 """
 
 from __future__ import annotations
@@ -9,12 +10,27 @@ from __future__ import annotations
 import ctypes
 import os
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_RDONLY = 2, 4, 8, 1
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
-_PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVS, _CAP_AMBIENT = 1, 4, 22, 24, 36, 38, 47
+_PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVS, _CAP_AMBIENT = (
+    1,
+    4,
+    22,
+    24,
+    36,
+    38,
+    47,
+)
 _CAPABILITY_VERSION = 0x20080522
 _LAST_CAPABILITY = 63
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
@@ -37,7 +53,15 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """mount(2); `kind` None for bind mounts and changes of propagation."""
-    _checked(_libc.mount(source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), options.encode()))
+    _checked(
+        _libc.mount(
+            source.encode(),
+            target.encode(),
+            kind and kind.encode(),
+            ctypes.c_ulong(flags),
+            options.encode(),
+        )
+    )
 
 
 class _MountAttr(ctypes.Structure):
@@ -49,7 +73,11 @@ def restrict(target: str, attributes: int) -> None:
     wanted = _MountAttr(attributes, 0, 0, 0)
     path = ctypes.c_char_p(target.encode())
     size = ctypes.c_size_t(ctypes.sizeof(wanted))
-    _checked(_libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, ctypes.byref(wanted), size))
+    _checked(
+        _libc.syscall(
+            _SYS_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, ctypes.byref(wanted), size
+        )
+    )
 
 
 def pivot_root(new: str, old: str) -> None:

@@ -1,7 +1,9 @@
-"""The file system of a sandbox: a root in memory, read-only, with what the interpreter needs and an empty writable /tmp.
+"""The file system of a sandbox: a root in memory, read-only, with what the interpreter needs and an
+empty writable /tmp.
 
-Nothing of the host is in it but the paths asked for (read-only, no setuid, no devices) and four harmless devices. There is no
-/proc, /sys, /etc or home. Called in a new mount namespace; afterwards the host's files can not be named any more.
+Nothing of the host is in it but the paths asked for (read-only, no setuid, no devices) and four
+harmless devices. There is no /proc, /sys, /etc or home. Called in a new mount namespace; afterwards
+the host's files can not be named any more.
 """
 
 from __future__ import annotations
@@ -15,15 +17,20 @@ _DEVICES = ("null", "zero", "random", "urandom")
 
 
 def build(paths: list[str], tmp_bytes: int) -> None:
-    """Replace the root. `paths`: folders, files and symbolic links of the host, to be found at the same place."""
+    """Replace the root. `paths`: folders, files and symbolic links of the host, to be found at the
+    same place."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,nr_inodes=4096")
+    kernel.mount(
+        "tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,nr_inodes=4096"
+    )
     os.mkdir("/tmp" + HOST)
     kernel.pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
     os.mkdir("/tmp")  # before what is shown: an interpreter may lie below the host's /tmp
     options = f"mode=1777,size={tmp_bytes},nr_inodes=1024"
-    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options)
+    kernel.mount(
+        "tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options
+    )
     shown: list[str] = []
     for path in sorted(paths):
         if not any(path == other or path.startswith(other + "/") for other in shown):
@@ -38,7 +45,9 @@ def seal() -> None:
     """Let go of the host's files and make the root read-only; /tmp stays writable."""
     kernel.detach(HOST)
     os.rmdir(HOST)
-    flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    flags = (
+        kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    )
     kernel.mount("none", "/", None, flags)
 
 

@@ -1,12 +1,15 @@
-"""A seccomp filter: which system calls a program may not make. A list of what is refused, for x86_64 and aarch64.
+"""A seccomp filter: which system calls a program may not make. A list of what is refused, for
+x86_64 and aarch64.
 
-Refused calls fail with EPERM, so that a program sees an ordinary error: tracing and reading other processes, mounts, new
-namespaces, kernel keys, BPF, io_uring, modules, clocks, and memory that no limit counts (memfd, System V IPC). Sockets exist as
-AF_UNIX alone: AF_VSOCK, AF_ALG and the like know no network namespace. A process may set no other's limits. clone3 fails with
-ENOSYS, because a filter can not see its flags; libraries then use clone. Calls of another architecture (32 bits, x32) end the
-process.
+Refused calls fail with EPERM, so that a program sees an ordinary error: tracing and reading other
+processes, mounts, new namespaces, kernel keys, BPF, io_uring, modules, clocks, and memory that no
+limit counts (memfd, System V IPC). Sockets exist as AF_UNIX alone: AF_VSOCK, AF_ALG and the like
+know no network namespace. A process may set no other's limits. clone3 fails with ENOSYS, because a
+filter can not see its flags; libraries then use clone. Calls of another architecture (32 bits, x32)
+end the process.
 
-The instructions are those of classic BPF on `struct seccomp_data` (nr, arch, ip, args): seccomp(2), linux/filter.h.
+The instructions are those of classic BPF on `struct seccomp_data` (nr, arch, ip, args): seccomp(2),
+linux/filter.h.
 """
 
 from __future__ import annotations
@@ -53,7 +56,12 @@ def supported() -> bool:
 def program(machine: str) -> bytes:
     """The filter for an architecture, as uname names it; 8 bytes an instruction."""
     at = list(_ARCHITECTURES).index(machine)
-    code = [_op(_LOAD, _ARCH), _op(_EQUAL, _ARCHITECTURES[machine], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NUMBER)]
+    code = [
+        _op(_LOAD, _ARCH),
+        _op(_EQUAL, _ARCHITECTURES[machine], 1, 0),
+        _op(_RETURN, _KILL),
+        _op(_LOAD, _NUMBER),
+    ]
     if machine == "x86_64":
         code += [_op(_AT_LEAST, _X32, 0, 1), _op(_RETURN, _KILL)]
     for numbers in _REFUSED.values():
@@ -64,7 +72,10 @@ def program(machine: str) -> bytes:
     for numbers in (_SOCKET, _SOCKETPAIR):
         code += _when(numbers[at], _argument(0, [_op(_EQUAL, _AF_UNIX, 0, 1)], refuse=False))
     code += _when(_PRLIMIT[at], _argument(0, [_op(_EQUAL, 0, 0, 1)], refuse=False))
-    code += _when(_IOCTL[at], _argument(1, [_op(_EQUAL, _TIOCSTI, 1, 0), _op(_EQUAL, _TIOCLINUX, 0, 1)], refuse=True))
+    code += _when(
+        _IOCTL[at],
+        _argument(1, [_op(_EQUAL, _TIOCSTI, 1, 0), _op(_EQUAL, _TIOCLINUX, 0, 1)], refuse=True),
+    )
     return b"".join([*code, _op(_RETURN, _ALLOW)])
 
 
@@ -73,7 +84,8 @@ def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def _when(number: int, block: list[bytes]) -> list[bytes]:
-    """Run `block`, which ends in a return, for one call; the call's number stays loaded for the next comparison."""
+    """Run `block`, which ends in a return, for one call; the call's number stays loaded for the
+    next comparison."""
     return [_op(_EQUAL, number, 0, len(block)), *block]
 
 

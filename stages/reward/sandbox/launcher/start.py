@@ -1,11 +1,13 @@
-"""Runs one program in a sandbox of its own; started as `python -I -S launcher REPORT LIFELINE` by stages.reward.sandbox.
+"""Runs one program in a sandbox of its own; started as `python -I -S launcher REPORT LIFELINE` by
+stages.reward.sandbox.
 
     launcher                waits: for the program, for its deadline, for the end of whoever asked (LIFELINE closes)
     └── first process       pid 1 of the new namespaces: builds the root, waits, and takes everybody with it when it ends
         └── the program     nobody, no privileges, limits, a filter of system calls; then the interpreter is executed
 
-Stdin holds the job (marshal of a dict, see `sandbox.run`); stdout and stderr become the program's. REPORT gets one dict: how the
-program ended, or which layer the system refused, or what failed. Nothing is run where a layer that was asked for is missing.
+Stdin holds the job (marshal of a dict, see `sandbox.run`); stdout and stderr become the program's.
+REPORT gets one dict: how the program ended, or which layer the system refused, or what failed.
+Nothing is run where a layer that was asked for is missing.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def main(report: int, lifeline: int) -> None:
 
 
 def supervise(job: dict, lifeline: int) -> dict:
-    """Start the first process, wait for the end of the program or end it, and leave nobody behind."""
+    """Start the first process, wait for the end of the program or end it, and leave nobody
+    behind."""
     full = job["isolation"] == "full"
     _offer_to_the_oom_killer()
     privileged = os.geteuid() == 0
@@ -82,7 +85,7 @@ def supervise(job: dict, lifeline: int) -> dict:
         watch.end(child)
 
 
-# -- before the program -----------------------------------------------------------------------------------------------------
+# -- before the program
 
 
 def _offer_to_the_oom_killer() -> None:
@@ -95,7 +98,8 @@ def _offer_to_the_oom_killer() -> None:
 
 
 def _unshare(privileged: bool) -> None:
-    """New user, network, IPC, UTS and (for children) process namespaces; a process outside must write the ids' map."""
+    """New user, network, IPC, UTS and (for children) process namespaces; a process outside must
+    write the ids' map."""
     go, tell = os.pipe()
     owner, user, group = os.getpid(), os.geteuid(), os.getegid()
     mapper = os.fork()
@@ -128,14 +132,19 @@ def _unshare(privileged: bool) -> None:
 def _map_ids(go: int, owner: int, own: tuple[int, int] | None) -> int:
     """Write the maps of the process `owner` as soon as it says so; an errno, or 0.
 
-    Root is mapped beside nobody, so that it may set up what nobody can not read. Any other user is shown as nobody.
+    Root is mapped beside nobody, so that it may set up what nobody can not read. Any other user is
+    shown as nobody.
     """
     if not os.read(go, 1):
         return 0
     both = f"0 0 1\n{NOBODY} {NOBODY} 1\n"
     maps = {"uid_map": both, "gid_map": both}
     if own:
-        maps = {"setgroups": "deny", "uid_map": f"{NOBODY} {own[0]} 1\n", "gid_map": f"{NOBODY} {own[1]} 1\n"}
+        maps = {
+            "setgroups": "deny",
+            "uid_map": f"{NOBODY} {own[0]} 1\n",
+            "gid_map": f"{NOBODY} {own[1]} 1\n",
+        }
     try:
         for name, text in maps.items():
             with open(f"/proc/{owner}/{name}", "w") as file:
@@ -171,7 +180,8 @@ def _first(job: dict, full: bool, privileged: bool, tell: int) -> None:
 
 
 def _place(job: dict) -> tuple[str, int]:
-    """Write the program where it is run from; its path, and the open file of its stdin, which has no name any more."""
+    """Write the program where it is run from; its path, and the open file of its stdin, which has
+    no name any more."""
     path = job["folder"] + "/program.py"
     with open(path, "wb") as file:
         file.write(job["program"])
@@ -183,7 +193,8 @@ def _place(job: dict) -> tuple[str, int]:
 
 
 def _run(job: dict, full: bool, privileged: bool, files: tuple[str, int], tell: int) -> str:
-    """Start the program and wait for it; what to tell. Orphans are its children's children and end as zombies here."""
+    """Start the program and wait for it; what to tell. Orphans are its children's children and end
+    as zombies here."""
     hear, fault = os.pipe()
     program = os.fork()
     if program == 0:
@@ -241,7 +252,8 @@ def _last_words(pipe: int, said: str) -> None:
 
 
 def _limit(job: dict, full: bool, privileged: bool) -> None:
-    """Limits of each process; the number of processes only where the user namespace counts them apart from others."""
+    """Limits of each process; the number of processes only where the user namespace counts them
+    apart from others."""
     wanted = {
         resource.RLIMIT_AS: job["memory_bytes"],
         resource.RLIMIT_CORE: 1,  # at 0 the kernel still pipes a core to a handler of the host's
@@ -253,9 +265,16 @@ def _limit(job: dict, full: bool, privileged: bool) -> None:
         resource.RLIMIT_CPU: job["cpu_seconds"],
     }
     if full:
-        wanted[resource.RLIMIT_NPROC] = job["processes"] + (0 if privileged else 2)  # the two above it, where the uid is one
+        wanted[resource.RLIMIT_NPROC] = job["processes"] + (
+            0 if privileged else 2
+        )  # the two above it, where the uid is one
     for kind, most in wanted.items():
         allowed = resource.getrlimit(kind)[1]
-        extra = 1 if kind == resource.RLIMIT_CPU else 0  # SIGXCPU tells the reason, SIGKILL a second later ends it
-        soft, hard = (n if allowed == resource.RLIM_INFINITY else min(n, allowed) for n in (most, most + extra))
+        extra = (
+            1 if kind == resource.RLIMIT_CPU else 0
+        )  # SIGXCPU tells the reason, SIGKILL a second later ends it
+        soft, hard = (
+            n if allowed == resource.RLIM_INFINITY else min(n, allowed)
+            for n in (most, most + extra)
+        )
         resource.setrlimit(kind, (soft, hard))

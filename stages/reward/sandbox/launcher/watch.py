@@ -1,7 +1,9 @@
-"""What the launcher does while a program runs: hear how it ended, or end it; either way nobody is left.
+"""What the launcher does while a program runs: hear how it ended, or end it; either way nobody is
+left.
 
-The first process of the sandbox tells by lines: `started`, `ended|CODE`, `refused|LAYER|ERRNO|WHY`, `failed|WHY`. The clock of
-the program starts when its interpreter is executed, so a slow start of the sandbox is never the program's fault.
+The first process of the sandbox tells by lines: `started`, `ended|CODE`, `refused|LAYER|ERRNO|WHY`,
+`failed|WHY`. The clock of the program starts when its interpreter is executed, so a slow start of
+the sandbox is never the program's fault.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def until_it_ends(job: dict, child: int, news: int, lifeline: int) -> dict:
-    """Wait until the first process, `child`, has told how it ended, or until a limit is reached; the launcher's report."""
+    """Wait until the first process, `child`, has told how it ended, or until a limit is reached;
+    the launcher's report."""
     poll = select.poll()
     poll.register(news)
     poll.register(lifeline)
@@ -68,7 +71,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process occupies; 0 when it is gone. Pages that forks share count for each."""
+    """Bytes of memory that a process occupies; 0 when it is gone. Pages that forks share count for
+    each."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * _PAGE
@@ -77,7 +81,8 @@ def resident(pid: int) -> int:
 
 
 def end(child: int) -> None:
-    """Kill the first process, which ends its namespace, and whoever else is below this one; wait for all of them."""
+    """Kill the first process, which ends its namespace, and whoever else is below this one; wait
+    for all of them."""
     os.kill(child, _SIGKILL)
     os.waitpid(child, 0)  # returns when everybody in its process namespace is gone
     while True:
@@ -88,6 +93,8 @@ def end(child: int) -> None:
                 continue
         try:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(0.001)  # the kernel's list of children may miss one while others end: look again
+                time.sleep(
+                    0.001
+                )  # the kernel's list of children may miss one while others end: look again
         except ChildProcessError:
             return

@@ -1,4 +1,5 @@
-"""Dialects: how a server is asked for rewards and how its answer is read. Pure functions; nothing here touches the network.
+"""Dialects: how a server is asked for rewards and how its answer is read. Pure functions; nothing
+here touches the network.
 
 | dialect | asked | answered | rows a request |
 |---|---|---|---|
@@ -9,9 +10,10 @@
 | vllm-score | text_1, text_2 | score by index | many |
 | openai-judge | a rubric, filled in | text with a score in it | one |
 
-`encode(rows, config)` gives the request's JSON, `decode(answer, rows, config)` the parts, one a row and in order. Where the answer
-as a whole is not of the dialect, `decode` raises MalformedError; where one row has no number, that row's part carries an error.
-The first three have an answering side too: `Request`, `Answer` and `answer`, which `deployments/reward_server.py` serves.
+`encode(rows, config)` gives the request's JSON, `decode(answer, rows, config)` the parts, one a row
+and in order. Where the answer as a whole is not of the dialect, `decode` raises MalformedError;
+where one row has no number, that row's part carries an error. The first three have an answering
+side too: `Request`, `Answer` and `answer`, which `deployments/reward_server.py` serves.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from .rows import Row
 
 
 class Dialect(NamedTuple):
-    """`path` stands in for that of a URL that has none; `alone` says whether a row needs a request of its own."""
+    """`path` stands in for that of a URL that has none; `alone` says whether a row needs a request
+    of its own."""
 
     path: str
     encode: Callable[..., dict[str, Any]]
@@ -44,12 +47,30 @@ def _never(row: Row) -> bool:
 
 
 DIALECTS: dict[str, Dialect] = {
-    "quiver": Dialect(quiver.PATH, quiver.encode, quiver.decode, _never, "Quiver's own: rows by id, errors apart from numbers"),
-    "openrlhf": Dialect(openrlhf.PATH, openrlhf.encode, openrlhf.decode, _never, "OpenRLHF's remote reward server"),
-    "slime": Dialect(slime.PATH, slime.encode, slime.decode, _always, "slime's remote reward model"),
-    "vllm-classify": Dialect(
-        vllm.CLASSIFY, vllm.encode_classify, vllm.decode_classify, vllm.alone, "a reward model or classifier behind vLLM"
+    "quiver": Dialect(
+        quiver.PATH,
+        quiver.encode,
+        quiver.decode,
+        _never,
+        "Quiver's own: rows by id, errors apart from numbers",
     ),
-    "vllm-score": Dialect(vllm.SCORE, vllm.encode_score, vllm.decode_score, _never, "a cross-encoder behind vLLM"),
-    "openai-judge": Dialect(judge.PATH, judge.encode, judge.decode, _always, "a chat model that grades by a rubric"),
+    "openrlhf": Dialect(
+        openrlhf.PATH, openrlhf.encode, openrlhf.decode, _never, "OpenRLHF's remote reward server"
+    ),
+    "slime": Dialect(
+        slime.PATH, slime.encode, slime.decode, _always, "slime's remote reward model"
+    ),
+    "vllm-classify": Dialect(
+        vllm.CLASSIFY,
+        vllm.encode_classify,
+        vllm.decode_classify,
+        vllm.alone,
+        "a reward model or classifier behind vLLM",
+    ),
+    "vllm-score": Dialect(
+        vllm.SCORE, vllm.encode_score, vllm.decode_score, _never, "a cross-encoder behind vLLM"
+    ),
+    "openai-judge": Dialect(
+        judge.PATH, judge.encode, judge.decode, _always, "a chat model that grades by a rubric"
+    ),
 }

@@ -1,11 +1,14 @@
-r"""Dialect `openai-judge`: a chat model behind an OpenAI-compatible endpoint grades each completion by a rubric.
+r"""Dialect `openai-judge`: a chat model behind an OpenAI-compatible endpoint grades each completion
+by a rubric.
 
     POST /v1/chat/completions
-    {"model": "judge", "messages": [{"role": "user", "content": "…rubric, filled in…"}], "temperature": 0, "max_tokens": 512}
-    →  {"choices": [{"message": {"content": "Correct, but long.\nScore: 8"}, "finish_reason": "stop"}]}
+    {"model": "judge", "messages": [{"role": "user", "content": "…rubric, filled in…"}],
+    "temperature": 0, "max_tokens": 512} →  {"choices": [{"message": {"content": "Correct, but
+    long.\nScore: 8"}, "finish_reason": "stop"}]}
 
-The rubric asks by {name} for `prompt`, `completion`, `finish_reason` and any column. The score is what the pattern's one group
-catches last; an answer without one, or one that was cut by its length, is the row's error, never a 0.
+The rubric asks by {name} for `prompt`, `completion`, `finish_reason` and any column. The score is
+what the pattern's one group catches last; an answer without one, or one that was cut by its length,
+is the row's error, never a 0.
 
 >>> SCORE.findall("Score: 3? No.\n**Score:** 8/10."), SCORE.findall("Score: 8,5"), SCORE.findall("I give it 8")
 (['3', '8'], [], [])
@@ -42,7 +45,9 @@ ANSWER>>>
 Say in a few sentences what is right and what is wrong. Then end with a line of its own:
 Score: N
 where N is a number from 0 (worthless) to 10 (perfect)."""
-_LAST = 4000  # characters of the answer in which the score is looked for: a pattern of the user's meets no endless text
+# characters of the answer in which the score is looked for: a pattern of the user's meets no
+# endless text
+_LAST = 4000
 
 
 def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
@@ -50,8 +55,13 @@ def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     (row,) = rows
     prompt = as_text(row.prompt, config.message_template).strip()
     own = {"prompt": prompt, "completion": row.completion, "finish_reason": row.finish_reason}
-    asked = {"messages": [{"role": "user", "content": fill(config.rubric, {**row.columns, **own})}], "temperature": 0}
-    newer = "max_completion_tokens" in config.arguments  # a server that knows it refuses the older name beside it
+    asked = {
+        "messages": [{"role": "user", "content": fill(config.rubric, {**row.columns, **own})}],
+        "temperature": 0,
+    }
+    newer = (
+        "max_completion_tokens" in config.arguments
+    )  # a server that knows it refuses the older name beside it
     limit = {} if newer else {"max_tokens": config.max_tokens}
     return {"model": config.model, **asked, **limit, **config.arguments}
 
@@ -73,5 +83,9 @@ def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     except ValueError:
         value = None
     if value is None:
-        return [Part(error=f"no score in the judge's answer: …{printable(text[-80:], 80)!r}", extra=told)]
+        return [
+            Part(
+                error=f"no score in the judge's answer: …{printable(text[-80:], 80)!r}", extra=told
+            )
+        ]
     return [as_part(value, config.range, config.rescale, extra)]

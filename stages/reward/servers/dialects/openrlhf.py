@@ -1,11 +1,14 @@
-"""Dialect `openrlhf`: the remote reward server of OpenRLHF. Texts only, many rows a request, matched by position.
+"""Dialect `openrlhf`: the remote reward server of OpenRLHF. Texts only, many rows a request,
+matched by position.
 
     POST /get_reward
-    {"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": ["4"]}  →  {"rewards": [1.0], "scores": [1.0], "extra_logs": {}}
+    {"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": ["4"]}  →  {"rewards": [1.0],
+    "scores": [1.0], "extra_logs": {}}
 
-`query` is prompt and completion in one. The protocol has no word for a row that failed, so a null in `rewards` is an error;
-where `extra_logs` has a list `error`, as this project's own server writes it, text there is the row's failure, and null beside a
-null reward means that nothing applies to the row.
+`query` is prompt and completion in one. The protocol has no word for a row that failed, so a null
+in `rewards` is an error; where `extra_logs` has a list `error`, as this project's own server writes
+it, text there is the row's failure, and null beside a null reward means that nothing applies to the
+row.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 PATH = "/get_reward"
 
-# -- the side that asks -------------------------------------------------------------------------------------------------------
+# -- the side that asks
 
 
 def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
@@ -51,7 +54,11 @@ def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     numbers = as_list(found.get(key), key, count)
     beside = {} if found.get("extra_logs") is None else as_dict(found["extra_logs"], "extra_logs")
     lists = {**beside, **{name: found[name] for name in ("scores",) if name in found}}
-    logs = {name: values for name, values in lists.items() if isinstance(values, list) and len(values) == count}
+    logs = {
+        name: values
+        for name, values in lists.items()
+        if isinstance(values, list) and len(values) == count
+    }
     parts = []
     for at, value in enumerate(numbers):
         told = {name: values[at] for name, values in logs.items()}
@@ -60,11 +67,12 @@ def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     return parts
 
 
-# -- the side that answers ----------------------------------------------------------------------------------------------------
+# -- the side that answers
 
 
 class Request(BaseModel):
-    """Rows to score: each query holds its prompt, at the beginning or after a token such as <s>; the rest is the completion."""
+    """Rows to score: each query holds its prompt, at the beginning or after a token such as <s>;
+    the rest is the completion."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     query: list[str] = Field(min_length=1, max_length=10_000)
@@ -83,7 +91,10 @@ class Request(BaseModel):
         """The rows as they are scored; `label` is the column that the labels become."""
         given = zip(self.query, self.prompts, self.labels, strict=True)
         rest = lambda query, prompt: query[query.index(prompt) + len(prompt) :]  # noqa: E731
-        return [Row(str(at), prompt, rest(query, prompt), {label: mark}) for at, (query, prompt, mark) in enumerate(given)]
+        return [
+            Row(str(at), prompt, rest(query, prompt), {label: mark})
+            for at, (query, prompt, mark) in enumerate(given)
+        ]
 
 
 class Answer(BaseModel):
@@ -98,4 +109,8 @@ def answer(rows: list[Row], scored: list[Scored]) -> dict[str, Any]:
     """The answer for `rows`, of which there is at least one."""
     rewards = [found.reward for found in scored]
     parts = {name: [found.parts[name] for found in scored] for name in scored[0].parts}
-    return {"rewards": rewards, "scores": rewards, "extra_logs": {**parts, "error": [found.error for found in scored]}}
+    return {
+        "rewards": rewards,
+        "scores": rewards,
+        "extra_logs": {**parts, "error": [found.error for found in scored]},
+    }

@@ -1,14 +1,19 @@
-"""Dialect `quiver`, format 1: many rows a request, matched by id; numbers, nulls and errors kept apart.
+"""Dialect `quiver`, format 1: many rows a request, matched by id; numbers, nulls and errors kept
+apart.
 
     POST /v1/score
-    {"format": 1, "rows": [{"id": "a", "prompt": [{"role": "user", "content": "2 + 2?"}], "completion": "4",
-                            "completion_ids": [19], "finish_reason": "stop", "columns": {"answer": 4}}]}
+    {"format": 1, "rows": [{"id": "a", "prompt": [{"role": "user", "content": "2 + 2?"}],
+    "completion": "4",
+                            "completion_ids": [19], "finish_reason": "stop", "columns": {"answer":
+                            4}}]}
     →
-    {"format": 1, "rows": [{"id": "a", "reward": 1.0, "error": null, "parts": {"numeric": 1.0}, "extra": {}}]}
+    {"format": 1, "rows": [{"id": "a", "reward": 1.0, "error": null, "parts": {"numeric": 1.0},
+    "extra": {}}]}
 
-`prompt` is messages or text. `completion_ids` and `finish_reason` may be null; every row of a request has the same `columns`.
-Rows of the answer come in any order, each id once. `reward` is a number; or null with an `error` (the row failed); or null
-without one (nothing applies to the row, which is not 0). `error`, `parts` and `extra` may be left out.
+`prompt` is messages or text. `completion_ids` and `finish_reason` may be null; every row of a
+request has the same `columns`. Rows of the answer come in any order, each id once. `reward` is a
+number; or null with an `error` (the row failed); or null without one (nothing applies to the row,
+which is not 0). `error`, `parts` and `extra` may be left out.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ FORMAT = 1
 PATH = "/v1/score"
 _KEYS = {"id", "reward", "error", "parts", "extra"}
 
-# -- the side that asks -------------------------------------------------------------------------------------------------------
+# -- the side that asks
 
 
 def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
@@ -44,15 +49,20 @@ def _encode_row(row: Row, chosen: tuple[str, ...] | None) -> dict[str, Any]:
 
 
 def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
-    """The parts of `rows`. MalformedError: another format, or ids that are not those asked for, each once."""
+    """The parts of `rows`. MalformedError: another format, or ids that are not those asked for,
+    each once."""
     found = as_dict(answer, "the answer")
     if type(found.get("format")) is not int or found["format"] != FORMAT:
-        raise MalformedError(f"format is {printable(repr(found.get('format')), 40)}, expected {FORMAT}")
+        raise MalformedError(
+            f"format is {printable(repr(found.get('format')), 40)}, expected {FORMAT}"
+        )
     told: dict[str, dict[str, Any]] = {}
     for item in as_list(found.get("rows"), "rows", len(rows)):
         row = as_dict(item, "an item of rows")
         if not isinstance(row.get("id"), str) or row["id"] in told:
-            raise MalformedError(f"id {printable(repr(row.get('id')), 80)} is not text, or stands twice")
+            raise MalformedError(
+                f"id {printable(repr(row.get('id')), 80)} is not text, or stands twice"
+            )
         told[row["id"]] = row
     missing = [row.id for row in rows if row.id not in told]
     if missing:
@@ -63,7 +73,11 @@ def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
 def _decode_row(row: dict[str, Any], config: ServerConfig) -> Part:
     unknown = sorted(row.keys() - _KEYS)
     if unknown or "reward" not in row:
-        raise MalformedError(f"a row has unknown key {printable(unknown[0], 40)}" if unknown else "a row has no reward")
+        raise MalformedError(
+            f"a row has unknown key {printable(unknown[0], 40)}"
+            if unknown
+            else "a row has no reward"
+        )
     if not isinstance(row.get("error"), str | None):
         raise MalformedError(f"error is {shape(row['error'])}, expected text or null")
     extra = {name: as_dict(row[name], name) for name in ("parts", "extra") if row.get(name)} or None
@@ -71,7 +85,8 @@ def _decode_row(row: dict[str, Any], config: ServerConfig) -> Part:
 
 
 def part_or_error(value: Any, told: dict[str, Any], config: ServerConfig, extra: Any) -> Part:
-    """What one row got. Text as `error` in `told`: its failure. Null beside a null error: nothing applies. Else: a number."""
+    """What one row got. Text as `error` in `told`: its failure. Null beside a null error: nothing
+    applies. Else: a number."""
     error = told.get("error", "")
     beside = None if extra is None else as_extra(extra)
     if isinstance(error, str) and error:
@@ -81,7 +96,7 @@ def part_or_error(value: Any, told: dict[str, Any], config: ServerConfig, extra:
     return as_part(value, config.range, config.rescale, extra)
 
 
-# -- the side that answers ----------------------------------------------------------------------------------------------------
+# -- the side that answers
 
 
 class _Strict(BaseModel):

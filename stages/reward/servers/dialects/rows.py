@@ -19,7 +19,8 @@ _FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
 class Row(NamedTuple):
-    """One rollout to score. `prompt` is messages, or text; ids and reason are None where a dialect does not carry them."""
+    """One rollout to score. `prompt` is messages, or text; ids and reason are None where a dialect
+    does not carry them."""
 
     id: str
     prompt: str | list[dict[str, str]]
@@ -30,7 +31,8 @@ class Row(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """What the serving side says of one row: a reward, or an error, or neither (nothing applies), and the parts it is made of."""
+    """What the serving side says of one row: a reward, or an error, or neither (nothing applies),
+    and the parts it is made of."""
 
     reward: float | None
     error: str | None
@@ -39,27 +41,44 @@ class Scored(NamedTuple):
 
 
 def as_rows(batch: Batch, columns: Iterable[str], ids: bool = True) -> list[Row]:
-    """The rows of a batch, with those of the user's columns that are named, and with token ids if asked for: a list that
-    nobody needs is not made."""
+    """The rows of a batch, with those of the user's columns that are named, and with token ids if
+    asked for: a list that nobody needs is not made."""
     names = list(columns)
     tokens = batch["completion_ids"] if ids else [None] * len(batch["completions"])
     values = zip(*(batch[name] for name in names), strict=True) if names else [()] * len(tokens)
     given = zip(
-        batch["rollout_ids"], batch["prompts"], batch["completions"], values, tokens, batch["finish_reason"], strict=True
+        batch["rollout_ids"],
+        batch["prompts"],
+        batch["completions"],
+        values,
+        tokens,
+        batch["finish_reason"],
+        strict=True,
     )
-    return [Row(id, prompt, text, dict(zip(names, row, strict=True)), own, why) for id, prompt, text, row, own, why in given]
+    return [
+        Row(id, prompt, text, dict(zip(names, row, strict=True)), own, why)
+        for id, prompt, text, row, own, why in given
+    ]
 
 
 def as_batch(rows: list[Row]) -> dict[str, list[Any]]:
-    """The reverse of `as_rows`, for rows that have the same columns. A column never hides one of the batch's own lists."""
+    """The reverse of `as_rows`, for rows that have the same columns. A column never hides one of
+    the batch's own lists."""
     columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
     own = ("prompt", "completion", "completion_ids", "finish_reason", "id")
-    return columns | {name: [getattr(row, field) for row in rows] for name, field in zip(OFFERED, own, strict=True)}
+    return columns | {
+        name: [getattr(row, field) for row in rows]
+        for name, field in zip(OFFERED, own, strict=True)
+    }
 
 
 def as_text(prompt: str | list[dict[str, str]], message_template: str) -> str:
     """A prompt as text: itself, or its messages one after the other, each by the template."""
-    return prompt if isinstance(prompt, str) else "".join(fill(message_template, message) for message in prompt)
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else "".join(fill(message_template, message) for message in prompt)
+    )
 
 
 def fields(template: str) -> set[str]:
@@ -68,11 +87,14 @@ def fields(template: str) -> set[str]:
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
-    """`template` with each {name} replaced in one pass, so that braces in a value stay what they are; {{name}} gives {name}.
+    """`template` with each {name} replaced in one pass, so that braces in a value stay what they
+    are; {{name}} gives {name}.
 
     Text is put in as it is, any other value as JSON. Other braces mean themselves.
     """
-    return _FIELD.sub(lambda match: f"{{{match[1]}}}" if match[1] else _shown(values[match[2]]), template)
+    return _FIELD.sub(
+        lambda match: f"{{{match[1]}}}" if match[1] else _shown(values[match[2]]), template
+    )
 
 
 def _shown(value: Any) -> str:
@@ -80,7 +102,8 @@ def _shown(value: Any) -> str:
 
 
 def to_json(value: Any) -> str:
-    """JSON of what a column may hold: dates as ISO text. ValueError, TypeError for NaN, bytes and what else JSON has not."""
+    """JSON of what a column may hold: dates as ISO text. ValueError, TypeError for NaN, bytes and
+    what else JSON has not."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
 
 

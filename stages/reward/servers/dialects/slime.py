@@ -1,11 +1,14 @@
-"""Dialect `slime`: the remote reward model of slime. One row a request; the answer is any JSON, and a key says where the number is.
+"""Dialect `slime`: the remote reward model of slime. One row a request; the answer is any JSON, and
+a key says where the number is.
 
     POST URL
-    {"prompt": [{"role": "user", "content": "2 + 2?"}], "response": "4", "label": "4"}  →  {"reward": 1.0, "why": "equal"}
+    {"prompt": [{"role": "user", "content": "2 + 2?"}], "response": "4", "label": "4"}  →
+    {"reward": 1.0, "why": "equal"}
 
-With `score_key = "reward"` that is 1.0; `score_key = "a.0.b"` goes down objects by name and lists by position; without one the
-answer itself is the number. A null there is an error, unless the answer has an `error` beside it, as this project's own server
-writes it: text is the row's failure, null means that nothing applies to the row.
+With `score_key = "reward"` that is 1.0; `score_key = "a.0.b"` goes down objects by name and lists
+by position; without one the answer itself is the number. A null there is an error, unless the
+answer has an `error` beside it, as this project's own server writes it: text is the row's failure,
+null means that nothing applies to the row.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 PATH = "/slime"
 
-# -- the side that asks -------------------------------------------------------------------------------------------------------
+# -- the side that asks
 
 
 def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
@@ -45,12 +48,14 @@ def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
         elif isinstance(value, dict) and step in value:
             value = value[step]
         else:
-            raise MalformedError(f"the answer has nothing at key {config.score_key}: {printable(repr(answer), 80)}")
+            raise MalformedError(
+                f"the answer has nothing at key {config.score_key}: {printable(repr(answer), 80)}"
+            )
     told = answer if isinstance(answer, dict) else {}
     return [part_or_error(value, told, config, answer if isinstance(answer, dict | list) else None)]
 
 
-# -- the side that answers ----------------------------------------------------------------------------------------------------
+# -- the side that answers
 
 
 class Request(BaseModel):

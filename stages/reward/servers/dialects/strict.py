@@ -1,6 +1,8 @@
-"""What a stranger sent, read strictly: JSON as RFC 8259 has it, shallow, no key twice; numbers that are numbers.
+"""What a stranger sent, read strictly: JSON as RFC 8259 has it, shallow, no key twice; numbers that
+are numbers.
 
-The same reader serves both sides: answers of servers that score for us, and requests to the server that scores for others.
+The same reader serves both sides: answers of servers that score for us, and requests to the server
+that scores for others.
 
 >>> read_json(b'{"score": 0.5}')
 {'score': 0.5}
@@ -21,7 +23,9 @@ from schemas.manifest import no_key_twice
 from stages.reward.scoring import LARGEST, Part, as_extra
 
 MAX_DEPTH = 64
-_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)  # possessive: linear in whatever comes, closed or not
+_TEXT = re.compile(
+    r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL
+)  # possessive: linear in whatever comes, closed or not
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
@@ -30,16 +34,23 @@ class MalformedError(ValueError):
 
 
 def read_json(raw: bytes) -> Any:
-    """The value in `raw`. MalformedError: no UTF-8, no JSON, NaN, 1e400, a key twice, half a character, too deep nesting."""
+    """The value in `raw`. MalformedError: no UTF-8, no JSON, NaN, 1e400, a key twice, half a
+    character, too deep nesting."""
     try:
         text = raw.decode()
         _refuse_depth(text)
-        data = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=_no_constant, parse_float=_finite)
+        data = json.loads(
+            text, object_pairs_hook=no_key_twice, parse_constant=_no_constant, parse_float=_finite
+        )
         if "\\u" in text:
-            json.dumps(data, ensure_ascii=False).encode()  # \ud800 alone is half a character: no file and no wire can hold it
+            json.dumps(
+                data, ensure_ascii=False
+            ).encode()  # \ud800 alone is half a character: no file and no wire can hold it
     except ValueError as error:
         shown = printable(raw[:60].decode(errors="replace"), 60)
-        raise MalformedError(f"is not JSON: {printable(error, 100)}: {shown!r}" if raw else "is empty") from None
+        raise MalformedError(
+            f"is not JSON: {printable(error, 100)}: {shown!r}" if raw else "is empty"
+        ) from None
     return data
 
 
@@ -85,15 +96,22 @@ def by_index(items: list[Any], what: str) -> list[dict[str, Any]]:
     for item in items:
         index = as_dict(item, f"an item of {what}").get("index")
         if type(index) is not int or not 0 <= index < len(items) or index in found:
-            raise MalformedError(f"{what} has index {printable(repr(index), 40)}, expected each of 0 to {len(items) - 1} once")
+            raise MalformedError(
+                f"{what} has index {printable(repr(index), 40)}, expected each of 0 to "
+                f"{len(items) - 1} once"
+            )
         found[index] = item
     return [found[index] for index in range(len(items))]
 
 
-def as_part(value: Any, low_high: tuple[float, float] | None, rescale: bool = False, extra: Any = None) -> Part:
-    """`value` as the part of one row; an error unless it is a number, finite as float32 and within `low_high`.
+def as_part(
+    value: Any, low_high: tuple[float, float] | None, rescale: bool = False, extra: Any = None
+) -> Part:
+    """`value` as the part of one row; an error unless it is a number, finite as float32 and within
+    `low_high`.
 
-    `rescale` maps `low_high` linearly to 0 … 1. Text that looks like a number is text, and true is not 1.
+    `rescale` maps `low_high` linearly to 0 … 1. Text that looks like a number is text, and true is
+    not 1.
 
     >>> as_part(8, (0, 10), rescale=True).value, as_part("8", None).error, as_part(11, (0, 10)).error
     (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
@@ -112,5 +130,12 @@ def as_part(value: Any, low_high: tuple[float, float] | None, rescale: bool = Fa
 
 def shape(value: Any) -> str:
     """What kind of JSON `value` is, in a word."""
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "an object",
+    }
     return kinds.get(type(value), "null")

@@ -1,4 +1,5 @@
-"""Chat templates in their child process: the text of transformers; broken, hostile and endless ones end as ConfigErrors."""
+"""Chat templates in their child process: the text of transformers; broken, hostile and endless ones
+end as ConfigErrors."""
 
 import os
 
@@ -9,18 +10,32 @@ from schemas.errors import ConfigError
 from stages.common.chat.template import Template
 from tests import tiny
 
-CHAT = [{"role": "system", "content": "<b>be</b> kind"}, {"role": "user", "content": "  3 + four? é漢 'q' \n"}]
-VARIABLES = {"tools": None, "documents": None, "add_generation_prompt": True, "bos_token": "<s>", "enable_thinking": False}
+CHAT = [
+    {"role": "system", "content": "<b>be</b> kind"},
+    {"role": "user", "content": "  3 + four? é漢 'q' \n"},
+]
+VARIABLES = {
+    "tools": None,
+    "documents": None,
+    "add_generation_prompt": True,
+    "bos_token": "<s>",
+    "enable_thinking": False,
+}
 GOOD = [
     tiny.CHATML,
     "{{ bos_token }}{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{% endfor %}",
-    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m['content'].strip() | tojson }}{% endfor %}",
-    "{%- if not tools %}\n  none\n{%- endif %}\n{% for m in messages %}\n    {{ m.role | upper }}\n{% endfor %}\n",
-    "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + m.content|length %}{% endfor %}{{ ns.n }}",
-    "{% macro say(m) %}{{ m.role }}: {{ m.content }}{% endmacro %}{% for m in messages %}{{ say(m) }}{% break %}{% endfor %}",
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m['content'].strip() | "
+    "tojson }}{% endfor %}",
+    "{%- if not tools %}\n  none\n{%- endif %}\n{% for m in messages %}\n    {{ m.role | upper "
+    "}}\n{% endfor %}\n",
+    "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + "
+    "m.content|length %}{% endfor %}{{ ns.n }}",
+    "{% macro say(m) %}{{ m.role }}: {{ m.content }}{% endmacro %}{% for m in messages %}{{ "
+    "say(m) }}{% break %}{% endfor %}",
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "{{ messages | tojson(indent=2) }}{{ {'b': 1, 'a': '<é>'} | tojson }}",
-    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif %}{{ unknown }}",
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>{% endif "
+    "%}{{ unknown }}",
 ]
 
 
@@ -45,7 +60,10 @@ HOSTILE = [
     ("{{ messages.append(1) }}", "unsafe"),
     ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(0) }}", "Recursion"),
     ("{% for i in range(1000000000) %}x{% endfor %}", "blocks ranges"),
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "did not end within 1 seconds"),
+    (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "did not end within 1 seconds",
+    ),
     ("{{ 3 ** (10 ** 9) }}", "did not end within 1 seconds"),
     ("{{ messages[0].content * 10 ** 10 }}", "Memory"),
     ("{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}", "Memory"),
@@ -61,13 +79,17 @@ def test_a_broken_template_fails_before_any_row(template, why):
 
 @pytest.mark.parametrize("template, why", HOSTILE)
 def test_a_hostile_template_is_a_config_error_that_names_the_row(template, why):
-    with pytest.raises(ConfigError, match=why) as caught, Template(template, VARIABLES, seconds=1.0) as made:
+    with (
+        pytest.raises(ConfigError, match=why) as caught,
+        Template(template, VARIABLES, seconds=1.0) as made,
+    ):
         made.render("prompt sum-7", CHAT)
     assert caught.value.object in ("prompt sum-7", "prompt.template")
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ ''.__class__ }}", "{{ self._TemplateReference__context }}", "{{ lipsum.__globals__ }}"]
+    "template",
+    ["{{ ''.__class__ }}", "{{ self._TemplateReference__context }}", "{{ lipsum.__globals__ }}"],
 )
 def test_what_the_sandbox_hides_is_empty(template):
     with Template(template, VARIABLES) as made:
@@ -75,7 +97,9 @@ def test_what_the_sandbox_hides_is_empty(template):
 
 
 def test_nothing_is_left_running():
-    with Template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {}, 0.2) as made:
+    with Template(
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {}, 0.2
+    ) as made:
         with pytest.raises(ConfigError):
             made.render("prompt 0", CHAT)
         child = made._child.pid
@@ -84,7 +108,11 @@ def test_nothing_is_left_running():
 
 
 def test_one_bad_row_does_not_stop_the_others():
-    with Template("{% if messages|length > 1 %}{{ raise_exception('x') }}{% endif %}{{ messages[0].content }}", {}) as made:
+    with Template(
+        "{% if messages|length > 1 %}{{ raise_exception('x') }}{% endif %}{{ messages[0].content "
+        "}}",
+        {},
+    ) as made:
         with pytest.raises(ConfigError):
             made.render("prompt 0", CHAT)
         assert made.render("prompt 1", CHAT[:1]) == "<b>be</b> kind"

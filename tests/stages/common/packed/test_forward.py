@@ -6,7 +6,14 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from schemas.errors import ConfigError
 from stages.common.packed import forward
@@ -23,8 +30,12 @@ CONFIGS = {
     "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SMALL),
     "mistral": MistralConfig(**SMALL, sliding_window=6),
-    "gpt2": GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.2),
-    "gemma2": Gemma2Config(**SMALL, final_logit_softcapping=5.0, attn_logit_softcapping=4.0, sliding_window=64),
+    "gpt2": GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.2
+    ),
+    "gemma2": Gemma2Config(
+        **SMALL, final_logit_softcapping=5.0, attn_logit_softcapping=4.0, sliding_window=64
+    ),
 }
 
 
@@ -51,7 +62,9 @@ def _data(longest: int = 9, seed: int = 0) -> tuple[Sequences, list[int]]:
         prompts += [torch.randint(97, (int(torch.randint(1, longest, ())),))] * copies
         groups += [group] * copies
     completions = [torch.randint(97, (length,)) for length in [1, 5, 2, 7, 1, 1, longest, 3, 4, 2]]
-    return Sequences(_ragged(prompts), _ragged(completions), torch.linspace(0.6, 1.4, len(groups))), groups
+    return Sequences(
+        _ragged(prompts), _ragged(completions), torch.linspace(0.6, 1.4, len(groups))
+    ), groups
 
 
 def _ragged(rows: list[torch.Tensor]) -> Ragged:
@@ -60,20 +73,26 @@ def _ragged(rows: list[torch.Tensor]) -> Ragged:
 
 def _reference(model, data: Sequences) -> list[torch.Tensor]:
     found = []
-    for prompt, completion, temperature in zip(data.prompts, data.completions, data.temperature, strict=True):
+    for prompt, completion, temperature in zip(
+        data.prompts, data.completions, data.temperature, strict=True
+    ):
         logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
         table = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         found.append(table.gather(1, completion[:, None])[:, 0])
     return found
 
 
-def _packed(policy: Policy, mode: str, data: Sequences, groups: list[int], budget: int) -> list[torch.Tensor]:
+def _packed(
+    policy: Policy, mode: str, data: Sequences, groups: list[int], budget: int
+) -> list[torch.Tensor]:
     policy.set_mode(mode)
     pieces = pieces_of(mode, range(len(groups)), groups, data, budget)
     found = {}
     for micro in [[piece] for piece in pieces] if mode == "single" else pack(pieces, budget):
         layout = make_layout(micro, data)
-        parts = policy(layout)[0].split([len(data.completions[row]) for row in layout.rows.tolist()])
+        parts = policy(layout)[0].split(
+            [len(data.completions[row]) for row in layout.rows.tolist()]
+        )
         found.update(zip(layout.rows.tolist(), parts, strict=True))
     return [found[row] for row in range(len(groups))]
 
@@ -81,7 +100,9 @@ def _packed(policy: Policy, mode: str, data: Sequences, groups: list[int], budge
 @pytest.mark.parametrize("short, rows", WAYS)
 @pytest.mark.parametrize("mode", ["shared", "packed", "single"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
-def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, kind, mode, short, rows):
+def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(
+    monkeypatch, kind, mode, short, rows
+):
     monkeypatch.setattr("stages.common.packed.attention._SHORT", short)
     monkeypatch.setattr("stages.common.packed.attention._ROWS", rows)
     _compare(_model(kind), *_data(), mode)
@@ -105,13 +126,19 @@ def _compare(model, data: Sequences, groups: list[int], mode: str) -> None:
 
 @pytest.mark.parametrize("short, rows", WAYS)
 def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short, rows):
-    """A short completion after a long prompt stands in a block with a long one after a short prompt: its fill looks far ahead."""
+    """A short completion after a long prompt stands in a block with a long one after a short
+    prompt: its fill looks far ahead."""
     monkeypatch.setattr("stages.common.packed.attention._SHORT", short)
     monkeypatch.setattr("stages.common.packed.attention._ROWS", rows)
     torch.manual_seed(1)
     prompts = [ids for length in (30, 3) for ids in [torch.randint(97, (length,))] * 2]
     completions = [torch.randint(97, (length,)) for length in (3, 2, 31, 29)]
-    _compare(_model("mistral"), Sequences(_ragged(prompts), _ragged(completions), torch.ones(4)), [0, 0, 1, 1], "shared")
+    _compare(
+        _model("mistral"),
+        Sequences(_ragged(prompts), _ragged(completions), torch.ones(4)),
+        [0, 0, 1, 1],
+        "shared",
+    )
 
 
 def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
@@ -156,7 +183,12 @@ def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, ca
 def test_positions_that_depend_on_the_row_s_length_run_alone(caplog):
     data, groups = _data()
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert choose_mode(Policy(_model("llama", rope_parameters=rope), autocast=False), data, groups, "shared") == "single"
+    assert (
+        choose_mode(
+            Policy(_model("llama", rope_parameters=rope), autocast=False), data, groups, "shared"
+        )
+        == "single"
+    )
     assert "length of the row" in caplog.text
 
 
@@ -164,7 +196,10 @@ def test_the_comparison_takes_short_rollouts_and_few_logits(monkeypatch):
     torch.manual_seed(0)
     lengths = [400, 20, 30, 300, 500]
     rows = [torch.randint(97, (length,)) for length in lengths]
-    data, groups = Sequences(_ragged([rows[0][:4]] * 5), _ragged(rows), torch.ones(5)), [0, 0, 0, 1, 2]
+    data, groups = (
+        Sequences(_ragged([rows[0][:4]] * 5), _ragged(rows), torch.ones(5)),
+        [0, 0, 0, 1, 2],
+    )
     model, made = _model("llama"), []
     model.lm_head.register_forward_hook(lambda module, inputs, logits: made.append(logits.shape[1]))
     assert choose_mode(Policy(model, autocast=False), data, groups, "shared") == "shared"
@@ -188,9 +223,16 @@ def test_an_unknown_head_is_refused():
 def test_no_mask_spans_the_whole_row():
     data, groups = _data(longest=90)
     layout = make_layout(pieces_of("shared", range(len(groups)), groups, data, 10_000), data)
-    area = sum(block.queries.shape[0] * block.queries.shape[1] * block.keys.shape[1] for block in layout.blocks)
+    area = sum(
+        block.queries.shape[0] * block.queries.shape[1] * block.keys.shape[1]
+        for block in layout.blocks
+    )
     assert area < layout.ids.numel() ** 2 / 2.5
-    assert {width % 8 for block in layout.blocks for width in (block.queries.shape[1], block.keys.shape[1])} == {0}
+    assert {
+        width % 8
+        for block in layout.blocks
+        for width in (block.queries.shape[1], block.keys.shape[1])
+    } == {0}
     assert len(layout.ids[0]) == sum(len(data.prompts[row]) for row in (0, 3, 4, 8)) + sum(
         len(row) - 1 for row in data.completions
     )
@@ -205,11 +247,14 @@ def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
 
 
 def test_a_freed_policy_keeps_nothing():
-    """Neither weights nor gradients, although modules, and products that were merged, still refer to them."""
+    """Neither weights nor gradients, although modules, and products that were merged, still refer
+    to them."""
     model, (data, groups) = _model("llama"), _data()
     policy = Policy(model, autocast=False)
     policy.merge()
-    torch.stack([row.sum() for row in _packed(policy, "shared", data, groups, 1000)]).sum().backward()
+    torch.stack(
+        [row.sum() for row in _packed(policy, "shared", data, groups, 1000)]
+    ).sum().backward()
     tensors = [*policy.parameters(), *(parameter.grad for parameter in policy.parameters())]
     held = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
     assert all(storage() is not None for storage in held)

@@ -21,8 +21,13 @@ def _naive(hidden, layer, targets, temperature, shaping):
 @pytest.mark.parametrize("kept", [0, 20, 1000])
 @pytest.mark.parametrize("rows, tile", [(1, 1), (7, 3), (100, 3), (100, 100)])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shaping", [Shaping(), Shaping(scale=0.5), Shaping(softcap=2.0), Shaping(scale=1.5, softcap=3.0)])
-def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, rows, tile, bias, shaping, kept):
+@pytest.mark.parametrize(
+    "shaping",
+    [Shaping(), Shaping(scale=0.5), Shaping(softcap=2.0), Shaping(scale=1.5, softcap=3.0)],
+)
+def test_values_and_gradients_are_those_of_log_softmax(
+    monkeypatch, rows, tile, bias, shaping, kept
+):
     monkeypatch.setattr(module, "CHUNK_BYTES", rows * V * 4)
     monkeypatch.setattr(module, "TILE_BYTES", tile * V * 4)
     monkeypatch.setattr(module, "KEPT_BYTES", kept * V * 4)
@@ -35,7 +40,11 @@ def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, rows, tile, 
     found, entropy = completion_logprobs(hidden, layer, targets, temperature, shaping)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
-    for mine, torchs in zip(torch.autograd.grad(found, wanted, grad), torch.autograd.grad(expected, wanted, grad), strict=True):
+    for mine, torchs in zip(
+        torch.autograd.grad(found, wanted, grad),
+        torch.autograd.grad(expected, wanted, grad),
+        strict=True,
+    ):
         torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
 
 
@@ -69,7 +78,9 @@ def test_backward_may_run_twice():
     torch.manual_seed(0)
     layer, hidden = nn.Linear(D, V), torch.randn(N, D, requires_grad=True)
     found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
-    first, second = (torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0] for _ in range(2))
+    first, second = (
+        torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0] for _ in range(2)
+    )
     torch.testing.assert_close(first, second)
 
 
@@ -88,14 +99,17 @@ def test_where_all_probabilities_are_kept_all_positions_are_one_chunk(monkeypatc
 
 
 def _largest() -> dict[torch.dtype, int]:
-    """Rows of the largest [rows, V] tensor of each dtype, in a pass forward and backward under autocast."""
+    """Rows of the largest [rows, V] tensor of each dtype, in a pass forward and backward under
+    autocast."""
     largest = {torch.bfloat16: 0, torch.float32: 0}
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if tensor is not None and tensor.shape[1:] == (V,) and len(tensor) != D:  # D: the weight, transposed
+                if (
+                    tensor is not None and tensor.shape[1:] == (V,) and len(tensor) != D
+                ):  # D: the weight, transposed
                     largest[tensor.dtype] = max(largest[tensor.dtype], len(tensor))
             return out
 

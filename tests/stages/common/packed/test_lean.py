@@ -1,4 +1,5 @@
-"""Lean modules: the numbers and gradients of the model's own, less kept for the backward pass, and strangers left alone."""
+"""Lean modules: the numbers and gradients of the model's own, less kept for the backward pass, and
+strangers left alone."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from stages.common.packed.attention import Block, _by_products
 from stages.common.packed.lean import lean
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 IDS = torch.arange(24).view(2, 12)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, 2 * (2 + 1 + 1) + 1),
@@ -66,7 +73,11 @@ def _kept(compute) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("dtype", "autocast", "rtol", "atol"),
-    [(torch.float32, False, 1e-5, 1e-7), (torch.float32, True, 1e-2, 1e-3), (torch.bfloat16, False, 5e-2, 1e-2)],
+    [
+        (torch.float32, False, 1e-5, 1e-7),
+        (torch.float32, True, 1e-2, 1e-3),
+        (torch.bfloat16, False, 5e-2, 1e-2),
+    ],
 )
 def test_gradients_are_those_of_the_model_itself(family, dtype, autocast, rtol, atol):
     model = _model(family, dtype)
@@ -96,12 +107,15 @@ def _rotations(attention: nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_queries_and_keys_are_turned_as_complex_numbers(dtype):
-    """Su et al. 2021, eq. 14: entries i and i + e / 2 of a head are one complex number, turned by the position's angle."""
+    """Su et al. 2021, eq. 14: entries i and i + e / 2 of a head are one complex number, turned by
+    the position's angle."""
     attention = _model("llama").model.layers[0].self_attn
     lean(attention)
     angles = torch.randn(1, 7, 4, dtype=torch.float64)
     cos, sin = (each.repeat(1, 1, 2).float() for each in (angles.cos(), angles.sin()))
-    states = [torch.randn(1, 7, heads, 8).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, 2)]
+    states = [
+        torch.randn(1, 7, heads, 8).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, 2)
+    ]
     found = _rotations(attention)(*states, cos, sin)
     slopes = [torch.randn(each.shape) for each in found]
     gradients = torch.autograd.grad(found, states, slopes)
@@ -109,9 +123,14 @@ def test_queries_and_keys_are_turned_as_complex_numbers(dtype):
     assert [each.dtype for each in gradients] == [dtype] * 2
     turns = torch.polar(torch.ones_like(angles), angles)[:, None]
     for own, turned, slope, gradient in zip(states, found, slopes, gradients, strict=True):
-        torch.testing.assert_close(turned.double(), _turned(own.detach(), turns), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(
-            gradient, _turned(slope, turns.conj()).to(dtype), rtol=1e-6 if dtype.itemsize == 4 else 8e-3, atol=1e-6
+            turned.double(), _turned(own.detach(), turns), rtol=1e-6, atol=1e-6
+        )
+        torch.testing.assert_close(
+            gradient,
+            _turned(slope, turns.conj()).to(dtype),
+            rtol=1e-6 if dtype.itemsize == 4 else 8e-3,
+            atol=1e-6,
         )
 
 
@@ -121,13 +140,16 @@ def _turned(states: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
 
 
 def test_where_the_own_rotation_rounds_or_leaves_a_part_it_stays():
-    """Angles in bfloat16, as weights in bfloat16 have them, and angles for the first half of a head."""
+    """Angles in bfloat16, as weights in bfloat16 have them, and angles for the first half of a
+    head."""
     attention = _model("llama").model.layers[0].self_attn
     own = _rotations(attention)
     lean(attention)
     states = [torch.randn(1, heads, 7, 8).bfloat16() for heads in (4, 2)]
     angles = [torch.randn(1, 7, 8).bfloat16() for _ in range(2)]
-    for found, expected in zip(_rotations(attention)(*states, *angles), own(*states, *angles), strict=True):
+    for found, expected in zip(
+        _rotations(attention)(*states, *angles), own(*states, *angles), strict=True
+    ):
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, expected)
 
@@ -147,8 +169,12 @@ def test_the_gradient_of_the_norm_is_that_of_finite_differences():
     states.requires_grad_()
     (gradient,) = torch.autograd.grad((norm(states) * weights).sum(), states)
     with torch.no_grad():
-        ahead, behind = ((norm(states + sign * step * direction).double() * weights).sum() for sign in (1, -1))
-    assert float((gradient * direction).sum()) == pytest.approx(float((ahead - behind) / (2 * step)), rel=1e-3)
+        ahead, behind = (
+            (norm(states + sign * step * direction).double() * weights).sum() for sign in (1, -1)
+        )
+    assert float((gradient * direction).sum()) == pytest.approx(
+        float((ahead - behind) / (2 * step)), rel=1e-3
+    )
 
 
 def test_less_is_kept():
@@ -199,7 +225,11 @@ def _block() -> Block:
 
 
 def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
-    query, key, value = torch.randn(2, 6, 8, 4), torch.randn(2, 3, 16, 4), torch.randn(2, 3, 16, 4).bfloat16()
+    query, key, value = (
+        torch.randn(2, 6, 8, 4),
+        torch.randn(2, 3, 16, 4),
+        torch.randn(2, 3, 16, 4).bfloat16(),
+    )
     tensors = [each.requires_grad_() for each in (query, key, value)]
     kept = _kept(lambda: _by_products(*tensors, _block(), None, 0.5))
     assert kept == 2 * (2 * 6 * 8 * 16 + query.numel() + key.numel() + value.numel())
@@ -216,5 +246,7 @@ def test_the_gradients_of_attention_are_those_of_float64(dtype, tolerance):
     direction = torch.randn(2, 6, 8, 4).to(dtype)
     found = torch.autograd.grad(_by_products(*tensors, _block(), None, 0.5), tensors, direction)
     exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True)
-    for gradient, expected in zip(found, torch.autograd.grad(exact, wide, direction.double()), strict=True):
+    for gradient, expected in zip(
+        found, torch.autograd.grad(exact, wide, direction.double()), strict=True
+    ):
         assert (gradient.double() - expected).norm() <= tolerance * expected.norm()

@@ -1,4 +1,5 @@
-"""Merged products: the same numbers and gradients as the model's own, under the same names, whatever calls them."""
+"""Merged products: the same numbers and gradients as the model's own, under the same names,
+whatever calls them."""
 
 from __future__ import annotations
 
@@ -9,11 +10,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from stages.common.packed.merged import merge
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 IDS = torch.arange(24).view(2, 12)
 
 
@@ -52,7 +66,9 @@ def test_under_autocast_the_rounding_is_that_of_the_model_itself():
     plain = copy.deepcopy(model)
     merge(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=0)
+        torch.testing.assert_close(
+            model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=0
+        )
 
 
 def test_weights_keep_their_names_and_a_saved_model_is_whole(tmp_path):
@@ -81,7 +97,9 @@ def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
         own.step()
         optimizer.zero_grad()
     with merged.casts(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=0)
+        torch.testing.assert_close(
+            model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=0
+        )
 
 
 def test_weights_that_were_moved_elsewhere_are_joined_again():
@@ -92,7 +110,9 @@ def test_weights_that_were_moved_elsewhere_are_joined_again():
         parameter.data *= 1.5
         own.data *= 1.5
     with merged.casts(), torch.no_grad():
-        torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_model_that_is_merged_twice_has_one_group_that_both_keep_joined():
@@ -103,7 +123,9 @@ def test_a_model_that_is_merged_twice_has_one_group_that_both_keep_joined():
             parameter.data = parameter.data * 1.1
             own.data *= 1.1
         with merged.casts(), torch.no_grad():
-            torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-6
+            )
 
 
 def test_outside_of_casts_no_cast_is_kept():
@@ -111,7 +133,10 @@ def test_outside_of_casts_no_cast_is_kept():
     plain, merged = copy.deepcopy(model), merge(model)
 
     def logits(each: nn.Module) -> torch.Tensor:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # torch's own casts end with it
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", torch.bfloat16),
+        ):  # torch's own casts end with it
             return each(input_ids=IDS).logits
 
     logits(model)
@@ -127,18 +152,27 @@ def test_siblings_that_read_another_input_compute_for_themselves():
     class Cross(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(4, 4),
+                nn.Linear(4, 2),
+                nn.Linear(4, 2),
+            )
 
     module, own, other = Cross(), torch.randn(3, 4), torch.randn(3, 4)
     expected = [module.q_proj(own), module.k_proj(other), module.v_proj(own)]
     merge(module)
-    torch.testing.assert_close([module.q_proj(own), module.k_proj(other), module.v_proj(own)], expected)
-    torch.testing.assert_close(module.v_proj(own), expected[2])  # asked again, with nothing left for it
+    torch.testing.assert_close(
+        [module.q_proj(own), module.k_proj(other), module.v_proj(own)], expected
+    )
+    torch.testing.assert_close(
+        module.v_proj(own), expected[2]
+    )  # asked again, with nothing left for it
     changed = own.clone()
     module.q_proj(changed)
     changed += 1
     torch.testing.assert_close(
-        module.v_proj(changed), torch.nn.functional.linear(changed, module.v_proj.weight, module.v_proj.bias)
+        module.v_proj(changed),
+        torch.nn.functional.linear(changed, module.v_proj.weight, module.v_proj.bias),
     )
 
 
@@ -159,7 +193,11 @@ def test_nothing_is_left_in_the_mapped_file(tmp_path):
     model = LlamaForCausalLM.from_pretrained(tmp_path)
 
     def mapped() -> list[str]:
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+        return [
+            line
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if str(tmp_path) in line
+        ]
 
     assert mapped()
     merge(model)

@@ -13,16 +13,25 @@ def test_every_rollout_once_within_the_budget(seed):
     count = rng.randrange(1, 60)
     prompts = sorted(rng.randrange(8) for _ in range(count))
     sizes = {prompt: rng.randrange(1, 20) for prompt in set(prompts)}
-    prompt_tokens, completions = [sizes[prompt] for prompt in prompts], [rng.randrange(1, 40) for _ in range(count)]
+    prompt_tokens, completions = (
+        [sizes[prompt] for prompt in prompts],
+        [rng.randrange(1, 40) for _ in range(count)],
+    )
     budget = rng.choice([10, 40, 100])
     pieces = make_pieces(range(count), prompts, prompt_tokens, completions, budget)
     micros = pack(pieces, budget)
-    assert sorted(row for micro in micros for piece in micro for row in piece.rows) == list(range(count))
+    assert sorted(row for micro in micros for piece in micro for row in piece.rows) == list(
+        range(count)
+    )
     for micro in micros:
-        assert sum(piece.tokens for piece in micro) <= budget or len(micro) == len(micro[0].rows) == 1
+        assert (
+            sum(piece.tokens for piece in micro) <= budget or len(micro) == len(micro[0].rows) == 1
+        )
         for piece in micro:
             assert len({prompts[row] for row in piece.rows}) == 1
-            assert piece.tokens == sizes[prompts[piece.rows[0]]] + sum(completions[row] - 1 for row in piece.rows)
+            assert piece.tokens == sizes[prompts[piece.rows[0]]] + sum(
+                completions[row] - 1 for row in piece.rows
+            )
     assert pack(pieces, budget) == micros
 
 
@@ -32,7 +41,10 @@ def test_best_fit_fills_the_fullest_row_that_has_room():
 
 
 def test_an_over_long_rollout_gets_a_micro_batch_of_its_own():
-    assert [[p.tokens for p in micro] for micro in pack([Piece((0,), 3), Piece((1,), 50)], 10)] == [[50], [3]]
+    assert [[p.tokens for p in micro] for micro in pack([Piece((0,), 3), Piece((1,), 50)], 10)] == [
+        [50],
+        [3],
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

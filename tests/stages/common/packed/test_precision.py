@@ -31,7 +31,8 @@ def _gradient(policy: Policy, micros: list, data) -> torch.Tensor:
 @pytest.mark.parametrize("precision", ["fp32_fast", "bf16", "bf16_pure"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "t5"])
 def test_a_pass_is_float32s_up_to_its_precision(kind, precision):
-    """bfloat16 rounds by 2^-9 = 0.002 at most, each of some ten results on the way, among them logits of 1 to 5."""
+    """bfloat16 rounds by 2^-9 = 0.002 at most, each of some ten results on the way, among them
+    logits of 1 to 5."""
     exact, rounded = _policy(kind, "fp32"), _policy(kind, precision)
     gap = (score(*rounded) - score(*exact)).abs()
     expected, found = _gradient(*exact), _gradient(*rounded)
@@ -62,8 +63,12 @@ def test_a_held_context_is_for_the_backward_pass_too():
     policy, micros, data = _policy("llama", "fp32_fast")
     seen = []
     layer = policy.model.base_model.layers[0].mlp
-    layer.register_forward_hook(lambda *_: seen.append(("forward", torch.get_float32_matmul_precision())))
-    layer.register_full_backward_hook(lambda *_: seen.append(("backward", torch.get_float32_matmul_precision())))
+    layer.register_forward_hook(
+        lambda *_: seen.append(("forward", torch.get_float32_matmul_precision()))
+    )
+    layer.register_full_backward_hook(
+        lambda *_: seen.append(("backward", torch.get_float32_matmul_precision()))
+    )
     _gradient(policy, micros[:1], data)
     assert seen == [("forward", "medium"), ("backward", "medium")]
     assert torch.get_float32_matmul_precision() == "highest"

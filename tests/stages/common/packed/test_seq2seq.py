@@ -1,8 +1,17 @@
-"""Encoder-decoder models in padded micro-batches against transformers' own forward pass, one rollout at a time."""
+"""Encoder-decoder models in padded micro-batches against transformers' own forward pass, one
+rollout at a time."""
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, BartConfig, MBartConfig, MT5Config, PegasusConfig, T5Config, UMT5Config
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    MBartConfig,
+    MT5Config,
+    PegasusConfig,
+    T5Config,
+    UMT5Config,
+)
 
 from schemas.errors import ConfigError
 from stages.common.packed.attention import Sequences
@@ -14,9 +23,29 @@ from stages.common.ragged import Ragged
 
 PAD, EOS = 0, 2
 IDS = {"vocab_size": 61, "pad_token_id": PAD, "eos_token_id": EOS}
-T5 = {**IDS, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": PAD}
-LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-BART = {**IDS, **LAYERS, "d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64}
+T5 = {
+    **IDS,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": PAD,
+}
+LAYERS = {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
+BART = {
+    **IDS,
+    **LAYERS,
+    "d_model": 16,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 64,
+}
 CONFIGS = {
     "t5": lambda: T5Config(**T5),
     "t5_untied": lambda: T5Config(**T5, tie_word_embeddings=False),  # T5 1.1: no scale
@@ -43,7 +72,8 @@ def _model(kind: str):
 
 
 def _data() -> tuple[Sequences, list[int]]:
-    """Four prompts with several completions; among their ids are pad, start and end, in the middle too."""
+    """Four prompts with several completions; among their ids are pad, start and end, in the middle
+    too."""
     torch.manual_seed(1)
     prompts, groups = [], []
     for group, (copies, length) in enumerate([(3, 5), (1, 12), (4, 1), (2, 7)]):
@@ -53,7 +83,9 @@ def _data() -> tuple[Sequences, list[int]]:
     completions[1] = torch.tensor([PAD, 7, EOS, PAD, PAD])
     completions[6][:4] = torch.tensor([EOS, PAD, EOS, EOS])
     prompts[3] = torch.cat([prompts[3][:4], torch.tensor([PAD, EOS, PAD])])
-    return Sequences(_ragged(prompts), _ragged(completions), torch.linspace(0.6, 1.4, len(groups))), groups
+    return Sequences(
+        _ragged(prompts), _ragged(completions), torch.linspace(0.6, 1.4, len(groups))
+    ), groups
 
 
 def _ragged(rows: list[torch.Tensor]) -> Ragged:
@@ -62,10 +94,17 @@ def _ragged(rows: list[torch.Tensor]) -> Ragged:
 
 def _reference(model, data: Sequences) -> torch.Tensor:
     found, start = [], torch.tensor([model.config.decoder_start_token_id])
-    for prompt, completion, temperature in zip(data.prompts, data.completions, data.temperature, strict=True):
+    for prompt, completion, temperature in zip(
+        data.prompts, data.completions, data.temperature, strict=True
+    ):
         inputs = torch.cat([start, completion[:-1]])
-        attended = {"attention_mask": torch.ones(1, len(prompt)), "decoder_attention_mask": torch.ones(1, len(inputs))}
-        logits = model(input_ids=prompt[None], decoder_input_ids=inputs[None], **attended, use_cache=False).logits[0]
+        attended = {
+            "attention_mask": torch.ones(1, len(prompt)),
+            "decoder_attention_mask": torch.ones(1, len(inputs)),
+        }
+        logits = model(
+            input_ids=prompt[None], decoder_input_ids=inputs[None], **attended, use_cache=False
+        ).logits[0]
         found.append((logits / temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0])
     return torch.cat(found)
 
@@ -90,7 +129,9 @@ def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(kind, mode):
                 (weights[places] * found).sum().backward()
             for name, parameter in model.named_parameters():
                 if name in gradients:
-                    torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=4e-5)
+                    torch.testing.assert_close(
+                        parameter.grad, gradients[name], rtol=1e-4, atol=4e-5
+                    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,10 +159,15 @@ def test_masks_come_from_lengths():
     for micro in policy.microbatches(range(len(groups)), groups, data, 60):
         pairs = make_pairs(micro, data, start=PAD)
         assert pairs.input_mask.sum(1).tolist() == data.completions.lengths[pairs.rows].tolist()
-        assert pairs.prompt_mask.sum(1).tolist() == [len(data.prompts[piece.rows[0]]) for piece in micro]
+        assert pairs.prompt_mask.sum(1).tolist() == [
+            len(data.prompts[piece.rows[0]]) for piece in micro
+        ]
         for line, row in enumerate(pairs.rows.tolist()):
             completion = data.completions[row]
-            assert pairs.inputs[line, : len(completion)].tolist() == [PAD, *completion[:-1].tolist()]
+            assert pairs.inputs[line, : len(completion)].tolist() == [
+                PAD,
+                *completion[:-1].tolist(),
+            ]
             prompt = data.prompts[row]
             assert pairs.prompts[pairs.owners[line], : len(prompt)].tolist() == prompt.tolist()
 
@@ -132,7 +178,9 @@ def test_the_budget_counts_padding(shared):
     keys = groups if shared else range(len(groups))
     for budget in (1, 20, 45, 1000):
         bins = pack_pairs(range(len(groups)), keys, data, budget)
-        assert sorted(row for micro in bins for piece in micro for row in piece.rows) == list(range(len(groups)))
+        assert sorted(row for micro in bins for piece in micro for row in piece.rows) == list(
+            range(len(groups))
+        )
         for micro in bins:
             pairs = make_pairs(micro, data, PAD)
             assert pairs.prompts.numel() + pairs.inputs.numel() <= budget or len(pairs.rows) == 1
@@ -148,7 +196,11 @@ def test_a_model_without_a_start_id_is_refused():
 
 
 def test_padding_is_counted():
-    data = Sequences(_ragged([torch.ones(3), torch.ones(5)]), _ragged([torch.ones(4), torch.ones(1)]), torch.ones(2))
+    data = Sequences(
+        _ragged([torch.ones(3), torch.ones(5)]),
+        _ragged([torch.ones(4), torch.ones(1)]),
+        torch.ones(2),
+    )
     (micro,) = pack_pairs([0, 1], [0, 1], data, 100)
     assert make_pairs(micro, data, PAD).filling == (2 + 3, 2 * 5 + 2 * 4)
 
