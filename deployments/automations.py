@@ -20,9 +20,9 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
 from prefect.events.schemas.events import ResourceSpecification
 
-from flows.assets import EVENT, MOVED
-from schemas.errors import ConfigError, printable
-from schemas.refs import KINDS, NAME
+from quiver.flows.assets import EVENT, MOVED
+from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.refs import KINDS, NAME
 
 TAG = "quiver"
 """On every deployment of ours, and so on its runs: no other flow's silence is judged."""

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from schemas.errors import BusyError, NumericError
-from stages.reward import tables
-from stages.reward.functions import overlong_penalty
-from stages.reward.scoring import Part, Scorer
-from stages.reward.servers.dialects.rows import Row, Scored, as_batch
-from stages.reward.shards import Allowance, score_all
-from stages.reward.stage import Config
+from quiver.schemas.errors import BusyError, NumericError
+from quiver.stages.reward import tables
+from quiver.stages.reward.functions import overlong_penalty
+from quiver.stages.reward.scoring import Part, Scorer
+from quiver.stages.reward.servers.dialects.rows import Row, Scored, as_batch
+from quiver.stages.reward.shards import Allowance, score_all
+from quiver.stages.reward.stage import Config
 
 
 class Limits(NamedTuple):

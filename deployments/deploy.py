@@ -30,11 +30,11 @@ from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron, Schedule
 from pydantic import ValidationError
 
-from flows.post_train import post_train
-from flows.recipe import Recipe, load
-from flows.stage import stage
-from schemas.errors import ConfigError, printable
-from schemas.manifest import digest
+from quiver.flows.post_train import post_train
+from quiver.flows.recipe import Recipe, load
+from quiver.flows.stage import stage
+from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.manifest import digest
 
 from .automations import HEARTBEAT_SECONDS, TAG, install, on_event, silent_runs
 from .paths import check_visible, resolve
@@ -119,7 +119,7 @@ def flow_of(recipe: Recipe) -> Flow:
     """`nightly` for a recipe that says when a policy is promoted, else `post-train`."""
     if "promotion" not in recipe.model_fields_set:
         return post_train
-    from flows.nightly import nightly
+    from quiver.flows.nightly import nightly
 
     return nightly
 

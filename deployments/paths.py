@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flows.recipe import Recipe
-from schemas.errors import ConfigError, printable
-from stages.common.config import parse
-from stages.prompt.sources import SUFFIXES
+from quiver.flows.recipe import Recipe
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.config import parse
+from quiver.stages.prompt.sources import SUFFIXES
 
 NIGHT = "{night}"
 """In [data]: a nightly run puts its name there, so the file may be yet to come."""

@@ -1,4 +1,5 @@
-"""Serve a recipe's [reward] section over HTTP: python -m deployments.reward_server RECIPE.toml
+"""Serve a recipe's [reward] section over HTTP: python -m quiver.deployments.reward_server
+RECIPE.toml
 
     POST /v1/score     dialect quiver       rows with ids, columns and token ids; parts, errors and extras apart from numbers
     POST /get_reward   dialect openrlhf     queries, prompts and labels
@@ -40,13 +41,13 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
-from stages.common.config import parse
-from stages.reward.scoring import Scorer
-from stages.reward.servers.config import is_loopback, secret
-from stages.reward.servers.dialects import openrlhf, quiver, slime
-from stages.reward.servers.dialects.strict import MalformedError, read_json
-from stages.reward.stage import Config, open_scorers
+from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
+from quiver.stages.common.config import parse
+from quiver.stages.reward.scoring import Scorer
+from quiver.stages.reward.servers.config import is_loopback, secret
+from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
+from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
+from quiver.stages.reward.stage import Config, open_scorers
 
 from .batcher import Batcher, Limits, score_rows
 
@@ -275,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal, then end in order; the exit code is the error's, or 143 for SIGTERM and
     130 for SIGINT."""
     parser = argparse.ArgumentParser(
-        prog="python -m deployments.reward_server", description=__doc__.splitlines()[0]
+        prog="python -m quiver.deployments.reward_server", description=__doc__.splitlines()[0]
     )
     parser.add_argument("recipe", type=Path, help="TOML file with a [reward] section")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")

@@ -21,8 +21,8 @@ from prefect.client.orchestration import get_client
 from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_API_PORT
 
-from flows.recipe import Recipe
-from schemas.errors import ConfigError, printable
+from quiver.flows.recipe import Recipe
+from quiver.schemas.errors import ConfigError, printable
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs
 from .deploy import Overlap, Where, described, flow_of, parameters, start_run

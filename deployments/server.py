@@ -30,8 +30,8 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError, printable
-from stages.reward.servers.config import is_loopback
+from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError, printable
+from quiver.stages.reward.servers.config import is_loopback
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 """Where the server keeps who holds a concurrency slot. By default that is its memory: what is held

@@ -25,10 +25,10 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from pydantic import Field
 
-from schemas.errors import ConfigError
-from stages.common.config import parse
-from stages.common.store import Store
-from stages.reward.override import Config as Overrides
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import parse
+from quiver.stages.common.store import Store
+from quiver.stages.reward.override import Config as Overrides
 
 from .promotion import Judgement
 from .recipe import Recipe

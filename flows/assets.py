@@ -18,11 +18,11 @@ from prefect.assets import Asset, AssetProperties
 from prefect.context import AssetContext
 from prefect.events import emit_event
 
-from schemas.manifest import Manifest
-from schemas.refs import parse
-from stages.common.process import Call, Outcome
-from stages.common.store import Store
-from stages.common.tags import Entry
+from quiver.schemas.manifest import Manifest
+from quiver.schemas.refs import parse
+from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.store import Store
+from quiver.stages.common.tags import Entry
 
 EVENT = "prefect.asset.materialization.succeeded"
 MOVED = "quiver.tag.moved"

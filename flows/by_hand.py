@@ -18,9 +18,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from schemas.errors import printable
-from stages.common.process import Call, Outcome
-from stages.common.tags import Entry
+from quiver.schemas.errors import printable
+from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.tags import Entry
 
 SECONDS = 8.0
 _RESPITE_SECONDS = 600.0

@@ -16,7 +16,7 @@ import traceback
 import typer
 from typer.main import get_command
 
-from schemas.errors import ConfigError, QuiverError, unexpected
+from quiver.schemas.errors import ConfigError, QuiverError, unexpected
 
 from .commands import listing, placing, running, versions
 from .commands.shared import CALLED, keep_stdout, say
@@ -81,6 +81,7 @@ def main() -> None:
     os.environ["QUIVER_DEBUG"] = "1" if debug else ""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver").setLevel(logging.INFO)
+    logging.getLogger("quiver.stages").setLevel(logging.WARNING)  # a stage's process logs for it
     # runs of `serve` are read on Prefect's pages, so they log there as they do under a worker
     served = sys.argv[1:2] == ["serve"]
     if not served:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from schemas.errors import ConfigError
-from stages.common.process import Outcome
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.process import Outcome
 
 from .recipe import Recipe
 from .tasks import check_rewards, describe, perform

@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.errors import ConfigError, QuiverError
-from schemas.refs import Ref, parse
-from stages.common.store import Store, Version
-from stages.reward.measures import changes
+from quiver.schemas.errors import ConfigError, QuiverError
+from quiver.schemas.refs import Ref, parse
+from quiver.stages.common.store import Store, Version
+from quiver.stages.reward.measures import changes
 
 _KEYS = ("rollout_id", "group_id", "step")
 _ALWAYS_DIFFERENT = {
@@ -93,7 +93,7 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
 
     `changed`: {path in the manifest: [a, b]}; `rows`: how many stand only in one of them, in both,
     and by column how many differ; for rewards, `rewards`: what became of those of the rows in both
-    (`stages.reward.measures.changes`).
+    (`quiver.stages.reward.measures.changes`).
     """
     a, b = store.open(first), store.open(second)
     if a.ref.kind != b.ref.kind:

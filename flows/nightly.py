@@ -21,13 +21,13 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 
-from schemas.errors import printable
-from schemas.refs import check_name
-from stages.common.config import parse
-from stages.common.early import end_early
-from stages.common.process import Outcome
-from stages.common.store import Store
-from stages.common.tags import Entry, previous
+from quiver.schemas.errors import printable
+from quiver.schemas.refs import check_name
+from quiver.stages.common.config import parse
+from quiver.stages.common.early import end_early
+from quiver.stages.common.process import Outcome
+from quiver.stages.common.store import Store
+from quiver.stages.common.tags import Entry, previous
 
 from .approval import Answer, Candidate, require_server, reviewed
 from .artifacts import link_report

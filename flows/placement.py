@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from schemas.errors import BusyError, ConfigError, ResourceError
-from stages.common.child import Stopped
-from stages.common.early import Hint, begin_early, end_early
-from stages.common.process import Call, Outcome, perform, run_stage
-from stages.common.work import NotDone
+from quiver.schemas.errors import BusyError, ConfigError, ResourceError
+from quiver.stages.common.child import Stopped
+from quiver.stages.common.early import Hint, begin_early, end_early
+from quiver.stages.common.process import Call, Outcome, perform, run_stage
+from quiver.stages.common.work import NotDone
 
 from .recipe import Recipe
 from .slots import slots

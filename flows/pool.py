@@ -23,7 +23,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 
-from schemas.errors import (
+from quiver.schemas.errors import (
     ConfigError,
     LineageError,
     QuiverError,
@@ -31,9 +31,9 @@ from schemas.errors import (
     ResourceError,
     printable,
 )
-from stages.common.child import Stopped
-from stages.common.process import Call, Outcome
-from stages.common.store import Store
+from quiver.stages.common.child import Stopped
+from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.store import Store
 
 from .placement import GivenUp, Place, require_server
 from .stage import StageCall, told

@@ -33,10 +33,10 @@ from typing import Any
 
 from prefect import flow
 
-from schemas.errors import ConfigError, printable
-from stages.common.early import Hint, end_early
-from stages.common.process import Outcome
-from stages.logprobs.average import Config as AverageConfig
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.early import Hint, end_early
+from quiver.stages.common.process import Outcome
+from quiver.stages.logprobs.average import Config as AverageConfig
 
 from .ahead import Ahead
 from .artifacts import link_report

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, field_validator
 
-from schemas.errors import ConflictError, LineageError
-from stages.common import tags
-from stages.common.config import Config
-from stages.common.store import Store
-from stages.evaluate.estimators import Estimate, lower_bound
+from quiver.schemas.errors import ConflictError, LineageError
+from quiver.stages.common import tags
+from quiver.stages.common.config import Config
+from quiver.stages.common.store import Store
+from quiver.stages.evaluate.estimators import Estimate, lower_bound
 
 
 class Promotion(Config):

@@ -16,21 +16,21 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from schemas.errors import ConfigError, printable
-from schemas.refs import NAME
-from stages.common.checkpoints import PolicyConfig
-from stages.common.config import Config, Runtime, parse
-from stages.common.made import is_function
-from stages.evaluate.stage import Config as ScoreConfig
-from stages.generate.stage import Config as GenerateConfig
-from stages.logprobs.stage import Config as LogprobsConfig
-from stages.logprobs.stage import PassConfig
-from stages.optimize.algorithms import ALGORITHMS
-from stages.optimize.stage import Config as OptimizeConfig
-from stages.prompt.sources import SourceConfig
-from stages.prompt.stage import Config as PromptConfig
-from stages.prompt.templates import TemplateConfig
-from stages.reward.stage import Config as RewardConfig
+from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.refs import NAME
+from quiver.stages.common.checkpoints import PolicyConfig
+from quiver.stages.common.config import Config, Runtime, parse
+from quiver.stages.common.made import is_function
+from quiver.stages.evaluate.stage import Config as ScoreConfig
+from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.logprobs.stage import Config as LogprobsConfig
+from quiver.stages.logprobs.stage import PassConfig
+from quiver.stages.optimize.algorithms import ALGORITHMS
+from quiver.stages.optimize.stage import Config as OptimizeConfig
+from quiver.stages.prompt.sources import SourceConfig
+from quiver.stages.prompt.stage import Config as PromptConfig
+from quiver.stages.prompt.templates import TemplateConfig
+from quiver.stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
 

@@ -1,7 +1,7 @@
 """One stage on saved versions: re-score, re-train, fork, without the rest of the chain.
 
-Plain Python, so that the shell needs no Prefect for it; `flows.single` has the same as flows. A
-Prefect server that the environment names is told of each version (`by_hand`).
+Plain Python, so that the shell needs no Prefect for it; `quiver.flows.single` has the same as
+flows. A Prefect server that the environment names is told of each version (`by_hand`).
 
 rerun(recipe, "reward", ("rollouts",), {"rollouts": "arith/rollouts@3"})
 rerun(recipe, "optimize", ("policy", "rollouts", "rewards"), {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})     # replay
@@ -13,12 +13,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from schemas.errors import ConfigError, LineageError
-from schemas.refs import parse
-from stages.common.process import Call, Outcome, perform
-from stages.common.store import Store
-from stages.common.work import NotDone
-from stages.reward.override import load as load_override
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.refs import parse
+from quiver.stages.common.process import Call, Outcome, perform
+from quiver.stages.common.store import Store
+from quiver.stages.common.work import NotDone
+from quiver.stages.reward.override import load as load_override
 
 from .by_hand import tell_version
 from .placement import check_placement, place
@@ -81,8 +81,9 @@ def rerun(
 def override(
     recipe: Recipe, path: str, given: dict[str, str | list[str] | None], force: bool = False
 ) -> Outcome:
-    """Replace single rewards as the JSON file `path` says (`stages.reward.override`): in the given
-    rewards, or else in those that this recipe's [reward] gave the given or latest rollouts."""
+    """Replace single rewards as the JSON file `path` says (`quiver.stages.reward.override`): in the
+    given rewards, or else in those that this recipe's [reward] gave the given or latest
+    rollouts."""
     _require_roles("quiver reward --override", ("rollouts", "rewards"), given)
     store, config = Store(recipe.store), load_override(path)
     refs = {

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from stages.common.process import Outcome
-from stages.common.store import Store
+from quiver.stages.common.process import Outcome
+from quiver.stages.common.store import Store
 
 from . import rerun as plain
 from .evaluation import measure, numbers, require_held_out

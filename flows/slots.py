@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from schemas.errors import ConfigError, printable
-from stages.common.child import Stopped
-from stages.common.early import end_early
-from stages.common.process import Call
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.child import Stopped
+from quiver.stages.common.early import end_early
+from quiver.stages.common.process import Call
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _POLL_SECONDS = 0.2

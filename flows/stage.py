@@ -17,10 +17,10 @@ from prefect import flow
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from schemas.errors import ConfigError, QuiverError, from_dict
-from stages.common.config import Config
-from stages.common.process import Call
-from stages.common.store import Store
+from quiver.schemas.errors import ConfigError, QuiverError, from_dict
+from quiver.stages.common.config import Config
+from quiver.stages.common.process import Call
+from quiver.stages.common.store import Store
 
 from . import logs
 from .placement import Place, run_here

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from stages.report.stage import FILE
+from quiver.stages.report.stage import FILE
 
 from .next_step import program
 from .recipe import Recipe

@@ -21,14 +21,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TagsContext
 
-from schemas.errors import QuiverError
-from stages.common.early import Hint
-from stages.common.process import Call, Outcome
-from stages.common.process import perform as find_finished
-from stages.common.store import Store
-from stages.common.work import NotDone
-from stages.generate.stage import Config as GenerateConfig
-from stages.reward.stage import check_functions
+from quiver.schemas.errors import QuiverError
+from quiver.stages.common.early import Hint
+from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.process import perform as find_finished
+from quiver.stages.common.store import Store
+from quiver.stages.common.work import NotDone
+from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.reward.stage import check_functions
 
 from . import logs
 from .ahead import is_ahead, is_stopped

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 
 MODULES = {
-    "policy": "stages.common.checkpoints:PolicyConfig",
-    "prompt": "stages.prompt.stage:Config",
-    "generate": "stages.generate.stage:Config",
-    "reward": "stages.reward.stage:Config",
-    "override": "stages.reward.override:Config",
-    "logprobs": "stages.logprobs.stage:Config",
-    "average": "stages.logprobs.average:Config",
-    "optimize": "stages.optimize.stage:Config",
-    "evaluate": "stages.evaluate.stage:Config",
+    "policy": "quiver.stages.common.checkpoints:PolicyConfig",
+    "prompt": "quiver.stages.prompt.stage:Config",
+    "generate": "quiver.stages.generate.stage:Config",
+    "reward": "quiver.stages.reward.stage:Config",
+    "override": "quiver.stages.reward.override:Config",
+    "logprobs": "quiver.stages.logprobs.stage:Config",
+    "average": "quiver.stages.logprobs.average:Config",
+    "optimize": "quiver.stages.optimize.stage:Config",
+    "evaluate": "quiver.stages.evaluate.stage:Config",
 }
 
 

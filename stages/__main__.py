@@ -1,4 +1,4 @@
-"""One stage, one process: python -m stages NAME --spec spec.json --result out.json
+"""One stage, one process: python -m quiver.stages NAME --spec spec.json --result out.json
 
 The spec holds stage, config, store, refs, into, force and share. The result is one JSON object in a
 file, because libraries print on stdout as they like: {"ref", "cached", "rows", "seconds",
@@ -19,16 +19,18 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from schemas.errors import QuiverError, unexpected
-from stages import MODULES, load
-from stages.common import early
-from stages.common.child import HINT, watch_lifeline
-from stages.common.process import Call, perform
+from quiver.schemas.errors import QuiverError, unexpected
+from quiver.stages import MODULES, load
+from quiver.stages.common import early
+from quiver.stages.common.child import HINT, watch_lifeline
+from quiver.stages.common.process import Call, perform
 
 
 def main() -> int:
     """Run the stage; the exit code is the error's."""
-    parser = argparse.ArgumentParser(prog="python -m stages", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m quiver.stages", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("stage", choices=sorted(MODULES))
     parser.add_argument("--spec", type=Path, required=True)
     parser.add_argument("--result", type=Path, required=True)
@@ -50,7 +52,7 @@ def main() -> int:
     if arguments.lifeline is not None:
         watch_lifeline(arguments.lifeline)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("stages").setLevel(logging.INFO)
+    logging.getLogger("quiver.stages").setLevel(logging.INFO)
     if arguments.waits:
         config_class, _ = load(arguments.stage)
         if not early.wait(

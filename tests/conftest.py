@@ -3,6 +3,7 @@ it."""
 
 import os
 import signal
+import sys
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -16,7 +17,7 @@ os.environ.update(
 
 import pytest
 
-from stages.common.store import Store, Version
+from quiver.stages.common.store import Store, Version
 
 # a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would
 # wait for nothing
@@ -35,3 +36,9 @@ def policy(store) -> Version:
     from tests.tiny import make_policy
 
     return make_policy(store)
+
+
+def pytest_sessionfinish():
+    """The rooms have one import name, `quiver.…`; a second copy of a module would be another class."""
+    doubled = {"schemas", "stages", "flows", "deployments"} & set(sys.modules)
+    assert not doubled, f"imported without `quiver.`: {sorted(doubled)}"

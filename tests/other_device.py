@@ -18,10 +18,10 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-import stages.common.models
-from stages.generate import hf_engine
-from stages.optimize import trainer
-from stages.reward.models import forward
+from quiver.stages.common import models
+from quiver.stages.generate import hf_engine
+from quiver.stages.optimize import trainer
+from quiver.stages.reward.models import forward
 
 NAME = "other"
 aten = torch.ops.aten
@@ -179,7 +179,7 @@ def _put_models_there() -> None:
     device, make, load = (
         torch.device(NAME, 0),
         trainer.make_accelerator,
-        stages.common.models.load_model,
+        models.load_model,
     )
     train = trainer.Trainer.train
 
@@ -200,7 +200,7 @@ def _put_models_there() -> None:
         return outcome
 
     trainer.make_accelerator, trainer.Trainer.train = make_accelerator, train_there
-    stages.common.models.load_model = hf_engine.load_model = load_model
+    models.load_model = hf_engine.load_model = load_model
     for each in (forward.Forward, hf_engine.TransformersEngine):
         each.device = property(lambda self: device, lambda self, asked: None)
 

@@ -1,4 +1,4 @@
-"""The direction of imports: schemas ← stages.common ← stages.<x> ← flows ← deployments, and who may
+"""The direction of imports, schemas ← stages.common ← stages.<x> ← flows ← deployments, and who may
 import the heavy libraries."""
 
 import ast
@@ -10,13 +10,22 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("schemas", "stages", "flows", "deployments")
-FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+# stages/api is `quiver` itself, above all rooms
+FILES = sorted(
+    path
+    for room in ROOMS
+    for path in (ROOT / room).rglob("*.py")
+    if path.parent != ROOT / "stages" / "api"
+)
 STAGES = {path.name for path in (ROOT / "stages").iterdir() if path.is_dir()} - {
+    "api",
     "common",
     "__pycache__",
 }
 NAMES = {
-    path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    path: ".".join(("quiver", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
     for path in FILES
 }
 
@@ -25,7 +34,7 @@ def imported(path: Path, *, top_only: bool = False) -> set[str]:
     """Dotted names that a file imports, relative ones resolved; `top_only`: not inside functions or
     TYPE_CHECKING."""
     tree = ast.parse(path.read_text())
-    package = path.relative_to(ROOT).parts[:-1]
+    package = ("quiver", *path.relative_to(ROOT).parts[:-1])
     found = set()
 
     def visit(node: ast.AST) -> None:
@@ -57,31 +66,36 @@ def uses(path: Path, library: str, *, top_only: bool = False) -> bool:
 
 
 def floor(module: str) -> int:
-    if module.startswith("stages"):
-        return 2 if module.split(".")[1:2] and module.split(".")[1] in STAGES else 1
-    return {"schemas": 0, "flows": 3, "deployments": 4}[module.partition(".")[0]]
+    _, room, *inner = module.split(".")
+    if room == "stages":
+        return 2 if inner and inner[0] in STAGES else 1
+    return {"schemas": 0, "flows": 3, "deployments": 4}[room]
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES.get)
 def test_imports_go_one_way(path):
     own = NAMES[path]
     for name in imported(path):
-        room = name.partition(".")[0]
-        assert room != "tests", f"{own} imports the tests"
-        if room not in ROOMS:
+        package = name.partition(".")[0]
+        assert package != "tests", f"{own} imports the tests"
+        assert package not in ROOMS, f"{own} imports {name} without `quiver.`"
+        if package != "quiver" or name == "quiver":
             continue
         assert floor(name) <= floor(own), f"{own} imports {name} from above"
         if floor(own) == floor(name) == 2:
-            assert own.split(".")[1] == name.split(".")[1], f"{own} imports another stage: {name}"
+            assert own.split(".")[2] == name.split(".")[2], f"{own} imports another stage: {name}"
 
 
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
-        ("prefect", ("flows.", "deployments.")),
-        ("vllm", ("stages.generate.vllm_engine", "stages.reward.models.vllm_pooling")),
-        ("accelerate", ("stages.optimize.", "stages.logprobs.")),
-        ("typer", ("flows.cli", "flows.commands")),
+        ("prefect", ("quiver.flows.", "quiver.deployments.")),
+        (
+            "vllm",
+            ("quiver.stages.generate.vllm_engine", "quiver.stages.reward.models.vllm_pooling"),
+        ),
+        ("accelerate", ("quiver.stages.optimize.", "quiver.stages.logprobs.")),
+        ("typer", ("quiver.flows.cli", "quiver.flows.commands")),
     ],
 )
 def test_who_may_import_what(library, allowed):
@@ -92,17 +106,17 @@ def test_who_may_import_what(library, allowed):
 
 def test_torch_stays_out_of_the_light_rooms():
     light = (
-        "schemas",
-        "stages.common.store",
-        "stages.common.work",
-        "stages.common.files",
-        "stages.common.config",
-        "stages.prompt",
+        "quiver.schemas",
+        "quiver.stages.common.store",
+        "quiver.stages.common.work",
+        "quiver.stages.common.files",
+        "quiver.stages.common.config",
+        "quiver.stages.prompt",
     )
     heavy = [
         NAMES[p]
         for p in FILES
-        if uses(p, "torch") and NAMES[p].startswith((*light, "stages.reward.stage"))
+        if uses(p, "torch") and NAMES[p].startswith((*light, "quiver.stages.reward.stage"))
     ]
     assert heavy == []
 
@@ -113,10 +127,10 @@ def test_the_maths_stands_alone(name):
     ours_or_foreign = {module.partition(".")[0] for module in imported(path)} - set(
         sys.stdlib_module_names
     )
-    assert ours_or_foreign <= {"torch", "stages"}
-    assert {m for m in imported(path) if m.startswith("stages")} <= {
-        "stages.common.ragged",
-        "stages.common.ragged.Ragged",
+    assert ours_or_foreign <= {"torch", "quiver"}
+    assert {m for m in imported(path) if m.startswith("quiver")} <= {
+        "quiver.stages.common.ragged",
+        "quiver.stages.common.ragged.Ragged",
     }
 
 
@@ -141,11 +155,11 @@ def test_no_flow_file_bears_the_name_of_a_library():
 @pytest.mark.parametrize(
     "module",
     [
-        "stages.prompt.stage",
-        "stages.generate.stage",
-        "stages.reward.stage",
-        "stages.optimize.stage",
-        "flows.cli",
+        "quiver.stages.prompt.stage",
+        "quiver.stages.generate.stage",
+        "quiver.stages.reward.stage",
+        "quiver.stages.optimize.stage",
+        "quiver.flows.cli",
     ],
 )
 def test_a_stage_is_cheap_to_import(module):
@@ -161,7 +175,8 @@ def test_a_stage_is_cheap_to_import(module):
 
 def test_help_waits_for_no_library():
     code = (
-        "import sys, flows.cli; print(sorted({'pyarrow', 'numpy', 'pydantic', 'prefect', 'torch'} "
+        "import sys, quiver.flows.cli; print(sorted({'pyarrow', 'numpy', 'pydantic', 'prefect', "
+        "'torch'} "
         "& set(sys.modules)))"
     )
     done = subprocess.run(
@@ -174,7 +189,7 @@ def test_every_config_field_has_a_docstring():
     sys.path.insert(0, str(ROOT))
     from pydantic import BaseModel
 
-    from flows.recipe import Recipe
+    from quiver.flows.recipe import Recipe
 
     seen: set[type] = set()
 

@@ -16,21 +16,21 @@ import pytest
 import torch
 from tokenizers import processors
 
-from schemas.errors import NumericError
-from stages.common.checkpoints import PolicyConfig
-from stages.common.checkpoints import run as import_policy
-from stages.common.models import load_model
-from stages.common.packed.attention import Sequences
-from stages.common.ragged import Ragged
-from stages.common.store import Store
-from stages.generate import stage as generate
-from stages.optimize import advantages, critic, losses
-from stages.optimize import rollouts as joining
-from stages.optimize import stage as optimize
-from stages.optimize.algorithms import resolve
-from stages.optimize.trainer import Trainer, make_accelerator
-from stages.prompt import stage as prompt
-from stages.reward import stage as reward
+from quiver.schemas.errors import NumericError
+from quiver.stages.common.checkpoints import PolicyConfig
+from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.common.models import load_model
+from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.store import Store
+from quiver.stages.generate import stage as generate
+from quiver.stages.optimize import advantages, critic, losses
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize import stage as optimize
+from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.prompt import stage as prompt
+from quiver.stages.reward import stage as reward
 from tests import tiny
 from tests.stages.optimize import world
 

@@ -20,8 +20,8 @@ from transformers import (
     T5Config,
 )
 
-from stages.common.checkpoints import PolicyConfig, run
-from stages.common.store import Store, Version
+from quiver.stages.common.checkpoints import PolicyConfig, run
+from quiver.stages.common.store import Store, Version
 
 PAD, BOS, EOS = 0, 1, 2
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from prefect.artifacts import Artifact, LinkArtifact
 
-from flows.assets import announce
-from flows.recipe import Recipe
-from stages.common.process import Call, Outcome
-from stages.common.store import Store, Version
-from stages.report import stage as report
+from quiver.flows.assets import announce
+from quiver.flows.recipe import Recipe
+from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.store import Store, Version
+from quiver.stages.report import stage as report
 
 from . import evaluations, policies, rewards, rollouts
 from .shown import attempt

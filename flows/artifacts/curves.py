@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 
-from stages.report.plots import Panel, said, svg, thinned
+from quiver.stages.report.plots import Panel, said, svg, thinned
 
 
 def picture(panels: list[Panel], x_name: str) -> str:

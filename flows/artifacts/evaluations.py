@@ -7,12 +7,12 @@ from typing import Any
 
 from prefect.artifacts import Artifact, MarkdownArtifact
 
-from schemas.errors import QuiverError
-from schemas.manifest import Manifest
-from schemas.refs import Ref
-from stages.common.store import Store, Version
-from stages.report.plots import Panel
-from stages.report.words import measured
+from quiver.schemas.errors import QuiverError
+from quiver.schemas.manifest import Manifest
+from quiver.schemas.refs import Ref
+from quiver.stages.common.store import Store, Version
+from quiver.stages.report.plots import Panel
+from quiver.stages.report.words import measured
 
 from .curves import picture
 from .text import key, quoted, table

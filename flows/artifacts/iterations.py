@@ -18,8 +18,8 @@ from prefect.artifacts import MarkdownArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
-from stages.report.plots import Panel
-from stages.report.words import counted, measured, number
+from quiver.stages.report.plots import Panel
+from quiver.stages.report.words import counted, measured, number
 
 from .curves import picture
 from .shown import attempt

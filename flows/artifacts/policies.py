@@ -7,14 +7,14 @@ from typing import Any
 
 from prefect.artifacts import Artifact, MarkdownArtifact, TableArtifact
 
-from flows.assets import parents_of
-from schemas.errors import LineageError
-from schemas.manifest import Manifest
-from schemas.refs import parse
-from stages.common.store import Store, Version
-from stages.report import samples
-from stages.report.plots import Panel
-from stages.report.words import counted, number, size
+from quiver.flows.assets import parents_of
+from quiver.schemas.errors import LineageError
+from quiver.schemas.manifest import Manifest
+from quiver.schemas.refs import parse
+from quiver.stages.common.store import Store, Version
+from quiver.stages.report import samples
+from quiver.stages.report.plots import Panel
+from quiver.stages.report.words import counted, number, size
 
 from .curves import picture
 from .text import key, quoted, table

@@ -7,10 +7,10 @@ from typing import Any
 
 from prefect.artifacts import Artifact, TableArtifact
 
-from schemas.rewards import names_of
-from stages.common.store import Store, Version
-from stages.report import samples
-from stages.report.words import number, rounded
+from quiver.schemas.rewards import names_of
+from quiver.stages.common.store import Store, Version
+from quiver.stages.report import samples
+from quiver.stages.report.words import number, rounded
 
 from . import rollouts
 from .text import key, quoted

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pyarrow as pa
 from prefect.artifacts import Artifact, TableArtifact
 
-from stages.common.store import Store, Version
-from stages.report import samples
-from stages.report.words import number, size
+from quiver.stages.common.store import Store, Version
+from quiver.stages.report import samples
+from quiver.stages.report.words import number, size
 
 from .text import key, wrapped
 

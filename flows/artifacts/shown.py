@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from schemas.errors import printable
+from quiver.schemas.errors import printable
 
 log = logging.getLogger("quiver")
 _told: set[str] = set()

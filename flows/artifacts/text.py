@@ -13,8 +13,8 @@ import re
 import textwrap
 from typing import Any
 
-from schemas.errors import printable
-from stages.report.words import number
+from quiver.schemas.errors import printable
+from quiver.stages.report.words import number
 
 LIMIT = 300
 

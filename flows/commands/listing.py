@@ -21,7 +21,7 @@ def _list(word: str, entries: list[dict[str, Any]], details: str, as_json: bool)
 
 def algorithms(json: Json = False, debug: Debug = False) -> None:
     """The algorithms, with defaults and references."""
-    from stages.optimize.algorithms import ALGORITHMS
+    from quiver.stages.optimize.algorithms import ALGORITHMS
 
     shown = (
         "name",
@@ -43,8 +43,8 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
 def rewards(json: Json = False, debug: Debug = False) -> None:
     """What can score: functions that come with Quiver, with their arguments, and the dialects in
     which servers are asked."""
-    from stages.reward.functions import FUNCTIONS
-    from stages.reward.servers.dialects import DIALECTS
+    from quiver.stages.reward.functions import FUNCTIONS
+    from quiver.stages.reward.servers.dialects import DIALECTS
 
     shipped = [
         {
@@ -64,7 +64,7 @@ def rewards(json: Json = False, debug: Debug = False) -> None:
 
 def engines(json: Json = False, debug: Debug = False) -> None:
     """The generation engines, with the defaults of their options."""
-    from stages.generate.engine import ENGINES
+    from quiver.stages.generate.engine import ENGINES
 
     shipped = ENGINES.items()
     defaults = {name: entry.options().model_dump(mode="json") for name, entry in shipped}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable
 
 from .shared import Debug, Json, RecipeFile, Settings, StorePath, read_recipe, say
 
@@ -32,7 +32,7 @@ Now = Annotated[bool, typer.Option("--now", help="start a run at once, too")]
 def _room_above(name: str) -> Any:
     """A module of `deployments`: named, as a recipe names code, since nothing here knows of the
     room above but its commands."""
-    return importlib.import_module(f"deployments.{name}")
+    return importlib.import_module(f"quiver.deployments.{name}")
 
 
 def _overlap(overlap: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable
 
 from .shared import (
     Debug,

@@ -15,7 +15,7 @@ import typer
 from ..next_step import Called, default_store
 
 if TYPE_CHECKING:
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     from ..recipe import Recipe
 
@@ -67,7 +67,7 @@ def read_recipe(path: Path, settings: list[str] | None, store: str | None) -> Re
 
 def open_store(path: str | None) -> Store:
     """The store that is there already, at `path` or where stores are."""
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     CALLED.store = path
     return Store(path or default_store(), create=False)

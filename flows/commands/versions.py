@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from schemas.errors import printable
-from schemas.refs import Ref, check_name
+from quiver.schemas.errors import printable
+from quiver.schemas.refs import Ref, check_name
 
 from ..next_step import complete, options_in
 from .shared import CALLED, Debug, Json, Reference, StorePath, open_store, say
@@ -138,7 +138,7 @@ def report(
 ) -> None:
     """One self-contained HTML file over a whole run: how well it went, curves, answers before and
     after, what it was made of."""
-    from stages.report.stage import write
+    from quiver.stages.report.stage import write
 
     path = write(open_store(store), check_name(run, "run"), output)
     say(json, {"run": run, "file": str(path), "bytes": path.stat().st_size}, [str(path)])

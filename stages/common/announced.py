@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from schemas.manifest import from_json
-from schemas.refs import Ref
+from quiver.schemas.manifest import from_json
+from quiver.schemas.refs import Ref
 
 from .store import Version
 

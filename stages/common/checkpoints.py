@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.errors import ConfigError, ConflictError, LineageError, printable
-from schemas.manifest import Model, digest
-from schemas.refs import Ref
+from quiver.schemas.errors import ConfigError, ConflictError, LineageError, printable
+from quiver.schemas.manifest import Model, digest
+from quiver.schemas.refs import Ref
 
 from . import files, made
 from .config import Config

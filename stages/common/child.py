@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import ResourceError
+from quiver.schemas.errors import ResourceError
 
 GRACE_SECONDS = 5
 _LONGEST_LINE = 64 * 1024
@@ -63,8 +63,8 @@ class Stopped(BaseException):
 
 
 class Child:
-    """`python -m stages STAGE` (interpreter `python`), started, and waiting for its call; a context
-    manager that ends its group.
+    """`python -m quiver.stages STAGE` (interpreter `python`), started, and waiting for its call; a
+    context manager that ends its group.
 
     `online` lets it reach a model hub, `env` is put over its environment, `hint` is what it
     prepares for.
@@ -84,7 +84,15 @@ class Child:
             if hint is not None:
                 (folder / HINT).write_text(json.dumps(hint))
             # -P: no module of the working folder may stand in for one of ours or of a library
-            command = [python or sys.executable, "-u", "-P", "-m", "stages", stage, "--waits"]
+            command = [
+                python or sys.executable,
+                "-u",
+                "-P",
+                "-m",
+                "quiver.stages",
+                stage,
+                "--waits",
+            ]
             command += ["--spec", str(self._spec), "--result", str(self._result)]
             environment = {
                 **os.environ,

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from schemas.errors import BusyError
+from quiver.schemas.errors import BusyError
 
 if TYPE_CHECKING:
     from .share import SharedWork

@@ -13,8 +13,10 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable
 
+ROOMS = ("schemas", "stages", "flows", "deployments")
+"""The packages below `quiver`. Before it was the one import name, each had its own."""
 _RUNTIME = "runtime knob: not part of the run_key"
 _T = TypeVar("_T")
 Runtime = Annotated[_T, _RUNTIME]
@@ -45,13 +47,17 @@ class Config(BaseModel):
 
 
 def without_folder(name: str) -> str:
-    """A file's name, or `file.py:function`, without its folder: for keys that hold the hash of its
-    bytes besides.
+    """What a key says of a file, of `file.py:function` or of `package.module:function` beside the
+    hash of its bytes.
+
+    It leaves out the folder, and of our own modules the `quiver.` that older names lack.
 
     >>> without_folder("/srv/quiver/mine.py:score"), without_folder("rows.jsonl"), without_folder("package.module:score")
     ('mine.py:score', 'rows.jsonl', 'package.module:score')
     """
-    return name.rpartition("/")[2]
+    name = name.rpartition("/")[2]
+    is_ours = name.startswith(tuple(f"quiver.{room}." for room in ROOMS))
+    return name.removeprefix("quiver.") if is_ours else name
 
 
 def parse(cls: type[_T], data: dict[str, Any], name: str) -> _T:

@@ -18,13 +18,15 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable
 
 from . import files
+from .config import ROOMS
 
 _imported_as: dict[str, str] = {}
 
@@ -78,13 +80,34 @@ def _module(holder: str, field: str) -> ModuleType:
             return _from_file(path)
         if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
             sys.path.append(os.getcwd())
-        return _imported(holder)
+        return _imported(_current_name(holder))
     except Exception as error:  # importing runs the user's code, which may raise anything
         what = f"can not be imported: {type(error).__name__}: {printable(error)}"
         command = (
             ["python", holder] if holder.endswith(".py") else ["python", "-c", f"import {holder}"]
         )
         raise ConfigError(f"{field} {printable(holder)}", what, next=shlex.join(command)) from error
+
+
+def _current_name(name: str) -> str:
+    """The name under which module `name` is imported now.
+
+    Older recipes say `deployments.recipes.larger` where it is `quiver.deployments.recipes.larger`
+    today. They mean ours, unless a module of exactly that name stands elsewhere.
+    """
+    room = name.partition(".")[0]
+    if room not in ROOMS:
+        return name
+    spec = PathFinder.find_spec(room)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    our_folder = Path(__file__).parents[2] / room
+    if not folders or any(Path(folder).resolve() == our_folder.resolve() for folder in folders):
+        return f"quiver.{name}"
+    try:
+        is_theirs = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        is_theirs = False
+    return name if is_theirs else f"quiver.{name}"
 
 
 def _imported(name: str) -> ModuleType:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from schemas.errors import printable
+from quiver.schemas.errors import printable
 
 from .announced import look
 from .child import Child

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from schemas.errors import OutcomeUnknownError, QuiverError, ResourceError
+from quiver.schemas.errors import OutcomeUnknownError, QuiverError, ResourceError
 
 _WHY = {
     errno.ENOSPC: "the disk is full",

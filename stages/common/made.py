@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import ConfigError, QuiverError, printable
-from schemas.manifest import digest
+from quiver.schemas.errors import ConfigError, QuiverError, printable
+from quiver.schemas.manifest import digest
 
 from . import dotted
 

@@ -13,7 +13,7 @@ import json
 import logging
 from pathlib import Path
 
-from schemas.errors import ConfigError, SecurityError
+from quiver.schemas.errors import ConfigError, SecurityError
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.errors import ConfigError, ResourceError, SchemaError, printable
+from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
 
 from .checkpoints import context_length, is_encoder_decoder, vocabulary_size
 from .first_calls import make_first_calls

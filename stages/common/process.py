@@ -1,8 +1,8 @@
 """A stage as a child process, its log streamed; what is done already is found in this process, in
 milliseconds.
 
-Otherwise `python -m stages NAME` runs it: memory and the GPU are free when it ends, and it ends
-with its caller (`child`).
+Otherwise `python -m quiver.stages NAME` runs it: memory and the GPU are free when it ends, and it
+ends with its caller (`child`).
 
     outcome = run_stage(Call("generate", config, store.path, refs={"prompts": "a/prompts@1",
     "policy": "a/policy@0"}))
@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import ConfigError, ResourceError, from_dict, printable
-from schemas.refs import Ref
+from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
+from quiver.schemas.refs import Ref
 
 from .child import Child, follow
 from .config import parse
@@ -62,7 +62,7 @@ class Outcome:
 def perform(call: Call, *, lookup: bool = False) -> Outcome:
     """Run the stage in this process. With `lookup`, only find a finished version: NotDone when
     there is none."""
-    from stages import load
+    from quiver.stages import load
 
     config_class, run = load(call.stage)
     started = time.monotonic()

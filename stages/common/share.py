@@ -33,8 +33,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.errors import OutcomeUnknownError, printable
-from schemas.manifest import FileEntry
+from quiver.schemas.errors import OutcomeUnknownError, printable
+from quiver.schemas.manifest import FileEntry
 
 from . import files
 from .claims import Claims, Finished

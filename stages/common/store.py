@@ -6,7 +6,8 @@
     STORE/<run>/tags/<name>                   one reference, moved by compare-and-swap; its journal is beside it
 
 Reading checks size and sha256 before it parses, and maps files into memory. It never falls back in
-silence: when the newest version is torn, `latest` is an error. Writing is `stages.common.work`.
+silence: when the newest version is torn, `latest` is an error. Writing is
+`quiver.stages.common.work`.
 
     store = Store("store")
     rollouts = store.open("arith/rollouts@latest")
@@ -31,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from schemas import refs
-from schemas.errors import (
+from quiver.schemas import refs
+from quiver.schemas.errors import (
     BusyError,
     ConfigError,
     ConflictError,
@@ -41,8 +42,8 @@ from schemas.errors import (
     QuiverError,
     SchemaError,
 )
-from schemas.manifest import Input, Manifest, from_json
-from schemas.refs import Ref
+from quiver.schemas.manifest import Input, Manifest, from_json
+from quiver.schemas.refs import Ref
 
 from . import files, tags
 
@@ -56,7 +57,7 @@ _VERSION = re.compile(r"v(\d{6,})")
 
 def schema_module(kind: str):
     """The module of `schemas` that describes `kind`; only for kinds that are tables."""
-    return importlib.import_module(f"schemas.{kind}")
+    return importlib.import_module(f"quiver.schemas.{kind}")
 
 
 class Version:

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from schemas import refs
-from schemas.errors import ConfigError, CorruptError, printable
+from quiver.schemas import refs
+from quiver.schemas.errors import ConfigError, CorruptError, printable
 
 from . import files
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from schemas.errors import ConfigError, QuiverError, ResourceError, printable
-from stages.common.first_calls import make_first_calls
+from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable
+from quiver.stages.common.first_calls import make_first_calls
 
 CPU_BLOCK = 32
 """Smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix

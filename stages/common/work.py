@@ -36,10 +36,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.errors import ConfigError, ConflictError, SchemaError, printable
-from schemas.fields import kind_of
-from schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
-from schemas.refs import Ref
+from quiver.schemas.errors import ConfigError, ConflictError, SchemaError, printable
+from quiver.schemas.fields import kind_of
+from quiver.schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
+from quiver.schemas.refs import Ref
 
 from . import announced, files
 from .claims import Alone, joined
@@ -129,7 +129,7 @@ def is_made_alike(one: Manifest, other: Manifest) -> bool:
         return False
     if one.config == other.config:
         return True
-    from stages import MODULES, load
+    from quiver.stages import MODULES, load
 
     if one.stage not in MODULES:
         return False

@@ -20,12 +20,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import field_validator
 
-from schemas import evaluations
-from schemas.errors import ConfigError, LineageError, NumericError, printable
-from schemas.refs import Ref
-from stages.common.config import Config as Base
-from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, begin, is_made_alike
+from quiver.schemas import evaluations
+from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
+from quiver.schemas.refs import Ref
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import ROWS_PER_SHARD, begin, is_made_alike
 
 from . import estimators
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from schemas.errors import ConfigError, NumericError, SchemaError, printable
-from schemas.rollouts import FINISH_REASONS
-from stages.common import dotted
-from stages.common.config import Config, parse
-from stages.common.store import Version
+from quiver.schemas.errors import ConfigError, NumericError, SchemaError, printable
+from quiver.schemas.rollouts import FINISH_REASONS
+from quiver.stages.common import dotted
+from quiver.stages.common.config import Config, parse
+from quiver.stages.common.store import Version
 
 from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions
 
@@ -110,17 +110,17 @@ class Entry(NamedTuple):
 
 ENGINES = {
     "vllm": Entry(
-        "stages.generate.vllm_engine:VllmEngine",
+        "quiver.stages.generate.vllm_engine:VllmEngine",
         "fast; decoder-only models, on a GPU or a CPU; the default",
         VllmOptions,
     ),
     "transformers": Entry(
-        "stages.generate.hf_engine:TransformersEngine",
+        "quiver.stages.generate.hf_engine:TransformersEngine",
         "encoder-decoder models (T5, BART), and whatever vLLM lacks",
         TransformersOptions,
     ),
     "scripted": Entry(
-        "stages.generate.scripted_engine:ScriptedEngine",
+        "quiver.stages.generate.scripted_engine:ScriptedEngine",
         "no model: a small function of prompt and seed; for trying a recipe in a second",
         ScriptedOptions,
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from stages.common.claims import Alone, Claims
+from quiver.stages.common.claims import Alone, Claims
 
 from .engine import Request
 from .rows import Rows

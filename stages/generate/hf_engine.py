@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import transformers
 
-from schemas.errors import ConfigError, ResourceError, printable
-from stages.common.config import parse
-from stages.common.models import decoder_start_id, is_memory_error, load_model
-from stages.common.packed.precision import products
+from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.stages.common.config import parse
+from quiver.stages.common.models import decoder_start_id, is_memory_error, load_model
+from quiver.stages.common.packed.precision import products
 
 from .engine import Completion, Request, Setup
 from .options import TransformersOptions

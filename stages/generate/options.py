@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stages.common.config import Config, Runtime
+from quiver.stages.common.config import Config, Runtime
 
 _VLLM_OWN = {
     "model", "tokenizer", "revision", "tokenizer_revision", "code_revision", "hf_config_path", "hf_overrides", "hf_token",

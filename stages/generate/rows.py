@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from schemas import rollouts
-from schemas.fields import per_token, token_ids
-from schemas.manifest import canonical
+from quiver.schemas import rollouts
+from quiver.schemas.fields import per_token, token_ids
+from quiver.schemas.manifest import canonical
 
 from .engine import Completion, Request
 

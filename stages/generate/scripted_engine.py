@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from stages.common import dotted
-from stages.common.config import parse
+from quiver.stages.common import dotted
+from quiver.stages.common.config import parse
 
 from .engine import Completion, Request, Setup
 from .options import ScriptedOptions

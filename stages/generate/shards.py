@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.compute as pc
 
-from stages.common.claims import each
-from stages.common.work import Work
+from quiver.stages.common.claims import each
+from quiver.stages.common.work import Work
 
 from .engine import Completion, Engine, Limits, checked
 from .handout import Handout

@@ -22,15 +22,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
-from schemas.errors import ConfigError, SchemaError, printable
-from schemas.refs import Ref
-from stages.common import announced, checkpoints
-from stages.common.config import Config as Base
-from stages.common.config import Runtime, without_folder
-from stages.common.early import Anew
-from stages.common.models import verify_model
-from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, Work, begin
+from quiver.schemas.errors import ConfigError, SchemaError, printable
+from quiver.schemas.refs import Ref
+from quiver.stages.common import announced, checkpoints
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime, without_folder
+from quiver.stages.common.early import Anew
+from quiver.stages.common.models import verify_model
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import ROWS_PER_SHARD, Work, begin
 
 from . import engine as engines
 from .options import Device, Dtype, Overlong, Sampling

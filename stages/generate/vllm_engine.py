@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from schemas.errors import ConfigError, ResourceError
-from stages.common import checkpoints, vllm_setup
-from stages.common.config import parse
+from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.stages.common import checkpoints, vllm_setup
+from quiver.stages.common.config import parse
 
 from .engine import Completion, Request, Setup
 from .options import VllmOptions

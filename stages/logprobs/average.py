@@ -20,13 +20,13 @@ from typing import Any
 
 from pydantic import Field
 
-from schemas.errors import LineageError
-from schemas.refs import Ref
-from stages.common import checkpoints, files
-from stages.common.config import Config as Base
-from stages.common.models import verify_model
-from stages.common.store import Store, Version
-from stages.common.work import begin
+from quiver.schemas.errors import LineageError
+from quiver.schemas.refs import Ref
+from quiver.stages.common import checkpoints, files
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.models import verify_model
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import begin
 
 STAGE_VERSION = 1
 

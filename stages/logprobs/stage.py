@@ -20,18 +20,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from schemas import logprobs
-from schemas.errors import ConfigError, LineageError, NumericError, printable
-from schemas.refs import Ref
-from stages.common import checkpoints
-from stages.common.claims import each
-from stages.common.config import Config as Base
-from stages.common.config import Runtime
-from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, Work, begin
+from quiver.schemas import logprobs
+from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
+from quiver.schemas.refs import Ref
+from quiver.stages.common import checkpoints
+from quiver.stages.common.claims import each
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import ROWS_PER_SHARD, Work, begin
 
 if TYPE_CHECKING:
-    from stages.common.packed.forward import Policy
+    from quiver.stages.common.packed.forward import Policy
 
 STAGE_VERSION = 1
 log = logging.getLogger(__name__)
@@ -145,9 +145,9 @@ def _require_same_tokens(config: Config, store: Store, rollouts: Version, model:
 def _score_shards(config: Config, work: Work, rollouts: Version, model: Version) -> Ref:
     import torch
 
-    from stages.common.models import check_rows, load_model, short_of_memory
-    from stages.common.packed.forward import Policy
-    from stages.common.packed.precision import resolve
+    from quiver.stages.common.models import check_rows, load_model, short_of_memory
+    from quiver.stages.common.packed.forward import Policy
+    from quiver.stages.common.packed.precision import resolve
 
     table = rollouts.table(
         ["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"]
@@ -204,11 +204,11 @@ def _score(
     import numpy as np
     import torch
 
-    from stages.common.packed.attention import Sequences, prompt_numbers
-    from stages.common.packed.forward import choose_mode, score, token_budget
-    from stages.common.packed.kernels import choose_kernel
-    from stages.common.packed.precision import narrow
-    from stages.common.ragged import Ragged
+    from quiver.stages.common.packed.attention import Sequences, prompt_numbers
+    from quiver.stages.common.packed.forward import choose_mode, score, token_budget
+    from quiver.stages.common.packed.kernels import choose_kernel
+    from quiver.stages.common.packed.precision import narrow
+    from quiver.stages.common.ragged import Ragged
 
     everyone = torch.arange(len(table))
     prompts, completions = (

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.errors import ConfigError, printable
-from stages.common import dotted
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common import dotted
 
 from .own import held
 
@@ -244,7 +244,7 @@ def part(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
     ConfigError."""
     if callable(chosen):
         return chosen
-    found = getattr(importlib.import_module(f"stages.optimize.{module}"), chosen, None)
+    found = getattr(importlib.import_module(f"quiver.stages.optimize.{module}"), chosen, None)
     if not inspect.isfunction(found):
         raise ConfigError(
             "optimize.algorithm",

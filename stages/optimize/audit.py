@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from schemas.errors import NumericError
-from stages.common.ragged import Ragged
+from quiver.schemas.errors import NumericError
+from quiver.stages.common.ragged import Ragged
 
 from .losses import log_ratio
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.errors import ConfigError, LineageError
-from stages.common import checkpoints
-from stages.common.store import Store, Version
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common import checkpoints
+from quiver.stages.common.store import Store, Version
 
 if TYPE_CHECKING:
     from .stage import Config

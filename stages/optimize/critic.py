@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stages.common.packed.attention import Sequences
-from stages.common.ragged import Ragged
+from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.ragged import Ragged
 
 from . import advantages
 from .losses import log_ratio

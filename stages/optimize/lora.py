@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from schemas.errors import ConfigError, printable
-from stages.common import files
-from stages.common.checkpoints import ADAPTER_FOLDER, OPTIMIZER_FOLDER, adapter_base
-from stages.common.config import Config
-from stages.common.store import Store, Version
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common import files
+from quiver.stages.common.checkpoints import ADAPTER_FOLDER, OPTIMIZER_FOLDER, adapter_base
+from quiver.stages.common.config import Config
+from quiver.stages.common.store import Store, Version
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from stages.common.ragged import Ragged
+from quiver.stages.common.ragged import Ragged
 
 MAX_LOG_RATIO = 20.0
 

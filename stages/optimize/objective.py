@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from schemas.errors import ConfigError
-from stages.common.packed.attention import Sequences
-from stages.common.ragged import Ragged
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.ragged import Ragged
 
 from . import critic, losses
 from .algorithms import Algorithm, part

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError
 
 from .bf16 import MASTER, PRECISIONS, Bf16AdamW
 

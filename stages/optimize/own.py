@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from .algorithms import Algorithm

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import torch
 
-from schemas import advantages as advantages_kind
-from schemas import updates as updates_kind
-from schemas.errors import ConfigError
-from schemas.refs import Ref
-from stages.common import checkpoints, files
-from stages.common.models import restore_dropout
-from stages.common.ragged import Ragged
-from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, Work, begin
+from quiver.schemas import advantages as advantages_kind
+from quiver.schemas import updates as updates_kind
+from quiver.schemas.errors import ConfigError
+from quiver.schemas.refs import Ref
+from quiver.stages.common import checkpoints, files
+from quiver.stages.common.models import restore_dropout
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import ROWS_PER_SHARD, Work, begin
 
 from . import lora, optimizer, value_head
 from .losses import log_ratio

@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from schemas.errors import ConfigError, LineageError, NumericError, SchemaError
-from stages.common.models import check_rows
-from stages.common.packed.attention import Sequences, prompt_numbers
-from stages.common.ragged import Mapped, Ragged
-from stages.common.store import Store, Version
+from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError
+from quiver.stages.common.models import check_rows
+from quiver.stages.common.packed.attention import Sequences, prompt_numbers
+from quiver.stages.common.ragged import Mapped, Ragged
+from quiver.stages.common.store import Store, Version
 
 from . import advantages
 from .algorithms import Algorithm, part

@@ -21,11 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from schemas.errors import ConfigError, NumericError
-from stages.common.packed.forward import Policy, choose_mode, score, score_and_judge, token_budget
-from stages.common.packed.kernels import choose_kernel
-from stages.common.packed.packing import Piece, minibatches
-from stages.common.packed.precision import narrow, resolve
+from quiver.schemas.errors import ConfigError, NumericError
+from quiver.stages.common.packed.forward import (
+    Policy,
+    choose_mode,
+    score,
+    score_and_judge,
+    token_budget,
+)
+from quiver.stages.common.packed.kernels import choose_kernel
+from quiver.stages.common.packed.packing import Piece, minibatches
+from quiver.stages.common.packed.precision import narrow, resolve
 
 from . import audit, bf16, critic
 from .algorithms import Algorithm, part

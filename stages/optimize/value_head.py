@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from schemas.errors import ConfigError
-from stages.common import files
-from stages.common.store import Version
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common import files
+from quiver.stages.common.store import Version
 
 from . import optimizer as adamw
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from schemas.errors import ConfigError, printable
-from schemas.manifest import no_key_twice
-from stages.common.chat.template import bad_text
+from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.manifest import no_key_twice
+from quiver.stages.common.chat.template import bad_text
 
 CHUNK = 1024
 

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas import fields, prompts
-from schemas.errors import ConfigError, printable
-from stages.common import checkpoints
-from stages.common.chat.guard import Guard, Rendering
-from stages.common.chat.template import Messages, Template, bad_text
-from stages.common.chat.turns import learn_start
-from stages.common.store import Version
+from quiver.schemas import fields, prompts
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common import checkpoints
+from quiver.stages.common.chat.guard import Guard, Rendering
+from quiver.stages.common.chat.template import Messages, Template, bad_text
+from quiver.stages.common.chat.turns import learn_start
+from quiver.stages.common.store import Version
 
 from .sources import Source
 

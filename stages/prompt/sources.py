@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from schemas.errors import ConfigError, printable
-from stages.common import dotted, files
-from stages.common.config import Config as Base
-from stages.common.config import without_folder
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common import dotted, files
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import without_folder
 
 from .python_rows import CHUNK, json_rows, to_table, wrong
 

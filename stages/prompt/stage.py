@@ -21,14 +21,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from schemas.errors import ConfigError, printable
-from schemas.manifest import Model, digest
-from schemas.refs import Ref
-from stages.common import checkpoints
-from stages.common.chat.template import bad_text
-from stages.common.config import without_folder
-from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, begin
+from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.manifest import Model, digest
+from quiver.schemas.refs import Ref
+from quiver.stages.common import checkpoints
+from quiver.stages.common.chat.template import bad_text
+from quiver.stages.common.config import without_folder
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import ROWS_PER_SHARD, begin
 
 from . import sources
 from .sources import INPUTS, SourceConfig

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from stages.common.config import Config as Base
-from stages.common.config import Runtime
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime
 
 
 class TemplateConfig(Base):

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from schemas.errors import LineageError
-from schemas.manifest import Manifest
-from stages.common.store import Store
-from stages.common.work import is_made_alike
+from quiver.schemas.errors import LineageError
+from quiver.schemas.manifest import Manifest
+from quiver.stages.common.store import Store
+from quiver.stages.common.work import is_made_alike
 
 STEP_COLUMNS = ("loss", "grad_norm", "approx_kl", "clip_fraction", "entropy", "learning_rate")
 _UPDATES_BYTES = 4 * 1024 * 1024

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.errors import LineageError
-from schemas.manifest import Manifest
-from stages.common.store import Store, Version
+from quiver.schemas.errors import LineageError
+from quiver.schemas.manifest import Manifest
+from quiver.stages.common.store import Store, Version
 
 MOST_BYTES = 12 * 1024 * 1024
 ROWS = 10

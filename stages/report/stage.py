@@ -17,10 +17,10 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from schemas.errors import LineageError
-from schemas.manifest import Manifest
-from stages.common import files
-from stages.common.store import Store
+from quiver.schemas.errors import LineageError
+from quiver.schemas.manifest import Manifest
+from quiver.stages.common import files
+from quiver.stages.common.store import Store
 
 from . import samples
 from .gather import STEP_COLUMNS, Gathered, Iteration, gather, latest, policy_number

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from schemas.errors import printable
+from quiver.schemas.errors import printable
 
 from .plots import Panel, said, svg, thinned
 from .words import number

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas.rewards import names_of
+from quiver.schemas.rewards import names_of
 
 
 def failures(table: pa.Table) -> Iterator[tuple[str, str, str]]:

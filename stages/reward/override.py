@@ -21,13 +21,13 @@ from typing import Annotated, Any
 import pyarrow as pa
 from pydantic import Field
 
-from schemas.errors import ConfigError, LineageError, printable
-from schemas.manifest import no_key_twice
-from schemas.refs import Ref
-from schemas.rewards import names_of
-from stages.common import config as common
-from stages.common.store import Store
-from stages.common.work import ROWS_PER_SHARD, begin
+from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.manifest import no_key_twice
+from quiver.schemas.refs import Ref
+from quiver.schemas.rewards import names_of
+from quiver.stages.common import config as common
+from quiver.stages.common.store import Store
+from quiver.stages.common.work import ROWS_PER_SHARD, begin
 
 from .measures import summary
 from .scoring import LARGEST

@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas import rewards
-from schemas.errors import ConfigError, LineageError
-from stages.common.store import Version
+from quiver.schemas import rewards
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.store import Version
 
 
 def require_same(

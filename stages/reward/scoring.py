@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable
 
 OFFERED = ("prompts", "completions", "completion_ids", "finish_reason", "rollout_ids")
 LARGEST = 3.4028234663852886e38  # of a float32

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from schemas.errors import RewardError, printable
-from schemas.rewards import names_of
-from stages.common.work import ROWS_PER_SHARD, Work
+from quiver.schemas.errors import RewardError, printable
+from quiver.schemas.rewards import names_of
+from quiver.stages.common.work import ROWS_PER_SHARD, Work
 
 from . import tables
 from .measures import failures

@@ -19,12 +19,12 @@ from contextlib import contextmanager
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.errors import ConfigError, LineageError, RewardError, printable
-from schemas.refs import Ref
-from stages.common.config import Config as Base
-from stages.common.config import Runtime
-from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, begin
+from quiver.schemas.errors import ConfigError, LineageError, RewardError, printable
+from quiver.schemas.refs import Ref
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import ROWS_PER_SHARD, begin
 
 from . import tables
 from .measures import summary

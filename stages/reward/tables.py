@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from schemas import rewards
-from schemas.errors import LineageError, NumericError, printable
+from quiver.schemas import rewards
+from quiver.schemas.errors import LineageError, NumericError, printable
 
 from .functions import overlong_penalty
 from .scoring import LARGEST, OFFERED, Part

@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _make(arguments: argparse.Namespace, rows: int) -> None:
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     store = Store(arguments.work / "store")
     make_rewards(store, make_rollouts(store, tiny_policy(store), rows, PROMPT, COMPLETION))
@@ -68,14 +68,14 @@ def _make(arguments: argparse.Namespace, rows: int) -> None:
 
 
 def _read(arguments: argparse.Namespace, rows: int) -> None:
-    """The steps of `stages.optimize.stage._learn` up to the model."""
-    from stages.common.packed.attention import make_layout
-    from stages.common.packed.forward import pieces_of
-    from stages.common.packed.packing import pack
-    from stages.common.store import Store
-    from stages.optimize import algorithms
-    from stages.optimize.rollouts import load
-    from stages.optimize.stage import Config
+    """The steps of `quiver.stages.optimize.stage._learn` up to the model."""
+    from quiver.stages.common.packed.attention import make_layout
+    from quiver.stages.common.packed.forward import pieces_of
+    from quiver.stages.common.packed.packing import pack
+    from quiver.stages.common.store import Store
+    from quiver.stages.optimize import algorithms
+    from quiver.stages.optimize.rollouts import load
+    from quiver.stages.optimize.stage import Config
 
     clock, store = Steps(), Store(arguments.work / "store")
     with clock.step("open"):

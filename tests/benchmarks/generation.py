@@ -83,7 +83,7 @@ def _sizes(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def _prompts(arguments: argparse.Namespace) -> None:
     """The model and every size's prompts, once, in the store that the sides share."""
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     store = Store(arguments.work / "store")
     policy = real_policy(store)
@@ -94,7 +94,7 @@ def _prompts(arguments: argparse.Namespace) -> None:
 
 def _inputs(arguments: argparse.Namespace):
     """The store, its policy, and the prompts of this size."""
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     store = Store(arguments.work / "store")
     prompts = store.open(f"{RUN}/prompts@{1 if arguments.quick else 2}")
@@ -136,9 +136,10 @@ class Clock:
 
 
 def _quiver(arguments: argparse.Namespace) -> None:
-    """The stage's own process: `python -m stages generate`, with a clock around its engine."""
-    from stages import __main__ as process
-    from stages.generate import engine
+    """The stage's own process: `python -m quiver.stages generate`, with a clock around its
+    engine."""
+    from quiver.stages import __main__ as process
+    from quiver.stages.generate import engine
 
     clock, make = Clock(), engine.make_engine
     engine.make_engine = lambda name, setup: _clocked(make(name, setup), clock)
@@ -206,7 +207,7 @@ def _vllm(arguments: argparse.Namespace) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    from stages.generate.rows import row_seed
+    from quiver.stages.generate.rows import row_seed
 
     _, policy, prompts = _inputs(arguments)
     asked, groups = (

@@ -67,7 +67,7 @@ def _case(arguments: argparse.Namespace, case: str) -> dict[str, str]:
 
 def _make(arguments: argparse.Namespace) -> None:
     """What the stage reads."""
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     stage, model, *_ = CASES[arguments.case]
     store = Store(arguments.work / "store")
@@ -88,11 +88,11 @@ def _make(arguments: argparse.Namespace) -> None:
 
 def _stage(arguments: argparse.Namespace) -> None:
     """The stage in this process, alone."""
-    from stages.common.config import parse
-    from stages.common.store import Store
-    from stages.optimize import stage as optimize
-    from stages.prompt import stage as prompt
-    from stages.reward import stage as reward
+    from quiver.stages.common.config import parse
+    from quiver.stages.common.store import Store
+    from quiver.stages.optimize import stage as optimize
+    from quiver.stages.prompt import stage as prompt
+    from quiver.stages.reward import stage as reward
 
     stage, _, phase, _, unit = CASES[arguments.case]
     store, policy, rollouts = (

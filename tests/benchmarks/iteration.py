@@ -74,7 +74,7 @@ def _prompts(arguments: argparse.Namespace) -> int:
 
 def _quiver(arguments: argparse.Namespace) -> None:
     """The demo's recipe without its evaluation."""
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     recipe = arguments.work / "recipe.toml"
     lines = (ROOT / RECIPE).read_text().splitlines(keepends=True)
@@ -106,10 +106,10 @@ def _trl(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from deployments.recipes.larger import rows
-    from stages.common.store import Store
-    from stages.reward.functions import format as form
-    from stages.reward.functions import numeric
+    from quiver.deployments.recipes.larger import rows
+    from quiver.stages.common.store import Store
+    from quiver.stages.reward.functions import format as form
+    from quiver.stages.reward.functions import numeric
 
     from .made import real_policy
 

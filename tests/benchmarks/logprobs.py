@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _make(arguments: argparse.Namespace) -> None:
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     store = Store(arguments.work / "store")
     count = (1 if arguments.quick else GROUPS) * GROUP
@@ -67,7 +67,7 @@ def _make(arguments: argparse.Namespace) -> None:
 
 def _saved(arguments: argparse.Namespace):
     """The store, the policy, and prompt and completion ids of all rollouts."""
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     store = Store(arguments.work / "store")
     rollouts = store.open(f"{RUN}/rollouts@1").table()
@@ -79,7 +79,7 @@ def _saved(arguments: argparse.Namespace):
 
 
 def _quiver(arguments: argparse.Namespace) -> None:
-    from stages.logprobs.stage import Config, run
+    from quiver.stages.logprobs.stage import Config, run
 
     store, policy, prompts, completions = _saved(arguments)
     made = store.open(

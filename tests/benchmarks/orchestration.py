@@ -51,7 +51,7 @@ import sys
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.flows import EntrypointType
-from flows.stage import stage
+from quiver.flows.stage import stage
 
 with get_client(sync_client=True) as client:
     for pool in sys.argv[1:]:
@@ -118,7 +118,7 @@ def _quiver(recipe: Path, env: dict[str, str], iterations: int) -> subprocess.Co
     command = [
         sys.executable,
         "-m",
-        "flows.cli",
+        "quiver.flows.cli",
         "run",
         str(recipe),
         "--json",
@@ -196,10 +196,10 @@ def _seconds_an_iteration(
         part for setting in [*settings, f"store={str(store)!r}"] for part in ("--set", setting)
     ]
     done = _run(
-        [sys.executable, "-m", "flows.cli", "run", str(recipe), "--json", *given], env, ROOT
+        [sys.executable, "-m", "quiver.flows.cli", "run", str(recipe), "--json", *given], env, ROOT
     )
     policies = [each["policy"] for each in json.loads(done.stdout.splitlines()[-1])["iterations"]]
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     ends = [
         datetime.fromisoformat(Store(store).open(ref).manifest.created).timestamp()

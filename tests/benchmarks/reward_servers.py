@@ -10,8 +10,8 @@ import json
 import multiprocessing
 import time
 
-from stages.reward.servers.config import ServerConfig
-from stages.reward.servers.scorer import ServerScorer
+from quiver.stages.reward.servers.config import ServerConfig
+from quiver.stages.reward.servers.scorer import ServerScorer
 from tests.stages.reward.fake_server import FakeServer, reply
 
 ROWS, SECONDS = 1000, 0.05

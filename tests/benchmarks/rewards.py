@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stages.reward.workers.pool import Pool
-from stages.reward.workers.scorer import FunctionConfig, FunctionScorer
+from quiver.stages.reward.workers.pool import Pool
+from quiver.stages.reward.workers.scorer import FunctionConfig, FunctionScorer
 
 from .side_by_side import machine, table
 
@@ -119,7 +119,7 @@ def _model(rows: int) -> dict[str, str]:
     import torch
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-    from stages.reward.models.forward import Forward
+    from quiver.stages.reward.models.forward import Forward
 
     torch.manual_seed(0)
     size = {

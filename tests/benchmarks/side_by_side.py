@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from stages.common.child import ENVIRONMENT
+from quiver.stages.common.child import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
@@ -105,7 +105,7 @@ def quiver(work: Path, *command: str) -> tuple[str, float]:
     """The last line that `quiver COMMAND` prints, and its seconds; Prefect keeps its database under
     `work`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **prefect_home(work)}
-    called, started = [sys.executable, "-m", "flows.cli", *command], time.monotonic()
+    called, started = [sys.executable, "-m", "quiver.flows.cli", *command], time.monotonic()
     done = subprocess.run(
         called, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -33,7 +33,7 @@ from .side_by_side import (
 )
 
 RECIPE = "deployments/recipes/demo.toml"
-IMPORTS = ("schemas.manifest", "stages.common.store", "stages.generate.stage", "flows.cli", "flows.recipe", "flows.post_train",
+IMPORTS = ("quiver.schemas.manifest", "quiver.stages.common.store", "quiver.stages.generate.stage", "quiver.flows.cli", "quiver.flows.recipe", "quiver.flows.post_train",
            "torch", "transformers", "accelerate", "vllm.entrypoints.llm")  # fmt: skip
 SIDES = ("import", "run")
 _FIRST = ("--prompts", "demo/prompts@1", "--policy", "demo/policy@0")
@@ -107,7 +107,7 @@ def _run(arguments: argparse.Namespace) -> None:
     """`quiver run` for two iterations, step by step; seconds since the process began at the end of
     each."""
     marks = {"interpreter": since_start()}
-    from flows.recipe import load
+    from quiver.flows.recipe import load
 
     recipe, _, store, *settings = _settings(arguments, 2)
     loaded = load(
@@ -115,8 +115,8 @@ def _run(arguments: argparse.Namespace) -> None:
         [*(each for each in settings if each != "--set"), f"store={json.dumps(store)}"],
     )
     marks["reading the recipe"] = since_start()
-    from flows.embedded import guard_embedded_server
-    from flows.post_train import post_train
+    from quiver.flows.embedded import guard_embedded_server
+    from quiver.flows.post_train import post_train
 
     marks["import of Prefect"] = since_start()
     guard_embedded_server()
@@ -128,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _stages(work: Path, iteration: dict[str, Any]) -> dict[str, float]:
     """Of each stage its phases, what it did between them, and its process around it."""
-    from stages.common.store import Store
+    from quiver.stages.common.store import Store
 
     found = {}
     kinds = {"prompt": "prompts", "generate": "rollouts", "reward": "rewards", "optimize": "policy"}

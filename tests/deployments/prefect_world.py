@@ -18,7 +18,7 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from deployments.server import LEASES
+from quiver.deployments.server import LEASES
 
 T = TypeVar("T")
 PATIENCE = 300

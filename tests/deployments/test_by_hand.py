@@ -10,9 +10,9 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.events.filters import EventFilter, EventNameFilter
 
-from deployments.deploy import Where, deploy
-from flows.recipe import load
-from stages.common.store import Store
+from quiver.deployments.deploy import Where, deploy
+from quiver.flows.recipe import load
+from quiver.stages.common.store import Store
 from tests.deployments.prefect_world import wait_for, world
 from tests.flows.conftest import command_environment, quiver, write_recipe
 
@@ -108,7 +108,8 @@ def alone(tmp_path_factory):
 
 def test_without_a_server_prefect_is_not_imported(alone):
     code = (
-        "import sys; from flows.cli import main\ntry: main()\nexcept SystemExit as end: assert "
+        "import sys; from quiver.flows.cli import main\ntry: main()\nexcept SystemExit as end: "
+        "assert "
         "not end.code\n"
         "print({'prefect', 'torch'} & set(sys.modules))"
     )
@@ -130,7 +131,7 @@ def test_a_server_that_does_not_take_it_costs_a_warning(alone):
             **command_environment(alone),
             "PREFECT_API_URL": f"http://127.0.0.1:{busy.getsockname()[1]}/api",
         }
-        command = [sys.executable, "-m", "flows.cli", "tag", "prod", "tiny/policy@0"]
+        command = [sys.executable, "-m", "quiver.flows.cli", "tag", "prod", "tiny/policy@0"]
         with subprocess.Popen(
             command, cwd=alone, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as tagging:

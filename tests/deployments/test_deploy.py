@@ -22,11 +22,11 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.workers.base import BaseJobConfiguration
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
-from deployments.automations import TAG, install, silent_runs
-from deployments.deploy import Where, deploy
-from deployments.server import check_api, listening, own_server
-from flows.recipe import Recipe, load
-from schemas.errors import ConfigError, RemoteError, SecurityError
+from quiver.deployments.automations import TAG, install, silent_runs
+from quiver.deployments.deploy import Where, deploy
+from quiver.deployments.server import check_api, listening, own_server
+from quiver.flows.recipe import Recipe, load
+from quiver.schemas.errors import ConfigError, RemoteError, SecurityError
 from tests.deployments.prefect_world import wait_for, world
 from tests.flows.conftest import write_recipe
 
@@ -261,7 +261,15 @@ def test_an_image_is_for_those_of_several_pools_that_take_one(client, place):
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(place, client, arguments, object, next):
-    command = [sys.executable, "-m", "flows.cli", *arguments, "--set", "run=nobody", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "quiver.flows.cli",
+        *arguments,
+        "--set",
+        "run=nobody",
+        "--json",
+    ]
     options = {"capture_output": True, "text": True, "timeout": 60}  # what is served stays
     done = subprocess.run(command, cwd=place.folder, env=place.env, check=False, **options)
     error = json.loads(done.stdout)["error"]
@@ -274,7 +282,7 @@ def test_serve_says_as_json_what_it_serves(place, client):
     command = [
         sys.executable,
         "-m",
-        "flows.cli",
+        "quiver.flows.cli",
         "serve",
         "recipe.toml",
         "--set",
@@ -297,7 +305,7 @@ def test_without_the_password_nothing_goes(place):
     command = [
         sys.executable,
         "-m",
-        "flows.cli",
+        "quiver.flows.cli",
         "deploy",
         "recipe.toml",
         "--pool",

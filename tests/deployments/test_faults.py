@@ -16,9 +16,9 @@ import pytest
 from prefect.client.schemas.objects import State, StateType
 from prefect.exceptions import PrefectHTTPStatusError
 
-from deployments.deploy import Where, deploy
-from flows.recipe import load
-from stages.common.store import Store
+from quiver.deployments.deploy import Where, deploy
+from quiver.flows.recipe import load
+from quiver.stages.common.store import Store
 from tests.deployments.prefect_world import World, wait_for, world
 from tests.flows.conftest import write_recipe
 

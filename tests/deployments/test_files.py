@@ -23,10 +23,10 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
-from deployments.automations import HEARTBEAT_SECONDS, TAG
-from deployments.deploy import recipe_parameters
-from deployments.paths import resolve
-from flows.recipe import load
+from quiver.deployments.automations import HEARTBEAT_SECONDS, TAG
+from quiver.deployments.deploy import recipe_parameters
+from quiver.deployments.paths import resolve
+from quiver.flows.recipe import load
 
 ROOT = Path(__file__).parents[2]
 FILE = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())
@@ -94,7 +94,7 @@ def test_an_entry_is_what_it_names(entry):
     schema = parameter_schema(flow)
     given = entry.get("parameters", {})
     assert set(given) <= set(schema.properties)
-    assert set(schema.required) <= set(given) or entry["entrypoint"] == "flows.stage.stage"
+    assert set(schema.required) <= set(given) or entry["entrypoint"] == "quiver.flows.stage.stage"
     assert entry["tags"] == [TAG]
     assert entry["work_pool"]["job_variables"]["env"] == {
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)
@@ -199,10 +199,8 @@ def test_what_is_copied_is_there_and_what_is_needed_is_copied():
     for source in sources:
         assert any(path == source or path.startswith(f"{source}/") for path in files), source
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    rooms = {
-        pattern.rstrip("*")
-        for pattern in project["tool"]["setuptools"]["packages"]["find"]["include"]
-    }
+    folders = project["tool"]["setuptools"]["package-dir"].values()
+    rooms = {folder.partition("/")[0] for folder in folders}
     about = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     assert rooms | about <= set(sources)
 

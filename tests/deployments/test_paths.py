@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from deployments.paths import PATHS, check_visible, resolve
-from flows.recipe import Recipe, load
-from schemas.errors import ConfigError
-from stages.common.process import Call, perform
+from quiver.deployments.paths import PATHS, check_visible, resolve
+from quiver.flows.recipe import Recipe, load
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.process import Call, perform
 from tests.flows.conftest import write_recipe
 
 
@@ -107,7 +107,7 @@ def test_paths_in_other_sections(folder, setting, key):
 @pytest.mark.parametrize(
     "setting",
     ["policy.model='some/model'", "policy.model='package:pkg/model.gguf'", "data.source='datasets:some/rows'",
-     "data.source='deployments.recipes.larger:rows'", "reward.functions=[{use='exact_match'}]", "optimize.algorithm='dapo'"],
+     "data.source='quiver.deployments.recipes.larger:rows'", "reward.functions=[{use='exact_match'}]", "optimize.algorithm='dapo'"],
 )  # fmt: skip
 def test_names_that_are_no_paths_are_left_alone(folder, setting):
     section, name = setting.partition("=")[0].split(".")

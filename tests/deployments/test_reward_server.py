@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from deployments.batcher import Batcher, Limits, score_rows
-from deployments.reward_server import listen, load, main, make_app
-from schemas.errors import BusyError, ConfigError, SecurityError
-from stages.reward.servers.config import ServerConfig
-from stages.reward.servers.dialects import openrlhf, quiver, slime
-from stages.reward.servers.dialects.rows import Row, Scored
-from stages.reward.servers.dialects.strict import read_json
-from stages.reward.servers.scorer import ServerScorer
-from stages.reward.stage import Config, open_scorers
+from quiver.deployments.batcher import Batcher, Limits, score_rows
+from quiver.deployments.reward_server import listen, load, main, make_app
+from quiver.schemas.errors import BusyError, ConfigError, SecurityError
+from quiver.stages.reward.servers.config import ServerConfig
+from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
+from quiver.stages.reward.servers.dialects.rows import Row, Scored
+from quiver.stages.reward.servers.dialects.strict import read_json
+from quiver.stages.reward.servers.scorer import ServerScorer
+from quiver.stages.reward.stage import Config, open_scorers
 
 CANARY = "sk-canary-5f1d"
 MINE = """
@@ -63,7 +63,7 @@ def local(recipe):
 @pytest.fixture(scope="module")
 def url(recipe):
     """A server as users start it."""
-    command = [sys.executable, "-m", "deployments.reward_server", str(recipe), "--port", "0"]
+    command = [sys.executable, "-m", "quiver.deployments.reward_server", str(recipe), "--port", "0"]
     log = recipe.with_suffix(".log")
     with log.open("w") as stderr, subprocess.Popen(command, stderr=stderr) as server:
         try:

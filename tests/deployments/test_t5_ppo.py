@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from deployments.recipes import t5_digits
-from flows.recipe import load
-from stages.common import checkpoints
-from stages.common.store import Store
-from stages.generate import stage as generate
-from stages.optimize import stage as optimize
-from stages.prompt import stage as prompt
-from stages.reward import stage as reward
+from quiver.deployments.recipes import t5_digits
+from quiver.flows.recipe import load
+from quiver.stages.common import checkpoints
+from quiver.stages.common.store import Store
+from quiver.stages.generate import stage as generate
+from quiver.stages.optimize import stage as optimize
+from quiver.stages.prompt import stage as prompt
+from quiver.stages.reward import stage as reward
 from tests.flows.conftest import command_environment
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_it_gets_better(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "flows.cli",
+        "quiver.flows.cli",
         "run",
         RECIPE,
         "--json",

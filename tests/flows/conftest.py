@@ -97,7 +97,7 @@ def command_environment(folder: Path) -> dict[str, str]:
 def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> dict:
     """Run the command line in `folder` with --json; its exit code must be `code`. Returns the JSON
     object of stdout."""
-    command = [sys.executable, "-m", "flows.cli", *arguments, "--json"]
+    command = [sys.executable, "-m", "quiver.flows.cli", *arguments, "--json"]
     env = {**command_environment(folder), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"

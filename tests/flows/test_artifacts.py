@@ -17,17 +17,17 @@ from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import progress as progress_module
-from flows.artifacts import link_report, publish, text
-from flows.artifacts.iterations import Curve
-from flows.assets import EVENT
-from flows.progress import progress
-from schemas import fields, prompts, rewards, rollouts
-from stages.common.config import Config
-from stages.common.process import Call, Outcome
-from stages.common.store import Store, Version
-from stages.common.work import ROWS_PER_SHARD, begin
-from stages.report import samples
+from quiver.flows import progress as progress_module
+from quiver.flows.artifacts import link_report, publish, text
+from quiver.flows.artifacts.iterations import Curve
+from quiver.flows.assets import EVENT
+from quiver.flows.progress import progress
+from quiver.schemas import fields, prompts, rewards, rollouts
+from quiver.stages.common.config import Config
+from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.report import samples
 from tests.flows.test_artifacts_text import HOSTILE, drawn, lines
 
 pytestmark = pytest.mark.prefect
@@ -313,9 +313,9 @@ def test_only_the_first_shards_are_read(store, monkeypatch):
 @pytest.fixture
 def trained(store, policy, caplog, monkeypatch):
     """The second of two policies in a row, each of two steps; and the lines of its steps."""
-    from stages.optimize import trainer
-    from stages.optimize.stage import Config as OptimizeConfig
-    from stages.optimize.stage import run as optimize
+    from quiver.stages.optimize import trainer
+    from quiver.stages.optimize.stage import Config as OptimizeConfig
+    from quiver.stages.optimize.stage import run as optimize
     from tests.stages.optimize import world
 
     monkeypatch.setattr(trainer, "_SECONDS_BETWEEN_LINES", -1)  # a line after each micro-batch
@@ -323,7 +323,7 @@ def trained(store, policy, caplog, monkeypatch):
         OptimizeConfig(learning_rate=1e-3, minibatches=2, token_budget=64, seed=1),
         [policy],
     )
-    with caplog.at_level(logging.INFO, "stages"):
+    with caplog.at_level(logging.INFO, "quiver.stages"):
         for _ in range(2):
             sampled, scored = world.make(store, made[-1], world.even_share)
             ref = optimize(
@@ -383,8 +383,8 @@ def test_a_link_to_the_report(store, policy):
 
 
 def test_evaluations_before_and_after(store, policy):
-    from stages.evaluate.stage import Config as EvaluateConfig
-    from stages.evaluate.stage import run as evaluate
+    from quiver.stages.evaluate.stage import Config as EvaluateConfig
+    from quiver.stages.evaluate.stage import run as evaluate
 
     sampled = write_rollouts(store, ["a", "b", "c"])
     refs = []

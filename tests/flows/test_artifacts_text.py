@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flows.artifacts import iterations, text
-from flows.artifacts.curves import picture
-from flows.artifacts.shown import attempt
-from flows.progress import progress
-from flows.tasks import describe
-from stages.common.process import Call, Outcome
-from stages.report import plots, words
-from stages.report.plots import Panel
+from quiver.flows.artifacts import iterations, text
+from quiver.flows.artifacts.curves import picture
+from quiver.flows.artifacts.shown import attempt
+from quiver.flows.progress import progress
+from quiver.flows.tasks import describe
+from quiver.stages.common.process import Call, Outcome
+from quiver.stages.report import plots, words
+from quiver.stages.report.plots import Panel
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = [

@@ -18,7 +18,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.prefect
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_demo_gets_better(tmp_path, seed):
-    command = [sys.executable, "-m", "flows.cli", "run", "deployments/recipes/demo.toml", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "quiver.flows.cli",
+        "run",
+        "deployments/recipes/demo.toml",
+        "--json",
+    ]
     command += ["--store", str(tmp_path / "store"), "--set", f"seed={seed}"]
     env = command_environment(tmp_path)
     env.pop("OMP_NUM_THREADS", None)  # as a user has it

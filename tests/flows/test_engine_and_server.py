@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.common.store import Store
+from quiver.stages.common.store import Store
 from tests.flows.conftest import (
     command_environment,
     free_port,
@@ -130,7 +130,7 @@ def test_nothing_reaches_out(tmp_path):
         pytest.skip("network namespaces are not permitted here")
     folder = write_recipe(tmp_path)
     command = (
-        f"ip link set lo up 2>/dev/null; exec {sys.executable} -m flows.cli run recipe.toml "
+        f"ip link set lo up 2>/dev/null; exec {sys.executable} -m quiver.flows.cli run recipe.toml "
         f"{' '.join(SMALL)} --json"
     )
     env = command_environment(folder)

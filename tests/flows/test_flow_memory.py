@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from stages.common.store import Store
+from quiver.stages.common.store import Store
 from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
 from tests.flows.conftest import RECIPE, command_environment
 
 MEASURE = """
 import json, re
 from pathlib import Path
-from flows import single
-from flows.recipe import load
+from quiver.flows import single
+from quiver.flows.recipe import load
 
 def memory(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024

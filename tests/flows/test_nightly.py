@@ -18,11 +18,11 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
-from flows import approval, nightly
-from flows.recipe import load
-from schemas.errors import ConfigError, ConflictError
-from stages.common import process
-from stages.common.store import Store
+from quiver.flows import approval, nightly
+from quiver.flows.recipe import load
+from quiver.schemas.errors import ConfigError, ConflictError
+from quiver.stages.common import process
+from quiver.stages.common.store import Store
 from tests.flows.conftest import quiver, write_recipe
 
 pytestmark = pytest.mark.prefect

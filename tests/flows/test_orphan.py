@@ -13,7 +13,7 @@ import pytest
 FLOW = """
 import os, signal, sys, time
 from pathlib import Path
-from flows import orphan
+from quiver.flows import orphan
 orphan.POLL_SECONDS, orphan.GRACE_SECONDS = 0.05, 0.5
 signal.signal(signal.SIGTERM, lambda *_: (Path("asked").touch(), sys.argv[1] == "listens" and sys.exit()))
 orphan.end_with_the_parent()

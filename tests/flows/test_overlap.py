@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from flows.ahead import Ahead, is_stopped
-from flows.recipe import load
-from schemas.errors import ConfigError
-from stages.common.child import Stopped
-from stages.common.process import Call, run_stage
-from stages.common.store import Store
+from quiver.flows.ahead import Ahead, is_stopped
+from quiver.flows.recipe import load
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.child import Stopped
+from quiver.stages.common.process import Call, run_stage
+from quiver.stages.common.store import Store
 from tests.flows.conftest import (
     RECIPE,
     command_environment,
@@ -56,7 +56,7 @@ def stopped(tmp_path_factory):
     """A folder in which a run was stopped twice (Ctrl-C, kill -9) while two stages were at work,
     and then came to its end."""
     folder = write_recipe(tmp_path_factory.mktemp("stopped"))
-    command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", *OPTIONS]
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *OPTIONS]
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         running = subprocess.Popen(
             command, cwd=folder, env=command_environment(folder), start_new_session=True

@@ -3,12 +3,12 @@
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows import nightly, post_train
-from flows.placement import Place, check_placement, place_of
-from flows.recipe import load
-from flows.stage import StageCall, told
-from schemas.errors import ConfigError, NumericError
-from stages.common.process import Call
+from quiver.flows import nightly, post_train
+from quiver.flows.placement import Place, check_placement, place_of
+from quiver.flows.recipe import load
+from quiver.flows.stage import StageCall, told
+from quiver.schemas.errors import ConfigError, NumericError
+from quiver.stages.common.process import Call
 from tests.flows.conftest import RECIPE
 
 SERVER = {PREFECT_API_URL: "http://127.0.0.1:4200/api"}

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from stages.common.store import Store
+from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver
 
 pytestmark = pytest.mark.prefect
@@ -19,7 +19,7 @@ WORKER = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": 
 DEPLOY = (
     "import os, sys; from prefect.client.orchestration import get_client\n"
     "from prefect.client.schemas.actions import WorkPoolCreate\n"
-    "from prefect.flows import EntrypointType; from flows.stage import stage\n"
+    "from prefect.flows import EntrypointType; from quiver.flows.stage import stage\n"
     "with get_client(sync_client=True) as client:\n"
     "    for pool in sys.argv[1:]:\n"
     "        client.create_work_pool(WorkPoolCreate(name=pool, type='process'))\n"
@@ -132,8 +132,8 @@ def test_what_another_host_could_not_see_is_refused(place):
 
 
 def test_another_store_at_the_same_path_is_refused(place, tmp_path):
-    from flows.stage import StageCall
-    from schemas.errors import ConfigError
+    from quiver.flows.stage import StageCall
+    from quiver.schemas.errors import ConfigError
 
     here = Store(tmp_path / "store")
     call = StageCall(
@@ -172,7 +172,9 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
     )
     arguments = ["run", "recipe.toml", *on_pool(place, "placement.generate=box", *slow)]
     running = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", *arguments], cwd=place, env=command_environment(place)
+        [sys.executable, "-m", "quiver.flows.cli", *arguments],
+        cwd=place,
+        env=command_environment(place),
     )
     while not [*(place / "store/tiny/rollouts/.staging").glob("*.notes/*.json")]:
         assert running.poll() is None, "the run ended before it could be stopped"

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pytest
 from safetensors.torch import load_file, save_file
 
-from flows.recipe import load
-from flows.rerun import rerun
-from flows.summary import next_commands
-from schemas.errors import ConfigError
-from stages.common.checkpoints import PolicyConfig, as_model
-from stages.common.checkpoints import run as run_policy
-from stages.common.store import Store
+from quiver.flows.recipe import load
+from quiver.flows.rerun import rerun
+from quiver.flows.summary import next_commands
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.checkpoints import run as run_policy
+from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 
 pytestmark = pytest.mark.prefect
@@ -69,7 +69,7 @@ def test_again_is_already_done(workplace, result, tmp_path):
         for stage in ("policy", "prompt", "generate", "reward", "optimize")
     ]
     options = [part for setting in nowhere for part in ("--set", setting)]
-    command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", "--json", *options]
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", *options]
     env = command_environment(workplace)
     done = subprocess.run(
         command, cwd=workplace, env=env, capture_output=True, text=True, check=True
@@ -101,7 +101,7 @@ def test_the_next_commands_work_as_they_are_printed(workplace, result, monkeypat
     assert once == commands, "the store is named once"
     before = Store("store").numbers("tiny", "rollouts")
     for command in commands[:2]:
-        runnable = command.replace("quiver ", f"{sys.executable} -m flows.cli ")
+        runnable = command.replace("quiver ", f"{sys.executable} -m quiver.flows.cli ")
         subprocess.run(
             runnable,
             shell=True,
@@ -327,7 +327,7 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
     path = Store(workplace / "store").open("tiny/rollouts@2").path / "part-00000.arrow"
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", "--from", "reward"]
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--from", "reward"]
     env = command_environment(workplace)
     done = subprocess.run(
         command, cwd=workplace, env=env, capture_output=True, text=True, check=False
@@ -463,7 +463,7 @@ def test_replay_by_hand(workplace, result, monkeypatch):
 def test_an_algorithm_that_can_not_be_called_is_found_before_anything_is_made(workplace, result):
     before = names(Store(workplace / "store"))
     (workplace / "wrong.py").write_text(
-        "from stages.optimize.algorithms import Algorithm\n"
+        "from quiver.stages.optimize.algorithms import Algorithm\n"
         "MINE = Algorithm('mine', lambda rewards: rewards, 'clipped', 'token_mean')\n"
     )
     arguments = ["--set", "optimize.algorithm='wrong.py:MINE'", "--set", "run='wrong'"]
@@ -483,7 +483,7 @@ SLOW_GENERATION = [
 
 def start_and_wait_for_shards(folder) -> subprocess.Popen:
     """`quiver run` at the moment when some shards of its rollouts are finished, and others not."""
-    command = [sys.executable, "-m", "flows.cli", "run", "recipe.toml", *SLOW_GENERATION]
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SLOW_GENERATION]
     running = subprocess.Popen(
         command, cwd=folder, env=command_environment(folder), start_new_session=True
     )

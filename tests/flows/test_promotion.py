@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from flows.promotion import Promotion, decide, entry_of, judge, roll_back
-from schemas.errors import ConflictError, LineageError
+from quiver.flows.promotion import Promotion, decide, entry_of, judge, roll_back
+from quiver.schemas.errors import ConflictError, LineageError
 from tests.stages.common.test_store import Settings, commit
 
 

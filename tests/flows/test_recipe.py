@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from flows.recipe import Recipe, load
-from schemas.errors import ConfigError
-from stages.generate.stage import Config as GenerateConfig
-from stages.optimize.stage import Config as OptimizeConfig
+from quiver.flows.recipe import Recipe, load
+from quiver.schemas.errors import ConfigError
+from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.optimize.stage import Config as OptimizeConfig
 from tests.flows.conftest import RECIPE, quiver
 
 
@@ -249,7 +249,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
         == "E-CONFIG"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "ls", "--store", str(tmp_path / "x")],
+        [sys.executable, "-m", "quiver.flows.cli", "ls", "--store", str(tmp_path / "x")],
         capture_output=True,
         text=True,
         check=False,
@@ -263,7 +263,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
 
 def test_what_there_is(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "algorithms"],
+        [sys.executable, "-m", "quiver.flows.cli", "algorithms"],
         capture_output=True,
         text=True,
         check=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.common.store import Store
+from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, write_recipe
 from tests.stages.reward.fake_server import FakeServer, reply, scored
 
@@ -55,7 +55,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [
         sys.executable,
         "-m",
-        "flows.cli",
+        "quiver.flows.cli",
         "run",
         "recipe.toml",
         "--json",

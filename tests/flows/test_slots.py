@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from flows.slots import gpus_needed, slots, visible_gpus
-from stages.common.child import Stopped
-from stages.common.process import Call
+from quiver.flows.slots import gpus_needed, slots, visible_gpus
+from quiver.stages.common.child import Stopped
+from quiver.stages.common.process import Call
 
 GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
 OPTIMIZE = Call("optimize", {}, "store")
@@ -57,7 +57,8 @@ def test_the_next_one_waits_and_says_for_whom(monkeypatch, caplog):
 def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code = (
-        "import tempfile, time; from flows.slots import slots; from stages.common.process import "
+        "import tempfile, time; from quiver.flows.slots import slots; from "
+        "quiver.stages.common.process import "
         "Call\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
         "with slots(Call('optimize', {}, 'store'), 'killed'):\n    print('held', flush=True); "

@@ -8,11 +8,11 @@ import sys
 import pytest
 from prefect.states import Failed
 
-from flows import post_train, single, stage
-from flows.placement import GivenUp
-from flows.tasks import labels_of, stage_task, worth_retrying
-from schemas import errors
-from stages.common.store import Store
+from quiver.flows import post_train, single, stage
+from quiver.flows.placement import GivenUp
+from quiver.flows.tasks import labels_of, stage_task, worth_retrying
+from quiver.schemas import errors
+from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, quiver
 
 FLOWS = {
@@ -37,9 +37,9 @@ def rows():
 """
 RUN = """
 import json, sys
-from flows import post_train, single, tasks
-from flows.recipe import load
-from stages.common import early as waiting, process
+from quiver.flows import post_train, single, tasks
+from quiver.flows.recipe import load
+from quiver.stages.common import early as waiting, process
 
 early, taking = [], process.taken
 def taken(stage, *about):

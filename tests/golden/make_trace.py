@@ -25,10 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from stages.common.models import load_model
-from stages.common.store import Store
-from stages.optimize.algorithms import ALGORITHMS
-from stages.optimize.stage import Config, run
+from quiver.stages.common.models import load_model
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.algorithms import ALGORITHMS
+from quiver.stages.optimize.stage import Config, run
 from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy
 

@@ -8,12 +8,12 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stages.common.packed.attention import Sequences, block_attention, make_layout
-from stages.common.packed.packing import make_pieces
-from stages.common.process import Call, run_stage
-from stages.common.ragged import Ragged
-from stages.common.work import Work
-from stages.optimize.stage import Config, run
+from quiver.stages.common.packed.attention import Sequences, block_attention, make_layout
+from quiver.stages.common.packed.packing import make_pieces
+from quiver.stages.common.process import Call, run_stage
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.work import Work
+from quiver.stages.optimize.stage import Config, run
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.common.ragged import Ragged
-from stages.optimize import losses
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize import losses
 
 README = (Path(losses.__file__).parent / "README.md").read_text()
 """Its table "Who does what" names the versions."""

@@ -15,14 +15,14 @@ import warnings
 import pytest
 import torch
 
-from stages.common.models import load_model
-from stages.common.ragged import Ragged
-from stages.optimize import advantages, losses
-from stages.optimize import rollouts as joining
-from stages.optimize.algorithms import ALGORITHMS, resolve
-from stages.optimize.stage import Config
-from stages.optimize.trainer import Trainer, make_accelerator
-from stages.reward.functions import overlong
+from quiver.stages.common.models import load_model
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize import advantages, losses
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.algorithms import ALGORITHMS, resolve
+from quiver.stages.optimize.stage import Config
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.reward.functions import overlong
 from tests.oracles.peers import (
     ADVANTAGES,
     LENGTHS,

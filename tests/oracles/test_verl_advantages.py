@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from stages.common.packed.attention import Sequences
-from stages.common.ragged import Ragged
-from stages.optimize import advantages, critic
-from stages.optimize.stage import Config
+from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize import advantages, critic
+from quiver.stages.optimize.stage import Config
 from tests.oracles.peers import (
     GROUPS,
     LENGTHS,

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from stages.common.ragged import Ragged
-from stages.optimize import audit, losses
-from stages.optimize.algorithms import ALGORITHMS
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize import audit, losses
+from quiver.stages.optimize.algorithms import ALGORITHMS
 from tests.oracles.peers import (
     ADVANTAGES,
     JUNK,

@@ -4,7 +4,7 @@ values are named."""
 import pyarrow as pa
 import pytest
 
-from schemas import (
+from quiver.schemas import (
     advantages,
     evaluations,
     fields,
@@ -15,7 +15,7 @@ from schemas import (
     rollouts,
     updates,
 )
-from schemas.errors import SchemaError
+from quiver.schemas.errors import SchemaError
 
 
 def rollouts_table(**changes) -> pa.Table:

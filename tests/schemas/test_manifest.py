@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from schemas.errors import CorruptError
-from schemas.manifest import FileEntry, Manifest, canonical, content_hash, digest, from_json
+from quiver.schemas.errors import CorruptError
+from quiver.schemas.manifest import FileEntry, Manifest, canonical, content_hash, digest, from_json
 
 SHA = "0" * 64
 

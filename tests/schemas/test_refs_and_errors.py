@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 
-from schemas import errors, refs
-from schemas.errors import ConfigError
-from schemas.refs import Ref
+from quiver.schemas import errors, refs
+from quiver.schemas.errors import ConfigError
+from quiver.schemas.refs import Ref
 
 
 @pytest.mark.parametrize("text", ["a/rollouts@3", "a/rollouts@latest", "a.b-c_0/policy@prod"])

@@ -12,9 +12,9 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from schemas.errors import QuiverError, unexpected
-from stages.common.process import Call, perform
-from stages.common.store import Store
+from quiver.schemas.errors import QuiverError, unexpected
+from quiver.stages.common.process import Call, perform
+from quiver.stages.common.store import Store
 
 _FORK = multiprocessing.get_context("fork")
 LIMIT_SECONDS = 60

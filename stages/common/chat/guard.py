@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from schemas.errors import SecurityError
+from quiver.schemas.errors import SecurityError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

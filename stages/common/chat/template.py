@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable
 
 MEMORY = 2 * 1024**3
 _WORKER = Path(__file__).with_name("jinja_worker.py")

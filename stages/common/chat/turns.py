@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError
 
 from .template import Messages
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stages.common.ragged import Ragged
+from quiver.stages.common.ragged import Ragged
 
 from .packing import Piece
 from .varlen import Runs, attend, make_runs, ranges

@@ -17,8 +17,8 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 from torch import nn
 
-from schemas.errors import ConfigError
-from stages.common.models import decoder_start_id
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models import decoder_start_id
 
 from .attention import (
     MODES,

@@ -78,8 +78,8 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
 def model_hash(arguments: dict[str, Any]) -> str:
     """Hash of the model that `arguments` name; empty where they name none. ConfigError,
     SecurityError: it is not whole."""
-    from schemas.manifest import digest
-    from stages.common.checkpoints import find_folder, folder_as_model
+    from quiver.schemas.manifest import digest
+    from quiver.stages.common.checkpoints import find_folder, folder_as_model
 
     if not arguments.get("model"):
         return ""
@@ -96,8 +96,8 @@ def _load(model: str) -> tuple[Any, Any, int]:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from stages.common.checkpoints import find_folder
-    from stages.common.first_calls import make_first_calls
+    from quiver.stages.common.checkpoints import find_folder
+    from quiver.stages.common.first_calls import make_first_calls
 
     make_first_calls()
     folder = find_folder(model, None, "reward function similarity: model")

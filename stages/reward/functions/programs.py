@@ -1,8 +1,8 @@
 r"""The reward function `code`: the program in a completion, run apart against the row's tests.
 
 The program never runs in this process, nor does the text of a test: both go to
-`stages.reward.sandbox`, or to a server. A failure of the sandbox is an error of the row; what the
-program does wrong is 0.
+`quiver.stages.reward.sandbox`, or to a server. A failure of the sandbox is an error of the row;
+what the program does wrong is 0.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from schemas.errors import ConfigError, ResourceError, printable
+from quiver.schemas.errors import ConfigError, ResourceError, printable
 
 if TYPE_CHECKING:
-    from stages.reward.sandbox import Finished, Limits
+    from quiver.stages.reward.sandbox import Finished, Limits
 
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
@@ -83,7 +83,7 @@ def code(
     >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [["assert double(2) == 4", "assert double(1) == 3"]])
     [0.5]
     """
-    from stages.reward.sandbox import Limits
+    from quiver.stages.reward.sandbox import Limits
 
     rows = len(completions)
     _refuse_columns(
@@ -211,7 +211,7 @@ def _call(given: Any, wanted: Any) -> tuple[list[Any], Any]:
 def _runner(isolation: str, python: str, url: str, token: str) -> Run:
     """What runs a program; that it can run any is tried first, so that no program is blamed for a
     sandbox that fails."""
-    from stages.reward.sandbox import describe, remote, run_program
+    from quiver.stages.reward.sandbox import describe, remote, run_program
 
     if url:
         remote.check(url, token)
@@ -285,7 +285,7 @@ def sandbox_is_there(arguments: dict[str, Any]) -> None:
 
     ConfigError where that is on a server and its token's variable holds none.
     """
-    from stages.reward.sandbox import describe, remote
+    from quiver.stages.reward.sandbox import describe, remote
 
     if arguments.get("sandbox_url"):
         remote.secret(arguments.get("sandbox_token", ""))

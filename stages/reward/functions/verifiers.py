@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError
 
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
 _BOXED_INTEGER = re.compile(r"\\boxed\{\s*(-?[0-9]{1,15})\s*\}")

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from schemas.errors import ConfigError, printable
-from stages.common import checkpoints, vllm_setup
-from stages.common.config import Config, Runtime
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common import checkpoints, vllm_setup
+from quiver.stages.common.config import Config, Runtime
 
 _OWN_ARGUMENTS = (
     "model",

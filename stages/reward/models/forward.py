@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from schemas.errors import ConfigError, ResourceError, printable
-from stages.common.first_calls import make_first_calls
-from stages.common.models import is_memory_error
-from stages.common.packed.attention import Sequences, hidden_states, make_layout, set_mode
-from stages.common.packed.forward import depends_on_length, pieces_of, token_budget
-from stages.common.packed.head import Shaping, completion_logprobs
-from stages.common.packed.packing import pack
-from stages.common.packed.precision import products
-from stages.common.ragged import Ragged
+from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.stages.common.first_calls import make_first_calls
+from quiver.stages.common.models import is_memory_error
+from quiver.stages.common.packed.attention import Sequences, hidden_states, make_layout, set_mode
+from quiver.stages.common.packed.forward import depends_on_length, pieces_of, token_budget
+from quiver.stages.common.packed.head import Shaping, completion_logprobs
+from quiver.stages.common.packed.packing import pack
+from quiver.stages.common.packed.precision import products
+from quiver.stages.common.ragged import Ragged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

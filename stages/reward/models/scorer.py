@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from schemas.errors import ConfigError, ResourceError, SecurityError, printable
-from schemas.manifest import Model, canonical, digest
-from stages.common import checkpoints
-from stages.common.store import Version
-from stages.reward.scoring import Batch, Part
+from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
+from quiver.schemas.manifest import Model, canonical, digest
+from quiver.stages.common import checkpoints
+from quiver.stages.common.store import Version
+from quiver.stages.reward.scoring import Batch, Part
 
 from .config import ModelConfig, check, who
 

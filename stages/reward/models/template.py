@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from schemas.errors import ConfigError, printable
-from stages.common.chat.guard import Guard
-from stages.common.chat.template import Messages, Template
-from stages.common.chat.turns import prefill
-from stages.common.store import Version
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.chat.guard import Guard
+from quiver.stages.common.chat.template import Messages, Template
+from quiver.stages.common.chat.turns import prefill
+from quiver.stages.common.store import Version
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.common import vllm_setup
+from quiver.stages.common import vllm_setup
 
 if TYPE_CHECKING:
     import numpy as np

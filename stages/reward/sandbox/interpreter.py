@@ -12,7 +12,7 @@ import sysconfig
 from functools import lru_cache
 from typing import NamedTuple
 
-from schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable
 
 _SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
 _ASK = """

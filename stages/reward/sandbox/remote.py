@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from schemas.errors import ConfigError, RemoteError, printable
+from quiver.schemas.errors import ConfigError, RemoteError, printable
 
 from .run import Finished, Limits
 
@@ -53,7 +53,7 @@ def run_program(
     """
     import httpx
 
-    from stages.reward.servers.config import is_loopback
+    from quiver.stages.reward.servers.config import is_loopback
 
     limits = limits or Limits()
     body = {"language": "python", "code": program, "stdin": stdin, "limits": asdict(limits)}

@@ -36,7 +36,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from schemas.errors import ConfigError, ResourceError, SecurityError, printable
+from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
 
 from . import interpreter
 from .launcher import seccomp

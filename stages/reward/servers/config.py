@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from schemas.errors import ConfigError
-from stages.common.config import Config as Base
-from stages.common.config import Runtime
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime
 
 from .dialects import judge
 from .dialects.rows import fields

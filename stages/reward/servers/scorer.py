@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from schemas.errors import ConfigError, ResourceError, printable
-from schemas.manifest import digest
-from stages.reward.scoring import OFFERED, Batch, Part
+from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.schemas.manifest import digest
+from quiver.stages.reward.scoring import OFFERED, Batch, Part
 
 from .config import ServerConfig, secret
 from .dialects import DIALECTS, judge

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 
-from schemas.errors import ConfigError, RemoteError, printable
+from quiver.schemas.errors import ConfigError, RemoteError, printable
 
 from .dialects.strict import MalformedError
 

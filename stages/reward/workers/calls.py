@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.errors import ConfigError, printable
-from stages.common import dotted
-from stages.reward.functions import FUNCTIONS
-from stages.reward.scoring import LARGEST, Part, as_extra
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common import dotted
+from quiver.stages.reward.functions import FUNCTIONS
+from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
 Columns = dict[str, list[Any]]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from stages.reward.scoring import Part
+from quiver.stages.reward.scoring import Part
 
 from .calls import late
 from .process import Ended, Late

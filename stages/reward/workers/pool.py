@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from schemas.errors import ConfigError, ResourceError, from_dict, printable, unexpected
-from stages.reward.scoring import LARGEST, Part
+from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable, unexpected
+from quiver.stages.reward.scoring import LARGEST, Part
 
 from .jobs import BATCH_SECONDS, About, Function, Job
 from .process import Ended, Late, Worker

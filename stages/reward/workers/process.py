@@ -25,7 +25,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from schemas.errors import ResourceError
+from quiver.schemas.errors import ResourceError
 
 from . import worker
 from .worker import LENGTH

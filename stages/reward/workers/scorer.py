@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from schemas.errors import ConfigError, QuiverError, printable
-from stages.common import files
-from stages.common.config import Config, Runtime, without_folder
-from stages.reward.functions import FUNCTIONS, Shipped
-from stages.reward.scoring import Batch, Part, require_columns
-from stages.reward.servers.config import refuse_token, refuse_url
+from quiver.schemas.errors import ConfigError, QuiverError, printable
+from quiver.stages.common import files
+from quiver.stages.common.config import Config, Runtime, without_folder
+from quiver.stages.reward.functions import FUNCTIONS, Shipped
+from quiver.stages.reward.scoring import Batch, Part, require_columns
+from quiver.stages.reward.servers.config import refuse_token, refuse_url
 
 from . import calls
 from .jobs import About, Function

@@ -147,8 +147,8 @@ def _serve(requests: int, answers: int) -> None:
 
 
 def _load(functions: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-    from schemas.errors import ConfigError, QuiverError, printable
-    from stages.reward.workers import calls
+    from quiver.schemas.errors import ConfigError, QuiverError, printable
+    from quiver.stages.reward.workers import calls
 
     key = wanted.pop("key")
     try:
@@ -175,7 +175,7 @@ def _load(functions: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(function: Any, request: dict[str, Any]) -> dict[str, Any]:
-    from stages.reward.workers.calls import call
+    from quiver.stages.reward.workers.calls import call
 
     started = time.monotonic()
     parts = call(function, lambda: pickle.loads(request["call"]), request["rows"])
@@ -189,7 +189,7 @@ def _call(function: Any, request: dict[str, Any]) -> dict[str, Any]:
 def _call_async(function: Any, request: dict[str, Any], answers: int) -> dict[str, Any]:
     import asyncio
 
-    from stages.reward.workers.calls import call_together
+    from quiver.stages.reward.workers.calls import call_together
 
     started, finished = time.monotonic(), []
 

@@ -10,11 +10,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from schemas.errors import ConfigError, ConflictError, CorruptError, ResourceError, SecurityError
-from stages.common import checkpoints, files
-from stages.common.checkpoints import PolicyConfig, as_model, run, save_policy
-from stages.common.models import load_model
-from stages.common.work import begin
+from quiver.schemas.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    ResourceError,
+    SecurityError,
+)
+from quiver.stages.common import checkpoints, files
+from quiver.stages.common.checkpoints import PolicyConfig, as_model, run, save_policy
+from quiver.stages.common.models import load_model
+from quiver.stages.common.work import begin
 from tests.tiny import EOS, make_folder, make_policy
 
 

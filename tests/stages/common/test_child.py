@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import ResourceError
-from stages.common import child
+from quiver.schemas.errors import ResourceError
+from quiver.stages.common import child
 
 # A child that starts a child of its own, both ignoring SIGTERM, and says both ids.
 STUBBORN = """
     import os, signal, subprocess, sys, time
-    from stages.common.child import watch_lifeline
+    from quiver.stages.common.child import watch_lifeline
     watch_lifeline(int(sys.argv[sys.argv.index("--lifeline") + 1]))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     other = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(600)"])
@@ -82,7 +82,7 @@ def test_a_killed_parent_leaves_nobody(stubborn, tmp_path, end):
     out = tmp_path / "ids"
     parent_code = f"""
         import os, sys
-        from stages.common import child
+        from quiver.stages.common import child
         with child.started({stubborn!r}, os.environ) as process:
             child.follow(process, "test", lambda line: open({str(out)!r}, "w").write(line + chr(10)))
     """

@@ -6,8 +6,8 @@ from typing import Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from schemas.errors import ConfigError
-from stages.common.config import Config, Runtime, parse
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import Config, Runtime, parse
 
 
 class Inner(Config):

@@ -1,6 +1,6 @@
 """Code that a recipe names: which file it comes from."""
 
-from stages.common.dotted import load
+from quiver.stages.common.dotted import load
 
 CODE = "def where():\n    return __file__\n"
 

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from schemas.errors import CorruptError
-from stages.common import announced, child, early
-from stages.common.early import Hint
-from stages.common.process import Call, run_stage
-from stages.common.store import Store, Version
-from stages.common.work import Work, begin
+from quiver.schemas.errors import CorruptError
+from quiver.stages.common import announced, child, early
+from quiver.stages.common.early import Hint
+from quiver.stages.common.process import Call, run_stage
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import Work, begin
 from tests.benchmarks.made import Made, make_prompts, make_rollouts, tiny_policy
 from tests.stages.common.test_child import gone
 from tests.tiny import make_folder, make_policy
@@ -231,7 +231,7 @@ def test_what_is_announced_is_what_is_committed(store, prompts):
 def test_what_generate_prepares_is_the_engine():
     code = """
         import sys
-        from stages.generate.stage import Config, prepare
+        from quiver.stages.generate.stage import Config, prepare
         prepare(Config(engine="scripted", options={"script": "echo"}))
         before = "vllm" in sys.modules
         prepare(Config(engine="vllm"))

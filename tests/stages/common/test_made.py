@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from schemas.errors import ConfigError, ConflictError, SecurityError
-from stages.common.checkpoints import PolicyConfig, as_model, run
-from stages.common.config import parse
+from quiver.schemas.errors import ConfigError, ConflictError, SecurityError
+from quiver.stages.common.checkpoints import PolicyConfig, as_model, run
+from quiver.stages.common.config import parse
 from tests.tiny import make_folder
 
 MAKES = """

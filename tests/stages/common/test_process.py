@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from schemas.errors import ConfigError, ResourceError
-from stages.common import process
-from stages.common.process import Call, run_stage
-from stages.common.work import NotDone, Work
+from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.stages.common import process
+from quiver.stages.common.process import Call, run_stage
+from quiver.stages.common.work import NotDone, Work
 
 
 def test_an_unexpected_error_is_told_as_such(store, tmp_path):
@@ -23,7 +23,7 @@ def test_an_unexpected_error_is_told_as_such(store, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "stages",
+        "quiver.stages",
         "policy",
         "--spec",
         str(spec),

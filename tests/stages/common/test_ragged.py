@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from stages.common.ragged import Mapped, Ragged
+from quiver.stages.common.ragged import Mapped, Ragged
 
 KIND = pa.list_(pa.field("item", pa.float32(), nullable=False))
 

@@ -7,11 +7,11 @@ import re
 import pyarrow as pa
 import pytest
 
-from schemas.errors import BusyError, ConfigError, OutcomeUnknownError
-from stages.common import files
-from stages.common.claims import Finished, each
-from stages.common.process import Call, perform
-from stages.common.work import begin
+from quiver.schemas.errors import BusyError, ConfigError, OutcomeUnknownError
+from quiver.stages.common import files
+from quiver.stages.common.claims import Finished, each
+from quiver.stages.common.process import Call, perform
+from quiver.stages.common.work import begin
 from tests.stages.common.test_store import Settings, table
 
 KIND = "a/logprobs"

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
-from schemas import logprobs
-from schemas.errors import (
+from quiver.schemas import logprobs
+from quiver.schemas.errors import (
     BusyError,
     ConfigError,
     ConflictError,
@@ -26,11 +26,11 @@ from schemas.errors import (
     ResourceError,
     SchemaError,
 )
-from schemas.manifest import canonical, digest
-from stages.common import files
-from stages.common.config import Config, Runtime
-from stages.common.store import Store
-from stages.common.work import begin
+from quiver.schemas.manifest import canonical, digest
+from quiver.stages.common import files
+from quiver.stages.common.config import Config, Runtime
+from quiver.stages.common.store import Store
+from quiver.stages.common.work import begin
 
 
 class Settings(Config):

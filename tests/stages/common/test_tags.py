@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from schemas.errors import BusyError, ConflictError, CorruptError
-from stages.common import files, tags
-from stages.common.store import Store
+from quiver.schemas.errors import BusyError, ConflictError, CorruptError
+from quiver.stages.common import files, tags
+from quiver.stages.common.store import Store
 from tests.stages.common.test_store import Settings, commit
 
 

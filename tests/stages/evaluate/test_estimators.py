@@ -10,8 +10,8 @@ import statistics
 import numpy as np
 import pytest
 
-from stages.evaluate import estimators
-from stages.evaluate.estimators import (
+from quiver.stages.evaluate import estimators
+from quiver.stages.evaluate.estimators import (
     Estimate,
     clustered_mean,
     lower_bound,

@@ -7,12 +7,12 @@ import statistics
 import pyarrow as pa
 import pytest
 
-from schemas import fields, prompts, rewards, rollouts
-from schemas.errors import ConfigError, LineageError, NumericError
-from stages.common import config as common
-from stages.common.work import ROWS_PER_SHARD, begin
-from stages.evaluate.stage import Config, run
-from stages.reward import stage as reward
+from quiver.schemas import fields, prompts, rewards, rollouts
+from quiver.schemas.errors import ConfigError, LineageError, NumericError
+from quiver.stages.common import config as common
+from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.evaluate.stage import Config, run
+from quiver.stages.reward import stage as reward
 
 
 def write(store, kind, table, inputs=None, stage="test", config=None):

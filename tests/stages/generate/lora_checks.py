@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import sys
 
-from stages.common.config import parse
-from stages.common.store import Store
-from stages.generate.stage import Config, run
+from quiver.stages.common.config import parse
+from quiver.stages.common.store import Store
+from quiver.stages.generate.stage import Config, run
 
 SAMPLING = {"temperature": 0, "max_tokens": 12}
 

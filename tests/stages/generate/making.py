@@ -7,11 +7,11 @@ from itertools import islice
 import numpy as np
 import pyarrow as pa
 
-from schemas import fields, prompts
-from stages.common.config import Config
-from stages.common.store import Store, Version
-from stages.common.work import begin
-from stages.generate.engine import Completion
+from quiver.schemas import fields, prompts
+from quiver.stages.common.config import Config
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import begin
+from quiver.stages.generate.engine import Completion
 
 
 class Made(Config):

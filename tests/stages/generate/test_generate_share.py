@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.common.process import Call, perform, run_stage
-from stages.common.store import Store
+from quiver.stages.common.process import Call, perform, run_stage
+from quiver.stages.common.store import Store
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, hashes, require_whole, start, wait
 from tests.tiny import make_policy
@@ -185,7 +185,7 @@ from pathlib import Path
 
 def answer(prompt_ids, seed):
     # Whoever comes first fails; the others answer as "sample" does.
-    from stages.generate.scripted_engine import sample
+    from quiver.stages.generate.scripted_engine import sample
     try:
         os.close(os.open(Path(__file__).with_name("failed"), os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
-from stages.common.checkpoints import PolicyConfig
-from stages.common.config import parse
-from stages.common.store import Store
-from stages.common.work import begin
-from stages.generate import stage
-from stages.generate.rows import Rows, row_seed
-from stages.generate.stage import Config, run
+from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
+from quiver.stages.common.checkpoints import PolicyConfig
+from quiver.stages.common.config import parse
+from quiver.stages.common.store import Store
+from quiver.stages.common.work import begin
+from quiver.stages.generate import stage
+from quiver.stages.generate.rows import Rows, row_seed
+from quiver.stages.generate.stage import Config, run
 from tests.stages.generate import making
 from tests.stages.generate.making import good, make_prompts, random_prompts
 from tests.tiny import EOS, make_policy
@@ -373,9 +373,9 @@ def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, polic
 
 SCRIPT = """
 import sys
-from stages.common.config import parse
-from stages.common.store import Store
-from stages.generate.stage import Config, run
+from quiver.stages.common.config import parse
+from quiver.stages.common.store import Store
+from quiver.stages.generate.stage import Config, run
 config = parse(Config, {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": int(sys.argv[2]),
     "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": float(sys.argv[3])}}, "generate")
 print(run(config, Store(sys.argv[1]), prompts="tiny/prompts@1", policy="tiny/policy@0"))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from stages.common.config import parse
-from stages.generate.options import Sampling
-from stages.generate.sampling import draw, processed_logprobs
-from stages.generate.stage import Config, run
+from quiver.stages.common.config import parse
+from quiver.stages.generate.options import Sampling
+from quiver.stages.generate.sampling import draw, processed_logprobs
+from quiver.stages.generate.stage import Config, run
 from tests.stages.generate.making import make_prompts, random_prompts
 from tests.tiny import EOS, make_policy
 
@@ -197,9 +197,9 @@ def test_ends_of_the_unit_interval():
 
 
 def test_no_memory_is_a_resource_error(store, policy):
-    from schemas.errors import ResourceError
-    from stages.generate.engine import Request, Setup
-    from stages.generate.hf_engine import TransformersEngine
+    from quiver.schemas.errors import ResourceError
+    from quiver.stages.generate.engine import Request, Setup
+    from quiver.stages.generate.hf_engine import TransformersEngine
 
     engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
     engine.model.register_forward_hook(
@@ -211,8 +211,8 @@ def test_no_memory_is_a_resource_error(store, policy):
 
 
 def test_another_error_of_torch_is_not_called_lack_of_memory(store, policy):
-    from stages.generate.engine import Request, Setup
-    from stages.generate.hf_engine import TransformersEngine
+    from quiver.stages.generate.engine import Request, Setup
+    from quiver.stages.generate.hf_engine import TransformersEngine
 
     engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
     engine.model.register_forward_hook(lambda *_: torch.ones(2, 3) @ torch.ones(2, 3))

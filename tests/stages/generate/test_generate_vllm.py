@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from schemas.errors import ConfigError
-from stages.common.config import parse
-from stages.common.store import Store
-from stages.generate.stage import Config, run
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import parse
+from quiver.stages.common.store import Store
+from quiver.stages.generate.stage import Config, run
 from tests.stages.generate.making import make_prompts
 from tests.stages.generate.vllm_checks import STOPS
 from tests.tiny import make_policy

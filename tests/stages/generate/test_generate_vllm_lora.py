@@ -13,13 +13,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from schemas.errors import ConfigError, LineageError
-from stages.common.checkpoints import as_model
-from stages.common.config import parse
-from stages.common.store import Store
-from stages.generate.stage import Config as GenerateConfig
-from stages.generate.stage import run as generate
-from stages.optimize.stage import Config, run
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.checkpoints import as_model
+from quiver.stages.common.config import parse
+from quiver.stages.common.store import Store
+from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.generate.stage import run as generate
+from quiver.stages.optimize.stage import Config, run
 from tests.stages.generate.lora_checks import SAMPLING
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world

@@ -12,13 +12,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from stages.common.checkpoints import PolicyConfig
-from stages.common.checkpoints import run as import_policy
-from stages.common.config import parse
-from stages.common.store import Store
-from stages.generate.engine import Request, Setup
-from stages.generate.options import Sampling
-from stages.generate.stage import Config, run
+from quiver.stages.common.checkpoints import PolicyConfig
+from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.common.config import parse
+from quiver.stages.common.store import Store
+from quiver.stages.generate.engine import Request, Setup
+from quiver.stages.generate.options import Sampling
+from quiver.stages.generate.stage import Config, run
 from tests.stages.generate.making import random_prompts
 from tests.tiny import EOS, make_folder
 
@@ -99,7 +99,7 @@ def main() -> None:
     prompts = random_prompts(store, 20, low=40, high=70)
     out = {"small": small_stage(store, policy, prompts)}
 
-    from stages.generate.vllm_engine import VllmEngine
+    from quiver.stages.generate.vllm_engine import VllmEngine
 
     rows, sampling = out["small"]["rows"], Sampling(temperature=0.7, max_tokens=48)
     engine = VllmEngine(Setup(policy, sampling, STOPS, 128, "float32"))

@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from schemas.errors import LineageError
-from stages.common.checkpoints import PolicyConfig
-from stages.common.checkpoints import run as import_policy
-from stages.logprobs.average import Config, run
+from quiver.schemas.errors import LineageError
+from quiver.stages.common.checkpoints import PolicyConfig
+from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.logprobs.average import Config, run
 from tests.tiny import make_folder, make_policy
 
 

@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
-from schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
-from stages.common.checkpoints import PolicyConfig
-from stages.common.checkpoints import run as import_policy
-from stages.common.models import load_model
-from stages.common.ragged import Ragged
-from stages.logprobs.stage import Config, run
-from stages.optimize import stage as optimize
+from quiver.schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
+from quiver.stages.common.checkpoints import PolicyConfig
+from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.common.models import load_model
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.logprobs.stage import Config, run
+from quiver.stages.optimize import stage as optimize
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy
 
@@ -204,7 +204,9 @@ def test_rows_that_the_model_can_not_read_are_refused(store, policy, other, chan
 
 
 def test_lack_of_memory_says_what_helps(store, policy, rollouts, monkeypatch):
-    monkeypatch.setattr("stages.common.packed.forward.score", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr(
+        "quiver.stages.common.packed.forward.score", lambda *_: torch.empty(1 << 60)
+    )
     with pytest.raises(ResourceError, match="memory is short") as caught:
         run(Config(), store, rollouts=rollouts.ref, policy=policy.ref)
     assert "token_budget" in caught.value.next

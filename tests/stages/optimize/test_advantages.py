@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.optimize import advantages
+from quiver.stages.optimize import advantages
 
 NAN = float("nan")
 REWARDS = [1.0, 0.0, 0.25, NAN, 2.0, 2.0, -1.0, 0.5, 3.0, NAN, 0.1, 0.1, 0.1]

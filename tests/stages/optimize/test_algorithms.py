@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from schemas.errors import ConfigError
-from stages.common.config import parse
-from stages.optimize import advantages, algorithms, losses
-from stages.optimize.stage import Config, run
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import parse
+from quiver.stages.optimize import advantages, algorithms, losses
+from quiver.stages.optimize.stage import Config, run
 from tests.stages.optimize import world
 
 
@@ -162,7 +162,7 @@ def test_a_dotted_path_that_leads_nowhere(name):
 
 def test_an_edited_algorithm_is_another_one(tmp_path, monkeypatch):
     source = (
-        "from stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
+        "from quiver.stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
         "'group_centered', 'clipped', 'constant')\n"
     )
     (tmp_path / "my_algo.py").write_text(source)
@@ -175,7 +175,7 @@ def test_an_edited_algorithm_is_another_one(tmp_path, monkeypatch):
 
 def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
     source = (
-        "from stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
+        "from quiver.stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
         "'group_centered', 'clipped', 'constant')\n"
     )
     (tmp_path / "own_algo.py").write_text(source)
@@ -240,7 +240,8 @@ def test_an_option_of_a_critic_is_refused_where_there_is_none(name, tmp_path):
         parse(Config, given, "optimize")
     row = "Algorithm('mine', 'gae', 'clipped', 'token_mean', critic={})"
     source = (
-        f"from stages.optimize.algorithms import Algorithm\nNONE, OWN = {row.format(False)}, "
+        "from quiver.stages.optimize.algorithms import Algorithm\nNONE, OWN = "
+        f"{row.format(False)}, "
         f"{row.format(True)}\n"
     )
     (tmp_path / "rows.py").write_text(source)

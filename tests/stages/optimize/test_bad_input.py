@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from schemas.errors import QuiverError
-from stages.common.models import load_model
-from stages.common.store import Store
-from stages.optimize.stage import Config, run
+from quiver.schemas.errors import QuiverError
+from quiver.stages.common.models import load_model
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import Config, run
 from tests.stages.optimize import world
 from tests.tiny import make_policy
 
 OWN = """
 import torch
-from stages.optimize.algorithms import Algorithm
-from stages.optimize.losses import clipped, token_mean
+from quiver.stages.optimize.algorithms import Algorithm
+from quiver.stages.optimize.losses import clipped, token_mean
 
 def good(tokens, **options):
     return clipped(tokens, clip_low=0.2, clip_high=0.2)

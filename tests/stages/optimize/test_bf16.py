@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from schemas.errors import ConfigError
-from stages.common.config import parse
-from stages.common.models import load_model
-from stages.common.packed.precision import narrow
-from stages.optimize import results
-from stages.optimize.bf16 import Bf16AdamW, round_by_chance
-from stages.optimize.optimizer import load_state, make_optimizer, state
-from stages.optimize.stage import Config, run
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import parse
+from quiver.stages.common.models import load_model
+from quiver.stages.common.packed.precision import narrow
+from quiver.stages.optimize import results
+from quiver.stages.optimize.bf16 import Bf16AdamW, round_by_chance
+from quiver.stages.optimize.optimizer import load_state, make_optimizer, state
+from quiver.stages.optimize.stage import Config, run
 from tests.stages.optimize import test_trainer, world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy

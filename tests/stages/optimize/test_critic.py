@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.errors import ConfigError
-from stages.common.models import load_model
-from stages.common.packed.attention import Sequences
-from stages.common.ragged import Ragged
-from stages.optimize import advantages, critic, losses
-from stages.optimize import rollouts as joining
-from stages.optimize.algorithms import resolve
-from stages.optimize.optimizer import make_optimizer
-from stages.optimize.stage import Config
-from stages.optimize.trainer import Trainer, make_accelerator
-from stages.optimize.value_head import ValueHead, restore
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models import load_model
+from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize import advantages, critic, losses
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.optimizer import make_optimizer
+from quiver.stages.optimize.stage import Config
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.value_head import ValueHead, restore
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy

@@ -6,15 +6,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from schemas.errors import ConfigError
-from stages.common.checkpoints import as_model
-from stages.common.models import load_model
-from stages.optimize import rollouts as joining
-from stages.optimize import value_head
-from stages.optimize.algorithms import resolve
-from stages.optimize.optimizer import make_optimizer, state
-from stages.optimize.stage import Config, run
-from stages.optimize.trainer import Trainer, make_accelerator
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.checkpoints import as_model
+from quiver.stages.common.models import load_model
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize import value_head
+from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.optimizer import make_optimizer, state
+from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_critic import _states
 from tests.stages.optimize.test_optimize_dist import _launch
@@ -387,8 +387,8 @@ def test_it_learns_what_the_prompt_tells(store, made):
 
 CODE = """
 import sys
-from stages.common.store import Store
-from stages.optimize.stage import Config, run
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import Config, run
 store, rollouts, rewards, run_name = sys.argv[1:5]
 config = Config(algorithm="ppo", critic="model", device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40,
                 grad_clip=1e9, eps=1.0, critic_warmup_steps=1)

@@ -5,8 +5,8 @@ from statistics import fmean
 
 import pytest
 
-from stages.optimize.algorithms import ALGORITHMS
-from stages.optimize.stage import Config, run
+from quiver.stages.optimize.algorithms import ALGORITHMS
+from quiver.stages.optimize.stage import Config, run
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy

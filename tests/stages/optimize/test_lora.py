@@ -11,16 +11,16 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from schemas.errors import ConfigError, CorruptError, LineageError
-from stages.common.checkpoints import PolicyConfig, as_model
-from stages.common.checkpoints import run as import_policy
-from stages.common.config import parse
-from stages.common.models import load_model
-from stages.optimize import rollouts as joining
-from stages.optimize.algorithms import resolve
-from stages.optimize.lora import Lora, attach, narrow_frozen
-from stages.optimize.stage import Config, run
-from stages.optimize.trainer import Trainer, make_accelerator
+from quiver.schemas.errors import ConfigError, CorruptError, LineageError
+from quiver.stages.common.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.common.config import parse
+from quiver.stages.common.models import load_model
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.lora import Lora, attach, narrow_frozen
+from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
@@ -364,7 +364,7 @@ def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, hal
         torch.float32
     }
     assert kinds and all(found == {torch.float32} for found in kinds.values()), kinds
-    monkeypatch.setattr("stages.optimize.trainer.narrow_frozen", lambda model: None)
+    monkeypatch.setattr("quiver.stages.optimize.trainer.narrow_frozen", lambda model: None)
     wide = _run(store, half, _config(**common), force=True)
     assert narrow.ref != wide.ref and narrow.manifest.content_hash == wide.manifest.content_hash
     assert {value.dtype for value in _tensors(narrow).values()} == {torch.float32}
@@ -379,8 +379,8 @@ def test_a_base_that_bfloat16_does_not_hold_stays_what_it_is(store, made):
 
 CODE = """
 import sys
-from stages.common.store import Store
-from stages.optimize.stage import Config, run
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import Config, run
 store, rollouts, rewards = sys.argv[1:4]
 config = Config(device="cpu", learning_rate=1e-2, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0,
                 lora={"rank": 4, "alpha": 12})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.optimize import losses
+from quiver.stages.optimize import losses
 
 RNG = np.random.default_rng(7)
 LENGTHS = [3, 1, 5, 2]

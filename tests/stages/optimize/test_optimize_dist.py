@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config, run
 from tests.stages.optimize import world
 
 ROOT = Path(__file__).parents[3]
 CODE = """
 import sys
-from stages.common.store import Store
-from stages.optimize.stage import Config, run
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import Config, run
 store, rollouts, rewards, processes = sys.argv[1:5]
 config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, processes=int(processes), grad_clip=1e9, eps=1.0)
 print(run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two"))
@@ -26,9 +26,9 @@ WEIGHTS_OF_EACH = """
 import os, sys
 from pathlib import Path
 from safetensors.torch import save_file
-from stages.common.store import Store
-from stages.optimize.stage import Config, run
-from stages.optimize.trainer import Trainer
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.trainer import Trainer
 train = Trainer.train
 def kept(self):
     outcome = train(self)

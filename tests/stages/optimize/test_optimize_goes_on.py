@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from schemas.errors import ConfigError
-from stages.common.models import load_model
-from stages.common.store import Store
-from stages.optimize.stage import run
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models import load_model
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import run
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -98,8 +98,8 @@ sys.meta_path.insert(0, Refuse())
 import transformers.tokenization_utils_base as base
 def refuse(*a, **k): raise AssertionError("a tokenizer was called")
 base.PreTrainedTokenizerBase.from_pretrained = base.PreTrainedTokenizerBase.__call__ = refuse
-from stages.common.store import Store
-from stages.optimize.stage import Config, run
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import Config, run
 refs = dict(policy="tiny/policy@0", rollouts="{made[0].ref}", rewards="{made[1].ref}")
 print(run(Config(device="cpu"), Store({str(store.path)!r}), **refs))
 assert "vllm" not in sys.modules and "prefect" not in sys.modules
@@ -113,7 +113,7 @@ assert "vllm" not in sys.modules and "prefect" not in sys.modules
 
 def test_importing_the_stage_is_cheap():
     code = (
-        "import sys, stages.optimize.stage; print([n for n in ('torch', 'transformers', "
+        "import sys, quiver.stages.optimize.stage; print([n for n in ('torch', 'transformers', "
         "'accelerate') if n in sys.modules])"
     )
     done = subprocess.run(

@@ -5,9 +5,15 @@ import sys
 import pytest
 import torch
 
-from schemas.errors import ConfigError, LineageError, NumericError, ResourceError, SchemaError
-from stages.common import checkpoints
-from stages.common.models import load_model
+from quiver.schemas.errors import (
+    ConfigError,
+    LineageError,
+    NumericError,
+    ResourceError,
+    SchemaError,
+)
+from quiver.stages.common import checkpoints
+from quiver.stages.common.models import load_model
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -30,7 +36,9 @@ def test_one_changed_weight_makes_it_refuse(store, policy, made, tmp_path):
 
 
 def test_lack_of_memory_on_a_cpu_says_what_helps(store, policy, made, monkeypatch):
-    monkeypatch.setattr("stages.optimize.trainer.Trainer.train", lambda self: torch.empty(1 << 60))
+    monkeypatch.setattr(
+        "quiver.stages.optimize.trainer.Trainer.train", lambda self: torch.empty(1 << 60)
+    )
     with pytest.raises(ResourceError, match="memory is short") as caught:
         _run(store, policy, made)
     assert "token_budget" in caught.value.next
@@ -141,8 +149,8 @@ def test_the_audit_stops_before_anything_changes(store, policy, minibatches):
 
 
 ALGORITHM = """
-from stages.optimize.algorithms import Algorithm
-from stages.optimize.losses import clipped
+from quiver.stages.optimize.algorithms import Algorithm
+from quiver.stages.optimize.losses import clipped
 seen = []
 def surrogate(tokens, *, bad=(), **options):
     seen.append(1)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from schemas.errors import LineageError, NumericError
-from stages.common import checkpoints
-from stages.common.models import load_model
-from stages.common.work import Work
-from stages.optimize.stage import run
+from quiver.schemas.errors import LineageError, NumericError
+from quiver.stages.common import checkpoints
+from quiver.stages.common.models import load_model
+from quiver.stages.common.work import Work
+from quiver.stages.optimize.stage import run
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -277,7 +277,6 @@ def test_what_can_not_be_trained_on_is_dropped_with_its_reason(store, policy):
         "r-001-0": "not_scored",
         "r-001-1": "not_scored",
         "r-001-2": "not_scored",
-        # fmt: skip
         "r-001-3": "small_group",
         "r-003-0": "empty",
         **{f"r-002-{i}": "zero_variance" for i in range(4)},

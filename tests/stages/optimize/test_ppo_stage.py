@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
-from stages.common.checkpoints import as_model
-from stages.common.config import parse
-from stages.common.models import load_model
-from stages.optimize import rollouts as joining
-from stages.optimize.algorithms import resolve
-from stages.optimize.optimizer import state
-from stages.optimize.stage import Config, run
-from stages.optimize.trainer import Trainer, make_accelerator
+from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
+from quiver.stages.common.checkpoints import as_model
+from quiver.stages.common.config import parse
+from quiver.stages.common.models import load_model
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.optimizer import state
+from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
@@ -327,8 +327,8 @@ def test_a_cut_state_must_fit_the_decoder(store):
 
 CODE = """
 import sys
-from stages.common.store import Store
-from stages.optimize.stage import Config, run
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import Config, run
 store, rollouts, rewards, run_name = sys.argv[1:5]
 config = Config(algorithm="ppo", device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0,
                 bootstrap_length=True, critic_warmup_steps=1)

@@ -7,20 +7,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stages.common.models import load_model
-from stages.common.store import Store
-from stages.optimize import losses
-from stages.optimize import rollouts as joining
-from stages.optimize.algorithms import ALGORITHMS, resolve
-from stages.optimize.stage import Config
-from stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.common.models import load_model
+from quiver.stages.common.store import Store
+from quiver.stages.optimize import losses
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.algorithms import ALGORITHMS, resolve
+from quiver.stages.optimize.stage import Config
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
 
 OWN = """
-from stages.optimize.algorithms import Algorithm
-from stages.optimize.losses import log_ratio
+from quiver.stages.optimize.algorithms import Algorithm
+from quiver.stages.optimize.losses import log_ratio
 
 def capped(tokens, *, cap):
     ratio = log_ratio(tokens.logprobs, tokens.anchor).exp()

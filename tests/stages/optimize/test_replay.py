@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from schemas.errors import ConfigError, LineageError, NumericError
-from stages.common.models import load_model
-from stages.optimize import rollouts as joining
-from stages.optimize.algorithms import resolve
-from stages.optimize.inputs import open_inputs, sets
-from stages.optimize.stage import Config, run
-from stages.optimize.trainer import Trainer, make_accelerator
+from quiver.schemas.errors import ConfigError, LineageError, NumericError
+from quiver.stages.common.models import load_model
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.inputs import open_inputs, sets
+from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_trainer import _compare, _expected
 from tests.tiny import make_policy

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from schemas.errors import NumericError, SchemaError
-from stages.common.config import parse
-from stages.common.models import load_model
-from stages.generate import stage as generate
-from stages.logprobs import stage as logprobs
-from stages.optimize import rollouts as joining
-from stages.optimize.algorithms import resolve
-from stages.optimize.stage import Config, run
-from stages.optimize.trainer import Trainer, make_accelerator
+from quiver.schemas.errors import NumericError, SchemaError
+from quiver.stages.common.config import parse
+from quiver.stages.common.models import load_model
+from quiver.stages.generate import stage as generate
+from quiver.stages.logprobs import stage as logprobs
+from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
 from tests.tiny import make_policy

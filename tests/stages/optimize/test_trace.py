@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from stages.optimize.algorithms import ALGORITHMS
+from quiver.stages.optimize.algorithms import ALGORITHMS
 from tests.golden import make_trace
 
 GOLDEN = json.loads(make_trace.PATH.read_text())

@@ -9,17 +9,23 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import FuyuConfig, FuyuForCausalLM
 
-from schemas.errors import ConfigError
-from stages.common.checkpoints import PolicyConfig
-from stages.common.checkpoints import run as import_policy
-from stages.common.models import load_model, restore_dropout
-from stages.common.packed.attention import Sequences
-from stages.common.ragged import Ragged
-from stages.optimize.algorithms import ALGORITHMS, part, resolve
-from stages.optimize.objective import Batch
-from stages.optimize.optimizer import learning_rate, load_state, make_optimizer, state, total_norm
-from stages.optimize.stage import Config
-from stages.optimize.trainer import Trainer, make_accelerator
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.checkpoints import PolicyConfig
+from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.common.models import load_model, restore_dropout
+from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize.algorithms import ALGORITHMS, part, resolve
+from quiver.stages.optimize.objective import Batch
+from quiver.stages.optimize.optimizer import (
+    learning_rate,
+    load_state,
+    make_optimizer,
+    state,
+    total_norm,
+)
+from quiver.stages.optimize.stage import Config
+from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
 from tests.tiny import tokenizer
 

@@ -13,16 +13,16 @@ import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
 
-from schemas import logprobs as logprobs_kind
-from schemas import rewards as rewards_kind
-from schemas import rollouts as rollouts_kind
-from stages.common.checkpoints import PolicyConfig, as_model
-from stages.common.checkpoints import run as import_policy
-from stages.common.config import Config
-from stages.common.models import load_model
-from stages.common.store import Store, Version
-from stages.common.work import begin
-from stages.optimize import stage as optimize
+from quiver.schemas import logprobs as logprobs_kind
+from quiver.schemas import rewards as rewards_kind
+from quiver.schemas import rollouts as rollouts_kind
+from quiver.stages.common.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.common.config import Config
+from quiver.stages.common.models import load_model
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.work import begin
+from quiver.stages.optimize import stage as optimize
 from tests.tiny import EOS, make_folder
 
 

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from schemas.errors import ConfigError, SecurityError
-from stages.common import work
-from stages.common.config import parse
-from stages.prompt.stage import Config, choose, run
+from quiver.schemas.errors import ConfigError, SecurityError
+from quiver.stages.common import work
+from quiver.stages.common.config import parse
+from quiver.stages.prompt.stage import Config, choose, run
 from tests import tiny
 
 SUMS = [{"question": f"What is {n} plus 5?", "answer": n + 5, "key": f"sum-{n}"} for n in range(8)]

@@ -9,8 +9,8 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from schemas.errors import ConfigError
-from stages.prompt import sources
+from quiver.schemas.errors import ConfigError
+from quiver.stages.prompt import sources
 
 
 def read(source, **options):

@@ -8,16 +8,16 @@ from html.parser import HTMLParser
 import pyarrow as pa
 import pytest
 
-from schemas.errors import LineageError
-from stages.common.checkpoints import as_model
-from stages.common.store import Store
-from stages.evaluate.stage import Config as EvaluateConfig
-from stages.evaluate.stage import run as evaluate
-from stages.optimize.stage import Config as OptimizeConfig
-from stages.optimize.stage import run as optimize
-from stages.report import stage as report
-from stages.report.gather import gather
-from stages.report.words import measured, number
+from quiver.schemas.errors import LineageError
+from quiver.stages.common.checkpoints import as_model
+from quiver.stages.common.store import Store
+from quiver.stages.evaluate.stage import Config as EvaluateConfig
+from quiver.stages.evaluate.stage import run as evaluate
+from quiver.stages.optimize.stage import Config as OptimizeConfig
+from quiver.stages.optimize.stage import run as optimize
+from quiver.stages.report import stage as report
+from quiver.stages.report.gather import gather
+from quiver.stages.report.words import measured, number
 from tests.benchmarks.made import (
     make_prompts,
     make_rewards,

@@ -3,9 +3,9 @@
 import pyarrow as pa
 import pytest
 
-from schemas import fields, prompts, rollouts
-from stages.common.config import Config
-from stages.common.work import ROWS_PER_SHARD, begin
+from quiver.schemas import fields, prompts, rollouts
+from quiver.stages.common.config import Config
+from quiver.stages.common.work import ROWS_PER_SHARD, begin
 
 
 @pytest.fixture

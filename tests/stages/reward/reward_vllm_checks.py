@@ -10,8 +10,8 @@ import json
 import sys
 import threading
 
-from stages.reward.models.config import ModelConfig
-from stages.reward.models.scorer import load
+from quiver.stages.reward.models.config import ModelConfig
+from quiver.stages.reward.models.scorer import load
 
 
 def score_all(asked: list, found: list) -> None:

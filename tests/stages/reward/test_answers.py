@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from stages.reward import functions
-from stages.reward.functions import answers
+from quiver.stages.reward import functions
+from quiver.stages.reward.functions import answers
 
 
 @pytest.mark.parametrize("module", [answers, functions])

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.errors import ConfigError
-from stages.reward.scoring import EXTRA_BYTES, Part, require_columns
-from stages.reward.workers import calls
-from stages.reward.workers.calls import Function, call, call_together, read
+from quiver.schemas.errors import ConfigError
+from quiver.stages.reward.scoring import EXTRA_BYTES, Part, require_columns
+from quiver.stages.reward.workers import calls
+from quiver.stages.reward.workers.calls import Function, call, call_together, read
 
 COLUMNS = {
     "prompts": ["p0", "p1", "p2"],

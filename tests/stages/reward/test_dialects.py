@@ -8,11 +8,11 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from stages.reward.scoring import Part
-from stages.reward.servers.config import ServerConfig
-from stages.reward.servers.dialects import DIALECTS, openrlhf, quiver, slime
-from stages.reward.servers.dialects.rows import Row, Scored, as_batch, as_rows
-from stages.reward.servers.dialects.strict import MAX_DEPTH, MalformedError, read_json
+from quiver.stages.reward.scoring import Part
+from quiver.stages.reward.servers.config import ServerConfig
+from quiver.stages.reward.servers.dialects import DIALECTS, openrlhf, quiver, slime
+from quiver.stages.reward.servers.dialects.rows import Row, Scored, as_batch, as_rows
+from quiver.stages.reward.servers.dialects.strict import MAX_DEPTH, MalformedError, read_json
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 ROWS = [

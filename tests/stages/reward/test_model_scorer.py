@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from schemas.errors import ConfigError, ResourceError, SecurityError
-from stages.common.config import parse
-from stages.generate.stage import Config as GenerateConfig
-from stages.generate.stage import run as generate
-from stages.prompt.stage import Config as PromptConfig
-from stages.prompt.stage import run as make_prompts
-from stages.reward.models.config import ModelConfig, check
-from stages.reward.models.scorer import load
-from stages.reward.stage import Config, open_scorers
+from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
+from quiver.stages.common.config import parse
+from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.generate.stage import run as generate
+from quiver.stages.prompt.stage import Config as PromptConfig
+from quiver.stages.prompt.stage import run as make_prompts
+from quiver.stages.reward.models.config import ModelConfig, check
+from quiver.stages.reward.models.scorer import load
+from quiver.stages.reward.stage import Config, open_scorers
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, make_model
 
@@ -348,8 +348,8 @@ def test_a_scorer_that_is_closed_while_it_scores_begins_nothing_anew(model, open
 def test_checks_load_no_torch(model):
     folder = model()
     code = (
-        "import sys; from stages.reward.models.scorer import load; from "
-        "stages.reward.models.config import ModelConfig\n"
+        "import sys; from quiver.stages.reward.models.scorer import load; from "
+        "quiver.stages.reward.models.config import ModelConfig\n"
         f"scorer = load(ModelConfig(model={str(folder)!r})); scorer.require([]); "
         "print(scorer.fingerprint)\n"
         "scorer.close(); print('torch' in sys.modules)"

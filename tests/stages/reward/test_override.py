@@ -6,12 +6,12 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from schemas.errors import ConfigError, LineageError
-from stages.common.work import ROWS_PER_SHARD
-from stages.reward import override
-from stages.reward.override import Config
-from stages.reward.stage import Config as RewardConfig
-from stages.reward.stage import run as score
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.reward import override
+from quiver.stages.reward.override import Config
+from quiver.stages.reward.stage import Config as RewardConfig
+from quiver.stages.reward.stage import run as score
 
 WHY = {"author": "ada", "reason": "right, in another unit"}
 FLAKY = """

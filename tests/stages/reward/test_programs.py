@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from schemas.errors import ConfigError, QuiverError, SecurityError
-from stages.reward.functions import programs
-from stages.reward.functions.programs import extract, read_tests
-from stages.reward.sandbox import describe, run_program
-from stages.reward.stage import Config, check_functions
-from stages.reward.stage import run as run_stage
+from quiver.schemas.errors import ConfigError, QuiverError, SecurityError
+from quiver.stages.reward.functions import programs
+from quiver.stages.reward.functions.programs import extract, read_tests
+from quiver.stages.reward.sandbox import describe, run_program
+from quiver.stages.reward.stage import Config, check_functions
+from quiver.stages.reward.stage import run as run_stage
 
 
 @functools.cache
@@ -485,7 +485,7 @@ def test_what_runs_programs_comes_from_the_recipe_alone():
 
 
 def test_a_sandbox_that_is_not_permitted_is_told_before_any_generation(monkeypatch, tmp_path):
-    monkeypatch.setattr("stages.reward.sandbox.run._LAUNCHER", tmp_path / "missing")
+    monkeypatch.setattr("quiver.stages.reward.sandbox.run._LAUNCHER", tmp_path / "missing")
     config = Config(functions=[{"use": "code", "arguments": {"isolation": "process"}}])
     with pytest.raises(QuiverError, match="sandbox"):
         check_functions(config, ["tests"])
@@ -519,8 +519,8 @@ def test_many_rows_at_once():
 
 def test_functions_stay_cheap_to_import():
     script = (
-        "import sys, stages.reward.functions; print({'httpx', 'subprocess', "
-        "'stages.reward.sandbox'} & set(sys.modules))"
+        "import sys, quiver.stages.reward.functions; print({'httpx', 'subprocess', "
+        "'quiver.stages.reward.sandbox'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

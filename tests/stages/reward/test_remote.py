@@ -15,10 +15,10 @@ from collections import Counter
 
 import pytest
 
-from schemas.errors import RemoteError, ResourceError
-from stages.reward.scoring import Part
-from stages.reward.servers.config import ServerConfig
-from stages.reward.servers.scorer import ServerScorer
+from quiver.schemas.errors import RemoteError, ResourceError
+from quiver.stages.reward.scoring import Part
+from quiver.stages.reward.servers.config import ServerConfig
+from quiver.stages.reward.servers.scorer import ServerScorer
 from tests.stages.reward.fake_server import FakeServer, reply, scored
 from tests.stages.reward.test_dialects import mutated
 

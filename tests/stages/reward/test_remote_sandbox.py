@@ -9,12 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from pydantic import ValidationError
 
-from schemas.errors import ConfigError, RemoteError, ResourceError
-from stages.common.config import parse
-from stages.reward.functions.programs import code
-from stages.reward.sandbox import Finished, Limits, remote, run_program
-from stages.reward.stage import Config, check_functions
-from stages.reward.workers.scorer import FunctionConfig
+from quiver.schemas.errors import ConfigError, RemoteError, ResourceError
+from quiver.stages.common.config import parse
+from quiver.stages.reward.functions.programs import code
+from quiver.stages.reward.sandbox import Finished, Limits, remote, run_program
+from quiver.stages.reward.stage import Config, check_functions
+from quiver.stages.reward.workers.scorer import FunctionConfig
 
 GOOD = {"stdout": "out", "stderr": "err", "exit_code": 3, "timed_out": False}
 DOUBLE = "def double(x):\n    return 2 * x\n"

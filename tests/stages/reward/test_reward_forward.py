@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from schemas.errors import ConfigError
-from stages.reward.models.forward import WAYS, Forward
+from quiver.schemas.errors import ConfigError
+from quiver.stages.reward.models.forward import WAYS, Forward
 from tests.stages.reward.reward_models import make_model
 
 ATOL = 1e-5

@@ -5,8 +5,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas import rewards
-from stages.reward.measures import changes, correlation, failures, summary
+from quiver.schemas import rewards
+from quiver.stages.reward.measures import changes, correlation, failures, summary
 
 NONE = float("nan")
 

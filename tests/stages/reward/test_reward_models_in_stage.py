@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from schemas.errors import ConfigError, RewardError
-from stages.common.config import parse
-from stages.reward.models.config import ModelConfig
-from stages.reward.models.scorer import load
-from stages.reward.stage import Config, run
+from quiver.schemas.errors import ConfigError, RewardError
+from quiver.stages.common.config import parse
+from quiver.stages.reward.models.config import ModelConfig
+from quiver.stages.reward.models.scorer import load
+from quiver.stages.reward.stage import Config, run
 from tests.stages.reward.reward_models import make_model
 
 

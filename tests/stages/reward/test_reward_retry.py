@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
-from schemas.errors import ConfigError, LineageError, RewardError
-from stages.common.work import ROWS_PER_SHARD
-from stages.reward.stage import Config, run
+from quiver.schemas.errors import ConfigError, LineageError, RewardError
+from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.reward.stage import Config, run
 
 MINE = """
 import json, pathlib

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from stages.common.process import Call, perform
-from stages.common.store import Store
-from stages.common.work import ROWS_PER_SHARD
+from quiver.stages.common.process import Call, perform
+from quiver.stages.common.store import Store
+from quiver.stages.common.work import ROWS_PER_SHARD
 from tests.stages.sharing import copy, hashes, require_whole, start, wait
 
 MINE = """

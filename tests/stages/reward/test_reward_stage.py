@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from schemas.errors import ConfigError, LineageError, NumericError, RewardError
-from stages.common.config import parse
-from stages.common.work import ROWS_PER_SHARD
-from stages.reward.functions import overlong_penalty
-from stages.reward.scoring import Part
-from stages.reward.stage import Config, FunctionConfig, check_functions, run
-from stages.reward.tables import weigh
+from quiver.schemas.errors import ConfigError, LineageError, NumericError, RewardError
+from quiver.stages.common.config import parse
+from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.reward.functions import overlong_penalty
+from quiver.stages.reward.scoring import Part
+from quiver.stages.reward.stage import Config, FunctionConfig, check_functions, run
+from quiver.stages.reward.tables import weigh
 
 MINE = """
 import pathlib, time

@@ -9,14 +9,14 @@ import pyarrow as pa
 import pytest
 from tokenizers import processors
 
-from schemas import prompts as kind
-from schemas.errors import ConfigError
-from stages.common.chat.template import Messages
-from stages.generate.stage import Config as GenerateConfig
-from stages.generate.stage import run as generate
-from stages.prompt.stage import Config as PromptConfig
-from stages.prompt.stage import run as make_prompts
-from stages.reward.models.template import Reader, prefills, token_id
+from quiver.schemas import prompts as kind
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.chat.template import Messages
+from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.generate.stage import run as generate
+from quiver.stages.prompt.stage import Config as PromptConfig
+from quiver.stages.prompt.stage import run as make_prompts
+from quiver.stages.reward.models.template import Reader, prefills, token_id
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, byte_tokenizer
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.reward.models.config import ModelConfig
-from stages.reward.models.scorer import load
+from quiver.stages.reward.models.config import ModelConfig
+from quiver.stages.reward.models.scorer import load
 from tests.stages.reward.reward_models import make_model
 
 pytestmark = pytest.mark.vllm

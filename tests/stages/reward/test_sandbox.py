@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import ConfigError, ResourceError, SecurityError
-from stages.reward import sandbox
-from stages.reward.sandbox import Limits, describe, interpreter, run_program
-from stages.reward.sandbox.launcher import seccomp
+from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
+from quiver.stages.reward import sandbox
+from quiver.stages.reward.sandbox import Limits, describe, interpreter, run_program
+from quiver.stages.reward.sandbox.launcher import seccomp
 from tests.stages.reward import escapes
 
 ROOT = Path(__file__).parents[3]
@@ -274,7 +274,7 @@ def test_whoever_asked_may_die(permitted, isolation, tmp_path):
     """Killed, it leaves nobody and nothing: neither the program, nor the processes around it, nor
     their folder."""
     code = f"""
-from stages.reward.sandbox import Limits, run_program
+from quiver.stages.reward.sandbox import Limits, run_program
 run_program("import time; time.sleep(100)", limits=Limits(seconds=100), isolation={isolation!r})
 """
     asker = subprocess.Popen(
@@ -330,8 +330,8 @@ for name, text in {"setgroups": "deny", "uid_map": f"{shown} {user} 1", "gid_map
 if sys.argv[1] != "ids":
     with open(f"/proc/sys/user/max_{sys.argv[1]}_namespaces", "w") as file:
         file.write("0")
-from stages.reward.functions import FUNCTIONS
-from stages.reward.sandbox import run_program
+from quiver.stages.reward.functions import FUNCTIONS
+from quiver.stages.reward.sandbox import run_program
 program = f"open({sys.argv[2]!r}, 'a').write('was here ')"
 for attempt in (lambda: run_program(program), lambda: FUNCTIONS["code"].function([program], ["assert True"])):
     try:
@@ -345,7 +345,6 @@ LAYERS = {
     "net": "network namespace",
     "mnt": "mount namespace",
     "pid": "process namespace",
-    # fmt: skip
     "ids": "uid of its own (user namespace)",
     "ipc": "IPC namespace",
     "uts": "UTS namespace",
@@ -378,7 +377,7 @@ def test_where_a_layer_is_missing_nothing_is_run(kind, tmp_path):
 
 
 UNPRIVILEGED = """
-from stages.reward.sandbox import describe, run_program
+from quiver.stages.reward.sandbox import describe, run_program
 print(describe()["user"])
 print(run_program("import os; print(os.getuid(), os.listdir('/tmp'))").stdout)
 """
@@ -391,9 +390,8 @@ def test_it_needs_no_root(full):
         return
     with tempfile.TemporaryDirectory(prefix="quiver-unprivileged-") as folder:
         for room in ("schemas", "stages"):
-            shutil.copytree(
-                ROOT / room, f"{folder}/{room}", ignore=shutil.ignore_patterns("__pycache__")
-            )
+            target = f"{folder}/quiver/{room}"
+            shutil.copytree(ROOT / room, target, ignore=shutil.ignore_patterns("__pycache__"))
         os.chmod(folder, 0o755)
         user = {
             "user": 1234,
@@ -429,7 +427,7 @@ def test_what_can_not_be_right_is_refused():
 
 def test_a_sandbox_that_fails_is_no_result(monkeypatch, tmp_path):
     """The launcher is gone, or answers nothing: an error, never an exit code of the program."""
-    monkeypatch.setattr("stages.reward.sandbox.run._LAUNCHER", tmp_path / "missing")
+    monkeypatch.setattr("quiver.stages.reward.sandbox.run._LAUNCHER", tmp_path / "missing")
     with pytest.raises(ResourceError, match="its launcher died with exit code"):
         run_program("print(1)", isolation="process")
 

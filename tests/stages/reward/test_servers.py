@@ -4,12 +4,12 @@ servers in the stage."""
 import pytest
 from pydantic import ValidationError
 
-from schemas.errors import ConfigError, RemoteError
-from stages.common import config as common
-from stages.common.config import parse
-from stages.reward.servers.config import ServerConfig
-from stages.reward.servers.scorer import ServerScorer
-from stages.reward.stage import Config, run
+from quiver.schemas.errors import ConfigError, RemoteError
+from quiver.stages.common import config as common
+from quiver.stages.common.config import parse
+from quiver.stages.reward.servers.config import ServerConfig
+from quiver.stages.reward.servers.scorer import ServerScorer
+from quiver.stages.reward.stage import Config, run
 from tests.stages.reward.fake_server import FakeServer, reply
 
 CANARY = "sk-canary-5f1d"

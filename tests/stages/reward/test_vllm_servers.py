@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3ForSequenceClassification
 
-from stages.reward.servers.config import ServerConfig
-from stages.reward.servers.scorer import ServerScorer
+from quiver.stages.reward.servers.config import ServerConfig
+from quiver.stages.reward.servers.scorer import ServerScorer
 from tests.tiny import _config, tokenizer
 
 pytestmark = pytest.mark.vllm

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import ConfigError, QuiverError, ResourceError
-from stages.reward.scoring import Part
-from stages.reward.workers import jobs, pool
-from stages.reward.workers.pool import Pool
-from stages.reward.workers.scorer import FunctionConfig, FunctionScorer
+from quiver.schemas.errors import ConfigError, QuiverError, ResourceError
+from quiver.stages.reward.scoring import Part
+from quiver.stages.reward.workers import jobs, pool
+from quiver.stages.reward.workers.pool import Pool
+from quiver.stages.reward.workers.scorer import FunctionConfig, FunctionScorer
 
 FAULTS = '''
 import asyncio, ctypes, json, os, re, signal, subprocess, sys, time
@@ -270,7 +270,7 @@ def test_a_gigabyte_of_output_is_not_kept(shared):
 
 
 def test_what_is_printed_is_logged_at_some_length(shared, caplog):
-    with caplog.at_level(logging.INFO, "stages.reward"):
+    with caplog.at_level(logging.INFO, "quiver.stages.reward"):
         assert score(shared, "talks", rows=1) == [Part(1.0)]
     assert caplog.messages[0].startswith("talks: hello \\x1b[31mxxx")
     assert "more" in caplog.messages[-1] and sum(map(len, caplog.messages)) < 3000
@@ -369,8 +369,8 @@ def test_a_killed_worker_leaves_nobody(empty):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_stage_that_ends_leaves_nobody(empty, end):
     code = """
-        from stages.reward.workers.scorer import FunctionConfig, FunctionScorer
-        from stages.reward.workers.pool import Pool
+        from quiver.stages.reward.workers.scorer import FunctionConfig, FunctionScorer
+        from quiver.stages.reward.workers.pool import Pool
         pool = Pool(2)
         rows = {"completions": ["good", "bad"], "rollout_ids": ["a", "b"]}
         FunctionScorer(FunctionConfig(use="faults.py:leaves_daemon"), pool, 256).score(rows)

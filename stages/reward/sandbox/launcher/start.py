@@ -1,5 +1,5 @@
 """Runs one program in a sandbox of its own; started as `python -I -S launcher REPORT LIFELINE` by
-stages.reward.sandbox.
+quiver.stages.reward.sandbox.
 
     launcher                waits: for the program, for its deadline, for the end of whoever asked (LIFELINE closes)
     └── first process       pid 1 of the new namespaces: builds the root, waits, and takes everybody with it when it ends

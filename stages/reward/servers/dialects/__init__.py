@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from stages.reward.scoring import Part
+from quiver.stages.reward.scoring import Part
 
 from . import judge, openrlhf, quiver, slime, vllm
 from .rows import Row

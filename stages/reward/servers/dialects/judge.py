@@ -19,8 +19,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from schemas.errors import printable
-from stages.reward.scoring import Part, as_extra
+from quiver.schemas.errors import printable
+from quiver.stages.reward.scoring import Part, as_extra
 
 from .rows import Row, as_text, fill
 from .strict import MalformedError, as_dict, as_list, as_part, shape

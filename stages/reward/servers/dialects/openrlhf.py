@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from stages.reward.scoring import Part
+from quiver.stages.reward.scoring import Part
 
 from .quiver import part_or_error
 from .rows import Row, Scored, as_text, fill

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from schemas.errors import printable
-from stages.reward.scoring import Part, as_extra
+from quiver.schemas.errors import printable
+from quiver.stages.reward.scoring import Part, as_extra
 
 from .rows import Row, Scored
 from .strict import MalformedError, as_dict, as_list, as_part, shape

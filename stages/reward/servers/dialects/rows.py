@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from stages.reward.scoring import OFFERED, Batch
+from quiver.stages.reward.scoring import OFFERED, Batch
 
 _FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
-from schemas.errors import printable
-from stages.reward.scoring import Part
+from quiver.schemas.errors import printable
+from quiver.stages.reward.scoring import Part
 
 from .quiver import Message, part_or_error
 from .rows import Row, Scored

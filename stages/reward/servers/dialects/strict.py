@@ -6,9 +6,9 @@ that scores for others.
 
 >>> read_json(b'{"score": 0.5}')
 {'score': 0.5}
->>> read_json(b'{"score": NaN}')
+>>> read_json(b'[NaN]')
 Traceback (most recent call last):
-stages.reward.servers.dialects.strict.MalformedError: is not JSON: NaN is not JSON: '{"score": NaN}'
+quiver.stages.reward.servers.dialects.strict.MalformedError: is not JSON: NaN is not JSON: '[NaN]'
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import math
 import re
 from typing import Any
 
-from schemas.errors import printable
-from schemas.manifest import no_key_twice
-from stages.reward.scoring import LARGEST, Part, as_extra
+from quiver.schemas.errors import printable
+from quiver.schemas.manifest import no_key_twice
+from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
 MAX_DEPTH = 64
 _TEXT = re.compile(

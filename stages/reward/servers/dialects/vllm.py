@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stages.reward.scoring import Part
+from quiver.stages.reward.scoring import Part
 
 from .rows import Row, as_text
 from .strict import MalformedError, as_dict, as_list, as_part, by_index

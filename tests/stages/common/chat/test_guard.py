@@ -20,8 +20,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from schemas.errors import SecurityError
-from stages.common.chat.guard import Guard
+from quiver.schemas.errors import SecurityError
+from quiver.stages.common.chat.guard import Guard
 from tests import tiny
 
 TEXTS = [

@@ -6,8 +6,8 @@ import os
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from schemas.errors import ConfigError
-from stages.common.chat.template import Template
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.chat.template import Template
 from tests import tiny
 
 CHAT = [

@@ -4,10 +4,10 @@ text told from them."""
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from schemas.errors import ConfigError
-from stages.common.chat.guard import Guard
-from stages.common.chat.template import Template
-from stages.common.chat.turns import learn_start, prefill
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.chat.guard import Guard
+from quiver.stages.common.chat.template import Template
+from quiver.stages.common.chat.turns import learn_start, prefill
 from tests.stages.reward.reward_models import FAMILIES, Family, byte_tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

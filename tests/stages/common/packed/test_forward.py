@@ -15,12 +15,12 @@ from transformers import (
     Qwen3Config,
 )
 
-from schemas.errors import ConfigError
-from stages.common.packed import forward
-from stages.common.packed.attention import Sequences, make_layout
-from stages.common.packed.forward import Policy, choose_mode, pieces_of
-from stages.common.packed.packing import pack
-from stages.common.ragged import Ragged
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.packed import forward
+from quiver.stages.common.packed.attention import Sequences, make_layout
+from quiver.stages.common.packed.forward import Policy, choose_mode, pieces_of
+from quiver.stages.common.packed.packing import pack
+from quiver.stages.common.ragged import Ragged
 
 SMALL = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -103,8 +103,8 @@ def _packed(
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(
     monkeypatch, kind, mode, short, rows
 ):
-    monkeypatch.setattr("stages.common.packed.attention._SHORT", short)
-    monkeypatch.setattr("stages.common.packed.attention._ROWS", rows)
+    monkeypatch.setattr("quiver.stages.common.packed.attention._SHORT", short)
+    monkeypatch.setattr("quiver.stages.common.packed.attention._ROWS", rows)
     _compare(_model(kind), *_data(), mode)
 
 
@@ -128,8 +128,8 @@ def _compare(model, data: Sequences, groups: list[int], mode: str) -> None:
 def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short, rows):
     """A short completion after a long prompt stands in a block with a long one after a short
     prompt: its fill looks far ahead."""
-    monkeypatch.setattr("stages.common.packed.attention._SHORT", short)
-    monkeypatch.setattr("stages.common.packed.attention._ROWS", rows)
+    monkeypatch.setattr("quiver.stages.common.packed.attention._SHORT", short)
+    monkeypatch.setattr("quiver.stages.common.packed.attention._ROWS", rows)
     torch.manual_seed(1)
     prompts = [ids for length in (30, 3) for ids in [torch.randint(97, (length,))] * 2]
     completions = [torch.randint(97, (length,)) for length in (3, 2, 31, 29)]
@@ -142,7 +142,7 @@ def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short, rows):
 
 
 def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
-    monkeypatch.setattr("stages.common.packed.attention._MASK_ITEMS", 20_000)
+    monkeypatch.setattr("quiver.stages.common.packed.attention._MASK_ITEMS", 20_000)
     model, (data, groups) = _model("llama"), _data(longest=200)
     with torch.no_grad():
         expected = _reference(model, data)

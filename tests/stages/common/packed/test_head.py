@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from stages.common.packed import head as module
-from stages.common.packed.head import Shaping, completion_logprobs
+from quiver.stages.common.packed import head as module
+from quiver.stages.common.packed.head import Shaping, completion_logprobs
 
 N, D, V = 23, 12, 50
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 
-from stages.common.packed import kernels
-from stages.common.packed.attention import make_layout
-from stages.common.packed.forward import Policy, choose_mode
-from stages.common.packed.kernels import choose_kernel, recorded, varlen_is_faster
-from stages.common.packed.packing import make_pieces
+from quiver.stages.common.packed import kernels
+from quiver.stages.common.packed.attention import make_layout
+from quiver.stages.common.packed.forward import Policy, choose_mode
+from quiver.stages.common.packed.kernels import choose_kernel, recorded, varlen_is_faster
+from quiver.stages.common.packed.packing import make_pieces
 from tests.stages.common.packed import test_forward as forward
 
 

@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from stages.common.packed.attention import Block, _by_products
-from stages.common.packed.lean import lean
+from quiver.stages.common.packed.attention import Block, _by_products
+from quiver.stages.common.packed.lean import lean
 
 SIZES = {
     "hidden_size": 16,

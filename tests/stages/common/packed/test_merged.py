@@ -19,7 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from stages.common.packed.merged import merge
+from quiver.stages.common.packed.merged import merge
 
 SIZES = {
     "hidden_size": 16,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from stages.common.packed.packing import Piece, make_pieces, minibatches, pack
+from quiver.stages.common.packed.packing import Piece, make_pieces, minibatches, pack
 
 
 @pytest.mark.parametrize("seed", range(30))

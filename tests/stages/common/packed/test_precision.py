@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from stages.common.packed.forward import Policy, choose_mode, score
-from stages.common.packed.precision import fast_products, narrow, products, resolve
+from quiver.stages.common.packed.forward import Policy, choose_mode, score
+from quiver.stages.common.packed.precision import fast_products, narrow, products, resolve
 from tests.stages.common.packed import test_forward, test_seq2seq
 
 CPU = torch.device("cpu")

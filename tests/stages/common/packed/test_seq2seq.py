@@ -13,13 +13,13 @@ from transformers import (
     UMT5Config,
 )
 
-from schemas.errors import ConfigError
-from stages.common.packed.attention import Sequences
-from stages.common.packed.forward import Policy, choose_mode, score
-from stages.common.packed.head import Shaping
-from stages.common.packed.packing import Piece
-from stages.common.packed.seq2seq import make_pairs, pack_pairs
-from stages.common.ragged import Ragged
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.packed.forward import Policy, choose_mode, score
+from quiver.stages.common.packed.head import Shaping
+from quiver.stages.common.packed.packing import Piece
+from quiver.stages.common.packed.seq2seq import make_pairs, pack_pairs
+from quiver.stages.common.ragged import Ragged
 
 PAD, EOS = 0, 2
 IDS = {"vocab_size": 61, "pad_token_id": PAD, "eos_token_id": EOS}

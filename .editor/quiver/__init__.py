@@ -1,0 +1,1 @@
+../../stages/api/__init__.py

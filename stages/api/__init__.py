@@ -1,0 +1,73 @@
+"""`import quiver`: what a user needs, under one name. Nothing is imported before it is asked for.
+
+    import quiver
+
+    store = quiver.Store("store")
+    rollouts = store.open("arith/rollouts@latest")
+    rollouts.manifest.metrics
+    rollouts.to_datasets()
+
+    quiver.run(quiver.Recipe.load("recipe.toml"))
+    quiver.optimize.Config(algorithm="dapo")
+
+The rooms lie below it: `quiver.schemas`, `quiver.stages`, `quiver.flows`, `quiver.deployments`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_OBJECTS = {
+    "Store": "quiver.stages.common.store",
+    "Version": "quiver.stages.common.store",
+    "Recipe": "quiver.flows.recipe",
+    "run_stage": "quiver.stages.common.process",
+}
+_STAGES = {
+    "prompt": "quiver.stages.prompt.stage",
+    "generate": "quiver.stages.generate.stage",
+    "reward": "quiver.stages.reward.stage",
+    "override": "quiver.stages.reward.override",
+    "logprobs": "quiver.stages.logprobs.stage",
+    "average": "quiver.stages.logprobs.average",
+    "optimize": "quiver.stages.optimize.stage",
+    "evaluate": "quiver.stages.evaluate.stage",
+}
+_ERRORS = (
+    "QuiverError",
+    "ConfigError",
+    "CorruptError",
+    "BusyError",
+    "ConflictError",
+    "LineageError",
+    "SchemaError",
+    "RewardError",
+    "RemoteError",
+    "ResourceError",
+    "NumericError",
+    "OutcomeUnknownError",
+    "SecurityError",
+)
+__all__ = [*_OBJECTS, *_STAGES, *_ERRORS, "__version__", "run"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """The object `name`, imported now (PEP 562)."""
+    if name in _OBJECTS:
+        return getattr(importlib.import_module(_OBJECTS[name]), name)
+    if name in _STAGES:
+        return importlib.import_module(_STAGES[name])
+    if name in _ERRORS:
+        return getattr(importlib.import_module("quiver.schemas.errors"), name)
+    if name == "run":
+        return importlib.import_module("quiver.flows.post_train").post_train
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("quiver-rl")
+    raise AttributeError(f"module 'quiver' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
