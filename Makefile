@@ -4,7 +4,7 @@ LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.loc
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow gpu oracle bench lint lock
+.PHONY: setup demo test slow gpu oracle mutants bench lint lock
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ ORACLES := 'trl==1.16.*' 'verl==0.9.1' 'tensordict==0.10.*' ray msgpack omegacon
 
 oracle: .oracles/verl
 	PYTHONPATH=.oracles $(PYTEST) -m oracle tests/oracles
+
+# Small bugs in a copy of the code: what the tests caught once they must catch again. An hour or so
+mutants: setup
+	.venv/bin/python -m tests.mutants
 
 # What benchmarks run beside Quiver, in a folder of its own
 .peers/trl: $(STAMP)

@@ -18,9 +18,9 @@ from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import NAME
-from quiver.stages.common.checkpoints import PolicyConfig
 from quiver.stages.common.config import Config, Runtime, parse
-from quiver.stages.common.made import is_function
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.models.from_function import is_function
 from quiver.stages.evaluate.stage import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.stage import Config as LogprobsConfig

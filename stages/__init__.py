@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 MODULES = {
-    "policy": "quiver.stages.common.checkpoints:PolicyConfig",
+    "policy": "quiver.stages.common.models.checkpoints:PolicyConfig",
     "prompt": "quiver.stages.prompt.stage:Config",
     "generate": "quiver.stages.generate.stage:Config",
     "reward": "quiver.stages.reward.stage:Config",

@@ -92,7 +92,7 @@ def test_imports_go_one_way(path):
         ("prefect", ("quiver.flows.", "quiver.deployments.")),
         (
             "vllm",
-            ("quiver.stages.generate.vllm_engine", "quiver.stages.reward.models.vllm_pooling"),
+            ("quiver.stages.generate.engines.vllm", "quiver.stages.reward.models.vllm_pooling"),
         ),
         ("accelerate", ("quiver.stages.optimize.", "quiver.stages.logprobs.")),
         ("typer", ("quiver.flows.cli", "quiver.flows.commands")),

@@ -14,6 +14,7 @@ from typer.main import get_command
 from quiver.flows.cli import app
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.refs import KINDS
+from quiver.stages import MODULES as STAGE_MODULES
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.reward.functions import FUNCTIONS

@@ -67,7 +67,7 @@ def test_a_project_with_flows_stages_and_schemas_of_its_own(python, project):
     script.write_text(
         "import flows, stages, schemas, deployments\n"
         "import quiver\n"
-        "from quiver.stages.common.dotted import load\n"
+        "from quiver.stages.common.plugins import load\n"
         "store = quiver.Store('store')\n"
         "print(flows.WHOSE, stages.WHOSE, schemas.WHOSE, deployments.WHOSE)\n"
         "print(quiver.ConfigError.__module__, store.runs(), quiver.optimize.Config().algorithm)\n"

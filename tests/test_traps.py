@@ -17,10 +17,10 @@ import torch
 from tokenizers import processors
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.checkpoints import PolicyConfig
-from quiver.stages.common.checkpoints import run as import_policy
-from quiver.stages.common.models import load_model
-from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.models.checkpoints import run as import_policy
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Store
 from quiver.stages.generate import stage as generate

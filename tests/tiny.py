@@ -20,7 +20,7 @@ from transformers import (
     T5Config,
 )
 
-from quiver.stages.common.checkpoints import PolicyConfig, run
+from quiver.stages.common.models.checkpoints import PolicyConfig, run
 from quiver.stages.common.store import Store, Version
 
 PAD, BOS, EOS = 0, 1, 2

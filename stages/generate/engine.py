@@ -21,11 +21,15 @@ import numpy as np
 
 from quiver.schemas.errors import ConfigError, NumericError, SchemaError, printable
 from quiver.schemas.rollouts import FINISH_REASONS
-from quiver.stages.common import dotted
+from quiver.stages.common import plugins as dotted
 from quiver.stages.common.config import Config, parse
 from quiver.stages.common.store import Version
-
-from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions
+from quiver.stages.generate.options import (
+    Sampling,
+    ScriptedOptions,
+    TransformersOptions,
+    VllmOptions,
+)
 
 
 class Request(NamedTuple):
@@ -110,17 +114,17 @@ class Entry(NamedTuple):
 
 ENGINES = {
     "vllm": Entry(
-        "quiver.stages.generate.vllm_engine:VllmEngine",
+        "quiver.stages.generate.engines.vllm:VllmEngine",
         "fast; decoder-only models, on a GPU or a CPU; the default",
         VllmOptions,
     ),
     "transformers": Entry(
-        "quiver.stages.generate.hf_engine:TransformersEngine",
+        "quiver.stages.generate.engines.transformers:TransformersEngine",
         "encoder-decoder models (T5, BART), and whatever vLLM lacks",
         TransformersOptions,
     ),
     "scripted": Entry(
-        "quiver.stages.generate.scripted_engine:ScriptedEngine",
+        "quiver.stages.generate.engines.scripted:ScriptedEngine",
         "no model: a small function of prompt and seed; for trying a recipe in a second",
         ScriptedOptions,
     ),

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from quiver.stages.common.claims import Alone, Claims
+from quiver.stages.generate.engine import Request
 
-from .engine import Request
 from .rows import Rows
 
 

@@ -19,8 +19,7 @@ import pyarrow as pa
 from quiver.schemas import rollouts
 from quiver.schemas.fields import per_token, token_ids
 from quiver.schemas.manifest import canonical
-
-from .engine import Completion, Request
+from quiver.stages.generate.engine import Completion, Request
 
 
 def row_seed(seed: int, iteration: int, group_id: str, sample_index: int) -> int:

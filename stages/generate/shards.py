@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 
 from quiver.stages.common.claims import each
 from quiver.stages.common.work import Work
+from quiver.stages.generate.engine import Completion, Engine, Limits, checked
 
-from .engine import Completion, Engine, Limits, checked
 from .handout import Handout
 from .rows import Rows
 

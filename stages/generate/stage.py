@@ -24,15 +24,16 @@ from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.schemas.refs import Ref
-from quiver.stages.common import announced, checkpoints
+from quiver.stages.common import announced
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime, without_folder
 from quiver.stages.common.early import Anew
-from quiver.stages.common.models import verify_model
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.loading import verify_model
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import ROWS_PER_SHARD, Work, begin
+from quiver.stages.generate import engine as engines
 
-from . import engine as engines
 from .options import Device, Dtype, Overlong, Sampling
 from .rows import Rows
 from .shards import Shards

@@ -22,9 +22,10 @@ from pydantic import Field
 
 from quiver.schemas.errors import LineageError
 from quiver.schemas.refs import Ref
-from quiver.stages.common import checkpoints, files
+from quiver.stages.common import files
 from quiver.stages.common.config import Config as Base
-from quiver.stages.common.models import verify_model
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.loading import verify_model
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import begin
 

@@ -23,15 +23,15 @@ from pydantic import Field
 from quiver.schemas import logprobs
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
 from quiver.schemas.refs import Ref
-from quiver.stages.common import checkpoints
 from quiver.stages.common.claims import each
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import ROWS_PER_SHARD, Work, begin
 
 if TYPE_CHECKING:
-    from quiver.stages.common.packed.forward import Policy
+    from quiver.stages.common.forward.policy import Policy
 
 STAGE_VERSION = 1
 log = logging.getLogger(__name__)
@@ -145,9 +145,9 @@ def _require_same_tokens(config: Config, store: Store, rollouts: Version, model:
 def _score_shards(config: Config, work: Work, rollouts: Version, model: Version) -> Ref:
     import torch
 
-    from quiver.stages.common.models import check_rows, load_model, short_of_memory
-    from quiver.stages.common.packed.forward import Policy
-    from quiver.stages.common.packed.precision import resolve
+    from quiver.stages.common.forward.policy import Policy
+    from quiver.stages.common.forward.precision import resolve
+    from quiver.stages.common.models.loading import check_rows, load_model, short_of_memory
 
     table = rollouts.table(
         ["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"]
@@ -204,10 +204,10 @@ def _score(
     import numpy as np
     import torch
 
-    from quiver.stages.common.packed.attention import Sequences, prompt_numbers
-    from quiver.stages.common.packed.forward import choose_mode, score, token_budget
-    from quiver.stages.common.packed.kernels import choose_kernel
-    from quiver.stages.common.packed.precision import narrow
+    from quiver.stages.common.forward.attention import Sequences, prompt_numbers
+    from quiver.stages.common.forward.kernels import choose_kernel
+    from quiver.stages.common.forward.policy import choose_mode, score, token_budget
+    from quiver.stages.common.forward.precision import narrow
     from quiver.stages.common.ragged import Ragged
 
     everyone = torch.arange(len(table))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import dotted
+from quiver.stages.common import plugins as dotted
 
 from .own import held
 

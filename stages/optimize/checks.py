@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common import checkpoints
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, Version
 
 if TYPE_CHECKING:

@@ -29,8 +29,12 @@ from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import files
-from quiver.stages.common.checkpoints import ADAPTER_FOLDER, OPTIMIZER_FOLDER, adapter_base
 from quiver.stages.common.config import Config
+from quiver.stages.common.models.checkpoints import (
+    ADAPTER_FOLDER,
+    OPTIMIZER_FOLDER,
+    adapter_base,
+)
 from quiver.stages.common.store import Store, Version
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from quiver.schemas import advantages as advantages_kind
 from quiver.schemas import updates as updates_kind
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import Ref
-from quiver.stages.common import checkpoints, files
-from quiver.stages.common.models import restore_dropout
+from quiver.stages.common import files
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import ROWS_PER_SHARD, Work, begin

@@ -25,9 +25,9 @@ from pydantic import Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import Ref
-from quiver.stages.common import checkpoints
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime, parse, without_folder
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import Work, begin
 
@@ -432,7 +432,7 @@ def _learn(
 ) -> Ref | None:
     """Load, audit, train; on the writing rank save and commit. The new policy's reference there,
     None elsewhere."""
-    from quiver.stages.common.models import short_of_memory
+    from quiver.stages.common.models.loading import short_of_memory
 
     from . import results, rollouts
 
@@ -460,7 +460,7 @@ def _trainer(
 ):
     import torch
 
-    from quiver.stages.common.models import load_model
+    from quiver.stages.common.models.loading import load_model
 
     from . import results, value_head
     from .optimizer import load_state

@@ -22,16 +22,16 @@ import torch
 from torch import nn
 
 from quiver.schemas.errors import ConfigError, NumericError
-from quiver.stages.common.packed.forward import (
+from quiver.stages.common.forward.kernels import choose_kernel
+from quiver.stages.common.forward.packing import Piece, minibatches
+from quiver.stages.common.forward.policy import (
     Policy,
     choose_mode,
     score,
     score_and_judge,
     token_budget,
 )
-from quiver.stages.common.packed.kernels import choose_kernel
-from quiver.stages.common.packed.packing import Piece, minibatches
-from quiver.stages.common.packed.precision import narrow, resolve
+from quiver.stages.common.forward.precision import narrow, resolve
 
 from . import audit, bf16, critic
 from .algorithms import Algorithm, part

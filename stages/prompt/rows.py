@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 
 from quiver.schemas import fields, prompts
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import checkpoints
-from quiver.stages.common.chat.guard import Guard, Rendering
+from quiver.stages.common.chat.control_tokens import Guard, Rendering
+from quiver.stages.common.chat.generation_prompt import learn_start
 from quiver.stages.common.chat.template import Messages, Template, bad_text
-from quiver.stages.common.chat.turns import learn_start
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .sources import Source

@@ -22,7 +22,8 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import dotted, files
+from quiver.stages.common import files
+from quiver.stages.common import plugins as dotted
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import without_folder
 

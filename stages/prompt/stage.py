@@ -24,9 +24,9 @@ from pydantic import Field
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.schemas.refs import Ref
-from quiver.stages.common import checkpoints
 from quiver.stages.common.chat.template import bad_text
 from quiver.stages.common.config import without_folder
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import ROWS_PER_SHARD, begin
 

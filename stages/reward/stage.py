@@ -25,6 +25,8 @@ from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.reward.pool.pool import Pool
+from quiver.stages.reward.pool.scorer import FunctionConfig, FunctionScorer, Notice
 
 from . import tables
 from .measures import summary
@@ -36,8 +38,6 @@ from .scoring import Scorer
 from .servers.config import ServerConfig
 from .shards import Shards
 from .together import Allowance
-from .workers.pool import Pool
-from .workers.scorer import FunctionConfig, FunctionScorer, Notice
 
 STAGE_VERSION = 1
 SCORERS = ("functions", "models", "servers")

@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas import fields, prompts, rewards, rollouts
-from quiver.stages.common.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.checkpoints import run as import_policy
 from quiver.stages.common.config import Config
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import ROWS_PER_SHARD, begin
 from quiver.stages.prompt.stage import Config as PromptConfig

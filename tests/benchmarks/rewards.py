@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from quiver.stages.reward.workers.pool import Pool
-from quiver.stages.reward.workers.scorer import FunctionConfig, FunctionScorer
+from quiver.stages.reward.pool.pool import Pool
+from quiver.stages.reward.pool.scorer import FunctionConfig, FunctionScorer
 
 from .side_by_side import machine, table
 

@@ -13,7 +13,7 @@ import pytest
 
 from quiver.deployments.recipes import t5_digits
 from quiver.flows.recipe import load
-from quiver.stages.common import checkpoints
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store
 from quiver.stages.generate import stage as generate
 from quiver.stages.optimize import stage as optimize

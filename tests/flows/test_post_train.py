@@ -18,8 +18,8 @@ from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.flows.summary import next_commands
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.checkpoints import run as run_policy
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.models.checkpoints import run as run_policy
 from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 

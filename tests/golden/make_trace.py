@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.stage import Config, run

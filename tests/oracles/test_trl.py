@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import advantages, losses
 from quiver.stages.optimize import rollouts as joining

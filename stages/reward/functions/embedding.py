@@ -79,7 +79,7 @@ def model_hash(arguments: dict[str, Any]) -> str:
     """Hash of the model that `arguments` name; empty where they name none. ConfigError,
     SecurityError: it is not whole."""
     from quiver.schemas.manifest import digest
-    from quiver.stages.common.checkpoints import find_folder, folder_as_model
+    from quiver.stages.common.models.checkpoints import find_folder, folder_as_model
 
     if not arguments.get("model"):
         return ""
@@ -96,8 +96,8 @@ def _load(model: str) -> tuple[Any, Any, int]:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from quiver.stages.common.checkpoints import find_folder
-    from quiver.stages.common.first_calls import make_first_calls
+    from quiver.stages.common.models.checkpoints import find_folder
+    from quiver.stages.common.models.mkl_warmup import make_first_calls
 
     make_first_calls()
     folder = find_folder(model, None, "reward function similarity: model")

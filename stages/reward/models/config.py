@@ -19,8 +19,9 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import checkpoints, vllm_setup
 from quiver.stages.common.config import Config, Runtime
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models import vllm_env
 
 _OWN_ARGUMENTS = (
     "model",
@@ -179,7 +180,7 @@ def check(config: ModelConfig) -> Found:
     context = checkpoints.context_of(about)
     limit = min(context or math.inf, config.max_tokens or math.inf)
     if config.engine == "vllm":
-        vllm_setup.find_build(who(config))
+        vllm_env.find_build(who(config))
     pad = {**about, **about.get("text_config", {})}.get("pad_token_id")
     return Found(folder, labels, _choose_label(config, labels), limit, pad, _read_template(config))
 

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from quiver.schemas.errors import ConfigError, ResourceError, printable
-from quiver.stages.common.first_calls import make_first_calls
-from quiver.stages.common.models import is_memory_error
-from quiver.stages.common.packed.attention import Sequences, hidden_states, make_layout, set_mode
-from quiver.stages.common.packed.forward import depends_on_length, pieces_of, token_budget
-from quiver.stages.common.packed.head import Shaping, completion_logprobs
-from quiver.stages.common.packed.packing import pack
-from quiver.stages.common.packed.precision import products
+from quiver.stages.common.forward.attention import Sequences, hidden_states, make_layout, set_mode
+from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
+from quiver.stages.common.forward.packing import pack
+from quiver.stages.common.forward.policy import depends_on_length, pieces_of, token_budget
+from quiver.stages.common.forward.precision import products
+from quiver.stages.common.models.loading import is_memory_error
+from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged
 
 if TYPE_CHECKING:

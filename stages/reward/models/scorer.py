@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
 from quiver.schemas.manifest import Model, canonical, digest
-from quiver.stages.common import checkpoints
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 from quiver.stages.reward.scoring import Batch, Part
 

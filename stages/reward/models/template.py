@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.chat.guard import Guard
+from quiver.stages.common.chat.control_tokens import Guard
+from quiver.stages.common.chat.generation_prompt import prefill
 from quiver.stages.common.chat.template import Messages, Template
-from quiver.stages.common.chat.turns import prefill
 from quiver.stages.common.store import Version
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiver.stages.common import vllm_setup
+from quiver.stages.common.models import vllm_env
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ class Pooling:
         """`words`: the judge's two tokens as its vocabulary spells them; none: a classifier.
         ConfigError, ResourceError."""
         self._who, self._judge = f"reward model {config.name}", bool(words)
-        build = vllm_setup.prepare(self._who, config.device)
+        build = vllm_env.prepare(self._who, config.device)
         auto = "float32" if build.cpu else "bfloat16"
         arguments: dict[str, Any] = {
             "runner": "pooling",
@@ -63,7 +63,7 @@ class Pooling:
         return np.pad(values, ((0, 0), (0, 1))) if self._judge else values
 
     def _fatal(self, what: str) -> Any:
-        return vllm_setup.fatal(
+        return vllm_env.fatal(
             self._who,
             what,
             "run the same command again; for lack of memory, set engine_args = { "
@@ -93,9 +93,9 @@ def _cpu_arguments(folder: Path, config: ModelConfig) -> dict[str, Any]:
     length = (
         config.max_tokens or {**about, **about.get("text_config", {})}["max_position_embeddings"]
     )
-    arguments: dict[str, Any] = {"block_size": vllm_setup.CPU_BLOCK}
+    arguments: dict[str, Any] = {"block_size": vllm_env.CPU_BLOCK}
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        arguments["kv_cache_memory_bytes"] = vllm_setup.cpu_cache_bytes(
+        arguments["kv_cache_memory_bytes"] = vllm_env.cpu_cache_bytes(
             about, length, _CPU_SEQUENCES, 4
         )
     return arguments

@@ -17,9 +17,10 @@ from quiver.schemas.errors import (
     ResourceError,
     SecurityError,
 )
-from quiver.stages.common import checkpoints, files
-from quiver.stages.common.checkpoints import PolicyConfig, as_model, run, save_policy
-from quiver.stages.common.models import load_model
+from quiver.stages.common import files
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, run, save_policy
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.work import begin
 from tests.tiny import EOS, make_folder, make_policy
 

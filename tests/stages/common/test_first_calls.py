@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from quiver.stages.common.first_calls import FUNCTIONS
+from quiver.stages.common.models.mkl_warmup import FUNCTIONS
 
 HEADER = Path(torch.__file__).parent / "include/ATen/cpu/vml.h"
 FIRST_COSINES = """
 import torch
-from quiver.stages.common.first_calls import make_first_calls
+from quiver.stages.common.models.mkl_warmup import make_first_calls
 make_first_calls()
 angles = torch.outer(torch.arange(639.0), 100_000 ** -torch.linspace(0, 1, 32)).repeat(1, 2)
 assert torch.equal(angles.cos(), angles.cos())
@@ -30,8 +30,8 @@ def test_every_function_that_torch_hands_to_mkl_is_called():
 @pytest.mark.parametrize(
     "using",
     [
-        "from quiver.stages.common import vllm_setup; vllm_setup.prepare('test')",
-        "from quiver.stages.common.models import load_model; load_model(None, dtype=None)",
+        "from quiver.stages.common.models import vllm_env; vllm_env.prepare('test')",
+        "from quiver.stages.common.models.loading import load_model; load_model(None, dtype=None)",
         "from quiver.stages.reward.models.forward import _load; _load('/none', False, None)",
         "from quiver.stages.reward.functions.embedding import _load; _load('/none')",
     ],
@@ -39,7 +39,7 @@ def test_every_function_that_torch_hands_to_mkl_is_called():
 def test_whoever_computes_made_them_first(using):
     script = f"""
 from contextlib import suppress
-from quiver.stages.common.first_calls import make_first_calls
+from quiver.stages.common.models.mkl_warmup import make_first_calls
 with suppress(Exception):
     {using}
 assert make_first_calls.cache_info().currsize == 1

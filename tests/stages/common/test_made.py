@@ -6,8 +6,8 @@ import re
 import pytest
 
 from quiver.schemas.errors import ConfigError, ConflictError, SecurityError
-from quiver.stages.common.checkpoints import PolicyConfig, as_model, run
 from quiver.stages.common.config import parse
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, run
 from tests.tiny import make_folder
 
 MAKES = """

@@ -185,7 +185,7 @@ from pathlib import Path
 
 def answer(prompt_ids, seed):
     # Whoever comes first fails; the others answer as "sample" does.
-    from quiver.stages.generate.scripted_engine import sample
+    from quiver.stages.generate.engines.scripted import sample
     try:
         os.close(os.open(Path(__file__).with_name("failed"), os.O_CREAT | os.O_EXCL))
     except FileExistsError:

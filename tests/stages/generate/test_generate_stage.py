@@ -14,8 +14,8 @@ import pyarrow as pa
 import pytest
 
 from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
-from quiver.stages.common.checkpoints import PolicyConfig
 from quiver.stages.common.config import parse
+from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.store import Store
 from quiver.stages.common.work import begin
 from quiver.stages.generate import stage

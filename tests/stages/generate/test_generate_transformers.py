@@ -199,7 +199,7 @@ def test_ends_of_the_unit_interval():
 def test_no_memory_is_a_resource_error(store, policy):
     from quiver.schemas.errors import ResourceError
     from quiver.stages.generate.engine import Request, Setup
-    from quiver.stages.generate.hf_engine import TransformersEngine
+    from quiver.stages.generate.engines.transformers import TransformersEngine
 
     engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
     engine.model.register_forward_hook(
@@ -212,7 +212,7 @@ def test_no_memory_is_a_resource_error(store, policy):
 
 def test_another_error_of_torch_is_not_called_lack_of_memory(store, policy):
     from quiver.stages.generate.engine import Request, Setup
-    from quiver.stages.generate.hf_engine import TransformersEngine
+    from quiver.stages.generate.engines.transformers import TransformersEngine
 
     engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "float32", "cpu"))
     engine.model.register_forward_hook(lambda *_: torch.ones(2, 3) @ torch.ones(2, 3))

@@ -14,8 +14,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.checkpoints import as_model
 from quiver.stages.common.config import parse
+from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.generate.stage import run as generate

@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from quiver.stages.common.checkpoints import PolicyConfig
-from quiver.stages.common.checkpoints import run as import_policy
 from quiver.stages.common.config import parse
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.options import Sampling
@@ -99,7 +99,7 @@ def main() -> None:
     prompts = random_prompts(store, 20, low=40, high=70)
     out = {"small": small_stage(store, policy, prompts)}
 
-    from quiver.stages.generate.vllm_engine import VllmEngine
+    from quiver.stages.generate.engines.vllm import VllmEngine
 
     rows, sampling = out["small"]["rows"], Sampling(temperature=0.7, max_tokens=48)
     engine = VllmEngine(Setup(policy, sampling, STOPS, 128, "float32"))

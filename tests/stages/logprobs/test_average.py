@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quiver.schemas.errors import LineageError
-from quiver.stages.common.checkpoints import PolicyConfig
-from quiver.stages.common.checkpoints import run as import_policy
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.logprobs.average import Config, run
 from tests.tiny import make_folder, make_policy
 

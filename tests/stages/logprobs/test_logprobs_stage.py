@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
-from quiver.stages.common.checkpoints import PolicyConfig
-from quiver.stages.common.checkpoints import run as import_policy
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.models.checkpoints import run as import_policy
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.logprobs.stage import Config, run
 from quiver.stages.optimize import stage as optimize
@@ -205,7 +205,7 @@ def test_rows_that_the_model_can_not_read_are_refused(store, policy, other, chan
 
 def test_lack_of_memory_says_what_helps(store, policy, rollouts, monkeypatch):
     monkeypatch.setattr(
-        "quiver.stages.common.packed.forward.score", lambda *_: torch.empty(1 << 60)
+        "quiver.stages.common.forward.policy.score", lambda *_: torch.empty(1 << 60)
     )
     with pytest.raises(ResourceError, match="memory is short") as caught:
         run(Config(), store, rollouts=rollouts.ref, policy=policy.ref)

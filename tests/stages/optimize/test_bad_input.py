@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quiver.schemas.errors import QuiverError
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
 from quiver.stages.optimize.stage import Config, run
 from tests.stages.optimize import world

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
-from quiver.stages.common.models import load_model
-from quiver.stages.common.packed.precision import narrow
+from quiver.stages.common.forward.precision import narrow
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import results
 from quiver.stages.optimize.bf16 import Bf16AdamW, round_by_chance
 from quiver.stages.optimize.optimizer import load_state, make_optimizer, state

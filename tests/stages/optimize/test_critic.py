@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models import load_model
-from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import advantages, critic, losses
 from quiver.stages.optimize import rollouts as joining

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.checkpoints import as_model
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import value_head
 from quiver.stages.optimize.algorithms import resolve

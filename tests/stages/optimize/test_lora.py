@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from quiver.schemas.errors import ConfigError, CorruptError, LineageError
-from quiver.stages.common.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.checkpoints import run as import_policy
 from quiver.stages.common.config import parse
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.models.checkpoints import run as import_policy
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.lora import Lora, attach, narrow_frozen

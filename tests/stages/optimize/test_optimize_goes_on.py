@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
 from quiver.stages.optimize.stage import run
 from tests.stages.optimize import world

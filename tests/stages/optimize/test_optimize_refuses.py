@@ -12,8 +12,8 @@ from quiver.schemas.errors import (
     ResourceError,
     SchemaError,
 )
-from quiver.stages.common import checkpoints
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.loading import load_model
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quiver.schemas.errors import LineageError, NumericError
-from quiver.stages.common import checkpoints
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.work import Work
 from quiver.stages.optimize.stage import run
 from tests.stages.optimize import world

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
-from quiver.stages.common.checkpoints import as_model
 from quiver.stages.common.config import parse
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.optimizer import state

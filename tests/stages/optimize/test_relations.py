@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
 from quiver.stages.optimize import losses
 from quiver.stages.optimize import rollouts as joining

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.inputs import open_inputs, sets

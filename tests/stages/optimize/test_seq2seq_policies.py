@@ -9,7 +9,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from quiver.schemas.errors import NumericError, SchemaError
 from quiver.stages.common.config import parse
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.generate import stage as generate
 from quiver.stages.logprobs import stage as logprobs
 from quiver.stages.optimize import rollouts as joining

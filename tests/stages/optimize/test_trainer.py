@@ -10,10 +10,10 @@ from accelerate.state import AcceleratorState
 from transformers import FuyuConfig, FuyuForCausalLM
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.checkpoints import PolicyConfig
-from quiver.stages.common.checkpoints import run as import_policy
-from quiver.stages.common.models import load_model, restore_dropout
-from quiver.stages.common.packed.attention import Sequences
+from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.models.checkpoints import run as import_policy
+from quiver.stages.common.models.loading import load_model, restore_dropout
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize.algorithms import ALGORITHMS, part, resolve
 from quiver.stages.optimize.objective import Batch

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from quiver.schemas import logprobs as logprobs_kind
 from quiver.schemas import rewards as rewards_kind
 from quiver.schemas import rollouts as rollouts_kind
-from quiver.stages.common.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.checkpoints import run as import_policy
 from quiver.stages.common.config import Config
-from quiver.stages.common.models import load_model
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.models.checkpoints import run as import_policy
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import begin
 from quiver.stages.optimize import stage as optimize

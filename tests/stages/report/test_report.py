@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from quiver.schemas.errors import LineageError
-from quiver.stages.common.checkpoints import as_model
+from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store
 from quiver.stages.evaluate.stage import Config as EvaluateConfig
 from quiver.stages.evaluate.stage import run as evaluate

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.reward.pool import calls
+from quiver.stages.reward.pool.calls import Function, call, call_together, read
 from quiver.stages.reward.scoring import EXTRA_BYTES, Part, require_columns
-from quiver.stages.reward.workers import calls
-from quiver.stages.reward.workers.calls import Function, call, call_together, read
 
 COLUMNS = {
     "prompts": ["p0", "p1", "p2"],

@@ -8,12 +8,12 @@ import shutil
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.checkpoints import find_folder
+from quiver.stages.common.models.checkpoints import find_folder
 from quiver.stages.reward import functions
 from quiver.stages.reward.functions import verifiers
 from quiver.stages.reward.functions.answers import chosen
+from quiver.stages.reward.pool.calls import load
 from quiver.stages.reward.stage import Config, check_functions
-from quiver.stages.reward.workers.calls import load
 
 
 def test_every_function_has_an_example_that_runs():

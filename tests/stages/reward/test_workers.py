@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError
+from quiver.stages.reward.pool import jobs, pool
+from quiver.stages.reward.pool.pool import Pool
+from quiver.stages.reward.pool.scorer import FunctionConfig, FunctionScorer
 from quiver.stages.reward.scoring import Part
-from quiver.stages.reward.workers import jobs, pool
-from quiver.stages.reward.workers.pool import Pool
-from quiver.stages.reward.workers.scorer import FunctionConfig, FunctionScorer
 
 FAULTS = '''
 import asyncio, ctypes, json, os, re, signal, subprocess, sys, time
@@ -369,8 +369,8 @@ def test_a_killed_worker_leaves_nobody(empty):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_stage_that_ends_leaves_nobody(empty, end):
     code = """
-        from quiver.stages.reward.workers.scorer import FunctionConfig, FunctionScorer
-        from quiver.stages.reward.workers.pool import Pool
+        from quiver.stages.reward.pool.scorer import FunctionConfig, FunctionScorer
+        from quiver.stages.reward.pool.pool import Pool
         pool = Pool(2)
         rows = {"completions": ["good", "bad"], "rollout_ids": ["a", "b"]}
         FunctionScorer(FunctionConfig(use="faults.py:leaves_daemon"), pool, 256).score(rows)

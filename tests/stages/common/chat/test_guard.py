@@ -21,7 +21,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from quiver.schemas.errors import SecurityError
-from quiver.stages.common.chat.guard import Guard
+from quiver.stages.common.chat.control_tokens import Guard
 from tests import tiny
 
 TEXTS = [

@@ -5,9 +5,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.chat.guard import Guard
+from quiver.stages.common.chat.control_tokens import Guard
+from quiver.stages.common.chat.generation_prompt import learn_start, prefill
 from quiver.stages.common.chat.template import Template
-from quiver.stages.common.chat.turns import learn_start, prefill
 from tests.stages.reward.reward_models import FAMILIES, Family, byte_tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

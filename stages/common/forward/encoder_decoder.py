@@ -1,0 +1,132 @@
+"""Encoder-decoder models behind the same interface: prompts go to the encoder, the decoder reads
+[start] + completion[:-1].
+
+Here alone rows are padded, because such models' attention knows no packed rows. Masks come from
+lengths, never from ids: pad may equal the start or the end id. A prompt is encoded once for all its
+rollouts in a micro-batch; micro-batches hold rollouts of like length, and their budget counts
+padding too. Stored completions never hold the start id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.packing import Piece
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """One micro-batch: p prompts as [p, P], b decoder rows as [b, T], and where the n completion
+    tokens are predicted."""
+
+    prompts: torch.Tensor
+    """[p, P] int64"""
+    prompt_mask: torch.Tensor
+    """[p, P] int64, 1 where a prompt's id stands."""
+    owners: torch.Tensor
+    """[b] int64: which of the prompts each decoder row reads."""
+    inputs: torch.Tensor
+    """[b, T] int64"""
+    input_mask: torch.Tensor
+    """[b, T] int64"""
+    rows: torch.Tensor
+    """[b] int64, on the CPU: rollouts in the order of their completion tokens below."""
+    predictors: torch.Tensor
+    """[n] index into the decoder's b · T positions: the one that reads the id before the target."""
+    targets: torch.Tensor
+    """[n] int64"""
+    temperature: torch.Tensor
+    """[n] float32"""
+    filling: tuple[int, int]
+    """Places that only fill up, of the encoder and the decoder, and places in all."""
+
+
+def make_pairs(
+    pieces: Sequence[Piece], data: Sequences, start: int, device: torch.device | str = "cpu"
+) -> Pairs:
+    """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start
+    id."""
+    rows = torch.tensor([row for piece in pieces for row in piece.rows])
+    completions = data.completions.take(rows)
+    prompts, prompt_mask = _pad([data.prompts[piece.rows[0]] for piece in pieces])
+    first = torch.tensor([start])
+    inputs, input_mask = _pad([torch.cat([first, row[:-1]]) for row in completions])
+    sizes = torch.tensor([len(piece.rows) for piece in pieces])
+    places, filled = prompts.numel() + inputs.numel(), int(prompt_mask.sum() + input_mask.sum())
+    return Pairs(
+        prompts=prompts.to(device),
+        prompt_mask=prompt_mask.to(device),
+        owners=torch.arange(len(pieces)).repeat_interleave(sizes).to(device),
+        inputs=inputs.to(device),
+        input_mask=input_mask.to(device),
+        rows=rows,
+        predictors=input_mask.flatten().nonzero()[:, 0].to(device),
+        targets=completions.values.long().to(device),
+        temperature=data.temperature[rows].repeat_interleave(completions.lengths).to(device),
+        filling=(places - filled, places),
+    )
+
+
+def _pad(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as one tensor [b, T], filled up at the end with 0, and the mask of what is not filling,
+    from the lengths."""
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    ids[mask] = torch.cat(list(rows)).long()
+    return ids, mask.long()
+
+
+def pack_pairs(
+    rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int
+) -> list[list[Piece]]:
+    """Rollouts sorted by length, cut where prompts and decoder rows with their padding would exceed
+    `budget` tokens; those with equal `prompts` numbers share theirs. Longest micro-batch first; a
+    rollout that is longer than the budget stands alone."""
+    widths, lengths = data.prompts.lengths.tolist(), data.completions.lengths.tolist()
+    bins: list[dict[int, list[int]]] = []
+    count = longest = widest = 0
+    for row in sorted(rows, key=lambda row: (-lengths[row], -widths[row], prompts[row], row)):
+        members = bins[-1] if bins else {}
+        count, longest, widest = count + 1, max(longest, lengths[row]), max(widest, widths[row])
+        if bins and len({*members, prompts[row]}) * widest + count * longest <= budget:
+            members.setdefault(prompts[row], []).append(row)
+        else:
+            bins.append({prompts[row]: [row]})
+            count, longest, widest = 1, lengths[row], widths[row]
+    return [
+        [
+            Piece(tuple(each), widths[each[0]] + sum(lengths[row] for row in each))
+            for each in members.values()
+        ]
+        for members in bins
+    ]
+
+
+def decoder_states(model: nn.Module, pairs: Pairs) -> torch.Tensor:
+    """[n, d] last hidden states of the decoder that predict the targets."""
+    encoded = model.get_encoder()(
+        input_ids=pairs.prompts, attention_mask=pairs.prompt_mask
+    ).last_hidden_state
+    output = model.get_decoder()(
+        input_ids=pairs.inputs,
+        attention_mask=pairs.input_mask,
+        encoder_hidden_states=encoded[pairs.owners],
+        encoder_attention_mask=pairs.prompt_mask[pairs.owners],
+        use_cache=False,
+    )
+    return output.last_hidden_state.flatten(0, 1)[pairs.predictors]
+
+
+def own_logits(
+    model: nn.Module, prompt: torch.Tensor, completion: torch.Tensor, start: int
+) -> torch.Tensor:
+    """[n, V] logits that the whole model gives for one completion [n], the only one in the batch;
+    nothing is padded."""
+    inputs = torch.cat([torch.tensor([start], device=completion.device), completion[:-1]])
+    return model(input_ids=prompt[None], decoder_input_ids=inputs[None], use_cache=False).logits[0]

@@ -1,0 +1,1 @@
+"""Models on disk and in memory: checkpoints, folders, loading."""

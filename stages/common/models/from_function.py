@@ -1,0 +1,57 @@
+"""A base model that a function of the user's makes: `module:function` or `file.py:function` in
+place of a model's name.
+
+The function is called once a run, as `function(folder, **arguments)` with a `pathlib.Path`, and
+writes a model directory there. Its file and the arguments say which model is meant, so it is found
+in the store before anything is called again. Whatever it raises is a ConfigError that names it. The
+parent process imports the file too, to hash it: heavy imports belong inside the function.
+
+    if is_function(name):
+        function, key = load(name, {"seed": 0})
+        make(name, function, {"seed": 0}, folder)
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quiver.schemas.errors import ConfigError, QuiverError, printable
+from quiver.schemas.manifest import digest
+from quiver.stages.common import plugins as dotted
+
+_FUNCTION = re.compile(r"(?!package:).+:[A-Za-z_]\w*")
+_FIELD = "policy.model"
+
+
+def is_function(name: str) -> bool:
+    """Whether `name` is the dotted path of a function. A directory that bears this very name goes
+    first."""
+    return bool(_FUNCTION.fullmatch(name)) and not Path(name).expanduser().is_dir()
+
+
+def load(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., None], str]:
+    """The function, and the sha256 of its name, the bytes of its file and the arguments (plain
+    JSON). ConfigError."""
+    function, sha256 = dotted.load(name, _FIELD)
+    return function, digest([name.rpartition(":")[2], sha256, arguments])
+
+
+def make(name: str, function: Callable[..., None], arguments: dict[str, Any], folder: Path) -> None:
+    """Call the function. ConfigError with what it raised; a full disk or memory is not its fault
+    and rises as it is."""
+    try:
+        function(folder, **arguments)
+    except (QuiverError, MemoryError):
+        raise
+    except Exception as error:  # the user's code may raise anything
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(
+            f"{_FIELD} {printable(name)}",
+            f"raised {type(error).__name__}: {printable(error)}",
+            next="correct the function, or policy.arguments",
+        ) from error

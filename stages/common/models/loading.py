@@ -1,0 +1,180 @@
+"""A checkpoint as a torch module. Local files, safetensors and transformers' own classes only.
+
+model = load_model(store.open("arith/policy@0"), dtype=torch.float32)
+check_rows(table, "arith/rollouts@1", version)     # rows that it can give a probability to
+
+Importing this module loads no torch: an engine sets its environment before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
+from quiver.stages.common.models.checkpoints import (
+    context_length,
+    is_encoder_decoder,
+    vocabulary_size,
+)
+from quiver.stages.common.models.folder import check_folder
+from quiver.stages.common.models.mkl_warmup import make_first_calls
+from quiver.stages.common.store import Version
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def verify_model(version: Version) -> None:
+    """Check the files that make the model, those at the top of the folder; the optimizer's state is
+    checked where it is read."""
+    for entry in version.manifest.files:
+        if "/" not in entry.name:
+            version.verify(entry.name)
+    check_folder(version.path, str(version.ref))
+
+
+def load_model(
+    version: Version,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    attn_implementation: str = "sdpa",
+) -> PreTrainedModel:
+    """The model of a policy version in eval mode with every dropout at 0; hashes are checked first.
+
+    Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    make_first_calls()
+    verify_model(version)
+    loader = AutoModelForSeq2SeqLM if is_encoder_decoder(version) else AutoModelForCausalLM
+    model = loader.from_pretrained(
+        version.path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    modules = list(model.modules())
+    for module in modules:
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    configs = [config for each in modules for config in _configs(getattr(each, "config", None))]
+    for holder in (
+        *configs,
+        *modules,
+    ):  # layers copy the rates of their config, or read them from it
+        for name, value in vars(holder).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(holder, name, 0.0)
+    return model.to(device).eval()
+
+
+def _configs(config: object) -> Iterator[PreTrainedConfig]:
+    """`config` and those in it: a model of several parts has one of its text."""
+    from transformers import PreTrainedConfig
+
+    if isinstance(config, PreTrainedConfig):
+        yield config
+        for part in vars(config).values():
+            yield from _configs(part)
+
+
+def restore_dropout(model: PreTrainedModel, version: Version) -> None:
+    """Make the config's dropout rates those of `version` again, for saving: they are not this
+    project's to change."""
+    original = type(model.config).from_pretrained(version.path)
+    for own, before in zip(_configs(model.config), _configs(original), strict=True):
+        for name, value in vars(before).items():
+            if "drop" in name:
+                setattr(own, name, value)
+
+
+def decoder_start_id(model: PreTrainedModel) -> int:
+    """The id that an encoder-decoder model's decoder reads first. ConfigError when the model names
+    none."""
+    for config in (model.config, model.generation_config):
+        if getattr(config, "decoder_start_token_id", None) is not None:
+            return config.decoder_start_token_id
+    raise ConfigError(
+        f"model {type(model).__name__}",
+        "no decoder_start_token_id",
+        next="add it to the model's config.json and import it again",
+    )
+
+
+def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = False) -> None:
+    """Refuse rollouts `name` with rows that have no probability (greedy ones: ConfigError) or that
+    the model of `version` can not read (SchemaError). `ahead`: the state after the last id is asked
+    for too."""
+    if not len(table):
+        return
+    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
+    if greedy:
+        raise ConfigError(
+            name,
+            f"{greedy} rows were sampled at temperature 0, where no token has a probability",
+            next="generate at temperature > 0",
+        )
+    prompts, completions = (
+        pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids")
+    )
+    if pc.min(prompts).as_py() == 0:
+        raise SchemaError(
+            name,
+            "a prompt has no ids, so nothing predicts its completion's first token",
+            next="generate from prompts that have ids",
+        )
+    size, longest = vocabulary_size(version), context_length(version)
+    for column in ("prompt_ids", "completion_ids"):
+        largest = max(
+            (pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0
+        )
+        if largest >= size:
+            raise SchemaError(
+                name,
+                f"{column} holds {largest}, the policy knows ids below {size}",
+                next="take a policy with the tokenizer that made them",
+            )
+    if is_encoder_decoder(version):  # a context each
+        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py() + ahead)
+    else:
+        most = pc.max(pc.add(prompts, completions)).as_py()
+    if longest is not None and most > longest:
+        raise SchemaError(
+            name,
+            f"a rollout has {most} tokens, the policy reads {longest}",
+            next="generate with a lower max_tokens",
+        )
+
+
+@contextmanager
+def short_of_memory(name: str, help: str) -> Iterator[None]:
+    """Turn torch's lack of memory inside into ResourceError about `name`, with what helps."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_memory_error(error):
+            raise
+        raise ResourceError(name, f"memory is short: {printable(error)}", next=help) from None
+
+
+def is_memory_error(error: BaseException) -> bool:
+    """Whether torch or Python says that memory is short. On a CPU torch raises a plain
+    RuntimeError."""
+    import torch
+
+    said = any(
+        words in str(error)
+        for words in ("not enough memory", "can't allocate memory", "Cannot allocate memory")
+    )
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or said

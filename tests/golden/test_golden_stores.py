@@ -1,0 +1,223 @@
+"""Keys do not move: stores that an earlier Quiver wrote are done to this one, and what it left half done is finished.
+
+`stores/` and `expected.json` are frozen; `make_stores.py` says how they came about. The functions below the imports are all of
+the program's interface that is used here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pytest
+
+from quiver.stages.common.process import Call, perform
+from quiver.stages.common.store import Store
+from quiver.stages.common.work import NotDone
+
+HERE = Path(__file__).parent
+EXPECTED = json.loads((HERE / "expected.json").read_bytes())
+NOTES = "asked.txt"
+SHARING = ("generate", "reward", "logprobs")
+
+
+class Answer(NamedTuple):
+    """What a call came to. `ref`: None where it would have to be made, under `run_key`."""
+
+    ref: str | None
+    cached: bool
+    run_key: str
+
+
+def call_stage(
+    entry: dict[str, Any], store: Path, *, lookup: bool = False, share: bool | None = None
+) -> Answer:
+    """Make the call of `entry` in this process; with `lookup`, only see whether it is done."""
+    shared = entry["share"] if share is None else share
+    call = Call(
+        entry["stage"], entry["config"], store, entry["refs"], entry.get("into"), share=shared
+    )
+    try:
+        outcome = perform(call, lookup=lookup)
+    except NotDone as missing:
+        return Answer(None, False, missing.work.run_key)
+    return Answer(outcome.ref, outcome.cached, Store(store).open(outcome.ref).manifest.run_key)
+
+
+def check_store(store: Path) -> tuple[int, list[str]]:
+    """How many versions there are, and what is wrong with their bytes, schemas and lineage."""
+    count, errors = Store(store).verify()
+    return count, list(map(str, errors))
+
+
+def tag_moves(store: Path, run: str, name: str) -> list[tuple[str | None, str, str]]:
+    """Before, after and key of each entry of a tag's journal; the last one's reference is what the tag holds."""
+    entries = Store(store).history(run, name)
+    assert (
+        str(Store(store).resolve(f"{entries[-1].ref.partition('@')[0]}@{name}")) == entries[-1].ref
+    )
+    return [(entry.before, entry.ref, entry.key) for entry in entries]
+
+
+def make_again(entry: dict[str, Any], store: Path) -> None:
+    """`call_stage`, which runs the stage where the version is not there."""
+    answer = call_stage(entry, store)
+    assert (answer.ref, answer.cached) == (entry["ref"], True)
+
+
+# -- fixtures -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> Iterator[Path]:
+    """A copy of `stores/`; the inputs are the working directory, as they were when all was made."""
+    folder = tmp_path_factory.mktemp("golden") / "stores"
+    shutil.copytree(HERE / "stores", folder)
+    path, modules, before = list(sys.path), set(sys.modules), Path.cwd()
+    os.chdir(folder / "inputs")
+    yield folder
+    os.chdir(before)
+    sys.path[:] = path
+    for name in ({"model", "mine"} - modules) & sys.modules.keys():
+        del sys.modules[name]
+
+
+@pytest.fixture
+def half(stores, tmp_path) -> Iterator[Path]:
+    """The half-finished store, in which nothing was touched yet, and a file in which the user's functions note their rows."""
+    store = tmp_path / "half"
+    shutil.copytree(HERE / "stores/half", store)
+    notes = stores / "inputs" / NOTES
+    notes.touch()
+    yield store
+    notes.unlink()
+
+
+def _versions(store: Path) -> set[Path]:
+    return {path.relative_to(store).parent for path in store.rglob("v[0-9]*/manifest.json")}
+
+
+def _hashes(store: Path) -> dict[Path, str]:
+    return {path.relative_to(store): _sha256(path) for path in store.rglob("*") if path.is_file()}
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _folder(store: Path, ref: str) -> Path:
+    run, _, rest = ref.partition("/")
+    kind, _, number = rest.partition("@")
+    return store / run / kind / f"v{int(number):06d}"
+
+
+def _read(path: Path) -> pa.Table:
+    return pa.ipc.open_file(pa.BufferReader(path.read_bytes())).read_all()
+
+
+def _named(part: str) -> list[Any]:
+    return [
+        pytest.param(entry, id=f"{entry['stage']}: {entry['name']}") for entry in EXPECTED[part]
+    ]
+
+
+# -- finished -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entry", _named("finished"))
+def test_what_was_finished_is_done_already(stores, entry):
+    before = _versions(stores / "finished")
+    assert call_stage(entry, stores / "finished", lookup=True) == (
+        entry["ref"],
+        True,
+        entry["run_key"],
+    )
+    make_again(entry, stores / "finished")
+    assert _versions(stores / "finished") == before
+
+
+@pytest.mark.parametrize("entry", _named("keys"))
+def test_what_was_never_made_has_the_key_that_it_would_have_had(stores, entry):
+    assert call_stage(entry, stores / "finished", lookup=True) == (None, False, entry["run_key"])
+
+
+@pytest.mark.parametrize("name", ["finished", "half"])
+def test_the_stores_are_whole(stores, name):
+    versions = _versions(HERE / "stores" / name)
+    assert check_store(stores / name) == (len(versions), [])
+
+
+def test_a_tag_has_its_journal(stores):
+    first, second, third = (f"golden/policy@{number}" for number in range(3))
+    moves = [(None, first, "base"), (first, second, "promote n1"), (second, third, "promote n2")]
+    assert tag_moves(stores / "finished", "golden", "prod") == moves
+    assert tag_moves(stores / "finished", "held", "best") == [(None, "held/evaluations@2", "")]
+
+
+def test_nothing_that_was_there_is_changed(stores):
+    """The last to look at this copy: whatever was asked of it, its files are what they were."""
+    for name in ("finished", "half"):
+        assert _hashes(HERE / "stores" / name).items() <= _hashes(stores / name).items()
+
+
+# -- half ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_staged_is_what_was_noted():
+    """Else a checkout changed line ends or left files out, and the tests below would test nothing."""
+    for entry in EXPECTED["half"]:
+        staged = HERE / "stores/half" / entry["staging"]
+        assert staged.is_dir() and any(staged.iterdir())
+        assert {name: _sha256(staged / name) for name in entry["shards"]} == entry["shards"]
+        assert all((staged / name).is_file() for name in entry["torn"])
+        assert _versions(HERE / "stores/half" / entry["into"]) == {
+            Path(name).relative_to(entry["into"]) for name in entry["published"]
+        }
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize("entry", _named("half"))
+def test_what_was_half_done_is_finished(stores, half, entry, shared):
+    if shared and entry["stage"] not in SHARING:
+        pytest.skip("this stage's work is not shared")
+    staged = half / entry["staging"]
+    long_ago = 1_000_000_000
+    for name in entry["shards"]:
+        os.utime(staged / name, (long_ago, long_ago))
+    finished = [_read(staged / name) for name in entry["shards"]]
+    before = _versions(half)
+
+    assert call_stage(entry, half, lookup=True) == (None, False, entry["run_key"])
+    assert call_stage(entry, half, share=shared) == (entry["ref"], False, entry["run_key"])
+
+    version = _folder(half, entry["ref"])
+    beside = {version.relative_to(half)}
+    if entry["stage"] == "optimize" and not entry["published"]:
+        beside |= {Path(entry["into"], kind, "v000001") for kind in ("advantages", "updates")}
+    assert _versions(half) - before == beside
+    assert not staged.exists()
+    for name, sha256 in entry["shards"].items():
+        assert _sha256(version / name) == sha256
+        assert (version / name).stat().st_mtime == long_ago, f"{name} was written anew"
+    tables = [_read(path) for path in sorted(version.glob("part-*.arrow"))]
+    assert sum(map(len, tables)) == entry["rows"]
+    assert check_store(half)[1] == []
+    column = {"generate": "seed", "reward": "rollout_id"}.get(entry["stage"])
+    if column:  # what the user's own code was asked for: each row that was not there, once
+        done = {str(value) for table in finished for value in table[column].to_pylist()}
+        everything = [str(value) for table in tables for value in table[column].to_pylist()]
+        asked = (stores / "inputs" / NOTES).read_text().split()
+        assert sorted(asked) == sorted(value for value in everything if value not in done)
+    if entry["published"]:  # the policy names what was published before it
+        metrics = json.loads((version / "manifest.json").read_bytes())["metrics"]
+        assert sorted(_folder(half, metrics[kind]) for kind in ("advantages", "updates")) == sorted(
+            half / name for name in entry["published"]
+        )
+    make_again(entry, half)

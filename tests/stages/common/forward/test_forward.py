@@ -1,0 +1,264 @@
+"""Packed forward passes against transformers, one rollout at a time, on several architectures."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.forward import policy as forward
+from quiver.stages.common.forward.attention import Sequences, make_layout
+from quiver.stages.common.forward.packing import pack
+from quiver.stages.common.forward.policy import Policy, choose_mode, pieces_of
+from quiver.stages.common.ragged import Ragged
+
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.2,
+}  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=6),
+    "gpt2": GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.2
+    ),
+    "gemma2": Gemma2Config(
+        **SMALL, final_logit_softcapping=5.0, attn_logit_softcapping=4.0, sliding_window=64
+    ),
+}
+
+
+def _model(kind: str, **changed):
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[kind])
+    for name, value in changed.items():
+        setattr(config, name, value)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+WAYS = [
+    pytest.param(0, 128, id="kernel"),
+    pytest.param(256, 128, id="products"),
+    pytest.param(256, 5, id="products of few rows"),
+]
+
+
+def _data(longest: int = 9, seed: int = 0) -> tuple[Sequences, list[int]]:
+    """Four prompts, each with several completions; one id long at the shortest."""
+    torch.manual_seed(seed)
+    prompts, groups = [], []
+    for group, copies in enumerate([3, 1, 4, 2]):
+        prompts += [torch.randint(97, (int(torch.randint(1, longest, ())),))] * copies
+        groups += [group] * copies
+    completions = [torch.randint(97, (length,)) for length in [1, 5, 2, 7, 1, 1, longest, 3, 4, 2]]
+    return Sequences(
+        _ragged(prompts), _ragged(completions), torch.linspace(0.6, 1.4, len(groups))
+    ), groups
+
+
+def _ragged(rows: list[torch.Tensor]) -> Ragged:
+    return Ragged.from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows]))
+
+
+def _reference(model, data: Sequences) -> list[torch.Tensor]:
+    found = []
+    for prompt, completion, temperature in zip(
+        data.prompts, data.completions, data.temperature, strict=True
+    ):
+        logits = model(input_ids=torch.cat([prompt, completion])[None], use_cache=False).logits[0]
+        table = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        found.append(table.gather(1, completion[:, None])[:, 0])
+    return found
+
+
+def _packed(
+    policy: Policy, mode: str, data: Sequences, groups: list[int], budget: int
+) -> list[torch.Tensor]:
+    policy.set_mode(mode)
+    pieces = pieces_of(mode, range(len(groups)), groups, data, budget)
+    found = {}
+    for micro in [[piece] for piece in pieces] if mode == "single" else pack(pieces, budget):
+        layout = make_layout(micro, data)
+        parts = policy(layout)[0].split(
+            [len(data.completions[row]) for row in layout.rows.tolist()]
+        )
+        found.update(zip(layout.rows.tolist(), parts, strict=True))
+    return [found[row] for row in range(len(groups))]
+
+
+@pytest.mark.parametrize("short, rows", WAYS)
+@pytest.mark.parametrize("mode", ["shared", "packed", "single"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
+def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(
+    monkeypatch, kind, mode, short, rows
+):
+    monkeypatch.setattr("quiver.stages.common.forward.attention._SHORT", short)
+    monkeypatch.setattr("quiver.stages.common.forward.attention._ROWS", rows)
+    _compare(_model(kind), *_data(), mode)
+
+
+def _compare(model, data: Sequences, groups: list[int], mode: str) -> None:
+    """Values and gradients of `mode` against one rollout at a time, whatever the budget."""
+    expected = _reference(model, data)
+    weights = [torch.randn_like(row) for row in expected]
+    sum((w * row).sum() for w, row in zip(weights, expected, strict=True)).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for budget in (12, 40, 10_000):
+        model.zero_grad()
+        found = _packed(Policy(model, autocast=False), mode, data, groups, budget)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        sum((w * row).sum() for w, row in zip(weights, found, strict=True)).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("short, rows", WAYS)
+def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short, rows):
+    """A short completion after a long prompt stands in a block with a long one after a short
+    prompt: its fill looks far ahead."""
+    monkeypatch.setattr("quiver.stages.common.forward.attention._SHORT", short)
+    monkeypatch.setattr("quiver.stages.common.forward.attention._ROWS", rows)
+    torch.manual_seed(1)
+    prompts = [ids for length in (30, 3) for ids in [torch.randint(97, (length,))] * 2]
+    completions = [torch.randint(97, (length,)) for length in (3, 2, 31, 29)]
+    _compare(
+        _model("mistral"),
+        Sequences(_ragged(prompts), _ragged(completions), torch.ones(4)),
+        [0, 0, 1, 1],
+        "shared",
+    )
+
+
+def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
+    monkeypatch.setattr("quiver.stages.common.forward.attention._MASK_ITEMS", 20_000)
+    model, (data, groups) = _model("llama"), _data(longest=200)
+    with torch.no_grad():
+        expected = _reference(model, data)
+        found = _packed(Policy(model, autocast=False), "shared", data, groups, 10_000)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind, wanted, expected",
+    [
+        ("llama", "shared", "shared"),
+        ("llama", "packed", "packed"),
+        ("mistral", "shared", "shared"),
+        ("gemma2", "shared", "single"),
+    ],
+)
+def test_choose_mode_takes_the_first_that_agrees(kind, wanted, expected):
+    data, groups = _data()
+    assert choose_mode(Policy(_model(kind), autocast=False), data, groups, wanted) == expected
+
+
+def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, caplog):
+    """A layout that forgets where completions go on is noticed, said, and not used."""
+
+    def broken(pieces, data, device="cpu", **more):
+        layout = make_layout(pieces, data, device, **more)
+        if any(len(piece.rows) > 1 for piece in pieces):
+            layout.positions.copy_(torch.arange(layout.positions.numel()) * 3)
+        return layout
+
+    monkeypatch.setattr(forward, "make_layout", broken)
+    data, groups = _data()
+    assert choose_mode(Policy(_model("llama"), autocast=False), data, groups, "shared") == "packed"
+    assert "'shared' is not right" in caplog.text
+
+
+def test_positions_that_depend_on_the_row_s_length_run_alone(caplog):
+    data, groups = _data()
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert (
+        choose_mode(
+            Policy(_model("llama", rope_parameters=rope), autocast=False), data, groups, "shared"
+        )
+        == "single"
+    )
+    assert "length of the row" in caplog.text
+
+
+def test_the_comparison_takes_short_rollouts_and_few_logits(monkeypatch):
+    torch.manual_seed(0)
+    lengths = [400, 20, 30, 300, 500]
+    rows = [torch.randint(97, (length,)) for length in lengths]
+    data, groups = (
+        Sequences(_ragged([rows[0][:4]] * 5), _ragged(rows), torch.ones(5)),
+        [0, 0, 0, 1, 2],
+    )
+    model, made = _model("llama"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: made.append(logits.shape[1]))
+    assert choose_mode(Policy(model, autocast=False), data, groups, "shared") == "shared"
+    assert sorted(made) == [20, 30, 256]
+
+
+def test_an_unknown_head_is_refused():
+    model, (data, groups) = _model("llama"), _data()
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ConfigError, match="last hidden state"):
+        choose_mode(Policy(model, autocast=False), data, groups, "shared")
+
+
+def test_no_mask_spans_the_whole_row():
+    data, groups = _data(longest=90)
+    layout = make_layout(pieces_of("shared", range(len(groups)), groups, data, 10_000), data)
+    area = sum(
+        block.queries.shape[0] * block.queries.shape[1] * block.keys.shape[1]
+        for block in layout.blocks
+    )
+    assert area < layout.ids.numel() ** 2 / 2.5
+    assert {
+        width % 8
+        for block in layout.blocks
+        for width in (block.queries.shape[1], block.keys.shape[1])
+    } == {0}
+    assert len(layout.ids[0]) == sum(len(data.prompts[row]) for row in (0, 3, 4, 8)) + sum(
+        len(row) - 1 for row in data.completions
+    )
+
+
+def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
+    model, (data, prompts) = _model("llama"), _data()
+    policy = Policy(model, autocast=False)
+    expected = [row.detach() for row in _reference(model, data)][:2]
+    expected[1] = expected[1] * float("nan")
+    assert not forward._gap(policy, "packed", data, prompts, [0, 1], expected) <= forward.TOLERANCE
+
+
+def test_a_freed_policy_keeps_nothing():
+    """Neither weights nor gradients, although modules, and products that were merged, still refer
+    to them."""
+    model, (data, groups) = _model("llama"), _data()
+    policy = Policy(model, autocast=False)
+    policy.merge()
+    torch.stack(
+        [row.sum() for row in _packed(policy, "shared", data, groups, 1000)]
+    ).sum().backward()
+    tensors = [*policy.parameters(), *(parameter.grad for parameter in policy.parameters())]
+    held = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    assert all(storage() is not None for storage in held)
+    del tensors
+    policy.free()
+    gc.collect()
+    assert [storage for storage in held if storage() is not None] == []

@@ -1,0 +1,120 @@
+"""The chunked head against torch's own log_softmax: values, entropy and every gradient."""
+
+import pytest
+import torch
+from torch import nn
+
+from quiver.stages.common.forward import logprob_head as module
+from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
+
+N, D, V = 23, 12, 50
+
+
+def _naive(hidden, layer, targets, temperature, shaping):
+    logits = layer(hidden) * shaping.scale
+    if shaping.softcap:
+        logits = shaping.softcap * torch.tanh(logits / shaping.softcap)
+    table = (logits / temperature[:, None]).log_softmax(-1)
+    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+@pytest.mark.parametrize("kept", [0, 20, 1000])
+@pytest.mark.parametrize("rows, tile", [(1, 1), (7, 3), (100, 3), (100, 100)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "shaping",
+    [Shaping(), Shaping(scale=0.5), Shaping(softcap=2.0), Shaping(scale=1.5, softcap=3.0)],
+)
+def test_values_and_gradients_are_those_of_log_softmax(
+    monkeypatch, rows, tile, bias, shaping, kept
+):
+    monkeypatch.setattr(module, "CHUNK_BYTES", rows * V * 4)
+    monkeypatch.setattr(module, "TILE_BYTES", tile * V * 4)
+    monkeypatch.setattr(module, "KEPT_BYTES", kept * V * 4)
+    torch.manual_seed(rows)
+    layer = nn.Linear(D, V, bias=bias)
+    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(V, (N,))
+    temperature, grad = torch.rand(N) + 0.5, torch.randn(N)
+    wanted = [hidden, *layer.parameters()]
+    expected, expected_entropy = _naive(hidden, layer, targets, temperature, shaping)
+    found, entropy = completion_logprobs(hidden, layer, targets, temperature, shaping)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    for mine, torchs in zip(
+        torch.autograd.grad(found, wanted, grad),
+        torch.autograd.grad(expected, wanted, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+
+
+def test_under_autocast_softmax_stays_in_float32():
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
+    targets = torch.randint(V, (N,))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, entropy = completion_logprobs(hidden, layer, targets, torch.ones(N))
+    assert found.dtype == torch.float32
+    rounded = hidden.bfloat16() @ layer.weight.bfloat16().T
+    table = rounded.float().log_softmax(-1)
+    torch.testing.assert_close(found, table.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1), rtol=1e-5, atol=1e-6)
+    found.sum().backward()
+    assert hidden.grad.dtype == layer.weight.grad.dtype == torch.float32
+
+
+def test_the_gradient_of_a_nearly_certain_token_survives_probabilities_that_are_kept_in_bfloat16():
+    layer = nn.Linear(2, 3, bias=False)
+    layer.weight.data = torch.tensor([[8.0, 0.0], [0.0, 1.0], [0.0, 2.0]])
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = completion_logprobs(hidden, layer, torch.tensor([0]), torch.ones(1))
+    found.sum().backward()
+    rest = 2 / (torch.e**8 + 2)  # 1 − p = 6.7e-4, which bfloat16 holds, though not next to 1
+    torch.testing.assert_close(hidden.grad[0, 0], torch.tensor(8 * rest), rtol=1e-2, atol=0)
+
+
+def test_backward_may_run_twice():
+    torch.manual_seed(0)
+    layer, hidden = nn.Linear(D, V), torch.randn(N, D, requires_grad=True)
+    found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
+    first, second = (
+        torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0] for _ in range(2)
+    )
+    torch.testing.assert_close(first, second)
+
+
+def test_no_tensor_is_larger_than_a_chunk_and_no_wide_one_than_a_tile(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
+    monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
+    monkeypatch.setattr(module, "KEPT_BYTES", (N - 1) * V * 2)
+    assert _largest() == {torch.bfloat16: 6, torch.float32: 2}
+
+
+def test_where_all_probabilities_are_kept_all_positions_are_one_chunk(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 6 * V * 2)
+    monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
+    monkeypatch.setattr(module, "KEPT_BYTES", N * V * 2)
+    assert _largest() == {torch.bfloat16: N, torch.float32: 2}
+
+
+def _largest() -> dict[torch.dtype, int]:
+    """Rows of the largest [rows, V] tensor of each dtype, in a pass forward and backward under
+    autocast."""
+    largest = {torch.bfloat16: 0, torch.float32: 0}
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if (
+                    tensor is not None and tensor.shape[1:] == (V,) and len(tensor) != D
+                ):  # D: the weight, transposed
+                    largest[tensor.dtype] = max(largest[tensor.dtype], len(tensor))
+            return out
+
+    layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)
+    with Watch(), torch.autocast("cpu", torch.bfloat16):
+        found, _ = completion_logprobs(hidden, layer, torch.randint(V, (N,)), torch.ones(N))
+        found.sum().backward()
+    return largest

@@ -1,0 +1,163 @@
+"""The kernel for sequences of any lengths: its runs, against transformers one rollout at a time,
+and when it is chosen.
+
+It runs on a GPU alone (tests/gpu has it itself). Here loops over its arguments, as its
+documentation describes them, stand in.
+"""
+
+import pytest
+import torch
+import torch.nn.attention.varlen
+
+from quiver.stages.common.forward import kernels
+from quiver.stages.common.forward.attention import make_layout
+from quiver.stages.common.forward.kernels import choose_kernel, recorded, varlen_is_faster
+from quiver.stages.common.forward.packing import make_pieces
+from quiver.stages.common.forward.policy import Policy, choose_mode
+from tests.stages.common.forward import test_forward as forward
+
+
+def by_loops(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    wrong=False,
+):
+    """Query i of n sees of m keys those up to m − n + i, and from there back at most
+    `window_size[0]` more. `wrong`: those up to i, as if the first query stood with the first
+    key."""
+    outputs, times = [], query.shape[1] // key.shape[1]
+    assert times == 1 or enable_gqa
+    for i in range(len(cu_seq_q) - 1):
+        q = query[cu_seq_q[i] : cu_seq_q[i + 1]].float()
+        k, v = (
+            part[cu_seq_k[i] : cu_seq_k[i + 1]].float().repeat_interleave(times, 1)
+            for part in (key, value)
+        )
+        assert len(q) <= max_q and len(k) <= max_k
+        last = torch.arange(len(q))[:, None] + (0 if wrong else len(k) - len(q))
+        place = torch.arange(len(k))
+        seen = (
+            place <= last
+            if window_size[0] < 0
+            else (place <= last) & (place >= last - window_size[0])
+        )
+        scores = torch.einsum("qhe,khe->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        outputs.append(
+            torch.einsum("hqk,khe->qhe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+        )
+    return torch.cat(outputs).to(value.dtype)
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_loops)
+
+
+@pytest.mark.parametrize("mode", ["shared", "packed"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
+def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(monkeypatch, loops, kind, mode):
+    taken = []
+    monkeypatch.setattr(
+        forward,
+        "make_layout",
+        lambda *given: taken.append(make_layout(*given, varlen=True)) or taken[-1],
+    )
+    forward._compare(forward._model(kind), *forward._data(), mode)
+    assert taken and all(layout.runs is not None for layout in taken)
+
+
+def test_runs_are_the_row_and_each_completions_keys_begin_with_its_prompt():
+    data, groups = forward._data()
+    lengths = data.prompts.lengths.tolist(), data.completions.lengths.tolist()
+    layout = make_layout(make_pieces(range(10), groups, *lengths, 10_000), data, varlen=True)
+    runs = layout.runs
+    assert runs.query_ends[0] == 0 and runs.query_ends[-1] == layout.ids.shape[1]
+    for i in range(len(runs.query_ends) - 1):
+        keys = runs.keys[runs.key_ends[i] : runs.key_ends[i + 1]]
+        assert layout.positions[0, keys].tolist() == list(
+            range(len(keys))
+        )  # a whole prompt, and what follows it
+        assert keys[-1] == runs.query_ends[i + 1] - 1
+
+
+def _calls(dtype=torch.bfloat16, kind="llama", **changed):
+    """What attention is given in a pass over ten rollouts, and their layout."""
+    data, groups = forward._data(longest=30)
+    policy = Policy(forward._model(kind, **changed).to(dtype), autocast=False)
+    policy.set_mode("shared")
+    lengths = data.prompts.lengths.tolist(), data.completions.lengths.tolist()
+    layout = make_layout(make_pieces(range(10), groups, *lengths, 10_000), data)
+    with torch.no_grad(), recorded() as calls:
+        policy(layout)
+    return list(calls.values()), make_layout(
+        make_pieces(range(10), groups, *lengths, 10_000), data, varlen=True
+    )
+
+
+def test_a_call_of_each_kind_is_kept():
+    assert [
+        call.options["sliding_window"] for call in _calls(kind="mistral", sliding_window=6)[0]
+    ] == [6]
+    (call,), layout = _calls()
+    assert [each.shape[1:] for each in call.states] == [
+        (heads, layout.ids.shape[1], 8) for heads in (4, 2, 2)
+    ]
+    mixed = _calls(
+        kind="qwen3",
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    assert [call.options["sliding_window"] for call in mixed[0]] == [5, None]
+
+
+@pytest.mark.parametrize("times, expected", [([2.0, 1.0], True), ([1.0, 2.0], False)])
+def test_the_faster_one_is_taken(monkeypatch, loops, times, expected):
+    measured = iter(times)
+    monkeypatch.setattr(kernels, "_seconds", lambda run: (run(), next(measured))[1])
+    assert varlen_is_faster(*_calls()) is expected
+
+
+@pytest.mark.parametrize("broken", ["first key", "NaN"])
+def test_a_kernel_with_other_numbers_is_not_taken(monkeypatch, caplog, broken):
+    wrong = {
+        "first key": lambda *given, **more: by_loops(*given, **more, wrong=True),
+        "NaN": lambda *given, **more: by_loops(*given, **more) * torch.nan,
+    }
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong[broken])
+    monkeypatch.setattr(
+        kernels, "_seconds", lambda run: pytest.fail("measured before it was found right")
+    )
+    assert not varlen_is_faster(*_calls())
+    assert "varlen is wrong here" in caplog.text
+
+
+def test_a_kernel_that_does_not_run_is_not_taken(caplog):
+    """torch's own, on a CPU."""
+    assert not varlen_is_faster(*_calls())
+    assert "varlen does not run here" in caplog.text
+
+
+def test_float32_goes_by_blocks(monkeypatch, loops):
+    monkeypatch.setattr(kernels, "_seconds", lambda run: pytest.fail("the kernel knows no float32"))
+    assert not varlen_is_faster(*_calls(torch.float32))
+
+
+@pytest.mark.parametrize("wanted, expected", [("shared", "blocks"), ("single", "model")])
+def test_on_a_cpu_there_are_only_blocks(wanted, expected):
+    data, groups = forward._data()
+    policy = Policy(forward._model("llama"), autocast=True)
+    mode = choose_mode(policy, data, groups, wanted)
+    micros = policy.microbatches(range(10), groups, data, 100)
+    assert (
+        mode == wanted and choose_kernel(policy, micros[0], data) == expected and not policy.varlen
+    )

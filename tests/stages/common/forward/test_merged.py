@@ -1,0 +1,204 @@
+"""Merged products: the same numbers and gradients as the model's own, under the same names,
+whatever calls them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from quiver.stages.common.forward.cpu.projections import merge
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+IDS = torch.arange(24).view(2, 12)
+
+
+def _model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    config, make, more = {
+        "llama": (LlamaConfig, LlamaForCausalLM, {}),
+        "qwen2, with biases": (Qwen2Config, Qwen2ForCausalLM, {}),
+        "olmo, clipped in place": (OlmoConfig, OlmoForCausalLM, {"clip_qkv": 0.02}),
+    }[kind]
+    model = make(config(vocab_size=32, max_position_embeddings=32, **SIZES, **more))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
+def _gradients(model: nn.Module, **options) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, **options):
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2, with biases", "olmo, clipped in place"])
+@pytest.mark.parametrize(("autocast", "rtol", "atol"), [(False, 1e-5, 1e-7), (True, 2e-2, 2e-3)])
+def test_gradients_are_those_of_the_model_itself(kind, autocast, rtol, atol):
+    model = _model(kind)
+    expected = _gradients(copy.deepcopy(model), enabled=autocast)
+    assert len(merge(model).groups) == 2 * 2
+    torch.testing.assert_close(_gradients(model, enabled=autocast), expected, rtol=rtol, atol=atol)
+
+
+def test_under_autocast_the_rounding_is_that_of_the_model_itself():
+    model = _model("llama")
+    plain = copy.deepcopy(model)
+    merge(model)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(
+            model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=0
+        )
+
+
+def test_weights_keep_their_names_and_a_saved_model_is_whole(tmp_path):
+    model = _model("qwen2, with biases")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    merge(model)
+    torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(saved, {name: expected[name] for name in saved}, rtol=0, atol=0)
+    assert saved.keys() == expected.keys()
+
+
+def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
+    model = _model("llama")
+    merged, optimizer = merge(model), torch.optim.AdamW(model.parameters(), lr=0.1)
+    plain = copy.deepcopy(_model("llama"))
+    own = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        with merged.casts(), torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        _gradients(plain)
+        for parameter, mine in zip(plain.parameters(), model.parameters(), strict=True):
+            mine.grad = parameter.grad.clone()  # so that rounding can not part the two
+        optimizer.step()
+        own.step()
+        optimizer.zero_grad()
+    with merged.casts(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(
+            model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=0
+        )
+
+
+def test_weights_that_were_moved_elsewhere_are_joined_again():
+    model = _model("qwen2, with biases")
+    plain, merged = copy.deepcopy(model), merge(model)
+    for parameter, own in zip(model.parameters(), plain.parameters(), strict=True):
+        parameter.data = parameter.data.clone()
+        parameter.data *= 1.5
+        own.data *= 1.5
+    with merged.casts(), torch.no_grad():
+        torch.testing.assert_close(
+            model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_model_that_is_merged_twice_has_one_group_that_both_keep_joined():
+    model = _model("llama")
+    plain, first, second = copy.deepcopy(model), merge(model), merge(model)
+    for merged in (first, second, first):
+        for parameter, own in zip(model.parameters(), plain.parameters(), strict=True):
+            parameter.data = parameter.data * 1.1
+            own.data *= 1.1
+        with merged.casts(), torch.no_grad():
+            torch.testing.assert_close(
+                model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-6
+            )
+
+
+def test_outside_of_casts_no_cast_is_kept():
+    model = _model("llama")
+    plain, merged = copy.deepcopy(model), merge(model)
+
+    def logits(each: nn.Module) -> torch.Tensor:
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", torch.bfloat16),
+        ):  # torch's own casts end with it
+            return each(input_ids=IDS).logits
+
+    logits(model)
+    for parameter in (*model.parameters(), *plain.parameters()):
+        parameter.data.mul_(1.5)
+    expected = logits(plain)
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+    with merged.casts():
+        torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+
+
+def test_siblings_that_read_another_input_compute_for_themselves():
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(4, 4),
+                nn.Linear(4, 2),
+                nn.Linear(4, 2),
+            )
+
+    module, own, other = Cross(), torch.randn(3, 4), torch.randn(3, 4)
+    expected = [module.q_proj(own), module.k_proj(other), module.v_proj(own)]
+    merge(module)
+    torch.testing.assert_close(
+        [module.q_proj(own), module.k_proj(other), module.v_proj(own)], expected
+    )
+    torch.testing.assert_close(
+        module.v_proj(own), expected[2]
+    )  # asked again, with nothing left for it
+    changed = own.clone()
+    module.q_proj(changed)
+    changed += 1
+    torch.testing.assert_close(
+        module.v_proj(changed),
+        torch.nn.functional.linear(changed, module.v_proj.weight, module.v_proj.bias),
+    )
+
+
+def test_what_is_more_than_a_plain_linear_layer_is_left_alone():
+    class Adapted(nn.Linear):
+        def forward(self, states):
+            return super().forward(states) + 1
+
+    module = nn.Module()
+    module.gate_proj, module.up_proj = Adapted(4, 4), nn.Linear(4, 4)
+    assert not merge(module).groups
+    module.gate_proj = nn.Linear(4, 4).requires_grad_(False)
+    assert not merge(module).groups
+
+
+def test_nothing_is_left_in_the_mapped_file(tmp_path):
+    _model("llama").save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+
+    def mapped() -> list[str]:
+        return [
+            line
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if str(tmp_path) in line
+        ]
+
+    assert mapped()
+    merge(model)
+    assert not mapped()

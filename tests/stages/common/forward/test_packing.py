@@ -1,0 +1,66 @@
+"""Packing: nothing lost, nothing over the budget but a single long rollout, the same every time."""
+
+import random
+
+import pytest
+
+from quiver.stages.common.forward.packing import Piece, make_pieces, minibatches, pack
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_rollout_once_within_the_budget(seed):
+    rng = random.Random(seed)
+    count = rng.randrange(1, 60)
+    prompts = sorted(rng.randrange(8) for _ in range(count))
+    sizes = {prompt: rng.randrange(1, 20) for prompt in set(prompts)}
+    prompt_tokens, completions = (
+        [sizes[prompt] for prompt in prompts],
+        [rng.randrange(1, 40) for _ in range(count)],
+    )
+    budget = rng.choice([10, 40, 100])
+    pieces = make_pieces(range(count), prompts, prompt_tokens, completions, budget)
+    micros = pack(pieces, budget)
+    assert sorted(row for micro in micros for piece in micro for row in piece.rows) == list(
+        range(count)
+    )
+    for micro in micros:
+        assert (
+            sum(piece.tokens for piece in micro) <= budget or len(micro) == len(micro[0].rows) == 1
+        )
+        for piece in micro:
+            assert len({prompts[row] for row in piece.rows}) == 1
+            assert piece.tokens == sizes[prompts[piece.rows[0]]] + sum(
+                completions[row] - 1 for row in piece.rows
+            )
+    assert pack(pieces, budget) == micros
+
+
+def test_best_fit_fills_the_fullest_row_that_has_room():
+    pieces = [Piece((i,), tokens) for i, tokens in enumerate([6, 5, 4, 3, 2])]
+    assert [[piece.tokens for piece in micro] for micro in pack(pieces, 10)] == [[6, 4], [5, 3, 2]]
+
+
+def test_an_over_long_rollout_gets_a_micro_batch_of_its_own():
+    assert [[p.tokens for p in micro] for micro in pack([Piece((0,), 3), Piece((1,), 50)], 10)] == [
+        [50],
+        [3],
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_minibatches_keep_groups_whole_and_even(count):
+    groups = [3, 3, 0, 0, 1, 1, 2, 2, 4, 4, 5, 5]
+    parts = minibatches(groups, count)
+    assert sorted(row for part in parts for row in part) == list(range(12))
+    assert all(
+        len({groups[row] for row in part} & {groups[row] for row in other}) == 0
+        for part in parts
+        for other in parts
+        if part is not other
+    )
+    assert max(map(len, parts)) - min(map(len, parts)) <= 4
+    assert len(parts) == count
+
+
+def test_more_minibatches_than_groups_leaves_none_empty():
+    assert sorted(map(sorted, minibatches([0, 0, 1, 1], 5))) == [[0, 1], [2, 3]]

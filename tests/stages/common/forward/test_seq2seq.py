@@ -1,0 +1,220 @@
+"""Encoder-decoder models in padded micro-batches against transformers' own forward pass, one
+rollout at a time."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    MBartConfig,
+    MT5Config,
+    PegasusConfig,
+    T5Config,
+    UMT5Config,
+)
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.encoder_decoder import make_pairs, pack_pairs
+from quiver.stages.common.forward.logprob_head import Shaping
+from quiver.stages.common.forward.packing import Piece
+from quiver.stages.common.forward.policy import Policy, choose_mode, score
+from quiver.stages.common.ragged import Ragged
+
+PAD, EOS = 0, 2
+IDS = {"vocab_size": 61, "pad_token_id": PAD, "eos_token_id": EOS}
+T5 = {
+    **IDS,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": PAD,
+}
+LAYERS = {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
+BART = {
+    **IDS,
+    **LAYERS,
+    "d_model": 16,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 64,
+}
+CONFIGS = {
+    "t5": lambda: T5Config(**T5),
+    "t5_untied": lambda: T5Config(**T5, tie_word_embeddings=False),  # T5 1.1: no scale
+    "mt5": lambda: MT5Config(**T5),
+    "umt5": lambda: UMT5Config(**T5),
+    "bart": lambda: BartConfig(**BART, decoder_start_token_id=EOS),
+    "mbart": lambda: MBartConfig(**BART, decoder_start_token_id=EOS),
+    "pegasus": lambda: PegasusConfig(**BART, decoder_start_token_id=PAD),
+}
+KINDS = list(CONFIGS)
+
+
+def _model(kind: str):
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(CONFIGS[kind](), attn_implementation="sdpa").eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.normal_()
+    return model
+
+
+def _data() -> tuple[Sequences, list[int]]:
+    """Four prompts with several completions; among their ids are pad, start and end, in the middle
+    too."""
+    torch.manual_seed(1)
+    prompts, groups = [], []
+    for group, (copies, length) in enumerate([(3, 5), (1, 12), (4, 1), (2, 7)]):
+        prompts += [torch.randint(61, (length,))] * copies
+        groups += [group] * copies
+    completions = [torch.randint(61, (length,)) for length in [1, 5, 2, 7, 1, 9, 11, 3, 4, 2]]
+    completions[1] = torch.tensor([PAD, 7, EOS, PAD, PAD])
+    completions[6][:4] = torch.tensor([EOS, PAD, EOS, EOS])
+    prompts[3] = torch.cat([prompts[3][:4], torch.tensor([PAD, EOS, PAD])])
+    return Sequences(
+        _ragged(prompts), _ragged(completions), torch.linspace(0.6, 1.4, len(groups))
+    ), groups
+
+
+def _ragged(rows: list[torch.Tensor]) -> Ragged:
+    return Ragged.from_lengths(torch.cat(rows), torch.tensor([len(row) for row in rows]))
+
+
+def _reference(model, data: Sequences) -> torch.Tensor:
+    found, start = [], torch.tensor([model.config.decoder_start_token_id])
+    for prompt, completion, temperature in zip(
+        data.prompts, data.completions, data.temperature, strict=True
+    ):
+        inputs = torch.cat([start, completion[:-1]])
+        attended = {
+            "attention_mask": torch.ones(1, len(prompt)),
+            "decoder_attention_mask": torch.ones(1, len(inputs)),
+        }
+        logits = model(
+            input_ids=prompt[None], decoder_input_ids=inputs[None], **attended, use_cache=False
+        ).logits[0]
+        found.append((logits / temperature).log_softmax(-1).gather(1, completion[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("mode", ["shared", "packed", "single"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(kind, mode):
+    model, (data, groups) = _model(kind), _data()
+    expected = _reference(model, data)
+    weights = torch.randn_like(expected)
+    (weights * expected).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    policy = Policy(model, autocast=False)
+    policy.set_mode(mode)
+    for budget in (1, 40, 10_000):
+        for rows in (range(len(groups)), list(range(len(groups)))[::-1]):
+            model.zero_grad()
+            for micro in policy.microbatches(rows, groups, data, budget):
+                layout = policy.layout(micro, data)
+                found, places = policy(layout)[0], data.completions.positions(layout.rows)
+                torch.testing.assert_close(found, expected[places], rtol=0, atol=1e-5)
+                (weights[places] * found).sum().backward()
+            for name, parameter in model.named_parameters():
+                if name in gradients:
+                    torch.testing.assert_close(
+                        parameter.grad, gradients[name], rtol=1e-4, atol=4e-5
+                    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_self_check_takes_every_family(kind):
+    data, groups = _data()
+    policy = Policy(_model(kind), autocast=False)
+    assert choose_mode(policy, data, groups, "shared") == "shared"
+    found = score(policy, policy.microbatches(range(len(groups)), groups, data, 50), data)
+    torch.testing.assert_close(found, _reference(policy.model, data).detach(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["t5", "t5_untied"])
+def test_a_scale_that_is_wrong_is_noticed(kind):
+    data, groups = _data()
+    policy = Policy(_model(kind), autocast=False)
+    policy.shaping = Shaping(1.0 if kind == "t5" else 0.25)
+    with pytest.raises(ConfigError, match="last hidden state"):
+        choose_mode(policy, data, groups, "shared")
+
+
+def test_masks_come_from_lengths():
+    data, groups = _data()
+    policy = Policy(_model("t5"), autocast=False)
+    policy.set_mode("shared")
+    for micro in policy.microbatches(range(len(groups)), groups, data, 60):
+        pairs = make_pairs(micro, data, start=PAD)
+        assert pairs.input_mask.sum(1).tolist() == data.completions.lengths[pairs.rows].tolist()
+        assert pairs.prompt_mask.sum(1).tolist() == [
+            len(data.prompts[piece.rows[0]]) for piece in micro
+        ]
+        for line, row in enumerate(pairs.rows.tolist()):
+            completion = data.completions[row]
+            assert pairs.inputs[line, : len(completion)].tolist() == [
+                PAD,
+                *completion[:-1].tolist(),
+            ]
+            prompt = data.prompts[row]
+            assert pairs.prompts[pairs.owners[line], : len(prompt)].tolist() == prompt.tolist()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_budget_counts_padding(shared):
+    data, groups = _data()
+    keys = groups if shared else range(len(groups))
+    for budget in (1, 20, 45, 1000):
+        bins = pack_pairs(range(len(groups)), keys, data, budget)
+        assert sorted(row for micro in bins for piece in micro for row in piece.rows) == list(
+            range(len(groups))
+        )
+        for micro in bins:
+            pairs = make_pairs(micro, data, PAD)
+            assert pairs.prompts.numel() + pairs.inputs.numel() <= budget or len(pairs.rows) == 1
+            assert len({keys[piece.rows[0]] for piece in micro}) == len(micro)
+    assert len(bins) == 1 and len(bins[0]) == (4 if shared else 10)
+
+
+def test_a_model_without_a_start_id_is_refused():
+    model = _model("t5")
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
+    with pytest.raises(ConfigError, match="no decoder_start_token_id"):
+        Policy(model, autocast=False)
+
+
+def test_padding_is_counted():
+    data = Sequences(
+        _ragged([torch.ones(3), torch.ones(5)]),
+        _ragged([torch.ones(4), torch.ones(1)]),
+        torch.ones(2),
+    )
+    (micro,) = pack_pairs([0, 1], [0, 1], data, 100)
+    assert make_pairs(micro, data, PAD).filling == (2 + 3, 2 * 5 + 2 * 4)
+
+
+def test_layouts_come_in_the_order_of_their_micro_batches_and_an_error_in_one_reaches_its_reader():
+    data, groups = _data()
+    policy = Policy(_model("t5"), autocast=False)
+    policy.set_mode("shared")
+    micros = policy.microbatches(range(len(groups)), groups, data, 30)
+    assert len(micros) > 2
+    found = [layout.rows.tolist() for layout in policy.layouts(micros, data)]
+    assert found == [[row for piece in micro for row in piece.rows] for micro in micros]
+    assert list(policy.layouts([], data)) == []
+    reading = policy.layouts([micros[0], [Piece((999,), 1)], micros[1]], data)
+    assert next(reading).rows.tolist() == found[0]
+    with pytest.raises(IndexError):
+        next(reading)
