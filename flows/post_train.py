@@ -39,9 +39,9 @@ from quiver.stages.common.process import Outcome
 from quiver.stages.logprobs.average import Config as AverageConfig
 
 from .ahead import Ahead
-from .artifacts import link_report
-from .artifacts.iterations import Curve
 from .evaluation import measure, numbers
+from .pages import link_report
+from .pages.iterations import Curve
 from .placement import check_placement
 from .recipe import Recipe
 from .tasks import check_rewards, perform, tagged

@@ -22,7 +22,7 @@ from pathlib import Path
 from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages import MODULES, load
 from quiver.stages.common import early
-from quiver.stages.common.child import HINT, watch_lifeline
+from quiver.stages.common.child import HINT
 from quiver.stages.common.process import Call, perform
 
 
@@ -39,18 +39,11 @@ def main() -> int:
         action="store_true",
         help="import what the stage needs; read the spec when a line comes in",
     )
-    parser.add_argument(
-        "--lifeline",
-        type=int,
-        help="file descriptor; this process dies when its other end is closed",
-    )
     arguments = parser.parse_args()
     gc.set_threshold(
         100_000, 50, 100
     )  # at Python's own, walks over what imports made are a third of their time
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if arguments.lifeline is not None:
-        watch_lifeline(arguments.lifeline)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver.stages").setLevel(logging.INFO)
     if arguments.waits:

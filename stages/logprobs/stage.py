@@ -204,10 +204,10 @@ def _score(
     import numpy as np
     import torch
 
-    from quiver.stages.common.forward.attention import Sequences, prompt_numbers
-    from quiver.stages.common.forward.kernels import choose_kernel
-    from quiver.stages.common.forward.policy import choose_mode, score, token_budget
+    from quiver.stages.common.forward.layout import Sequences, prompt_numbers
+    from quiver.stages.common.forward.policy import score, token_budget
     from quiver.stages.common.forward.precision import narrow
+    from quiver.stages.common.forward.verify import choose_kernel, choose_mode
     from quiver.stages.common.ragged import Ragged
 
     everyone = torch.arange(len(table))

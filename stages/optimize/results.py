@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
+    from .config import Config
     from .rollouts import Loaded
-    from .stage import Config
     from .trainer import Outcome, Trainer
 
 _FORMAT = 1

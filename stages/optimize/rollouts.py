@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError
-from quiver.stages.common.forward.attention import Sequences, prompt_numbers
+from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version

@@ -217,7 +217,7 @@ def _memory() -> dict[str, float]:
 def _quiver(arguments: argparse.Namespace) -> None:
     import torch
 
-    from quiver.stages.common.forward.attention import Sequences
+    from quiver.stages.common.forward.layout import Sequences
     from quiver.stages.common.models.loading import load_model
     from quiver.stages.common.ragged import Ragged
     from quiver.stages.common.store import Store

@@ -8,7 +8,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quiver.stages.common.forward.attention import Sequences, block_attention, make_layout
+from quiver.stages.common.forward.attention import block_attention
+from quiver.stages.common.forward.layout import Sequences, make_layout
 from quiver.stages.common.forward.packing import make_pieces
 from quiver.stages.common.process import Call, run_stage
 from quiver.stages.common.ragged import Ragged

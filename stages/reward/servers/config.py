@@ -24,12 +24,15 @@ from urllib.parse import urlsplit
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError
+from quiver.schemas.manifest import digest
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
 
 from .dialects import judge
 from .dialects.rows import fields
 
+VERSION = 1
+"""Of what the client makes of an answer: a higher one makes rewards anew."""
 TOKEN = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 _SHORTEST = 8  # characters of a token: a shorter one would be found by chance in a server's text
 _BELONGS = {
@@ -203,6 +206,13 @@ class ServerConfig(Base):
             if unknown := sorted(fields(getattr(self, name)) - allowed):
                 raise ValueError(f"{name} knows no {{{unknown[0]}}}; it may have {sorted(allowed)}")
         return self
+
+
+def fingerprint(config: ServerConfig) -> str:
+    """Hash of everything in the section that decides what the server says of a row."""
+    no_matter = {"name", "weight", "extra", "fingerprint"}
+    decides = {name: setting for name, setting in config.key().items() if name not in no_matter}
+    return f"server:{digest([VERSION, decides])}"
 
 
 def _check_key(dialect: str, key: str) -> None:

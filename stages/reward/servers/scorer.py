@@ -22,21 +22,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quiver.schemas.errors import ConfigError, ResourceError, printable
-from quiver.schemas.manifest import digest
-from quiver.stages.reward.scoring import OFFERED, Batch, Part
+from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part
 
 from .config import ServerConfig, secret
 from .dialects import DIALECTS, judge
 from .dialects.rows import Row, as_rows, fields, to_json
 from .dialects.strict import read_json
 from .transport import ExhaustedError, RefusedError, Transport
-
-VERSION = 1
-"""Of what the client makes of an answer: a higher one makes rewards anew."""
-Notice = Callable[[str, str, str], None]
-"""Hears of a failed row at once: name of the server, rollout_id, error. What it raises ends the
-scoring."""
-_NO_MATTER = {"name", "weight", "extra", "fingerprint"}  # to what the server says of a row
 
 
 class ServerScorer:
@@ -60,8 +52,6 @@ class ServerScorer:
             notice,
             prefill,
         )
-        decides = {key: value for key, value in config.key().items() if key not in _NO_MATTER}
-        self.fingerprint = f"server:{digest([VERSION, decides])}"
         self.seconds = 0.0
         self._stop: Callable[[], Any] | None = None
         self._closed = False

@@ -15,7 +15,7 @@ from quiver.stages.common.process import Call, run_stage
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import Work, begin
 from tests.benchmarks.made import Made, make_prompts, make_rollouts, tiny_policy
-from tests.stages.common.test_child import gone
+from tests.stages.common.runtime.test_subprocesses import gone
 from tests.tiny import make_folder, make_policy
 
 SAMPLED = {

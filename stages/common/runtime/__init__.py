@@ -1,0 +1,1 @@
+"""How work is run: processes that end with all that they started."""
