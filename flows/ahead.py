@@ -3,7 +3,7 @@ once with it.
 
 Prefect's `.submit()` waits for its threads when a flow is cancelled, and would leave their children
 behind. Here whatever ends the `with` block (an error, a cancel, Ctrl-C) stops the work first:
-`quiver.stages.common.process` ends its child. When the flow is killed outright, the child sees its
+`quiver.stages.common.runtime.runner` ends its child. When the flow is killed outright, the child sees its
 lifeline close, as every stage does.
 
     with Ahead(lambda: sample(recipe, 2)) as ahead:

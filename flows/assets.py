@@ -20,9 +20,9 @@ from prefect.events import emit_event
 
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.refs import parse
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store
-from quiver.stages.common.tags import Entry
+from quiver.stages.common.store.tags import Entry
 
 EVENT = "prefect.asset.materialization.succeeded"
 MOVED = "quiver.tag.moved"

@@ -25,9 +25,9 @@ from quiver.schemas.errors import printable
 from quiver.schemas.refs import check_name
 from quiver.stages.common.config import parse
 from quiver.stages.common.early import end_early
-from quiver.stages.common.process import Outcome
+from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.store import Store
-from quiver.stages.common.tags import Entry, previous
+from quiver.stages.common.store.tags import Entry, previous
 
 from .approval import Answer, Candidate, require_server, reviewed
 from .artifacts import link_report

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import BusyError, ConfigError, ResourceError
 from quiver.stages.common.child import Stopped
 from quiver.stages.common.early import Hint, begin_early, end_early
-from quiver.stages.common.process import Call, Outcome, perform, run_stage
+from quiver.stages.common.runtime.runner import Call, Outcome, perform, run_stage
 from quiver.stages.common.work import NotDone
 
 from .recipe import Recipe

@@ -32,7 +32,7 @@ from quiver.schemas.errors import (
     printable,
 )
 from quiver.stages.common.child import Stopped
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store
 
 from .placement import GivenUp, Place, require_server

@@ -35,7 +35,7 @@ from prefect import flow
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.early import Hint, end_early
-from quiver.stages.common.process import Outcome
+from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.logprobs.average import Config as AverageConfig
 
 from .ahead import Ahead

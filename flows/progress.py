@@ -20,7 +20,7 @@ from uuid import UUID
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 
-from quiver.stages.common.process import Call
+from quiver.stages.common.runtime.runner import Call
 
 from .artifacts.shown import attempt
 from .artifacts.text import key, quoted

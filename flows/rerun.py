@@ -15,7 +15,7 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import parse
-from quiver.stages.common.process import Call, Outcome, perform
+from quiver.stages.common.runtime.runner import Call, Outcome, perform
 from quiver.stages.common.store import Store
 from quiver.stages.common.work import NotDone
 from quiver.stages.reward.override import load as load_override

@@ -25,7 +25,7 @@ from pathlib import Path
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.child import Stopped
 from quiver.stages.common.early import end_early
-from quiver.stages.common.process import Call
+from quiver.stages.common.runtime.runner import Call
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _POLL_SECONDS = 0.2

@@ -23,8 +23,8 @@ from prefect.context import TagsContext
 
 from quiver.schemas.errors import QuiverError
 from quiver.stages.common.early import Hint
-from quiver.stages.common.process import Call, Outcome
-from quiver.stages.common.process import perform as find_finished
+from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.runner import perform as find_finished
 from quiver.stages.common.store import Store
 from quiver.stages.common.work import NotDone
 from quiver.stages.generate.stage import Config as GenerateConfig

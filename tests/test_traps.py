@@ -210,7 +210,9 @@ def test_trap_raw_instead_of_processed_logprobs(chain):
 def test_trap_hidden_sampling_defaults(chain):
     """The generation config's top_k = 1 would make a group's samples equal, its max_new_tokens all
     of them two ids long."""
-    assert json.loads((chain.policy.path / "generation_config.json").read_text())["top_k"] == 1
+    assert (
+        json.loads((chain.policy.files.folder / "generation_config.json").read_text())["top_k"] == 1
+    )
     for group in range(len(QUESTIONS)):
         members = [row["completion_ids"] for row in chain.rows if row["group_id"] == f"{group:06d}"]
         assert len({tuple(ids) for ids in members}) == 4

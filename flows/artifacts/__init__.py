@@ -14,7 +14,7 @@ from prefect.artifacts import Artifact, LinkArtifact
 
 from quiver.flows.assets import announce
 from quiver.flows.recipe import Recipe
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store, Version
 from quiver.stages.report import stage as report
 

@@ -24,8 +24,8 @@ from types import ModuleType
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import files
 from quiver.stages.common.config import ROOMS
+from quiver.stages.common.store import storage
 
 _imported_as: dict[str, str] = {}
 
@@ -65,7 +65,7 @@ def load(name: str, field: str, wanted: type = Callable) -> tuple[Any, str]:
 def hash_of(module: ModuleType) -> str:
     """sha256 of the module's file; empty where it has none."""
     path = getattr(module, "__file__", None)
-    return files.sha256(Path(path)) if path else ""
+    return storage.sha256(Path(path)) if path else ""
 
 
 def _module(holder: str, field: str) -> ModuleType:
@@ -143,7 +143,7 @@ def _forget_stale_bytecode(name: str) -> None:
 def _from_file(path: Path) -> ModuleType:
     """A module of its own for each file and content: neither an edited file nor its copy elsewhere
     is mistaken for another."""
-    name = f"{path.stem}_{files.sha256(path)[:12]}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    name = f"{path.stem}_{storage.sha256(path)[:12]}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)

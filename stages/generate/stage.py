@@ -246,7 +246,7 @@ def _base(config: Config, store: Store, policy: Version) -> Version | None:
 def _check_sizes(policy: Version) -> None:
     """Name a file of the model that is missing or cut at once, before anything is imported."""
     for entry in policy.manifest.files:
-        path = policy.path / entry.name
+        path = policy.files.folder / entry.name
         if "/" not in entry.name and not (path.is_file() and path.stat().st_size == entry.bytes):
             policy.verify(entry.name)
 

@@ -22,11 +22,10 @@ from pydantic import Field
 
 from quiver.schemas.errors import LineageError
 from quiver.schemas.refs import Ref
-from quiver.stages.common import files
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store import Store, Version, storage
 from quiver.stages.common.work import begin
 
 STAGE_VERSION = 1
@@ -64,10 +63,10 @@ def run(
             return work.done.ref
         for version in (old, new):
             verify_model(version)
-        with work.phase("average"), files.storage(f"{into}/policy"):
+        with work.phase("average"), storage.storage_errors(f"{into}/policy"):
             for entry in new.manifest.files:
                 if "/" not in entry.name and not entry.name.endswith(".safetensors"):
-                    shutil.copyfile(new.path / entry.name, work.folder / entry.name)
+                    shutil.copyfile(new.files.folder / entry.name, work.folder / entry.name)
             _average(old, new, config.rate, work.folder)
         return work.commit().ref
 
@@ -102,7 +101,7 @@ def _average(old: Version, new: Version, rate: float, folder: Path) -> None:
 
 def _weights(version: Version) -> list[Path]:
     return [
-        version.path / e.name
+        version.files.folder / e.name
         for e in version.manifest.files
         if e.name.endswith(".safetensors") and "/" not in e.name
     ]

@@ -18,11 +18,10 @@ from quiver.schemas import advantages as advantages_kind
 from quiver.schemas import updates as updates_kind
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import Ref
-from quiver.stages.common import files
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store import Store, Version, storage
 from quiver.stages.common.work import ROWS_PER_SHARD, Work, begin
 
 from . import lora, optimizer, value_head
@@ -50,7 +49,7 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
     """
     from safetensors.torch import save_file
 
-    with files.storage(f"{work.run}/policy"):
+    with storage.storage_errors(f"{work.run}/policy"):
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
@@ -73,7 +72,7 @@ def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, wo
             folder.mkdir()
             save_file(state, folder / "state.safetensors")
             about = {"format": _FORMAT, "optimizer": "adamw", "step": trainer.step}
-            files.write_bytes(folder / "state.json", json.dumps(about).encode())
+            storage.write_bytes(folder / "state.json", json.dumps(about).encode())
 
 
 def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
@@ -84,14 +83,14 @@ def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
     if not any(entry.name.startswith(f"{_FOLDER}/") for entry in policy.manifest.files):
         return None
     policy.verify(f"{_FOLDER}/")
-    about = json.loads((policy.path / _FOLDER / "state.json").read_bytes())
+    about = json.loads((policy.files.folder / _FOLDER / "state.json").read_bytes())
     if (about.get("format"), about.get("optimizer")) != (_FORMAT, "adamw"):
         raise ConfigError(
             str(policy.ref),
             f"its optimizer state is {about}, expected adamw",
             next="set optimize.load_optimizer = false",
         )
-    return load_file(policy.path / _FOLDER / "state.safetensors")
+    return load_file(policy.files.folder / _FOLDER / "state.safetensors")
 
 
 def commit(

@@ -22,10 +22,10 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import files
 from quiver.stages.common import plugins as dotted
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import without_folder
+from quiver.stages.common.store import storage
 
 from .python_rows import CHUNK, json_rows, to_table, wrong
 
@@ -106,7 +106,7 @@ def read(config: SourceConfig) -> Source:
     elif path.suffix in SUFFIXES:
         if not path.is_file():
             raise wrong(source, f"there is no file {path.absolute()}")
-        sha256, table = files.sha256(path), _from_file(path)
+        sha256, table = storage.sha256(path), _from_file(path)
     elif ":" in source:
         table, sha256 = _from_function(source, config.arguments), ""
     else:

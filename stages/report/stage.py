@@ -19,8 +19,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import LineageError
 from quiver.schemas.manifest import Manifest
-from quiver.stages.common import files
-from quiver.stages.common.store import Store
+from quiver.stages.common.store import Store, storage
 
 from . import samples
 from .gather import STEP_COLUMNS, Gathered, Iteration, gather, latest, policy_number
@@ -39,8 +38,8 @@ def write(store: Store, run: str, path: Path | str | None = None) -> Path:
     folder. LineageError, ResourceError."""
     target = Path(path) if path else store.path / run / FILE
     content = render(store, gather(store, run), latest(store, run)).encode()
-    with files.storage(f"report {target}"):
-        files.write_bytes(target, content)
+    with storage.storage_errors(f"report {target}"):
+        storage.write_bytes(target, content)
     return target
 
 

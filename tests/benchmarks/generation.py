@@ -215,7 +215,7 @@ def _vllm(arguments: argparse.Namespace) -> None:
     )
     limit, clock = _sizes(arguments)[1], Clock()
     llm = LLM(
-        str(policy.path), dtype=DTYPE, max_model_len=max(map(len, asked)) + limit, seed=0, generation_config="vllm",
+        str(policy.files.folder), dtype=DTYPE, max_model_len=max(map(len, asked)) + limit, seed=0, generation_config="vllm",
         logprobs_mode="processed_logprobs", max_num_seqs=256, enable_prefix_caching=True, use_tqdm_on_load=False, **cpu,
     )  # fmt: skip
     clock.start()

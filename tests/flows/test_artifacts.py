@@ -24,7 +24,7 @@ from quiver.flows.assets import EVENT
 from quiver.flows.progress import progress
 from quiver.schemas import fields, prompts, rewards, rollouts
 from quiver.stages.common.config import Config
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.work import ROWS_PER_SHARD, begin
 from quiver.stages.report import samples

@@ -14,7 +14,7 @@ from quiver.flows.artifacts.curves import picture
 from quiver.flows.artifacts.shown import attempt
 from quiver.flows.progress import progress
 from quiver.flows.tasks import describe
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.report import plots, words
 from quiver.stages.report.plots import Panel
 

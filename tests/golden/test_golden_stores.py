@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pytest
 
-from quiver.stages.common.process import Call, perform
+from quiver.stages.common.runtime.runner import Call, perform
 from quiver.stages.common.store import Store
 from quiver.stages.common.work import NotDone
 

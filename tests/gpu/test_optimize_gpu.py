@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quiver.stages.common.forward.attention import Sequences, block_attention, make_layout
 from quiver.stages.common.forward.packing import make_pieces
-from quiver.stages.common.process import Call, run_stage
 from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.runtime.runner import Call, run_stage
 from quiver.stages.common.work import Work
 from quiver.stages.optimize.stage import Config, run
 from tests.stages.generate.making import random_prompts

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from quiver.schemas.errors import QuiverError, unexpected
-from quiver.stages.common.process import Call, perform
+from quiver.stages.common.runtime.runner import Call, perform
 from quiver.stages.common.store import Store
 
 _FORK = multiprocessing.get_context("fork")

@@ -25,11 +25,10 @@ from pydantic import Field, model_validator
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.schemas.refs import Ref
-from quiver.stages.common import files
 from quiver.stages.common.config import Config
 from quiver.stages.common.models import from_function as made
 from quiver.stages.common.models.folder import check_folder, convert_gguf, count_parameters
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store import Store, Version, storage
 from quiver.stages.common.work import begin
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -
         if not force and 0 in store.numbers(into, "policy"):
             what = f"the run starts from another base model than {printable(config.model)}"
             raise ConflictError(f"{into}/policy@0", what, next="choose another name for the run")
-        with work.phase("import"), files.storage(f"{into}/policy@0"):
+        with work.phase("import"), storage.storage_errors(f"{into}/policy@0"):
             fill(work.folder)
             check_folder(work.folder, config.model)
         metrics = {
@@ -161,7 +160,7 @@ def _from_files(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]
         for path in chosen:
             shutil.copyfile(path, folder / path.name)
 
-    return digest([[p.name, files.sha256(p)] for p in chosen]), commit, fill
+    return digest([[p.name, storage.sha256(p)] for p in chosen]), commit, fill
 
 
 def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, Path | None, str]:
@@ -239,7 +238,7 @@ def folder_as_model(role: str, name: str, folder: Path) -> Model:
         return _as_model(
             role,
             name,
-            [(p.name, sha) for p, sha in zip(paths, pool.map(files.sha256, paths), strict=True)],
+            [(p.name, sha) for p, sha in zip(paths, pool.map(storage.sha256, paths), strict=True)],
         )
 
 
@@ -286,7 +285,7 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
         f"its adapter was trained over {told.ref}, expected {told.content_hash[:12]}…, found "
         f"{found}",
         state="its merged weights are whole; nothing was changed.",
-        next=f"restore {told.ref}, or start a new run with policy.model = {str(policy.path)!r}",
+        next=f"restore {told.ref}, or start a new run with policy.model = {str(policy.files.folder)!r}",
     )
 
 
@@ -299,7 +298,7 @@ def _read_json(version: Version, name: str) -> dict[str, Any]:
     if not any(entry.name == name for entry in version.manifest.files):
         return {}
     version.verify(name)
-    return json.loads((version.path / name).read_bytes())
+    return json.loads((version.files.folder / name).read_bytes())
 
 
 def vocabulary_size(version: Version) -> int:
@@ -342,7 +341,7 @@ def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
     """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked."""
     for name in _CARRIED:
         version.verify(name)
-    return load_folders_tokenizer(version.path)
+    return load_folders_tokenizer(version.files.folder)
 
 
 def load_folders_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -365,7 +364,7 @@ def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:
     parent's, byte for byte."""
     model.save_pretrained(folder)
     for name in _CARRIED:
-        if (parent.path / name).is_file():
-            shutil.copyfile(parent.path / name, folder / name)
+        if (parent.files.folder / name).is_file():
+            shutil.copyfile(parent.files.folder / name, folder / name)
         else:
             (folder / name).unlink(missing_ok=True)

@@ -36,7 +36,7 @@ def verify_model(version: Version) -> None:
     for entry in version.manifest.files:
         if "/" not in entry.name:
             version.verify(entry.name)
-    check_folder(version.path, str(version.ref))
+    check_folder(version.files.folder, str(version.ref))
 
 
 def load_model(
@@ -57,7 +57,7 @@ def load_model(
     verify_model(version)
     loader = AutoModelForSeq2SeqLM if is_encoder_decoder(version) else AutoModelForCausalLM
     model = loader.from_pretrained(
-        version.path,
+        version.files.folder,
         dtype=dtype,
         attn_implementation=attn_implementation,
         local_files_only=True,
@@ -92,7 +92,7 @@ def _configs(config: object) -> Iterator[PreTrainedConfig]:
 def restore_dropout(model: PreTrainedModel, version: Version) -> None:
     """Make the config's dropout rates those of `version` again, for saving: they are not this
     project's to change."""
-    original = type(model.config).from_pretrained(version.path)
+    original = type(model.config).from_pretrained(version.files.folder)
     for own, before in zip(_configs(model.config), _configs(original), strict=True):
         for name, value in vars(before).items():
             if "drop" in name:

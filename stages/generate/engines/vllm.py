@@ -24,8 +24,7 @@ import numpy as np
 
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common.config import parse
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models import vllm_env
+from quiver.stages.common.models import checkpoints, vllm_env
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
 
@@ -98,7 +97,7 @@ class VllmEngine:
             **(self._lora_arguments() if self.setup.base else {}),
         }
         model = self.setup.base or self.setup.policy
-        return LLM(str(model.path), **arguments, **options.engine_args)
+        return LLM(str(model.files.folder), **arguments, **options.engine_args)
 
     def _lora_arguments(self) -> dict[str, Any]:
         """Room for one adapter; vLLM knows some ranks only, and takes a smaller one under the
@@ -186,7 +185,9 @@ class VllmEngine:
 
         if self.setup.base is None:
             return None
-        return LoRARequest("policy", 1, str(self.setup.policy.path / checkpoints.ADAPTER_FOLDER))
+        return LoRARequest(
+            "policy", 1, str(self.setup.policy.files.folder / checkpoints.ADAPTER_FOLDER)
+        )
 
     def _parameters(self, seed: int) -> Any:
         from vllm import SamplingParams

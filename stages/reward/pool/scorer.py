@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ConfigDict, Field, model_validator
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable
-from quiver.stages.common import files
 from quiver.stages.common.config import Config, Runtime, without_folder
+from quiver.stages.common.store import storage
 from quiver.stages.reward.functions import FUNCTIONS, Shipped
 from quiver.stages.reward.pool import calls
 from quiver.stages.reward.pool.jobs import About, Function
@@ -103,7 +103,7 @@ class FunctionScorer:
         holder = self._function.use.rpartition(":")[0]
         path = Path(holder).expanduser()
         if holder.endswith(".py") and path.is_file():
-            return f"sha256:{files.sha256(path)}"
+            return f"sha256:{storage.sha256(path)}"
         return self._pool.describe(self._function).fingerprint
 
     @property

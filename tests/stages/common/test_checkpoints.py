@@ -17,10 +17,10 @@ from quiver.schemas.errors import (
     ResourceError,
     SecurityError,
 )
-from quiver.stages.common import files
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, run, save_policy
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.store import storage
 from quiver.stages.common.work import begin
 from tests.tiny import EOS, make_folder, make_policy
 
@@ -35,7 +35,9 @@ def test_the_base_is_policy_zero_byte_for_byte(store, folder):
     assert str(ref) == "a/policy@0"
     version = store.open(ref)
     for entry in version.manifest.files:
-        assert (version.path / entry.name).read_bytes() == (folder / entry.name).read_bytes()
+        assert (version.files.folder / entry.name).read_bytes() == (
+            folder / entry.name
+        ).read_bytes()
     assert run(PolicyConfig(model=str(folder)), store, into="a") == ref
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
     assert version.manifest.metrics["parameters"] == parameters
@@ -113,7 +115,7 @@ def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
     try:
         with (
             pytest.raises(ResourceError, match="a file is larger than") as caught,
-            files.storage("a/policy"),
+            storage.storage_errors("a/policy"),
         ):
             save_file({"a": torch.zeros(10_000)}, tmp_path / "model.safetensors")
     finally:
@@ -156,7 +158,7 @@ def test_hashes_tell_weights_from_tokenizer_from_template(store, folder, tmp_pat
 
 
 def test_one_changed_weight_is_found_before_loading(store, policy):
-    path = policy.path / "model.safetensors"
+    path = policy.files.folder / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)

@@ -51,7 +51,7 @@ def test_it_is_made_once_and_holds_what_makes_a_model(store, source, tmp_path):
         == {path.name for path in version.path.iterdir()} - {"manifest.json"}
     )
     for name in names:
-        assert (version.path / name).read_bytes() == (folder / name).read_bytes()
+        assert (version.files.folder / name).read_bytes() == (folder / name).read_bytes()
     assert version.manifest.config["arguments"] == {"seed": 3}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quiver.stages.common.process import Call, perform, run_stage
+from quiver.stages.common.runtime.runner import Call, perform, run_stage
 from quiver.stages.common.store import Store
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, hashes, require_whole, start, wait

@@ -127,15 +127,15 @@ def test_other_weights_are_other_work(store, policy):
 def test_the_optimizers_state_of_the_policy_is_no_part_of_the_work(store, policy):
     """Another version with the same weights, tokenizer and template gives the same rollouts; its
     optimizer's state is not read."""
-    config_ = PolicyConfig(model=str(policy.path))
+    config_ = PolicyConfig(model=str(policy.files.folder))
     about = {"stage": "test", "stage_version": 1, "config": config_, "inputs": {}}
     with begin(store, "tiny", "policy", **about) as work:
         for entry in policy.manifest.files:
-            shutil.copyfile(policy.path / entry.name, work.folder / entry.name)
+            shutil.copyfile(policy.files.folder / entry.name, work.folder / entry.name)
         (work.folder / "optimizer").mkdir()
         (work.folder / "optimizer" / "state.json").write_text("{}")
         trained = work.commit()
-    (trained.path / "optimizer" / "state.json").write_text("[]")
+    (trained.files.folder / "optimizer" / "state.json").write_text("[]")
     prompts = random_prompts(store, 2)
     first = run(config(), store, prompts=prompts.ref, policy=trained.ref)
     assert run(config(), store, prompts=prompts.ref, policy=policy.ref) == first
@@ -347,7 +347,7 @@ def test_an_unknown_engine_is_named_with_the_nearest():
 @pytest.mark.parametrize("engine", ["scripted", "transformers", "vllm"])
 def test_half_a_checkpoint_is_named_before_the_engine_starts(store, policy, engine):
     prompts = make_prompts(store, [[5]])
-    (policy.path / "model.safetensors").unlink()
+    (policy.files.folder / "model.safetensors").unlink()
     with pytest.raises(CorruptError, match=r"model.safetensors: is missing"):
         run(config(engine=engine), store, prompts=prompts.ref, policy=policy.ref)
     assert "vllm" not in sys.modules
@@ -355,7 +355,7 @@ def test_half_a_checkpoint_is_named_before_the_engine_starts(store, policy, engi
 
 @pytest.mark.parametrize("engine", ["Honest", "Waits", "Chokes"])
 def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, policy, engine):
-    weights = policy.path / "model.safetensors"
+    weights = policy.files.folder / "model.safetensors"
     torn = bytearray(weights.read_bytes())
     torn[-1] ^= 1
     weights.write_bytes(torn)
@@ -416,7 +416,7 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
     again = start(killed, size_after, 0)
     assert again.communicate()[0].strip() == "tiny/rollouts@1"
     version = killed.open("tiny/rollouts@1")
-    assert {name: (version.path / name).stat().st_ino for name in before} == before
+    assert {name: (version.files.folder / name).stat().st_ino for name in before} == before
     assert version.table().equals(calm.open("tiny/rollouts@1").table())
     assert version.manifest.run_key == calm.open("tiny/rollouts@1").manifest.run_key
     assert (

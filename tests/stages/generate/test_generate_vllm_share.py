@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quiver.stages.common.process import Call, run_stage
+from quiver.stages.common.runtime.runner import Call, run_stage
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, require_whole
 from tests.tiny import make_policy

@@ -202,7 +202,7 @@ def _run(store, policy, made, config, **refs):
 
 
 def _tensors(version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    return load_file(version.path / name)
+    return load_file(version.files.folder / name)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def _run(store, made, config=None, policy=None):
 
 
 def _tensors(version, name: str) -> dict[str, torch.Tensor]:
-    return load_file(version.path / name)
+    return load_file(version.files.folder / name)
 
 
 def _equal(one: dict, other: dict) -> bool:

@@ -72,7 +72,7 @@ def _again(**values) -> Config:
 
 
 def _tensors(version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    return load_file(version.path / name)
+    return load_file(version.files.folder / name)
 
 
 def _equal(one: dict, other: dict) -> bool:
@@ -84,7 +84,7 @@ def _by_peft(base, policy):
     of this project."""
     loader = AutoModelForCausalLM if base.ref.run == "llama" else AutoModelForSeq2SeqLM
     return PeftModel.from_pretrained(
-        loader.from_pretrained(base.path, dtype=torch.float32), policy.path / "adapter"
+        loader.from_pretrained(base.path, dtype=torch.float32), policy.files.folder / "adapter"
     ).eval()
 
 
@@ -122,7 +122,8 @@ def test_base_and_adapter_are_the_policy(store, kind):
     assert (merged - before).abs().max() > 1e-2
     assert as_model("policy", done).weights != as_model("policy", made[0]).weights
     config = [
-        json.loads((version.path / "config.json").read_bytes()) for version in (done, made[0])
+        json.loads((version.files.folder / "config.json").read_bytes())
+        for version in (done, made[0])
     ]
     assert config[0] == config[1]
 
@@ -457,7 +458,7 @@ def test_a_base_that_is_gone_or_changed_is_refused(store, made):
 
 def test_a_damaged_adapter_is_refused(store, made):
     first = _run(store, made)
-    path = first.path / "adapter" / "adapter_model.safetensors"
+    path = first.files.folder / "adapter" / "adapter_model.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.write_bytes(data)

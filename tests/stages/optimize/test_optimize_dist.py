@@ -80,8 +80,10 @@ def test_two_ranks_train_as_one(store, policy, tmp_path):
     two = store.open("two/policy@1")
     assert store.numbers("two", "policy") == [1] and store.numbers("two", "updates") == [1]
     assert two.manifest.metrics["processes"] == 2
-    base = load_file(policy.path / "model.safetensors")
-    first, second = (load_file(version.path / "model.safetensors") for version in (one, two))
+    base = load_file(policy.files.folder / "model.safetensors")
+    first, second = (
+        load_file(version.files.folder / "model.safetensors") for version in (one, two)
+    )
     for name, value in first.items():
         torch.testing.assert_close(
             second[name], value, rtol=0, atol=2.4e-7
@@ -125,7 +127,7 @@ def test_ranks_round_alike(store, policy, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (load_file(tmp_path / rank) for rank in "01")
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    alone = load_file(one.path / "model.safetensors")
+    alone = load_file(one.files.folder / "model.safetensors")
     differ = sum(int((value != alone[name]).sum()) for name, value in first.items())
     assert differ < 0.01 * sum(value.numel() for value in first.values())
 

@@ -31,7 +31,7 @@ def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, ma
     second = _run(store, first, made, _config(epochs=1, audit={"enabled": False}, **common))
     assert second.manifest.metrics["step"] == 2
     for folder in ("model.safetensors", "optimizer/state.safetensors"):
-        one, other = load_file(together.path / folder), load_file(second.path / folder)
+        one, other = load_file(together.path / folder), load_file(second.files.folder / folder)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -63,7 +63,7 @@ def test_a_stage_that_would_learn_nothing_is_refused(store, policy, made, caplog
 def test_without_the_state_the_moments_start_anew(store, policy, made):
     common = {"max_staleness": 1, "audit": {"enabled": False}}
     first = _run(store, policy, made, _config(save_optimizer=False))
-    assert not (first.path / "optimizer").exists()
+    assert not (first.files.folder / "optimizer").exists()
     fresh = _run(store, first, made, _config(**common))
     kept = _run(store, _run(store, policy, made, _config()), made, _config(**common))
     assert any(

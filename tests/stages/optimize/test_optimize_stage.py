@@ -51,7 +51,7 @@ def test_the_next_policy_loads_and_keeps_the_tokenizer(store, policy, made):
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     assert before.weights != after.weights
     assert json.loads((done.path / "config.json").read_bytes()) == json.loads(
-        (policy.path / "config.json").read_bytes()
+        (policy.files.folder / "config.json").read_bytes()
     )
     assert sorted(path.name for path in done.path.glob("*.safetensors")) == ["model.safetensors"]
     assert {path.suffix for path in (done.path / "optimizer").iterdir()} == {
@@ -72,7 +72,7 @@ def test_the_next_config_is_the_parents(store, tmp_path, config):
     made = world.make(store, policy, world.even_share, run="own")
     done = _run(store, policy, made, _config(activation_checkpointing=True))
     assert json.loads((done.path / "config.json").read_bytes()) == json.loads(
-        (policy.path / "config.json").read_bytes()
+        (policy.files.folder / "config.json").read_bytes()
     )
 
 

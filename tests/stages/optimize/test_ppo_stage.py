@@ -51,7 +51,7 @@ def _run(store, made, config=None, policy=None, **refs):
 
 
 def _tensors(version, name: str) -> dict[str, torch.Tensor]:
-    return load_file(version.path / name)
+    return load_file(version.files.folder / name)
 
 
 def _equal(one: dict, other: dict) -> bool:
@@ -212,7 +212,7 @@ def test_while_the_critic_warms_up_the_policy_rests(store, made):
     rows = store.open(first.manifest.metrics["updates"]).table().to_pylist()
     assert [row["loss"] for row in rows] == pytest.approx([0.1 * row["value_loss"] for row in rows])
     assert rows[1]["value_loss"] < rows[0]["value_loss"]
-    assert not (first.path / "optimizer").exists()  # no moments yet
+    assert not (first.files.folder / "optimizer").exists()  # no moments yet
     second = _run(
         store, made, config, policy=first
     )  # steps 2 and 3: the last one is the policy's first
@@ -227,7 +227,7 @@ def test_while_the_critic_warms_up_the_policy_rests(store, made):
 
 def test_a_damaged_value_head_is_refused(store, made):
     first = _run(store, made)
-    path = first.path / "value_head" / "state.safetensors"
+    path = first.files.folder / "value_head" / "state.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.chmod(0o644)

@@ -59,7 +59,7 @@ def trained(
 
 def weights(version: Version) -> dict[str, torch.Tensor]:
     """What is saved of a policy, by name."""
-    return load_file(version.path / "model.safetensors")
+    return load_file(version.files.folder / "model.safetensors")
 
 
 class Settings(Config):

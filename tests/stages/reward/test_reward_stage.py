@@ -10,7 +10,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, RewardError
 from quiver.stages.common.config import parse
-from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.stage import Config, FunctionConfig, check_functions, run

@@ -27,7 +27,7 @@ from quiver.schemas.errors import (
     SchemaError,
 )
 from quiver.schemas.manifest import canonical, digest
-from quiver.stages.common import files
+from quiver.stages.common.store import storage
 from quiver.stages.common.config import Config, Runtime
 from quiver.stages.common.store import Store
 from quiver.stages.common.work import begin
@@ -90,7 +90,7 @@ def test_the_same_work_is_found_and_other_work_is_not(store):
 
 def test_other_readers_read_the_files(store):
     version = commit(store)
-    pattern = str(version.path / "*.arrow")
+    pattern = str(version.files.folder / "*.arrow")
     assert (
         pyarrow.dataset.dataset(
             sorted(map(str, version.path.glob("*.arrow"))), format="ipc"
@@ -145,8 +145,8 @@ def test_force_begins_anew(store):
 
 def test_a_file_too_many_is_found(store):
     version = commit(store)
-    (version.path / "part-00002.arrow").write_bytes(
-        (version.path / "part-00001.arrow").read_bytes()
+    (version.files.folder / "part-00002.arrow").write_bytes(
+        (version.files.folder / "part-00001.arrow").read_bytes()
     )
     _, bad = store.verify()
     assert "part-00002.arrow: is no file of this version" in str(bad[0])
@@ -157,7 +157,7 @@ def test_a_file_too_many_is_found(store):
 def test_an_unclear_outcome_is_said(store, monkeypatch):
     """The rename was done, the flush of its folder failed: the version is there, and nobody may
     claim that it will stay."""
-    real = files.sync
+    real = storage.sync
 
     def failing(path):
         if path.name == "logprobs" and list(path.glob("v*")):
@@ -193,7 +193,7 @@ def test_an_id_in_two_shards_is_not_committed(store):
 @pytest.mark.parametrize("damage", ["flip", "cut", "extend", "remove", "swap"])
 def test_damage_is_found_before_parsing_and_named(store, damage):
     version = commit(store)
-    first, second = version.path / "part-00000.arrow", version.path / "part-00001.arrow"
+    first, second = version.files.folder / "part-00000.arrow", version.files.folder / "part-00001.arrow"
     data = bytearray(first.read_bytes())
     if damage == "flip":
         data[len(data) // 2] ^= 4
@@ -218,7 +218,7 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
     store.tag("a", "prod", first.ref)
-    path = first.path / "part-00000.arrow"
+    path = first.files.folder / "part-00000.arrow"
     path.write_bytes(path.read_bytes()[:-1])
     for ref in ("a/logprobs@1", "a/logprobs@prod", None):
         error = store.verify(ref)[1][0]
@@ -229,7 +229,7 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     assert again.manifest.content_hash == first.manifest.content_hash
     assert [error.message for error in store.verify()[1]] == ["its input a/logprobs@1 is gone"]
     again.path.rename(first.path)
-    (first.path / "manifest.json").write_bytes(b"")
+    (first.files.folder / "manifest.json").write_bytes(b"")
     assert (
         store.verify("a/logprobs@1")[1][0].next
         == f"delete {first.path} and run the stage that made it again"
@@ -238,10 +238,10 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
 
 def test_what_a_newer_quiver_wrote_is_not_to_be_deleted(store):
     version = commit(store)
-    data = json.loads((version.path / "manifest.json").read_bytes())
+    data = json.loads((version.files.folder / "manifest.json").read_bytes())
     del data["checksum"]
     data["format"] = 2
-    (version.path / "manifest.json").write_bytes(canonical({**data, "checksum": digest(data)}))
+    (version.files.folder / "manifest.json").write_bytes(canonical({**data, "checksum": digest(data)}))
     assert store.verify()[1][0].next == "update Quiver"
 
 

@@ -8,9 +8,10 @@ import time
 import pytest
 
 from quiver.schemas.errors import BusyError, ConflictError, CorruptError
-from quiver.stages.common import files, tags
+from quiver.stages.common import tags
+from quiver.stages.common.store import storage
 from quiver.stages.common.store import Store
-from tests.stages.common.test_store import Settings, commit
+from tests.stages.common.store.test_store import Settings, commit
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_a_move_that_a_crash_stopped_did_not_happen(store, versions, monkeypatch
     for survived in range(3):
         store.tag("a", "prod", first)
         earlier, left = line(store), survived
-        write = files.write_bytes
+        write = storage.write_bytes
 
         def dies(path, data, write=write):
             nonlocal left

@@ -1,0 +1,1 @@
+"""What runs stages: their contract, the runner, and the processes below it."""
