@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from quiver.schemas.errors import ConfigError
@@ -56,7 +55,7 @@ class Plan:
     """Run that the new versions belong to."""
     kinds: tuple[str, ...]
     """Kinds that it makes, published in this order; the last one is what the call returns."""
-    inputs: Mapping[str, Version] = MappingProxyType({})
+    inputs: Mapping[str, Version] = field(default_factory=dict)
     """Versions that it reads, by role, in the manifest's order."""
     models: tuple[Model, ...] = ()
     """Models that take part, by their hashes."""
