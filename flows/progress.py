@@ -2,7 +2,7 @@
 anyway.
 
     with progress(call, log.info) as on_line:
-        outcome = run_stage(call, on_line=on_line)
+        outcome = run_call(call, on_line=on_line)
 
 A thread of its own tells the server, every few seconds and only of news: a slow server, or none,
 does not hold up the stage, and a stage that is done sooner than that leaves no artifact.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Staging, Writer, open_staging
@@ -62,3 +63,8 @@ def begin(
         if not staging.answer and not force:
             staging.last.is_committed()
         yield OpenWriter(staging)
+
+
+def run_here(stage: str, config, store, **options):
+    """One stage in this process; the reference of its version."""
+    return run_stage(stage, config, store, in_process=True, **options)

@@ -286,7 +286,7 @@ def _trl(arguments: argparse.Namespace) -> None:
     from quiver.stages.common.store import Store
 
     rollouts = _rollouts(arguments.shapes[0], arguments.groups)
-    path = str(Store(arguments.work / "store").open("bench/policy@0").path)
+    path = str(Store(arguments.work / "store").open("bench/policy@0").files.folder)
     total, width = rollouts["completions"].shape
     group = total // arguments.groups
     mask = np.arange(width)[None] < rollouts["lengths"][:, None]

@@ -17,7 +17,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -133,26 +133,26 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
             "its work can not be shared among processes",
             next="start it once, without share",
         )
+    if force:  # it stands beside what is there already
+        plan = replace(plan, only_number=None)
     if os.environ.get("RANK", "0") != "0":
         return _make_without_writers(stage, plan)
-    _require_number(plan, force)
     with open_staging(plan, force=force, share=share if can_share else None) as staging:
         if staging.answer is None:
+            _require_number(plan)
             stage.make(plan, staging.writers)
             staging.publish()
     return staging.answer
 
 
-def _require_number(plan: Plan, force: bool) -> None:
+def _require_number(plan: Plan) -> None:
     """ConflictError where the one number that the version may have is taken by another."""
-    number = plan.only_number
-    if number is None or force or number not in plan.store.numbers(plan.run, plan.kinds[-1]):
-        return
-    raise ConflictError(
-        f"{plan.name}@{number}",
-        "the run starts from another base model than this one",
-        next="choose another name for the run",
-    )
+    if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
+        raise ConflictError(
+            f"{plan.name}@{plan.only_number}",
+            plan.if_number_taken,
+            next="choose another name for the run",
+        )
 
 
 def _make_without_writers(stage: Any, plan: Plan) -> Version:

@@ -62,7 +62,9 @@ class Plan:
     first_number: int = 1
     """Number of the version where its run has none of the last kind yet."""
     only_number: int | None = None
-    """The one number that it may have. None: the next free one."""
+    """The one number that it may have, unless it is forced. None: the next free one."""
+    if_number_taken: str = ""
+    """What is wrong where another version has that number."""
     answer: Version | None = None
     """A version that answers the call without any work, whatever its key."""
     patience_seconds: float | None = None

@@ -18,11 +18,16 @@ from quiver.schemas.errors import (
     SecurityError,
 )
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, run, save_policy
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, save_policy
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import storage
-from quiver.stages.common.work import begin
 from tests.tiny import EOS, make_folder, make_policy
+from tests.writing import begin
+
+
+def run(config, store, *, into):
+    return run_stage("policy", config, store, into=into, in_process=True)
 
 
 @pytest.fixture
@@ -183,17 +188,17 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     before, after = as_model("policy", policy), as_model("policy", version)
     assert before.weights != after.weights
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
-    loaded = AutoModelForCausalLM.from_pretrained(version.path)
+    loaded = AutoModelForCausalLM.from_pretrained(version.files.folder)
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
     assert (
-        AutoTokenizer.from_pretrained(version.path).chat_template
-        == AutoTokenizer.from_pretrained(policy.path).chat_template
+        AutoTokenizer.from_pretrained(version.files.folder).chat_template
+        == AutoTokenizer.from_pretrained(policy.files.folder).chat_template
     )
 
 
 def test_the_tokenizer_is_the_one_that_transformers_chooses(store):
     version = make_policy(store)
-    chosen, ours = AutoTokenizer.from_pretrained(version.path), checkpoints.load_tokenizer(version)
+    chosen, ours = AutoTokenizer.from_pretrained(version.files.folder), checkpoints.load_tokenizer(version)
     text = "<|im_start|>user\nWhat is 3 + four?<|im_end|>\n"
     assert type(ours) is type(chosen)
     assert ours(text)["input_ids"] == chosen(text)["input_ids"]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,16 +17,18 @@ import pytest
 from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
-from quiver.stages.common.work import begin
 from quiver.stages.generate import stage
 from quiver.stages.generate.rows import Rows, row_seed
-from quiver.stages.generate.stage import Config, run
+from quiver.stages.generate.stage import Config
 from tests.stages.generate import making
 from tests.stages.generate.making import good, make_prompts, random_prompts
 from tests.tiny import EOS, make_policy
+from tests.writing import begin
 
 MAKING = "tests.stages.generate.making"
+run = partial(run_stage, "generate", in_process=True)
 SCRIPTED = {"engine": "scripted", "samples_per_prompt": 3, "sampling": {"max_tokens": 8}}
 
 
@@ -373,12 +376,11 @@ def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, polic
 
 SCRIPT = """
 import sys
-from quiver.stages.common.config import parse
-from quiver.stages.common.store import Store
-from quiver.stages.generate.stage import Config, run
-config = parse(Config, {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": int(sys.argv[2]),
-    "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": float(sys.argv[3])}}, "generate")
-print(run(config, Store(sys.argv[1]), prompts="tiny/prompts@1", policy="tiny/policy@0"))
+from quiver.stages.common.runtime.runner import run_stage
+config = {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": int(sys.argv[2]),
+    "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": float(sys.argv[3])}}
+refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}
+print(run_stage("generate", config, sys.argv[1], in_process=True, **refs))
 """
 
 
@@ -432,5 +434,5 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
 )
 def test_the_engines_room_changes_seldom(policy, longest, limit, room):
     """Neither much more than the rows need nor, where it can be, another for a few tokens more."""
-    setup = stage._setup(config(max_model_len=limit), policy, longest)
+    setup = stage.engine_setup(config(max_model_len=limit), policy, longest)
     assert (setup.max_model_len, setup.longest) == (room, longest)

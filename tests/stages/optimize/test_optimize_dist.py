@@ -3,20 +3,28 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 ROOT = Path(__file__).parents[3]
 CODE = """
 import sys
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "optimize", in_process=True)
 store, rollouts, rewards, processes = sys.argv[1:5]
 config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, processes=int(processes), grad_clip=1e9, eps=1.0)
 print(run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two"))
@@ -27,7 +35,10 @@ import os, sys
 from pathlib import Path
 from safetensors.torch import save_file
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "optimize", in_process=True)
 from quiver.stages.optimize.trainer import Trainer
 train = Trainer.train
 def kept(self):

@@ -224,7 +224,7 @@ def test_what_may_fail_decides_no_row(store, sample):
     (staged,) = (store.path / "arith/rewards/.staging").glob("*/part-00000.arrow")
     made = staged.stat().st_mtime_ns
     ref = run(config("mine.py:patient", max_invalid=0.02), store, rollouts=rollouts.ref)
-    assert (store.open(ref).path / "part-00000.arrow").stat().st_mtime_ns == made
+    assert (store.open(ref).files.folder / "part-00000.arrow").stat().st_mtime_ns == made
     assert run(config("mine.py:patient", max_invalid=0.5), store, rollouts=rollouts.ref) == ref
     with pytest.raises(
         RewardError, match=r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows"

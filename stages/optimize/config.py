@@ -1,0 +1,309 @@
+"""How a policy learns from scored rollouts: the fields of `[optimize]`, checked when they are read.
+
+Each class refuses unknown keys, values out of range and fields that contradict each other; what only
+the datasets or the model can tell is checked by the stage. No torch is loaded here.
+
+    config = Config(algorithm="dapo", learning_rate=1e-6)
+    config.resolved().clip_high      # 0.28, which the algorithm's row fills in
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common import config as base
+from quiver.stages.common.config import Runtime
+
+from . import algorithms
+from .lora import Lora
+
+SURROGATE_FIELDS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "delta",
+    "clip_max",
+    "tau_positive",
+    "tau_negative",
+    "token_form",
+)
+"""The fields that are options of a surrogate."""
+_DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Audit(base.Config):
+    """The comparison of the trainer's logprobs with the engine's, before the first update."""
+
+    enabled: bool = True
+    """Compare, and stop the stage when the gap is too large."""
+    max_mean_gap: float = Field(default=0.1, gt=0)
+    """Largest mean of |trainer − old| in nats a token; engines in bfloat16 differ by 0.01 to 0.05.
+    Rollouts of an older policy (see `max_staleness`) differ by right: for them the gap is reported
+    only."""
+
+
+class Correction(base.Config):
+    """The weight exp(prox − old) of a token's loss, where proximal logprobs are given."""
+
+    mode: Literal["truncate", "mask"] = "truncate"
+    """`truncate`: at most `high`; `mask`: 0 outside [low, high]."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Of the token, the product over the completion, or its geometric mean."""
+    low: float = Field(default=0.0, ge=0)
+    """Lower bound, for `mask`."""
+    high: float = Field(default=2.0, gt=0)
+    """Upper bound."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Correction:
+        if self.low >= self.high:
+            raise ValueError(
+                f"low must be < high = {self.high:g}, got {self.low:g}: every weight would be 0"
+            )
+        return self
+
+
+class Config(base.Config):
+    """How a policy learns from scored rollouts."""
+
+    algorithm: str = "grpo"
+    """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline, ppo,
+    or `module:NAME` of an `Algorithm` of your own."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Of AdamW, after warm-up."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps an epoch; groups are dealt out whole. 1 keeps the update on-policy."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the rollouts."""
+    clip_low: float | None = Field(default=None, ge=0)
+    """Distance of the lower clip bound from ratio 1. None: the algorithm's."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """Distance of the upper clip bound from ratio 1. None: the algorithm's."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Where the advantage is negative, the loss is at most this times −advantage. None: off."""
+    delta: float | None = Field(default=None, gt=1)
+    """The ratio is capped here in the unclipped branch; above 1 + clip_high. None: off."""
+    clip_max: float | None = Field(default=None, gt=0)
+    """cispo: largest weight of a token, the bound of the ratio itself (5.0); other systems mean its
+    distance from 1. None: the algorithm's."""
+    tau_positive: float | None = Field(default=None, gt=0)
+    """sapo: how fast the gradient fades away from ratio 1 where the advantage is above 0. None: the
+    algorithm's."""
+    tau_negative: float | None = Field(default=None, gt=0)
+    """sapo: the same where the advantage is not above 0. None: the algorithm's."""
+    token_form: bool | None = None
+    """gspo: each token's own gradient under the sequence's ratio, for advantages that differ within
+    a completion. None: off."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """More options for the surrogate of your own algorithm, by name."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    """What a token weighs. None: the algorithm's."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Divisor of aggregation `constant`. None: what generation allowed, as the rollouts' manifest
+    says."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference in the loss. Above 0 reference logprobs must be given."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL's value."""
+    kl_unbiased: bool = True
+    """Take the gradient of the true KL (that of k2) whatever estimator gives the value."""
+    kl_in_reward: bool = False
+    """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward
+    instead: of each token's with a critic, else of the rollout's."""
+    critic: Literal["trunk", "model"] = "trunk"
+    """`trunk`: a value head on the policy's last hidden states, whose gradient moves the policy's
+    trunk too. `model`: a trunk of its own below the head, at first a copy of the policy, which the
+    critic's loss alone moves; it takes the policy's memory once more, moments included. This and
+    the fields up to `critic_warmup_steps` are for algorithms with a critic (ppo); with others they
+    are refused."""
+    value_coef: float = Field(default=0.1, ge=0)
+    """Weight of the critic's loss. With `critic = "model"` it competes with nothing. 0: the critic
+    judges and learns nothing."""
+    value_clip: float | None = Field(default=0.2, ge=0)
+    """How far a value may move from what it was before the first update, in units of reward. None:
+    any distance."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount of a reward one token later."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """1: the whole reward to come against the critic's value; 0: one token ahead, the rest by the
+    critic."""
+    bootstrap_length: bool = False
+    """A completion cut by length is worth the critic's value of its last state. False: nothing
+    follows it. Not with `on_length = "mask"`, which leaves such completions out."""
+    critic_learning_rate: float | None = Field(default=None, gt=0)
+    """Of the critic, with the policy's warm-up and schedule. None: `learning_rate`."""
+    critic_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of the policy's life in which the critic learns alone and the policy stays as
+    it is."""
+    correction: Correction = Correction()
+    """Off-policy weights; they apply only where proximal logprobs are given."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes after warm-up; linear and cosine reach 0 at `total_steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up, counted over the policy's life."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps over the policy's life at which linear and cosine end. A stage that would
+    begin there is refused."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest global norm of the gradient; a critic that is a model of its own has its own norm,
+    with the same limit."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decay of matrices."""
+    betas: tuple[_DecayRate, _DecayRate] = (0.9, 0.999)
+    """AdamW's decay rates of the moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's denominator constant."""
+    save_optimizer: bool = True
+    """Save AdamW's moments with the policy, so that the next iteration goes on with them (twice the
+    weights' bytes in float32)."""
+    load_optimizer: bool = True
+    """Take up the moments that the starting checkpoint holds, if any."""
+    drop_zero_variance: bool | None = None
+    """Leave groups with equal rewards out of the denominators too. None: the algorithm's."""
+    on_length: Literal["keep", "mask"] = "keep"
+    """Completions cut by length: train on them, or leave them out of the loss (their reward counts
+    in the group's mean)."""
+    max_staleness: int = Field(default=0, ge=0)
+    """How many policies older than the starting checkpoint the one that sampled the rollouts may
+    be."""
+    allow_biased_sampling: bool = False
+    """Accept rollouts sampled with top_p, top_k, min_p, min_tokens or penalties, whose distribution
+    is not the policy's."""
+    score_after: bool = False
+    """Score the rollouts once more after the last step, so that mean_ratio and mean_logprob are the
+    new policy's. False: they are of the policy that the rollout's last step started from."""
+    lora: Lora | None = None
+    """Train adapters instead of all weights. None: all weights."""
+    audit: Audit = Audit()
+    """The numeric audit before the first update."""
+    seed: int = Field(default=0, ge=0)
+    """Decides which groups go into which mini-batch, what new adapters start from, and how
+    bf16_stochastic rounds."""
+    precision: Literal["auto", "fp32", "fp32_fast", "bf16", "bf16_master", "bf16_stochastic"] = (
+        "auto"
+    )
+    """Of passes and weights; AdamW's moments are float32 always. auto: bf16 on a GPU, fp32 on a
+    CPU. fp32_fast: products as fast as float32 can have them here (TF32 on a GPU; oneDNN on a CPU,
+    whose factors may be bfloat16). bf16: autocast, weights in float32. bf16_master: weights in
+    bfloat16, with float32 ones in the optimizer's state. bf16_stochastic: weights in bfloat16
+    alone, rounded by chance after each step."""
+    packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
+    """Most that is packed together: prompts shared by a group, whole rollouts, or nothing. A
+    simpler one is taken when it must be."""
+    token_budget: Runtime[int | None] = Field(default=None, ge=1)
+    """Tokens of one micro-batch. None: 8192 on a GPU, 2048 on a CPU. Lower it when memory is
+    short."""
+    activation_checkpointing: Runtime[bool] = False
+    """Make activations again in the backward pass: less memory, a third more time."""
+    device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
+    """Where to train."""
+    processes: Runtime[int | None] = Field(default=None, ge=1)
+    """How many ranks must take part; another number is refused. None: as many as were launched."""
+    trackers: Runtime[list[str]] = Field(default_factory=list)
+    """accelerate's trackers by name, such as tensorboard."""
+    tracker_folder: Runtime[str | None] = None
+    """Where trackers write."""
+
+    @field_validator("algorithm")
+    @classmethod
+    def _check_algorithm(cls, name: str) -> str:
+        return algorithms.check_name(name)
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Config:
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule {self.schedule!r} needs total_steps")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"total_steps must be > warmup_steps = {self.warmup_steps}, got {self.total_steps}"
+            )
+        if self.precision.startswith("bf16_") and (self.lora or self.critic == "model"):
+            conflicting = "lora" if self.lora else "critic = 'model'"
+            raise ValueError(
+                f"precision {self.precision!r} does not go with {conflicting}: take 'bf16', or "
+                f"leave {conflicting} out"
+            )
+        if self.precision == "bf16_master" and not (self.save_optimizer and self.load_optimizer):
+            raise ValueError(
+                "precision 'bf16_master' keeps its float32 weights in the optimizer's state, so "
+                "save_optimizer and load_optimizer must be true: set them, or take "
+                "'bf16_stochastic'"
+            )
+        if self.kl_in_reward and self.kl_coef == 0:
+            raise ValueError("kl_in_reward needs kl_coef > 0")
+        if self.trackers and not self.tracker_folder:
+            raise ValueError("trackers need tracker_folder, the folder that they write to")
+        return self
+
+    @model_validator(mode="after")
+    def _check_algorithm_options(self) -> Config:
+        has_bounds = self.delta is not None and self.clip_high is not None
+        if has_bounds and self.delta <= 1 + self.clip_high:
+            raise ValueError(
+                f"delta must be > 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}"
+            )
+        for name in self.options:
+            # else the manifest would name a value that did not count
+            if name in (*SURROGATE_FIELDS, "drop_zero_variance"):
+                raise ValueError(f"options.{name} has a field of its own: set optimize.{name}")
+        if self.critic_warmup_steps and self.value_coef == 0:
+            raise ValueError(
+                "critic_warmup_steps > 0 with value_coef = 0: nothing would learn; drop one"
+            )
+        if self.bootstrap_length and self.on_length == "mask":
+            raise ValueError(
+                "bootstrap_length is for completions cut by length, and on_length = 'mask' leaves "
+                "them out: drop one"
+            )
+        algorithms.check_options(self.algorithm, self.surrogate_options())
+        if self.algorithm in algorithms.ALGORITHMS:
+            algorithms.check_effect(
+                algorithms.ALGORITHMS[self.algorithm], self._defaults_of_changed()
+            )
+        return self
+
+    def _defaults_of_changed(self) -> dict[str, Any]:
+        """The defaults of the fields that have another value. A field that is written out at its
+        default, as in a config that travels between processes, is not changed."""
+        defaults = {}
+        for name, field in type(self).model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            if getattr(self, name) != default:
+                defaults[name] = default
+        return defaults
+
+    def key(self) -> dict[str, Any]:
+        """The values that decide the outcome; the source of a user's own algorithm is one of
+        them."""
+        return {
+            **super().key(),
+            "algorithm": base.without_folder(self.algorithm),
+            "algorithm_source": algorithms.source_hash(self.algorithm),
+        }
+
+    def resolved(self) -> Config:
+        """With the algorithm's defaults filled in, so that the manifest says them and a changed
+        default is other work."""
+        row = algorithms.resolve(self.algorithm)
+        try:
+            # a user's own algorithm is known only now
+            algorithms.check_effect(row, self._defaults_of_changed())
+        except ValueError as error:
+            raise ConfigError(
+                f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
+            ) from None
+        defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
+        filled = {}
+        for name in (*SURROGATE_FIELDS, "drop_zero_variance", "aggregation"):
+            if getattr(self, name) is None and not callable(defaults.get(name)):
+                filled[name] = defaults.get(name)
+        return base.parse(Config, {**self.model_dump(), **filled}, "optimize")
+
+    def surrogate_options(self) -> dict[str, Any]:
+        """The surrogate's options that are set here; they go before the algorithm's defaults."""
+        fields = {name: getattr(self, name) for name in SURROGATE_FIELDS}
+        set_fields = {name: option for name, option in fields.items() if option is not None}
+        return {**set_fields, **self.options}
