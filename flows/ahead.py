@@ -3,7 +3,7 @@ once with it.
 
 Prefect's `.submit()` waits for its threads when a flow is cancelled, and would leave their children
 behind. Here whatever ends the `with` block (an error, a cancel, Ctrl-C) stops the work first:
-`quiver.stages.common.process` ends its child. When the flow is killed outright, the child sees its
+`quiver.stages.common.runtime.runner` ends its child. When the flow is killed outright, the child sees its
 lifeline close, as every stage does.
 
     with Ahead(lambda: sample(recipe, 2)) as ahead:
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Generic, TypeVar
 
-from quiver.stages.common.child import GRACE_SECONDS, Stopped
+from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS, Stopped
 
 _T = TypeVar("_T")
 _STOP: ContextVar[threading.Event | None] = ContextVar("quiver_stop", default=None)

@@ -19,8 +19,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from quiver.schemas.errors import printable
-from quiver.stages.common.process import Call, Outcome
-from quiver.stages.common.tags import Entry
+from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.store.tags import Entry
 
 SECONDS = 8.0
 _RESPITE_SECONDS = 600.0

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.process import Outcome
+from quiver.stages.common.runtime.runner import Outcome
 
 from .recipe import Recipe
 from .tasks import check_rewards, describe, perform

@@ -15,7 +15,7 @@ moves by compare-and-swap from the policy that was compared with.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect import flow
@@ -24,10 +24,10 @@ from prefect.runtime import flow_run
 from quiver.schemas.errors import printable
 from quiver.schemas.refs import check_name
 from quiver.stages.common.config import parse
-from quiver.stages.common.early import end_early
-from quiver.stages.common.process import Outcome
+from quiver.stages.common.runtime.prewarm import end_prewarmed
+from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.store import Store
-from quiver.stages.common.tags import Entry, previous
+from quiver.stages.common.store.tags import Entry, previous
 
 from .approval import Answer, Candidate, require_server, reviewed
 from .evaluation import measure, require_held_out
@@ -97,14 +97,19 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
             entry, iterations = _spent(tonight)
             link_report(recipe)
     finally:
-        end_early()
+        end_prewarmed()
     log.info(
         "%-22s %s: %s",
         f"nightly {tonight.name}",
         entry.about["decision"],
         printable(entry.why, 1000),
     )
-    return {"run": recipe.run, "tag": recipe.promotion.tag, **payload_of(entry), "iterations": iterations}
+    return {
+        "run": recipe.run,
+        "tag": recipe.promotion.tag,
+        **payload_of(entry),
+        "iterations": iterations,
+    }
 
 
 def _spent(night: Night) -> tuple[Entry, list[dict[str, Any]]]:
@@ -113,6 +118,8 @@ def _spent(night: Night) -> tuple[Entry, list[dict[str, Any]]]:
     entry = entry_of(night.store, recipe.run, promotion, night.key)
     if entry:
         return entry, []
+    recipe = recipe.resolved()
+    night = replace(night, recipe=recipe)
     base = perform(recipe, "import policy", "policy", recipe.policy, {}, recipe.run, False).ref
     before = _in_use(night, base)
     baseline = measure(recipe, before, night.first - 1)

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import BusyError, ConfigError, ResourceError
-from quiver.stages.common.child import Stopped
-from quiver.stages.common.early import Hint, begin_early, end_early
-from quiver.stages.common.process import Call, Outcome, perform, run_stage
-from quiver.stages.common.work import NotDone
+from quiver.stages.common.config import Config
+from quiver.stages.common.runtime.prewarm import prewarm
+from quiver.stages.common.runtime.runner import Call, Outcome, find, run_call
+from quiver.stages.common.runtime.subprocesses import Stopped
 
 from .recipe import Recipe
 from .slots import slots
@@ -37,11 +37,11 @@ class GivenUp(ResourceError):
     """Nobody took the stage up, or somebody ended it: to try again by itself would not help."""
 
 
-class Next(NamedTuple):
-    """A stage that comes soon, in a child process of this one."""
+class NextStage(NamedTuple):
+    """A stage that comes next, in a child process of this one."""
 
     stage: str
-    hint: Hint
+    config: dict[str, Any]
     python: str | None
     online: bool
 
@@ -58,10 +58,9 @@ class Place:
     online: bool = False
     slots: int = 0
     limit: str | None = None
-    soon: tuple[Next, ...] = ()
-    """Whose processes are begun with this one's: they import, on a core that this one leaves idle
-    as it starts; and where this stage makes their checkpoint, they start as soon as its model is
-    whole."""
+    prewarmed: tuple[NextStage, ...] = ()
+    """Whose processes are started with this one's: they import on a core that this one leaves idle
+    as it starts."""
 
 
 def place_of(recipe: Recipe, stage: str) -> Place:
@@ -79,12 +78,15 @@ def place_of(recipe: Recipe, stage: str) -> Place:
     )
 
 
-def coming(recipe: Recipe, hints: Mapping[str, Hint]) -> tuple[Next, ...]:
-    """Those of the stages hinted at that will run in a child process of this one."""
-    places = {stage: place_of(recipe, stage) for stage in hints}
-    return tuple(
-        Next(name, hints[name], at.python, at.online) for name, at in places.items() if not at.pool
-    )
+def next_stages(recipe: Recipe, configs: Mapping[str, Config]) -> tuple[NextStage, ...]:
+    """Those of the stages that come next which will run in a child process of this one."""
+    stages = []
+    for stage, config in configs.items():
+        where = place_of(recipe, stage)
+        if not where.pool:
+            fields = config.model_dump(mode="json")
+            stages.append(NextStage(stage, fields, where.python, where.online))
+    return tuple(stages)
 
 
 def check_placement(recipe: Recipe) -> None:
@@ -134,18 +136,15 @@ def run_at(
 ) -> Outcome:
     """As `place`, for a place that is known. `on_line` is called with each line of a child process
     of this one."""
-    announcement = ""
-    if not call.force:
-        try:
-            return perform(call, lookup=True)
-        except NotDone as missing:
-            announcement = str(missing.work.announcement)
+    outcome = find(call)
+    if outcome is not None:
+        return outcome
     if where.pool:
         from .pool import run_in_pool
 
         shared = call.stage in SHARED and not call.force
         return run_in_pool(where, replace(call, share=shared), label, tags, stopped)
-    return run_here(where, call, label, announcement, on_line=on_line, stopped=stopped)
+    return run_here(where, call, label, on_line=on_line, stopped=stopped)
 
 
 def run_when_free(
@@ -171,53 +170,32 @@ def run_when_free(
                 log.warning("%s waits: %s", label, error.message)
             pause, told = min(2 * pause, _LONGEST_PAUSE_SECONDS), error.message
         until = time.monotonic() + pause
-        while time.monotonic() < until and not _is_done(call):
+        while time.monotonic() < until and find(call) is None:
             if stopped():
                 raise Stopped(label)
             time.sleep(POLL_SECONDS)
-
-
-def _is_done(call: Call) -> bool:
-    if call.force:  # done is not enough; it is to be done anew
-        return False
-    try:
-        perform(call, lookup=True)
-    except NotDone:
-        return False
-    return True
 
 
 def run_here(
     where: Place,
     call: Call,
     label: str,
-    announcement: str = "",
     *,
     on_line: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """In a child process of this one, once there is a slot for it. `announcement`: where the stage
-    says that its model is whole; engines that come soon wait for that, unless somebody counts who
-    is at work on this host."""
-    if call.stage not in ("prompt", "generate"):
-        end_early(engines=True)  # nobody took it up, and this one may need the memory
-    if call.stage != "optimize" or where.slots or where.limit:
-        announcement = ""
+    """In a child process of this one, once there is a slot for it."""
     with slots(call, label, where.slots, where.limit, stopped) as env:
-        for stage, hint, python, online in (
-            () if env else where.soon
-        ):  # else they know only later which devices they have
-            begin_early(stage, replace(hint, announcement=announcement), python, online)
-        try:
-            return run_stage(
-                call,
-                python=where.python,
-                timeout=where.timeout_seconds,
-                online=where.online,
-                on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
-                env=env,
-                stopped=stopped,
-            )
-        except BaseException:
-            end_early(engines=True)
-            raise
+        # with an environment of their own, processes know only later which devices they have
+        if not env:
+            for stage, config, python, online in where.prewarmed:
+                prewarm(stage, config, python, online)
+        return run_call(
+            call,
+            python=where.python,
+            timeout=where.timeout_seconds,
+            online=where.online,
+            on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
+            env=env,
+            stopped=stopped,
+        )

@@ -34,8 +34,9 @@ from typing import Any
 from prefect import flow
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.early import Hint, end_early
-from quiver.stages.common.process import Outcome
+from quiver.stages.common.config import Config
+from quiver.stages.common.runtime.prewarm import end_prewarmed
+from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.logprobs.average import Config as AverageConfig
 
 from .ahead import Ahead
@@ -73,9 +74,9 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     check_placement(recipe)
     try:
         with tagged(recipe):
-            return _improve(recipe, forced)
+            return _improve(recipe.resolved(), forced)
     finally:
-        end_early()
+        end_prewarmed()
 
 
 def _improve(recipe: Recipe, forced: set[str]) -> dict[str, Any]:
@@ -138,9 +139,16 @@ def sample(
     each stage."""
     prompts = prompts or ask(recipe, policy, iteration, forced)
     config = recipe.generate_config(iteration)
-    soon = {} if recipe.overlap else {"optimize": Hint({})}
+    next_configs = {} if recipe.overlap else {"optimize": recipe.optimize_config()}
     rollouts = _stage(
-        recipe, "generate", iteration, forced, config, soon=soon, prompts=prompts.ref, policy=policy
+        recipe,
+        "generate",
+        iteration,
+        forced,
+        config,
+        next_configs=next_configs,
+        prompts=prompts.ref,
+        policy=policy,
     )
     rewards = _stage(recipe, "reward", iteration, forced, recipe.reward, rollouts=rollouts.ref)
     made = {"prompt": prompts, "generate": rollouts, "reward": rewards}
@@ -204,28 +212,30 @@ def update(
         role: [own[role], *(each[role] for each in replayed)] if replayed else own[role]
         for role in roles
     }
-    config, soon = recipe.optimize_config(), _soon(recipe, iteration)
+    config = recipe.optimize_config()
+    next_configs = _next_configs(recipe, iteration)
     updated = _stage(
-        recipe, "optimize", iteration, forced, config, soon=soon, policy=policy, **refs
+        recipe,
+        "optimize",
+        iteration,
+        forced,
+        config,
+        next_configs=next_configs,
+        policy=policy,
+        **refs,
     )
     seconds["optimize"] = updated.seconds
     return {**own, "policy": updated.ref, "evaluation": None, "seconds": seconds}
 
 
-def _soon(recipe: Recipe, iteration: int) -> dict[str, Hint]:
-    """What the policy that iteration `iteration` makes is asked first; prompts are about as long as
-    the last ones were."""
-    last = iteration == recipe.iterations
-    if recipe.overlap and not last:
+def _next_configs(recipe: Recipe, iteration: int) -> dict[str, Config]:
+    """The config of the stage that comes after iteration `iteration` has optimized."""
+    is_last = iteration == recipe.iterations
+    if recipe.overlap and not is_last:
         return {}  # sampling goes on beside it
     if recipe.is_measured(iteration):
-        config, run = recipe.generate_config(0, evaluation=True), f"{recipe.run}.eval"
-    elif last:
-        return {}
-    else:
-        config, run = recipe.generate_config(iteration + 1), recipe.run
-    refs = {"prompts": f"{run}/prompts@latest"}
-    return {"generate": Hint(config.model_dump(mode="json"), str(recipe.store), refs)}
+        return {"generate": recipe.generate_config(0, evaluation=True)}
+    return {} if is_last else {"generate": recipe.generate_config(iteration + 1)}
 
 
 def _stage(
@@ -235,11 +245,13 @@ def _stage(
     forced: set[str],
     config: Any,
     *,
-    soon: Mapping[str, Hint] = MappingProxyType({}),
+    next_configs: Mapping[str, Config] = MappingProxyType({}),
     **refs: str | list[str],
 ) -> Outcome:
     label, force = f"{name} {iteration}/{recipe.iterations}", name in forced
-    return perform(recipe, label, name, config, refs, recipe.run, force, iteration, soon=soon)
+    return perform(
+        recipe, label, name, config, refs, recipe.run, force, iteration, next_configs=next_configs
+    )
 
 
 def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> dict[str, Any]:

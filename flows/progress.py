@@ -2,7 +2,7 @@
 anyway.
 
     with progress(call, log.info) as on_line:
-        outcome = run_stage(call, on_line=on_line)
+        outcome = run_call(call, on_line=on_line)
 
 A thread of its own tells the server, every few seconds and only of news: a slow server, or none,
 does not hold up the stage, and a stage that is done sooner than that leaves no artifact.
@@ -20,7 +20,7 @@ from uuid import UUID
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 
-from quiver.stages.common.process import Call
+from quiver.stages.common.runtime.runner import Call
 
 from .pages.failures import attempt
 from .pages.text import key, quoted

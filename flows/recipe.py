@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -19,17 +20,18 @@ from pydantic import Field, model_validator
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import NAME
 from quiver.stages.common.config import Config, Runtime, parse
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.evaluate.stage import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.logprobs.stage import Config as LogprobsConfig
-from quiver.stages.logprobs.stage import PassConfig
+from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.logprobs.config import PassConfig
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.stage import Config as OptimizeConfig
-from quiver.stages.prompt.sources import SourceConfig
-from quiver.stages.prompt.stage import Config as PromptConfig
-from quiver.stages.prompt.templates import TemplateConfig
+from quiver.stages.prompt import stage as prompt
+from quiver.stages.prompt.config import INPUTS, SourceConfig, TemplateConfig
+from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
@@ -235,6 +237,21 @@ class Recipe(Config):
             source.startswith("datasets:") for source in sources
         )
 
+    @classmethod
+    def load(cls, path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+        """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError."""
+        return load(path, settings)
+
+    def resolved(self) -> Recipe:
+        """With what it names outside the store looked up: the base model's hash, the hash and the
+        input column of each source. So a run reads its sources once. ConfigError."""
+        data = self.data.model_copy(update=_source_fields(self.prompt_config(1)))
+        if self.data.held_out is not None:
+            held_out = _source_fields(self.prompt_config(0, evaluation=True))
+            data = data.model_copy(update={"held_out": {**self.data.held_out, **held_out}})
+        policy = checkpoints.resolve(self.policy)
+        return self.model_copy(update={"data": data, "policy": policy})
+
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same
         rows each time)."""
@@ -332,6 +349,12 @@ def _check_training(generate: GenerateConfig, optimize: Optimize, overlap: int) 
             f"{generate.samples_per_prompt}: "
             "raise it, or use 'ppo', which needs no group"
         )
+
+
+def _source_fields(config: PromptConfig) -> dict[str, Any]:
+    """The fields of a source that looking at it fills in."""
+    resolved = prompt.resolve(config)
+    return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}
 
 
 def _check_evaluation(recipe: Recipe) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import parse
-from quiver.stages.common.process import Call, Outcome, perform
+from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.runner import find as find_finished
 from quiver.stages.common.store import Store
-from quiver.stages.common.work import NotDone
 from quiver.stages.reward.override import load as load_override
 
 from .by_hand import tell_version
@@ -229,14 +229,14 @@ def _rewards(recipe: Recipe, rollouts: str) -> str:
         {"rollouts": rollouts},
         recipe.run,
     )
-    try:
-        return perform(call, lookup=True).ref
-    except NotDone:
+    outcome = find_finished(call)
+    if outcome is None:
         raise LineageError(
             rollouts,
             "this recipe's [reward] has not scored these rollouts",
             next=f"quiver reward RECIPE --rollouts {rollouts}",
-        ) from None
+        )
+    return outcome.ref
 
 
 def _evaluate(recipe: Recipe, policy: str, iteration: int, force: bool, by_hand: bool) -> Outcome:

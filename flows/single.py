@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from quiver.stages.common.process import Outcome
+from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.store import Store
 
 from . import rerun as plain

@@ -8,7 +8,7 @@ of one user of one machine; `[placement] limits` names a limit of the Prefect se
 beyond that.
 
     with slots(call, "arith · generate 1/3", cpu=1) as env:
-        run_stage(call, env=env)
+        run_call(call, env=env)
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.child import Stopped
-from quiver.stages.common.early import end_early
-from quiver.stages.common.process import Call
+from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.runtime.subprocesses import Stopped
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _POLL_SECONDS = 0.2
@@ -116,7 +115,6 @@ def _take(
         if holders != told:
             told = holders
             log.info("%s waits: %s", label, holders)
-            end_early(engines=True)  # whoever waits for a device is on none
         if stopped():
             raise Stopped(label)
         time.sleep(_POLL_SECONDS)

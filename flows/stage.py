@@ -19,7 +19,7 @@ from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, QuiverError, from_dict
 from quiver.stages.common.config import Config
-from quiver.stages.common.process import Call
+from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.store import Store
 
 from . import logs

@@ -22,18 +22,16 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TagsContext
 
 from quiver.schemas.errors import QuiverError
-from quiver.stages.common.early import Hint
-from quiver.stages.common.process import Call, Outcome
-from quiver.stages.common.process import perform as find_finished
+from quiver.stages.common.config import Config
+from quiver.stages.common.runtime.runner import Call, Outcome, find
 from quiver.stages.common.store import Store
-from quiver.stages.common.work import NotDone
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.reward.stage import check_functions
 
 from . import logs
 from .ahead import is_ahead, is_stopped
 from .pages import publish
-from .placement import GivenUp, Place, coming, place_of, run_when_free
+from .placement import GivenUp, Place, next_stages, place_of, run_when_free
 from .progress import progress
 from .recipe import Placement, Recipe
 
@@ -84,20 +82,18 @@ def perform(
     force: bool,
     iteration: int | None = None,
     *,
-    soon: Mapping[str, Hint] = MappingProxyType({}),
+    next_configs: Mapping[str, Config] = MappingProxyType({}),
 ) -> Outcome:
     """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a
     person reads is logged.
 
     `label` says stage and iteration; of the metrics only single numbers and words come back, the
-    version has them all. The processes of the stages that come `soon` begin to prepare for what is
-    hinted at while this one runs.
+    version has them all. `next_configs`: of the stages that come next; their processes import what
+    they need while this one runs.
     """
     call = Call(stage, config.model_dump(mode="json"), str(recipe.store), refs, into, force)
-    labels, where = (
-        labels_of(recipe, stage, iteration),
-        replace(place_of(recipe, stage), soon=coming(recipe, soon)),
-    )
+    labels = labels_of(recipe, stage, iteration)
+    where = replace(place_of(recipe, stage), prewarmed=next_stages(recipe, next_configs))
     with TagsContext(current_tags=set()):
         outcome = _retrying(recipe.placement, force)(f"{recipe.run} · {label}", call, where, labels)
     log.info("%s", describe(label, outcome))
@@ -147,15 +143,10 @@ def check_rewards(
 ) -> None:
     """ConfigError when something that scores is missing, or can not score `prompts`: told before
     the engine starts, so nothing is looked at where `policy` has answered them already."""
-    try:
-        refs = {"prompts": prompts, "policy": policy}
-        find_finished(
-            Call("generate", config.model_dump(mode="json"), recipe.store, refs, into, force),
-            lookup=True,
-        )
+    refs = {"prompts": prompts, "policy": policy}
+    call = Call("generate", config.model_dump(mode="json"), recipe.store, refs, into, force)
+    if find(call) is not None:
         return
-    except NotDone:
-        pass
     version = Store(recipe.store).open(prompts)
     columns = version.table().schema.field("columns").type
     check_functions(recipe.reward, [field.name for field in columns], version)

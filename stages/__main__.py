@@ -1,8 +1,9 @@
-"""One stage, one process: python -m quiver.stages NAME --spec spec.json --result out.json
+"""One stage, one process: python -m quiver.stages NAME --call call.json --answer answer.json
 
-The spec holds stage, config, store, refs, into, force and share. The result is one JSON object in a
-file, because libraries print on stdout as they like: {"ref", "cached", "rows", "seconds",
-"metrics"}, or {"error": {"code", "object", "message", "next"}}.
+The process imports what the stage needs, if it is told its config beforehand, and waits for a line on
+stdin; then the call is there. The answer is one JSON object in a file, because libraries print on
+stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code", "object",
+"message", "next"}}, with the version of Quiver.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from quiver.schemas.errors import QuiverError, unexpected
-from quiver.stages import MODULES, load
-from quiver.stages.common import early
-from quiver.stages.common.child import HINT
-from quiver.stages.common.process import Call, perform
+from quiver.stages.common.config import parse
+from quiver.stages.common.runtime.prewarm import HINT_NAME
+from quiver.stages.common.runtime.runner import Call, perform, quiver_version
+from quiver.stages.common.runtime.stage import MODULES, load
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -32,39 +35,45 @@ def main() -> int:
         prog="python -m quiver.stages", description=__doc__.splitlines()[0]
     )
     parser.add_argument("stage", choices=sorted(MODULES))
-    parser.add_argument("--spec", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument(
-        "--waits",
-        action="store_true",
-        help="import what the stage needs; read the spec when a line comes in",
-    )
+    parser.add_argument("--call", type=Path, required=True)
+    parser.add_argument("--answer", type=Path, required=True)
     arguments = parser.parse_args()
-    gc.set_threshold(
-        100_000, 50, 100
-    )  # at Python's own, walks over what imports made are a third of their time
+    # at Python's own setting, walks over what imports made are a third of their time
+    gc.set_threshold(100_000, 50, 100)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver.stages").setLevel(logging.INFO)
-    if arguments.waits:
-        config_class, _ = load(arguments.stage)
-        if not early.wait(
-            sys.modules[config_class.__module__], config_class, arguments.spec.with_name(HINT)
-        ):
-            return 0  # nobody needs it
-    call = Call(**json.loads(arguments.spec.read_text()))
-    try:
-        answer, code = asdict(perform(call)), 0
-    except Exception as error:
-        known = isinstance(error, QuiverError)
-        if os.environ.get("QUIVER_DEBUG") or not known:
-            traceback.print_exc()
-        told = error if known else unexpected(f"stage {call.stage}", error)
-        answer, code = {"error": told.to_dict()}, told.exit_code
-    temporary = arguments.result.with_suffix(".tmp")
-    temporary.write_text(json.dumps(answer))
-    temporary.replace(arguments.result)
+    import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))
+    if not sys.stdin.readline():
+        return 0  # nobody needs it
+    answer, code = answer_call(arguments.stage, json.loads(arguments.call.read_text()))
+    temporary = arguments.answer.with_suffix(".tmp")
+    temporary.write_text(json.dumps({**answer, "quiver": quiver_version()}))
+    temporary.replace(arguments.answer)
     return code
+
+
+def import_beforehand(name: str, hint: Path) -> None:
+    """Import what the stage needs for the config in the file `hint`, where there is one."""
+    stage = load(name)
+    if not hint.exists() or not hasattr(stage, "prepare"):
+        return
+    try:
+        stage.prepare(parse(stage.Config, json.loads(hint.read_text()), f"stage {name}"))
+    except Exception as error:  # the call meets it again, if there is one, and tells it as its own
+        log.debug("%s could not prepare: %s", name, error)
+
+
+def answer_call(name: str, fields: dict) -> tuple[dict, int]:
+    """What to answer a call in plain JSON, and the exit code."""
+    try:
+        return asdict(perform(Call.from_json(fields))), 0
+    except Exception as error:
+        is_expected = isinstance(error, QuiverError)
+        if os.environ.get("QUIVER_DEBUG") or not is_expected:
+            traceback.print_exc()
+        reported = error if is_expected else unexpected(f"stage {name}", error)
+        return {"error": reported.to_dict()}, reported.exit_code
 
 
 def leave(code: int) -> None:
@@ -77,7 +86,4 @@ def leave(code: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        leave(main())
-    except early.Anew:
-        early.begin_anew()
+    leave(main())

@@ -8,6 +8,7 @@ vLLM could do wrong of it is in `tests/stages/generate/test_generate_vllm.py`.
 """
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from tokenizers import processors
 from quiver.schemas.errors import NumericError
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Store
@@ -33,6 +33,10 @@ from quiver.stages.prompt import stage as prompt
 from quiver.stages.reward import stage as reward
 from tests import tiny
 from tests.stages.optimize import world
+from tests.writing import run_here
+
+import_policy = partial(run_here, "policy")
+
 
 TEMPERATURE, LONGEST, STOPS = 0.7, 12, [*range(280, 300)]
 HIDDEN = {
@@ -72,7 +76,7 @@ def sampled(store: Store, policy, prompts):
     config = generate.Config(
         engine="transformers", samples_per_prompt=4, dtype="float32", sampling=sampling
     )
-    return store.open(generate.run(config, store, prompts=prompts.ref, policy=policy.ref))
+    return store.open(run_here("generate", config, store, prompts=prompts.ref, policy=policy.ref))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +89,9 @@ def chain(tmp_path_factory):
         "\n".join(json.dumps({"prompt": text}) for text in QUESTIONS)
     )
     prompts = store.open(
-        prompt.run(prompt.Config(source=str(folder / "rows.jsonl")), store, policy=policy.ref)
+        run_here(
+            "prompt", prompt.Config(source=str(folder / "rows.jsonl")), store, policy=policy.ref
+        )
     )
     rollouts = sampled(store, policy, prompts)
     return SimpleNamespace(
@@ -163,7 +169,9 @@ def optimized(chain, rollouts=None, rewards=None, *, config=None, **refs) -> dic
         "rewards": (rewards or chain.rewards).ref,
         **refs,
     }
-    done = chain.store.open(optimize.run(config, chain.store, policy=chain.policy.ref, **named))
+    done = chain.store.open(
+        run_here("optimize", config, chain.store, policy=chain.policy.ref, **named)
+    )
     return {
         row["rollout_id"]: row
         for row in chain.store.open(done.manifest.metrics["advantages"]).table().to_pylist()
@@ -210,7 +218,9 @@ def test_trap_raw_instead_of_processed_logprobs(chain):
 def test_trap_hidden_sampling_defaults(chain):
     """The generation config's top_k = 1 would make a group's samples equal, its max_new_tokens all
     of them two ids long."""
-    assert json.loads((chain.policy.path / "generation_config.json").read_text())["top_k"] == 1
+    assert (
+        json.loads((chain.policy.files.folder / "generation_config.json").read_text())["top_k"] == 1
+    )
     for group in range(len(QUESTIONS)):
         members = [row["completion_ids"] for row in chain.rows if row["group_id"] == f"{group:06d}"]
         assert len({tuple(ids) for ids in members}) == 4
@@ -254,7 +264,7 @@ def test_trap_masks_from_pad_ids(chain, kind, tmp_path):
     asked = [[5, tiny.PAD, 6], [tiny.PAD, tiny.PAD, 7, 8, 9, tiny.PAD], [11]]
     path.write_text("\n".join(json.dumps({"prompt_ids": ids}) for ids in asked))
     prompts = chain.store.open(
-        prompt.run(prompt.Config(source=str(path)), chain.store, policy=chain.policy.ref)
+        run_here("prompt", prompt.Config(source=str(path)), chain.store, policy=chain.policy.ref)
     )
     rows = sampled(chain.store, chain.policy, prompts).table().to_pylist()
     for row in rows:
@@ -329,7 +339,7 @@ def test_trap_reward_failure_stored_as_0(chain, tmp_path):
         "    return [1.0 + len(completion_ids[0])]\n"
     )
     config = reward.Config(functions=[{"use": f"{path}:score"}], max_invalid=0.1, batch_rows=1)
-    rewards = chain.store.open(reward.run(config, chain.store, rollouts=chain.rollouts.ref))
+    rewards = chain.store.open(run_here("reward", config, chain.store, rollouts=chain.rollouts.ref))
     failed = chain.rows[1]["rollout_id"]
     scores = {row["rollout_id"]: row["reward"] for row in rewards.table().to_pylist()}
     assert scores[failed] is None and sum(score is None for score in scores.values()) == 1

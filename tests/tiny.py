@@ -20,7 +20,7 @@ from transformers import (
     T5Config,
 )
 
-from quiver.stages.common.models.checkpoints import PolicyConfig, run
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
 
 PAD, BOS, EOS = 0, 1, 2
@@ -40,18 +40,18 @@ _TEXTS = [
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 320 ids: 0 pad, 1 <|im_start|>, 2 <|im_end|> (the end token)."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
         special_tokens=SPECIALS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(_TEXTS * 4, trainer)
+    bpe.train_from_iterator(_TEXTS * 4, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=SPECIALS[0], bos_token=SPECIALS[1], eos_token=SPECIALS[2]
+        tokenizer_object=bpe, pad_token=SPECIALS[0], bos_token=SPECIALS[1], eos_token=SPECIALS[2]
     )
     fast.chat_template = CHATML
     return fast
@@ -90,9 +90,15 @@ def _config(kind: str, vocabulary: int):
         "decoder_attention_heads": 4,
     }
     return BartConfig(
-        **ids, **layers, d_model=32, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=256,
-        decoder_start_token_id=EOS, forced_eos_token_id=None,
-    )  # fmt: skip
+        **ids,
+        **layers,
+        d_model=32,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=256,
+        decoder_start_token_id=EOS,
+        forced_eos_token_id=None,
+    )
 
 
 def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: int = 320) -> Path:
@@ -103,9 +109,8 @@ def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: in
         torch.manual_seed(seed)
         loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = loader.from_config(config)
-        for parameter in (
-            model.parameters()
-        ):  # the usual 0.02 gives a near-uniform model, in which little can go visibly wrong
+        for parameter in model.parameters():
+            # the usual 0.02 gives a near-uniform model, in which little can go visibly wrong
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, bos_token_id=BOS)
@@ -120,6 +125,7 @@ def make_policy(
     store: Store, run_name: str = "tiny", kind: str = "llama", seed: int = 0, vocabulary: int = 320
 ) -> Version:
     """`run_name/policy@0` in `store`: a tiny model imported as a user's directory would be."""
-    with tempfile.TemporaryDirectory() as folder:
-        made = make_folder(Path(folder), kind, seed, vocabulary)
-        return store.open(run(PolicyConfig(model=str(made)), store, into=run_name))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = make_folder(Path(temporary), kind, seed, vocabulary)
+        config = {"model": str(folder)}
+        return store.open(run_stage("policy", config, store, into=run_name, in_process=True))

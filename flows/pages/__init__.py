@@ -12,7 +12,7 @@ from prefect.artifacts import LinkArtifact
 from prefect.events import emit_event
 
 from quiver.flows.recipe import Recipe
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store
 from quiver.stages.report import stage as report
 

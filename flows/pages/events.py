@@ -21,9 +21,9 @@ from prefect.context import AssetContext
 from prefect.events import emit_event
 
 from quiver.schemas.manifest import Manifest
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store
-from quiver.stages.common.tags import Entry
+from quiver.stages.common.store.tags import Entry
 from quiver.stages.report.lineage import parents_of
 
 EVENT = "prefect.asset.materialization.succeeded"

@@ -22,7 +22,7 @@ _OBJECTS = {
     "Store": "quiver.stages.common.store",
     "Version": "quiver.stages.common.store",
     "Recipe": "quiver.flows.recipe",
-    "run_stage": "quiver.stages.common.process",
+    "run_stage": "quiver.stages.common.runtime.runner",
 }
 _STAGES = {
     "prompt": "quiver.stages.prompt.stage",

@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import files
+from quiver.stages.common.store import storage
 
 ROOMS = ("schemas", "stages", "flows", "deployments")
 """The packages below `quiver`. Before it was the one import name, each had its own."""
@@ -97,7 +97,7 @@ def fingerprint(path: Path) -> str:
 
     A neighbour is a module beside the file or in its package.
     """
-    hashes = {source: files.sha256(source) for source in _sources(path)}
+    hashes = {source: storage.sha256(source) for source in _sources(path)}
     if len(hashes) == 1:
         return hashes[path]
     names = {os.path.relpath(source, path.parent): sha256 for source, sha256 in hashes.items()}
@@ -227,7 +227,7 @@ def _import(holder: str, path: Path, field: str) -> ModuleType:
 def _import_file(path: Path) -> ModuleType:
     """A module of its own for each file and content: neither an edited file nor its copy elsewhere
     is mistaken for another."""
-    name = f"{path.stem}_{files.sha256(path)[:12]}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    name = f"{path.stem}_{storage.sha256(path)[:12]}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
@@ -247,7 +247,7 @@ def _forget_changed(sources: list[Path]) -> None:
 
     Bytecode that is older than its source is stale, though it names the same second and size.
     """
-    hashes = {source: files.sha256(source) for source in sources}
+    hashes = {source: storage.sha256(source) for source in sources}
     changed = any(
         _hash_when_imported.get(source, sha256) != sha256 for source, sha256 in hashes.items()
     )

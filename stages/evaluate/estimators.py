@@ -24,13 +24,15 @@ class Estimate(NamedTuple):
 def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
     """Mean of the groups' means, and its standard error with groups as the independent units.
 
-        s̄_g = Σ_i s_gi / m_g        score = Σ_g s̄_g / n        stderr = √( Σ_g (s̄_g − score)² / (n (n − 1)) )
+        s̄_g = Σ_i s_gi / m_g        score = Σ_g s̄_g / n
+        stderr = √( Σ_g (s̄_g − score)² / (n (n − 1)) )
 
     With one sample a group this is the plain s/√n. With equal m_g it is the clustered standard
     error of Miller 2024, with n (n − 1) in place of n²; with unequal m_g each prompt counts the
     same here, however many of its samples were scored.
 
-    Args: groups: scores by group id; groups without a score are left out by the caller.
+    Args:
+        groups: Scores by group id; groups without a score are left out by the caller.
     Raises: ValueError where there is no group, or an empty one.
     Reference: E. Miller, Adding Error Bars to Evals, 2024, https://arxiv.org/abs/2411.00640
 
@@ -44,9 +46,8 @@ def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
     score = math.fsum(means) / n
     if n < 2:
         return Estimate(score, None, n)
-    return Estimate(
-        score, math.sqrt(math.fsum((mean - score) ** 2 for mean in means) / (n * (n - 1))), n
-    )
+    squares = math.fsum((mean - score) ** 2 for mean in means)
+    return Estimate(score, math.sqrt(squares / (n * (n - 1))), n)
 
 
 def group_means(groups: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -88,26 +89,26 @@ def mean_pass_at_k(groups: Mapping[str, Sequence[float]], k: int, threshold: flo
     >>> mean_pass_at_k({"a": [1.0, 0.0, 0.0, 0.0], "b": [0.0, 0.0], "c": [1.0]}, 2, 1.0)
     Estimate(score=0.25, stderr=0.25, n=2)
     """
-    return clustered_mean(
-        {group: [value] for group, value in group_passes(groups, k, threshold).items()}
-    )
+    passes = group_passes(groups, k, threshold)
+    return clustered_mean({group: [estimate] for group, estimate in passes.items()})
 
 
 def group_passes(
     groups: Mapping[str, Sequence[float]], k: int, threshold: float
 ) -> dict[str, float]:
     """pass@k of each group that has k scores."""
-    able = {group: scores for group, scores in groups.items() if len(scores) >= k}
     return {
-        group: pass_at_k(len(scores), sum(s >= threshold for s in scores), k)
-        for group, scores in able.items()
+        group: pass_at_k(len(scores), sum(score >= threshold for score in scores), k)
+        for group, scores in groups.items()
+        if len(scores) >= k
     }
 
 
 def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Estimate:
     """Mean over groups of ours − theirs, with the standard error of that difference.
 
-        d_g = a_g − b_g        score = Σ_g d_g / n        stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
+        d_g = a_g − b_g        score = Σ_g d_g / n
+        stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
 
     a_g, b_g: what two policies reached on the same prompt: the mean of its samples, or its pass@k.
     What makes a prompt hard for both cancels, so the error is smaller than √(stderr_a² +

@@ -14,13 +14,15 @@ from pydantic import Field, field_validator, model_validator
 
 from quiver.stages.common.config import Config, Runtime
 
-_VLLM_OWN = {
-    "model", "tokenizer", "revision", "tokenizer_revision", "code_revision", "hf_config_path", "hf_overrides", "hf_token",
-    "model_weights", "model_class_overrides", "load_format", "skip_tokenizer_init", "trust_remote_code", "dtype",
-    "max_model_len", "seed", "logprobs_mode", "generation_config", "override_generation_config", "max_num_seqs",
-    "max_num_batched_tokens", "gpu_memory_utilization", "tensor_parallel_size", "enable_prefix_caching", "enforce_eager",
-    "use_tqdm_on_load", "block_size", "enable_chunked_prefill", "kv_cache_memory_bytes", "enable_lora", "max_lora_rank",
-    "max_loras",
+_SET_BY_ENGINE = {
+    "block_size", "code_revision", "dtype", "enable_chunked_prefill", "enable_lora",
+    "enable_prefix_caching", "enforce_eager", "generation_config", "gpu_memory_utilization",
+    "hf_config_path", "hf_overrides", "hf_token", "kv_cache_memory_bytes", "load_format",
+    "logprobs_mode", "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens",
+    "max_num_seqs", "model", "model_class_overrides", "model_weights",
+    "override_generation_config", "revision", "seed", "skip_tokenizer_init",
+    "tensor_parallel_size", "tokenizer", "tokenizer_revision", "trust_remote_code",
+    "use_tqdm_on_load",
 }  # fmt: skip
 """What decides which model answers, how, and how much of the machine it takes."""
 
@@ -95,11 +97,11 @@ class VllmOptions(Config):
     @field_validator("engine_args")
     @classmethod
     def _free(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(_VLLM_OWN & arguments.keys())
-        if taken:
+        refused = sorted(_SET_BY_ENGINE & arguments.keys())
+        if refused:
             raise ValueError(
-                f"{', '.join(taken)} can not be set here: the engine sets it, or an option of its "
-                "own does"
+                f"{', '.join(refused)} can not be set here: the engine sets it, or an option of "
+                "its own does"
             )
         return arguments
 

@@ -17,19 +17,15 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas import rollouts
-from quiver.schemas.fields import per_token, token_ids
 from quiver.schemas.manifest import canonical
-from quiver.stages.generate.engine import Completion, Request
+
+from .engine import Completion, Request
 
 
 def row_seed(seed: int, iteration: int, group_id: str, sample_index: int) -> int:
     """The 63-bit seed of one row, the same on every machine."""
-    return (
-        int.from_bytes(
-            hashlib.sha256(canonical([seed, iteration, group_id, sample_index])).digest()[:8]
-        )
-        >> 1
-    )
+    digest = hashlib.sha256(canonical([seed, iteration, group_id, sample_index])).digest()
+    return int.from_bytes(digest[:8]) >> 1
 
 
 @dataclass(frozen=True)
@@ -49,13 +45,12 @@ class Rows:
 
     def requests(self, indices: Iterable[int]) -> Iterator[Request]:
         """One request for each row index, made as it is taken."""
-        offsets, values = self._prompt_ids.offsets.to_numpy(), self._prompt_ids.values.to_numpy()
+        offsets = self._prompt_ids.offsets.to_numpy()
+        ids = self._prompt_ids.values.to_numpy()
         for index in indices:
             prompt, sample = divmod(index, self.samples)
-            ids = values[offsets[prompt] : offsets[prompt + 1]]
-            yield Request(
-                index, ids, row_seed(self.seed, self.iteration, self._groups[prompt], sample)
-            )
+            seed = row_seed(self.seed, self.iteration, self._groups[prompt], sample)
+            yield Request(index, ids[offsets[prompt] : offsets[prompt + 1]], seed)
 
     @cached_property
     def _prompt_ids(self) -> pa.ListArray:
@@ -65,38 +60,38 @@ class Rows:
     def _groups(self) -> list[str]:
         return self.prompts.column("group_id").to_pylist()
 
-    def rollout_ids(self, start: int, stop: int) -> list[str]:
-        """Ids of rows start … stop - 1."""
-        pairs = (divmod(index, self.samples) for index in range(start, stop))
-        return [f"{self.prefix}-{self._groups[prompt]}-{sample}" for prompt, sample in pairs]
-
     def table(
         self, start: int, completions: list[Completion], texts: list[str], temperature: float
     ) -> pa.Table:
         """rollouts/1 of the rows from `start` on: one completion a row, in the order of their
         indices. [rows]"""
-        stop = start + len(completions)
-        prompt, sample = np.divmod(np.arange(start, stop), self.samples)
-        requests = self.requests(range(start, stop))
-        columns = [
-            pa.array(self.rollout_ids(start, stop), pa.string()),
-            pa.array([self._groups[each] for each in prompt], pa.string()),
-            pa.array(sample, pa.int32()),
-            self._prompt_ids.take(pa.array(prompt)),
-            _lists([c.completion_ids for c in completions], np.int32, token_ids("completion_ids")),
-            _lists([c.logprobs for c in completions], np.float32, per_token("old_logprobs")),
-            pa.array([c.finish_reason for c in completions], pa.string()),
-            pa.array([c.stop_reason for c in completions], pa.string()),
-            pa.array(texts, pa.string()),
-            pa.array(np.full(len(completions), temperature), pa.float32()),
-            pa.array([request.seed for request in requests], pa.int64()),
+        indices = range(start, start + len(completions))
+        prompts, samples = np.divmod(np.array(indices, np.int64), self.samples)
+        groups = [self._groups[prompt] for prompt in prompts]
+        rollout_ids = [
+            f"{self.prefix}-{group}-{sample}" for group, sample in zip(groups, samples, strict=True)
         ]
+        columns = {
+            "rollout_id": rollout_ids,
+            "group_id": groups,
+            "sample_index": pa.array(samples, pa.int32()),
+            "prompt_ids": self._prompt_ids.take(pa.array(prompts)),
+            "completion_ids": _ragged("completion_ids", [c.completion_ids for c in completions]),
+            "old_logprobs": _ragged("old_logprobs", [c.logprobs for c in completions]),
+            "finish_reason": [completion.finish_reason for completion in completions],
+            "stop_reason": [completion.stop_reason for completion in completions],
+            "completion_text": texts,
+            "temperature": pa.array(np.full(len(completions), temperature), pa.float32()),
+            "seed": [request.seed for request in self.requests(indices)],
+        }
         return pa.table(columns, schema=rollouts.SCHEMA)
 
 
-def _lists(arrays: list[np.ndarray], dtype: type, field: pa.Field) -> pa.ListArray:
-    """Values + offsets of a ragged column, from one array a row."""
+def _ragged(name: str, arrays: list[np.ndarray]) -> pa.ListArray:
+    """The list column `name` of one array a row, from values and offsets."""
+    list_type = rollouts.SCHEMA.field(name).type
     offsets = np.zeros(len(arrays) + 1, np.int32)
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    values = np.concatenate(arrays) if arrays else np.empty(0, dtype)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=field.type)
+    empty = np.empty(0, list_type.value_type.to_pandas_dtype())
+    values = np.concatenate([empty, *arrays])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=list_type)

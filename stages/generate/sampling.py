@@ -34,35 +34,28 @@ def processed_logprobs(
         logits = logits.index_fill(-1, stop_ids, -torch.inf)
     if seen is not None:
         penalty = sampling.repetition_penalty
-        logits = torch.where(
-            seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits
-        )
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(seen, penalized, logits)
     if counts is not None:
-        logits = (
-            logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-        )
+        logits = logits - sampling.frequency_penalty * counts
+        logits = logits - sampling.presence_penalty * (counts > 0)
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
-    return _truncated(logits / sampling.temperature, sampling).log_softmax(-1)
-
-
-def _truncated(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    logits = logits / sampling.temperature
     if sampling.min_p > 0:
         probs = logits.softmax(-1)
-        logits = logits.masked_fill(
-            probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf
-        )
+        too_unlikely = probs < sampling.min_p * probs.amax(-1, keepdim=True)
+        logits = logits.masked_fill(too_unlikely, -torch.inf)
     if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
+        kth_logit = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth_logit, -torch.inf)
     if sampling.top_p < 1:
         rising, order = logits.sort(-1)
-        outside = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        outside[:, -1] = False  # the likeliest id always stays
-        logits = logits.masked_fill(
-            torch.zeros_like(outside).scatter(-1, order, outside), -torch.inf
-        )
-    return logits
+        is_outside = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        is_outside[:, -1] = False  # the likeliest id always stays
+        is_outside = torch.zeros_like(is_outside).scatter(-1, order, is_outside)
+        logits = logits.masked_fill(is_outside, -torch.inf)
+    return logits.log_softmax(-1)
 
 
 def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -75,5 +68,6 @@ def draw(logprobs: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> 
     if temperature == 0:
         return logprobs.argmax(-1)
     mass = logprobs.double().exp().cumsum(-1)
-    found = torch.searchsorted(mass, (uniforms * mass[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
-    return found.clamp(max=logprobs.shape[-1] - 1)
+    thresholds = (uniforms * mass[:, -1]).unsqueeze(-1)
+    ids = torch.searchsorted(mass, thresholds, right=True).squeeze(-1)
+    return ids.clamp(max=logprobs.shape[-1] - 1)

@@ -1,8 +1,13 @@
-"""Shards in the making: rows come in any order, a shard is written as soon as its last row is
-there.
+"""Shards in the making: what the engine is asked for, and what becomes of its answers.
 
-The size of a shard is a runtime knob; an unfinished attempt's shards keep the size that they have,
-so a restart with another size still takes them up, and so does every process that shares the work.
+Rows come in any order; a shard is written as soon as its last row is there. The size of a shard is
+a runtime knob: an unfinished attempt's shards keep the size that they have, so a restart with
+another size still takes them up, and so does every process that shares the work.
+
+While rows are unanswered the next shard comes only when fewer than the engine's `ahead` are left,
+and only where the other processes that share the work find one as well: so an engine that decodes
+many rows at once has no empty places at the end of a shard, and none takes everything. With `ahead`
+= 1 a batch never holds rows of two shards.
 """
 
 from __future__ import annotations
@@ -16,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.compute as pc
 
-from quiver.stages.common.claims import each
-from quiver.stages.common.work import Work
-from quiver.stages.generate.engine import Completion, Engine, Limits, checked
+from quiver.stages.common.store.writer import Writer
 
-from .handout import Handout
+from .answers import Answers
+from .engine import Completion, Engine, Request
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -33,106 +37,142 @@ log = logging.getLogger(__name__)
 class Shards:
     """All shards of one version: which are finished, which wait for rows."""
 
-    tokenizer: PreTrainedTokenizerFast
-    """Makes completion_text; set before rows come."""
+    def __init__(self, writer: Writer, rows: Rows, rows_per_shard: int, temperature: float) -> None:
+        self._writer = writer
+        self.rows = rows
+        self._temperature = temperature
+        self._size = writer.rows_per_shard(rows_per_shard)
+        # a version of no rows still has its one file
+        self._count = max(1, -(-len(rows) // self._size))
+        self.claim = writer.claim(self._count)
+        self._completions: dict[int, dict[int, Completion]] = {}
+        """By shard, of those that wait for rows, by row."""
+        self._num_tokens = 0
 
-    def __init__(self, work: Work, rows: Rows, size: int, temperature: float) -> None:
-        self.work, self.rows, self.temperature = work, rows, temperature
-        self.size = work.plan(size)
-        self._count = max(
-            1, -(-len(rows) // self.size)
-        )  # a version of no rows still has its one file
-        self.claims = work.claims(self._count)
-        self._open: dict[int, dict[int, Completion]] = {}
-        self._made_tokens = 0
+    def range_of(self, index: int) -> range:
+        """The rows of a shard."""
+        return range(index * self._size, min((index + 1) * self._size, len(self.rows)))
 
-    def _range(self, index: int) -> range:
-        return range(index * self.size, min((index + 1) * self.size, len(self.rows)))
-
-    def finish_empty(self) -> None:
-        """Write what needs no engine: the shard of a version without rows."""
-        for index in each(self.claims) if not len(self.rows) else ():
-            self.work.write(index, self.rows.table(0, [], [], self.temperature))
-
-    def take(self, engine: Engine, limits: Limits) -> None:
+    def make(self, engine: Engine, tokenizer: PreTrainedTokenizerFast, answers: Answers) -> None:
         """Let the engine make what is not finished; write each shard when it is whole; a line of
         progress every two seconds."""
-        requests = Handout(self.rows, self._range, self.claims, getattr(engine, "ahead", 1))
-        unfinished = self.claims.unfinished()
-        if len(unfinished) < self._count:
-            log.info(
-                "taking up %d of %d shards that are finished",
-                self._count - len(unfinished),
-                self._count,
-            )
-        total = sum(len(self._range(index)) for index in unfinished)
-        start = spoken = time.monotonic()
-        while self.claims.more():
-            completions = (
-                checked(engine.generate(requests), requests, limits)
-                if requests.open()
-                else iter(())
-            )
-            while completion := self._next(completions):
-                self._add(completion)
-                if time.monotonic() - spoken > _SECONDS_BETWEEN_LINES:
-                    self.work.look()
-                    self._say(total, start)
-                    spoken = time.monotonic()
-        self._say(total, start)
+        requests = Requests(self, answers, getattr(engine, "ahead", 1))
+        unfinished = self.claim.unfinished()
+        num_finished = self._count - len(unfinished)
+        if num_finished:
+            log.info("taking up %d of %d shards that are finished", num_finished, self._count)
+        num_rows = sum(len(self.range_of(index)) for index in unfinished)
+        started_at = time.monotonic()
+        logged_at = started_at
+        while self.claim.more():
+            if not requests.open_shard():
+                continue
+            for completion in self._answered(engine, requests):
+                answers.check(completion)
+                self._add(completion, tokenizer)
+                if time.monotonic() - logged_at > _SECONDS_BETWEEN_LINES:
+                    self._writer.look()
+                    self._log_progress(num_rows, started_at)
+                    logged_at = time.monotonic()
+            answers.require_all()
+        self._log_progress(num_rows, started_at)
 
-    def _next(self, completions: Iterator[Completion]) -> Completion | None:
-        with self.work.phase("generate"):
-            return next(completions, None)
-
-    def _say(self, total: int, start: float) -> None:
-        """Rows that are there by now, whoever made them, and the speed of this process."""
-        going = {index: len(self._open.get(index, ())) for index in self.claims.unfinished()}
-        done = total - sum(len(self._range(index)) - rows for index, rows in going.items())
-        log.info(
-            "generate: %d of %d rows, %.0f tokens/s",
-            done,
-            total,
-            self._made_tokens / max(time.monotonic() - start, 1e-9),
-        )
-
-    def _add(self, completion: Completion) -> None:
-        self._made_tokens += len(completion.completion_ids)
-        self.work.told["tokens"] = self._made_tokens
-        index = completion.index // self.size
-        waiting = self._open.setdefault(index, {})
-        waiting[completion.index] = completion
-        if len(waiting) == len(self._range(index)):
-            with self.work.phase("write"):
-                self._write(index, [waiting[row] for row in self._range(index)])
-            del self._open[index]
-
-    def _write(self, index: int, completions: list[Completion]) -> None:
-        ids = [completion.completion_ids for completion in completions]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        self.work.write(
-            index, self.rows.table(self._range(index).start, completions, texts, self.temperature)
-        )
+    def write_empty(self) -> None:
+        """Write the one shard of a version without rows."""
+        for index in self.claim:
+            self._writer.write(index, self.rows.table(0, [], [], self._temperature))
 
     def summary(self) -> tuple[dict[str, Any], dict[str, int]]:
         """Metrics over all rows, and how many ended how. The speed is over those made now, summed
         over processes."""
         reasons: Counter[str] = Counter()
-        lengths = [np.empty(0, np.int64)]
+        lengths = []
         for index in range(self._count):
-            table = self.work.read(index)
+            table = self._writer.read(index)
             reasons.update(table.column("finish_reason").to_pylist())
             lengths.append(pc.list_value_length(table.column("completion_ids")).to_numpy())
         all_lengths = np.concatenate(lengths)
         speeds = [
             part["tokens"] / max(part["seconds"]["generate"], 1e-9)
-            for part in self.work.parts()
+            for part in self._writer.parts()
             if part.get("tokens")
         ]
-        return {
+        mean_length = round(float(all_lengths.mean()), 3) if len(all_lengths) else 0.0
+        metrics = {
             "tokens": int(all_lengths.sum()),
             "tokens_per_second": round(sum(speeds), 1),
-            "mean_completion_tokens": round(float(all_lengths.mean()), 3)
-            if len(all_lengths)
-            else 0.0,
-        }, dict(sorted(reasons.items()))
+            "mean_completion_tokens": mean_length,
+        }
+        return metrics, dict(sorted(reasons.items()))
+
+    def _answered(self, engine: Engine, requests: Requests) -> Iterator[Completion]:
+        """The engine's answers, the time that they take counted as phase `generate`."""
+        completions = engine.generate(requests)
+        while True:
+            with self._writer.phase("generate"):
+                completion = next(completions, None)
+            if completion is None:
+                return
+            yield completion
+
+    def _add(self, completion: Completion, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._num_tokens += len(completion.completion_ids)
+        self._writer.notes["tokens"] = self._num_tokens
+        index = completion.index // self._size
+        rows = self.range_of(index)
+        completions = self._completions.setdefault(index, {})
+        completions[completion.index] = completion
+        if len(completions) < len(rows):
+            return
+        with self._writer.phase("write"):
+            in_order = [completions[row] for row in rows]
+            ids = [completion.completion_ids for completion in in_order]
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            table = self.rows.table(rows.start, in_order, texts, self._temperature)
+            self._writer.write(index, table)
+        del self._completions[index]
+
+    def _log_progress(self, num_rows: int, started_at: float) -> None:
+        """Rows that are there by now, whoever made them, and the speed of this process."""
+        num_missing = sum(
+            len(self.range_of(index)) - len(self._completions.get(index, ()))
+            for index in self.claim.unfinished()
+        )
+        log.info(
+            "generate: %d of %d rows, %.0f tokens/s",
+            num_rows - num_missing,
+            num_rows,
+            self._num_tokens / max(time.monotonic() - started_at, 1e-9),
+        )
+
+
+class Requests:
+    """What the engine draws: an iterator that may end for now, and go on when rows are answered."""
+
+    def __init__(self, shards: Shards, answers: Answers, ahead: int) -> None:
+        self._shards = shards
+        self._answers = answers
+        self._ahead = ahead
+        self._of_shard: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Requests:
+        return self
+
+    def __next__(self) -> Request:
+        request = next(self._of_shard, None)
+        num_unanswered = len(self._answers.unanswered)
+        if request is None and num_unanswered < self._ahead and self.open_shard():
+            request = next(self._of_shard, None)
+        if request is None:
+            raise StopIteration
+        return request
+
+    def open_shard(self) -> bool:
+        """Take the next shard; whether there was one."""
+        index = self._shards.claim.take()
+        if index is None:
+            return False
+        rows = self._shards.range_of(index)
+        self._answers.expect(rows)
+        self._of_shard = self._shards.rows.requests(rows)
+        return True

@@ -6,28 +6,27 @@ Written as a policy version of its own (by the flow into the run `<run>.ref`), s
 lineage, and can be loaded, scored under or evaluated like any other. Refused: models whose weights
 have other names or shapes.
 
-    ref = run(Config(rate=0.1), store, reference="arith/policy@0", policy="arith/policy@3",
-    into="arith.ref")
+    run_stage("average", Config(rate=0.1), store, reference="arith/policy@0",
+        policy="arith/policy@3", into="arith.ref")
 """
 
 from __future__ import annotations
 
-import json
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
-from quiver.schemas.errors import LineageError
-from quiver.schemas.refs import Ref
-from quiver.stages.common import files
+from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
+from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import begin
+from quiver.stages.common.store.storage import storage_errors
+from quiver.stages.common.store.writer import Writer
 
 STAGE_VERSION = 1
 
@@ -39,77 +38,79 @@ class Config(Base):
     """Share of the policy in the new reference."""
 
 
-def run(
-    config: Config,
-    store: Store,
-    *,
-    reference: str | Ref,
-    policy: str | Ref,
-    into: str,
-    force: bool = False,
-) -> Ref:
-    """Write the average of `reference` and `policy` as the next policy of run `into`. LineageError:
-    they are not one model."""
-    old, new = store.open(reference), store.open(policy)
-    models = (checkpoints.as_model("reference", old), checkpoints.as_model("policy", new))
-    about = {
-        "stage": "average",
-        "stage_version": STAGE_VERSION,
-        "config": config,
-        "inputs": {},
-        "models": models,
-    }
-    with begin(store, into, "policy", force=force, **about) as work:
-        if work.done:
-            return work.done.ref
-        for version in (old, new):
-            verify_model(version)
-        with work.phase("average"), files.storage(f"{into}/policy"):
-            for entry in new.manifest.files:
-                if "/" not in entry.name and not entry.name.endswith(".safetensors"):
-                    shutil.copyfile(new.path / entry.name, work.folder / entry.name)
-            _average(old, new, config.rate, work.folder)
-        return work.commit().ref
+def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
+    """The average of `refs["reference"]` and `refs["policy"]`, as the next policy of run `into`.
+    ConfigError."""
+    if into is None:
+        raise ConfigError("stage average", "no run is named", next="say into which run it goes")
+    models = tuple(
+        checkpoints.as_model(role, store.open(refs[role])) for role in ("reference", "policy")
+    )
+    return Plan(
+        store=store,
+        stage="average",
+        stage_version=STAGE_VERSION,
+        config=config,
+        run=into,
+        kinds=("policy",),
+        models=models,
+        first_number=0,
+    )
 
 
-def _average(old: Version, new: Version, rate: float, folder: Path) -> None:
-    """Every weight file of `new`, one at a time, in float32: in bfloat16 a small rate would move
+def check(plan: Plan) -> None:
+    """Nothing can be tried but the work itself."""
+
+
+def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
+    """Write the average. LineageError: they are not one model."""
+    writer = writers["policy"]
+    reference, policy = (plan.store.open(model.ref) for model in plan.models)
+    verify_model(reference)
+    verify_model(policy)
+    with writer.phase("average"), storage_errors(plan.name):
+        for name in policy.files.names:
+            if "/" not in name and not name.endswith(".safetensors"):
+                shutil.copyfile(policy.files.path(name), writer.folder / name)
+        _average(reference, policy, plan.config.rate, writer.folder)
+    writer.finish()
+
+
+def _average(reference: Version, policy: Version, rate: float, folder: Path) -> None:
+    """Every weight file of `policy`, one at a time, in float32: in bfloat16 a small rate would move
     nothing."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    places = {name: file for file in _weights(old) for name in _names(file)}
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(file, "pt")) for file in set(places.values())}
-        for file in _weights(new):
-            made: dict[str, Any] = {}
-            with safe_open(file, "pt") as source:
-                for name in source.keys():  # noqa: SIM118  not a dict
-                    tensor = source.get_tensor(name)
-                    held = opened[places[name]].get_tensor(name) if name in places else None
-                    if held is None or held.shape != tensor.shape:
-                        found = f"shape {list(held.shape)}" if held is not None else "nothing"
-                        message = (
-                            f"weight {name}: expected shape {list(tensor.shape)}, found {found}"
-                        )
+        file_of_weight = {}
+        for path in _weight_files(reference):
+            file = stack.enter_context(safe_open(path, "pt"))
+            file_of_weight.update(dict.fromkeys(file.keys(), file))
+        for path in _weight_files(policy):
+            averages = {}
+            with safe_open(path, "pt") as policy_file:
+                for name in policy_file.keys():  # noqa: SIM118  not a dict
+                    weight = policy_file.get_tensor(name).float()
+                    there = "nothing"
+                    if name in file_of_weight:
+                        reference_weight = file_of_weight[name].get_tensor(name).float()
+                        there = f"shape {list(reference_weight.shape)}"
+                    expected = f"shape {list(weight.shape)}"
+                    if there != expected:
                         raise LineageError(
-                            str(old.ref), message, next="average two versions of one model"
+                            str(reference.ref),
+                            f"weight {name}: expected {expected}, found {there}",
+                            next="average two versions of one model",
                         )
-                    made[name] = torch.lerp(held.float(), tensor.float(), rate).contiguous()
-            save_file(made, folder / file.name, {"format": "pt"})
+                    averages[name] = torch.lerp(reference_weight, weight, rate).contiguous()
+            save_file(averages, folder / path.name, {"format": "pt"})
 
 
-def _weights(version: Version) -> list[Path]:
+def _weight_files(version: Version) -> list[Path]:
     return [
-        version.path / e.name
-        for e in version.manifest.files
-        if e.name.endswith(".safetensors") and "/" not in e.name
+        version.files.path(name)
+        for name in version.files.names
+        if name.endswith(".safetensors") and "/" not in name
     ]
-
-
-def _names(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file, from its header."""
-    with open(file, "rb") as raw:
-        header = json.loads(raw.read(int.from_bytes(raw.read(8), "little")))
-    return [name for name in header if name != "__metadata__"]

@@ -28,14 +28,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import files
 from quiver.stages.common.config import Config
 from quiver.stages.common.models.checkpoints import (
     ADAPTER_FOLDER,
     OPTIMIZER_FOLDER,
     adapter_base,
 )
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store import Store, Version, storage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,7 +94,7 @@ def _check_same(config: Lora, policy: Version) -> None:
             f"optimize.lora {policy.ref}",
             f"its adapter has {expected}, the recipe asks for {found}",
             next="ask for what it has, or start a new run with policy.model = "
-            f"{str(policy.path)!r}",
+            f"{str(policy.files.folder)!r}",
         )
 
 
@@ -231,7 +230,7 @@ def _load(model: nn.Module, policy: Version) -> None:
 
     policy.verify(f"{ADAPTER_FOLDER}/")
     found, wanted = (
-        load_file(policy.path / ADAPTER_FOLDER / "adapter_model.safetensors"),
+        load_file(policy.files.folder / ADAPTER_FOLDER / "adapter_model.safetensors"),
         _adapters(model),
     )
     if {name: value.shape for name, value in found.items()} != {
@@ -261,7 +260,7 @@ def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
         "inference_mode": True,
         "target_modules": sorted(about["target_modules"]),
     }  # a set, in any order
-    files.write_bytes(
+    storage.write_bytes(
         folder / ADAPTER_FOLDER / "adapter_config.json",
         json.dumps(about, indent=2, sort_keys=True).encode(),
     )

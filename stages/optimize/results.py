@@ -1,14 +1,14 @@
 """What optimize leaves behind: the policy folder with its optimizer state, advantages/1, updates/1,
 and the manifest's numbers.
 
-Optimizer state is safetensors and JSON in a folder below the policy's, never a pickle. The policy
-is committed last: while it is not visible, the work is not done, whatever else is.
+Optimizer state is safetensors and JSON in a folder below the policy's, never a pickle.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -17,13 +17,11 @@ import torch
 from quiver.schemas import advantages as advantages_kind
 from quiver.schemas import updates as updates_kind
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.refs import Ref
-from quiver.stages.common import files
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import ROWS_PER_SHARD, Work, begin
+from quiver.stages.common.store import Version, storage
+from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import lora, optimizer, value_head
 from .losses import log_ratio
@@ -40,40 +38,36 @@ _FORMAT = 1
 _FOLDER = checkpoints.OPTIMIZER_FOLDER
 
 
-def save(config: Config, parent: Version, model: nn.Module, trainer: Trainer, work: Work) -> None:
+def save(
+    config: Config, parent: Version, model: nn.Module, trainer: Trainer, writer: Writer
+) -> None:
     """Write the model directory and, if asked, the optimizer's state below it, into the folder of
-    `work`.
-
-    Where this is the only rank, the model's memory is given back and the model announced before the
-    state is written: whoever waits for it may begin. `model` and `trainer` are of no use after
-    this.
-    """
+    `writer`. `model` and `trainer` are of no use after this."""
     from safetensors.torch import save_file
 
-    with files.storage(f"{work.run}/policy"):
+    with storage.storage_errors(f"{writer.run}/policy"):
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
         if config.lora:
-            lora.save_and_merge(model, work.folder)
-        checkpoints.save_policy(model, parent, work.folder)
+            lora.save_and_merge(model, writer.folder)
+        checkpoints.save_policy(model, parent, writer.folder)
         if trainer.judge is not None:
             value_head.save(
                 trainer.judge,
                 trainer.optimizer,
-                work.folder,
+                writer.folder,
                 config.critic,
                 moments=config.save_optimizer,
             )
         if trainer.accelerator.num_processes == 1:
             trainer.free()
-            work.announce(parent.ref.version + 1)
         if state:
-            folder = work.folder / _FOLDER
+            folder = writer.folder / _FOLDER
             folder.mkdir()
             save_file(state, folder / "state.safetensors")
             about = {"format": _FORMAT, "optimizer": "adamw", "step": trainer.step}
-            files.write_bytes(folder / "state.json", json.dumps(about).encode())
+            storage.write_bytes(folder / "state.json", json.dumps(about).encode())
 
 
 def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
@@ -81,59 +75,37 @@ def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
     none. ConfigError."""
     from safetensors.torch import load_file
 
-    if not any(entry.name.startswith(f"{_FOLDER}/") for entry in policy.manifest.files):
+    if f"{_FOLDER}/state.json" not in policy.files.names:
         return None
     policy.verify(f"{_FOLDER}/")
-    about = json.loads((policy.path / _FOLDER / "state.json").read_bytes())
+    about = json.loads(policy.files.read(f"{_FOLDER}/state.json"))
     if (about.get("format"), about.get("optimizer")) != (_FORMAT, "adamw"):
         raise ConfigError(
             str(policy.ref),
             f"its optimizer state is {about}, expected adamw",
             next="set optimize.load_optimizer = false",
         )
-    return load_file(policy.path / _FOLDER / "state.safetensors")
+    return load_file(policy.files.path(f"{_FOLDER}/state.safetensors"))
 
 
-def commit(
-    store: Store,
-    run: str,
-    about: dict[str, Any],
-    loaded: Loaded,
-    outcome: Outcome,
-    work: Work,
-    accelerator: Accelerator,
-    *,
-    force: bool = False,
-) -> Ref:
-    """Commit advantages, updates and, last, the policy; its reference.
-
-    The policy is flushed and hashed before, so between the first commit and the last lie
-    milliseconds. A stage that dies just there leaves advantages and updates of its run_key; the
-    restart takes them up.
-    """
-    work.seal()
-    status = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
-    refs = {}
-    for kind, table, counts in (
-        ("advantages", advantages_table(loaded, outcome), status),
-        ("updates", updates_table(outcome), {}),
-    ):
-        with begin(store, run, kind, force=force, **about) as other:
-            for index in range(0 if other.done else max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
-                other.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
-            refs[kind] = str(
-                (other.done or other.commit(status=counts, device=accelerator.device.type)).ref
-            )
-    parent = about["inputs"]["policy"].ref
-    number = None if store.numbers(run, "policy") else parent.version + 1
-    metrics = _finite(
-        {
-            **metrics_of(loaded, outcome, work.seconds.get("steps", 0.0)),
-            **refs,
-            "processes": accelerator.num_processes,
-        }
-    )
-    return work.commit(metrics=metrics, device=accelerator.device.type, number=number).ref
+def finish(
+    writers: Mapping[str, Writer], loaded: Loaded, outcome: Outcome, accelerator: Accelerator
+) -> None:
+    """Write advantages and updates, and say what the three manifests tell."""
+    device = accelerator.device.type
+    kept_and_dropped = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
+    tables = {
+        "advantages": (advantages_table(loaded, outcome), kept_and_dropped),
+        "updates": (updates_table(outcome), {}),
+    }
+    for kind, (table, status) in tables.items():
+        for index in writers[kind].unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+            writers[kind].write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
+        writers[kind].finish(status=status, device=device)
+    seconds = writers["policy"].seconds.get("steps", 0.0)
+    metrics = metrics_of(loaded, outcome, seconds)
+    metrics["processes"] = accelerator.num_processes
+    writers["policy"].finish(metrics=_finite(metrics), device=device)
 
 
 def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, Any]:

@@ -74,7 +74,10 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
         raise _nothing(versions, 0, 0)
     for own in versions:
         check_rows(
-            own.table, str(own.rollouts.ref), own.inputs["policy"], ahead=config.bootstrap_length
+            own.table,
+            str(own.rollouts.ref),
+            own.inputs["policy"],
+            with_next_state=config.bootstrap_length,
         )
     table = pa.concat_tables([own.table for own in versions])
     scores = torch.where(_mask(pc.equal(table["finish_reason"], "abort")), torch.nan, scores)

@@ -21,8 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common import files
-from quiver.stages.common.store import Version
+from quiver.stages.common.store import Version, storage
 
 from . import optimizer as adamw
 
@@ -69,7 +68,7 @@ def save(
     own = folder / FOLDERS[kind]
     own.mkdir()
     save_file(tensors, own / "state.safetensors")
-    files.write_bytes(own / "state.json", json.dumps({"format": _FORMAT}).encode())
+    storage.write_bytes(own / "state.json", json.dumps({"format": _FORMAT}).encode())
 
 
 def holds(policy: Version, kind: str) -> bool:
@@ -86,14 +85,14 @@ def load(policy: Version, kind: str) -> dict[str, torch.Tensor] | None:
         return None
     folder = FOLDERS[kind]
     policy.verify(f"{folder}/")
-    about = json.loads((policy.path / folder / "state.json").read_bytes())
+    about = json.loads((policy.files.folder / folder / "state.json").read_bytes())
     if about.get("format") != _FORMAT:
         raise ConfigError(
             str(policy.ref),
             f"its critic is {about}, expected format {_FORMAT}",
             next="take a newer Quiver",
         )
-    return load_file(policy.path / folder / "state.safetensors")
+    return load_file(policy.files.folder / folder / "state.safetensors")
 
 
 def restore(

@@ -16,12 +16,13 @@ from quiver.schemas.manifest import no_key_twice
 from quiver.stages.common.chat.template import bad_text
 
 CHUNK = 1024
+_DISAGREEMENTS = (pa.ArrowException, ValueError, OverflowError, TypeError)
 
 
-def wrong(where: object, message: str) -> ConfigError:
+def bad_source(place: object, message: str) -> ConfigError:
     """The error for a source, or a line or row of it."""
     return ConfigError(
-        f"source {printable(where)}", message, next="correct the source and run again"
+        f"source {printable(place)}", message, next="correct the source and run again"
     )
 
 
@@ -29,8 +30,7 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(line, row): of JSON lines, or of one array of objects (then `line` counts its items)."""
     with open(path, "rb") as file:
         if file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-            rows = parse(f"{path}", path.read_bytes())
-            yield from enumerate(rows, 1)
+            yield from enumerate(parse(f"{path}", path.read_bytes()), 1)
             return
         file.seek(0)
         for number, line in enumerate(file, 1):
@@ -38,43 +38,43 @@ def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, parse(f"{path} line {number}", line)
 
 
-def parse(where: str, raw: bytes) -> Any:
+def parse(place: str, raw: bytes) -> Any:
     """Strict JSON: UTF-8, no NaN, no key twice, no NUL and no lone surrogate in any text.
-    ConfigError names `where`."""
+    ConfigError names `place`."""
     try:
         text = raw.decode("utf-8-sig")
-        data = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
+        parsed = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise wrong(
-            where, f"is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}"
+        byte = error.object[error.start]
+        raise bad_source(
+            place, f"is not UTF-8: byte {byte:#04x} at position {error.start}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise wrong(where, f"is not JSON: {printable(error)}") from None
-    try:
-        if "\\u" in text:
-            _require_text(where, data)
-    except RecursionError:
-        raise wrong(where, "is nested too deeply") from None
-    return data
+        raise bad_source(place, f"is not JSON: {printable(error)}") from None
+    if "\\u" in text:
+        try:
+            _require_text(place, parsed)
+        except RecursionError:
+            raise bad_source(place, "is nested too deeply") from None
+    return parsed
 
 
-def _no_constant(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON's")
 
 
-def _require_text(where: str, value: Any) -> None:
-    if isinstance(value, str):
-        why = bad_text(value)
-        if why:
-            raise wrong(where, why)
-    for item in (
-        value
-        if isinstance(value, list)
-        else [*value, *value.values()]
-        if isinstance(value, dict)
-        else ()
-    ):
-        _require_text(where, item)
+def _require_text(place: str, node: Any) -> None:
+    if isinstance(node, str):
+        problem = bad_text(node)
+        if problem:
+            raise bad_source(place, problem)
+    elif isinstance(node, list):
+        for child in node:
+            _require_text(place, child)
+    elif isinstance(node, dict):
+        for key, child in node.items():
+            _require_text(place, key)
+            _require_text(place, child)
 
 
 def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Table:
@@ -86,41 +86,35 @@ def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Tabl
     while chunk := list(islice(rows, CHUNK)):
         for number, row in chunk:
             if not isinstance(row, dict):
-                raise wrong(
+                raise bad_source(
                     f"{source} {unit} {number}", f"expected an object, found {type(row).__name__}"
                 )
-        tables.append(_chunk(source, unit, chunk))
+        names = dict.fromkeys(name for _, row in chunk for name in row)
+        table = pa.table({name: _column(source, unit, name, chunk) for name in names})
         try:
-            schema = pa.unify_schemas([schema, tables[-1].schema], promote_options="permissive")
+            schema = pa.unify_schemas([schema, table.schema], promote_options="permissive")
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            where = f"{source} {unit} {chunk[0][0]} to {chunk[-1][0]}"
-            raise wrong(
-                where, f"a column has another type than before: {printable(error)}"
+            raise bad_source(
+                f"{source} {unit} {chunk[0][0]} to {chunk[-1][0]}",
+                f"a column has another type than before: {printable(error)}",
             ) from None
+        tables.append(table)
     if not tables:
-        raise wrong(source, "has no rows")
+        raise bad_source(source, "has no rows")
     return pa.concat_tables(tables, promote_options="permissive")
 
 
-def _chunk(source: str, unit: str, rows: list[tuple[int, dict]]) -> pa.Table:
-    names = list(dict.fromkeys(name for _, row in rows for name in row))
-    return pa.table({name: _column(source, unit, name, rows) for name in names})
-
-
 def _column(source: str, unit: str, name: str, rows: list[tuple[int, dict]]) -> pa.Array:
-    values = [row.get(name) for _, row in rows]
+    cells = [row.get(name) for _, row in rows]
     try:
-        return pa.array(values)
-    except (pa.ArrowException, ValueError, OverflowError, TypeError):
-        number, why = _culprit(rows, values)
-        raise wrong(f"{source} {unit} {number}", f"column {printable(name)}: {why}") from None
-
-
-def _culprit(rows: list[tuple[int, dict]], values: list[Any]) -> tuple[int, str]:
-    """The first row whose value does not go with those before it, and why."""
-    for end in range(1, len(values) + 1):
+        return pa.array(cells)
+    except _DISAGREEMENTS:
+        pass
+    for end, (number, _) in enumerate(rows, 1):
         try:
-            pa.array(values[:end])
-        except (pa.ArrowException, ValueError, OverflowError, TypeError) as error:
-            return rows[end - 1][0], printable(error)
-    raise AssertionError("the values agree")
+            pa.array(cells[:end])
+        except _DISAGREEMENTS as error:  # the first row that does not go with those before it
+            raise bad_source(
+                f"{source} {unit} {number}", f"column {printable(name)}: {printable(error)}"
+            ) from None
+    raise AssertionError("the cells agree")

@@ -17,8 +17,8 @@ from typing import Any
 
 from quiver.schemas.errors import LineageError, QuiverError
 from quiver.schemas.manifest import Manifest
+from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store
-from quiver.stages.common.work import is_made_alike
 
 STEP_COLUMNS = ("loss", "grad_norm", "approx_kl", "clip_fraction", "entropy", "learning_rate")
 _UPDATES_BYTES = 4 * 1024 * 1024

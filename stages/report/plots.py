@@ -1,7 +1,9 @@
 """Small line charts as SVG text: nothing is fetched, nothing is installed for it.
 
-picture = draw([Panel("mean reward", [(1, 0.2, 0.0), (2, 0.5, 0.0)])], "iteration")
-picture.svg, picture.words                   # "<svg …", "mean reward 0.2 → 0.5"
+    picture = draw([Panel("mean reward", [(1, 0.2, 0.0), (2, 0.5, 0.0)])], "iteration")
+    picture.svg, picture.words                   # "<svg …", "mean reward 0.2 → 0.5"
+
+`chart.svg.j2` draws; here is where everything stands.
 """
 
 from __future__ import annotations

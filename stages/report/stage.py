@@ -14,8 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from quiver.schemas.errors import LineageError
-from quiver.stages.common import files
-from quiver.stages.common.store import Store
+from quiver.stages.common.store import Store, storage
 
 from . import samples, templates
 from .gather import STEP_COLUMNS, Gathered, Iteration, gather, latest, metric, policy_number
@@ -37,8 +36,8 @@ def write(store: Store, run: str, path: Path | str | None = None) -> Path:
     ResourceError."""
     target = Path(path) if path else path_of(store, run)
     content = render(store, gather(store, run), latest(store, run)).encode()
-    with files.storage(f"report {target}"):
-        files.write_bytes(target, content)
+    with storage.storage_errors(f"report {target}"):
+        storage.write_bytes(target, content)
     return target
 
 

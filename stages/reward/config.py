@@ -6,7 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
-from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from . import tables
 from .functions.config import FunctionConfig

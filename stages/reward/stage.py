@@ -2,39 +2,113 @@
 "not scored", never 0.
 
 Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker
-processes (`workers`), models in this one (`models`), servers are asked over HTTP (`servers`). A row
+processes (`pool`), models in this one (`models`), servers are asked over HTTP (`servers`). A row
 where one failed has no reward; more such rows than `max_invalid` allows end the stage with
 RewardError as soon as that is certain, and finished shards are kept. The code of a user's functions
 enters the run_key by the hash of its file, so an edited function scores anew.
 
-    ref = run(Config(functions=[{"use": "numeric"}, {"use": "mine.py:polite", "weight": 0.2}]),
-    store, rollouts="arith/rollouts@3") ref = run(config, store, rollouts="arith/rollouts@3", retry=ref)      # only what has no reward yet
+    config = Config(functions=[{"use": "numeric"}, {"use": "mine.py:polite", "weight": 0.2}])
+    ref = run_stage("reward", config, store, rollouts="arith/rollouts@3")
+    ref = run_stage("reward", config, store, rollouts="arith/rollouts@3", retry=ref)    # only nulls
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from quiver.schemas.errors import LineageError, RewardError
-from quiver.schemas.refs import Ref
+from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import begin
-from quiver.stages.reward.pool.pool import Pool
-from quiver.stages.reward.pool.scorer import FunctionScorer
+from quiver.stages.common.store.writer import Writer
 
 from .config import Config
 from .fingerprints import model_entries, pinned
 from .measures import summary
 from .models.scorer import load as load_model
+from .pool.pool import Pool
+from .pool.scorer import FunctionScorer
 from .retry import require_same
 from .scoring import Notice, Scorer
 from .shards import Shards
 from .together import Allowance
 
 STAGE_VERSION = 1
+SHARED = True
 log = logging.getLogger(__name__)
+
+
+def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
+    """What scores which rollouts. `refs`: rollouts, and `retry` for earlier rewards of which only
+    the rows without a reward are scored again; where every row has one, they are the answer.
+    ConfigError, LineageError."""
+    rollouts = store.open(refs["rollouts"])
+    inputs = {"rollouts": rollouts, "prompts": _prompts_of(store, rollouts)}
+    answer = None
+    if refs.get("retry"):
+        earlier = inputs["retry"] = store.open(refs["retry"])
+        require_same(earlier, rollouts, config.part_names, config.model_dump(mode="json"))
+        if earlier.table(["reward"]).column("reward").null_count == 0:
+            log.info("rewards: every row of %s has a reward, nothing to retry", earlier.ref)
+            answer = earlier
+    models = model_entries(config)
+    return Plan(
+        store=store,
+        stage="reward",
+        stage_version=STAGE_VERSION,
+        config=pinned(config, models),
+        run=into or rollouts.ref.run,
+        kinds=("rewards",),
+        inputs=inputs,
+        models=models,
+        answer=answer,
+        patience_seconds=config.patience_seconds,
+    )
+
+
+def accept(plan: Plan, version: Version) -> None:
+    """RewardError where more rows failed in finished rewards than `max_invalid` allows now."""
+    failed = version.manifest.status.get("failed", 0)
+    rows = version.manifest.rows
+    max_invalid = plan.config.max_invalid
+    if failed > max_invalid * rows:
+        raise RewardError(
+            str(version.ref),
+            f"{failed} of {rows} rows failed, more than reward.max_invalid = {max_invalid:g} "
+            "allows",
+            state="these rewards are kept; nothing was changed.",
+            next=f"quiver reward RECIPE --retry {version.ref}",
+        )
+
+
+def check(plan: Plan) -> None:
+    """Whether each scorer is there and can be called with what the prompts offer. ConfigError."""
+    prompts = plan.inputs["prompts"]
+    columns = prompts.table(["columns"]).schema.field("columns").type
+    check_functions(plan.config, [field.name for field in columns], prompts)
+
+
+def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
+    """Score what is not scored yet. RewardError when more rows failed than `max_invalid` allows."""
+    config = plan.config
+    writer = writers["rewards"]
+    rollouts = plan.inputs["rollouts"]
+    prompts = plan.inputs["prompts"]
+    earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
+    allowance = Allowance(config.max_invalid * rollouts.manifest.rows)
+    with (
+        open_pinned(config, allowance.notice, prompts, rollouts) as scorers,
+        writer.phase("score"),
+    ):
+        shards = Shards(config, writer, rollouts.table(), prompts.table(), earlier)
+        table = shards.score(scorers, allowance)
+        metrics, status = summary(table, shards.seconds())
+    if earlier is not None:
+        retried = earlier.column("reward").null_count
+        recovered = retried - table.column("reward").null_count
+        metrics |= {"retried": retried, "recovered": recovered}
+    writer.finish(metrics=metrics, status=status)
 
 
 @contextmanager
@@ -87,90 +161,6 @@ def check_functions(config: Config, columns: Iterable[str], prompts: Version | N
     with open_scorers(config, prompts=prompts) as scorers:
         for scorer in scorers:
             scorer.require(columns)
-
-
-def run(
-    config: Config,
-    store: Store,
-    *,
-    rollouts: str | Ref,
-    retry: str | Ref | None = None,
-    into: str | None = None,
-    force: bool = False,
-    share: bool = False,
-) -> Ref:
-    """Score `rollouts`. ConfigError, LineageError; RewardError when more rows failed than
-    `max_invalid` allows.
-
-    `share`: together with all processes that do the same.
-
-    `retry`: earlier rewards of these rollouts. Only rows without a reward are scored again, the
-    rest is taken over into the new version; where every row has one, that is said, and the
-    reference returned is `retry`'s own.
-    """
-    version = store.open(rollouts)
-    prompts = _prompts_of(store, version)
-    earlier = None if retry is None else store.open(retry)
-    if earlier:
-        require_same(earlier, version, config.part_names, config.model_dump(mode="json"))
-        if earlier.table(["reward"]).column("reward").null_count == 0:
-            log.info(
-                "rewards: every row of %s has a reward, there is nothing to retry", earlier.ref
-            )
-            return earlier.ref
-    allowance = Allowance(config.max_invalid * version.manifest.rows)
-    models = model_entries(config)
-    config = pinned(config, models)
-    with (
-        open_pinned(config, allowance.notice, prompts, version) as scorers,
-        begin(
-            store,
-            into or version.ref.run,
-            "rewards",
-            stage="reward",
-            stage_version=STAGE_VERSION,
-            config=config,
-            models=models,
-            inputs={
-                "rollouts": version,
-                "prompts": prompts,
-                **({"retry": earlier} if earlier else {}),
-            },
-            force=force,
-            share=share,
-            patience=config.patience_seconds,
-        ) as work,
-    ):
-        if work.done:
-            _require_few(work.done, config.max_invalid)
-            return work.done.ref
-        with work.phase("score"):
-            shards = Shards(
-                config, work, version.table(), prompts.table(), earlier.table() if earlier else None
-            )
-            whole = shards.score(scorers, allowance)
-        metrics, status = summary(whole, shards.seconds())
-        if earlier:
-            retried = earlier.table().column("reward").null_count
-            metrics |= {
-                "retried": retried,
-                "recovered": retried - whole.column("reward").null_count,
-            }
-        return work.commit(metrics=metrics, status=status).ref
-    return work.done.ref  # committed by another of those who share the work
-
-
-def _require_few(rewards: Version, max_invalid: float) -> None:
-    """RewardError where more rows failed in finished rewards than `max_invalid` allows now."""
-    failed, rows = rewards.manifest.status.get("failed", 0), rewards.manifest.rows
-    if failed > max_invalid * rows:
-        raise RewardError(
-            str(rewards.ref),
-            f"{failed} of {rows} rows failed, more than reward.max_invalid = {max_invalid:g} "
-            "allows",
-            state="these rewards are kept; nothing was changed.",
-            next=f"quiver reward RECIPE --retry {rewards.ref}",
-        )
 
 
 def _prompts_of(store: Store, rollouts: Version) -> Version:

@@ -215,7 +215,7 @@ def _vllm(arguments: argparse.Namespace) -> None:
     )
     limit, clock = _sizes(arguments)[1], Clock()
     llm = LLM(
-        str(policy.path), dtype=DTYPE, max_model_len=max(map(len, asked)) + limit, seed=0, generation_config="vllm",
+        str(policy.files.folder), dtype=DTYPE, max_model_len=max(map(len, asked)) + limit, seed=0, generation_config="vllm",
         logprobs_mode="processed_logprobs", max_num_seqs=256, enable_prefix_caching=True, use_tqdm_on_load=False, **cpu,
     )  # fmt: skip
     clock.start()
@@ -247,9 +247,11 @@ def _transformers(arguments: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _, policy, prompts = _inputs(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(policy.path, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(policy.files.folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=getattr(torch, DTYPE)).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        policy.files.folder, dtype=getattr(torch, DTYPE)
+    ).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     asked = prompts.table().column("prompt_ids").to_pylist()
     rows = [ids for ids in asked for _ in range(SAMPLES)][

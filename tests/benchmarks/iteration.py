@@ -113,7 +113,7 @@ def _trl(arguments: argparse.Namespace) -> None:
 
     from .made import real_policy
 
-    path = str(real_policy(Store(arguments.work / "trl_store")).path)
+    path = str(real_policy(Store(arguments.work / "trl_store")).files.folder)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     asked = [

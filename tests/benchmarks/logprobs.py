@@ -79,7 +79,10 @@ def _saved(arguments: argparse.Namespace):
 
 
 def _quiver(arguments: argparse.Namespace) -> None:
-    from quiver.stages.logprobs.stage import Config, run
+    from quiver.stages.logprobs.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "logprobs", in_process=True)
 
     store, policy, prompts, completions = _saved(arguments)
     made = store.open(
@@ -97,14 +100,14 @@ def _trl(arguments: argparse.Namespace) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     _, policy, prompts, completions = _saved(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(policy.path)
+    tokenizer = AutoTokenizer.from_pretrained(policy.files.folder)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     config = GRPOConfig(
         output_dir=str(arguments.work / "trl"), per_device_train_batch_size=GROUP, num_generations=GROUP, bf16=False,
         use_cpu=not torch.cuda.is_available(), report_to=[],
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(policy.files.folder, dtype=torch.float32),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["x"] * GROUP}),

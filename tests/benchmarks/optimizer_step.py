@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.stages.common.child import ENVIRONMENT
+from quiver.stages.common.runtime.prewarm import ENVIRONMENT
 
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
@@ -286,7 +286,7 @@ def _trl(arguments: argparse.Namespace) -> None:
     from quiver.stages.common.store import Store
 
     rollouts = _rollouts(arguments.shapes[0], arguments.groups)
-    path = str(Store(arguments.work / "store").open("bench/policy@0").path)
+    path = str(Store(arguments.work / "store").open("bench/policy@0").files.folder)
     total, width = rollouts["completions"].shape
     group = total // arguments.groups
     mask = np.arange(width)[None] < rollouts["lengths"][:, None]

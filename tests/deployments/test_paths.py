@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from quiver.deployments.paths import PATHS, check_visible, resolve
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.process import Call, perform
+from quiver.stages.common.runtime.runner import Call, perform
 from tests.flows.conftest import write_recipe
 
 

@@ -116,7 +116,7 @@ def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
     policy = store.open(done)
     metrics = policy.manifest.metrics
     assert metrics["audit"]["max_gap"] < 1e-4 and (metrics["kept"], metrics["steps"]) == (32, 32)
-    assert (policy.path / "value_head" / "state.safetensors").is_file()
+    assert (policy.files.folder / "value_head" / "state.safetensors").is_file()
     updates = store.open(metrics["updates"]).table().to_pylist()
     assert (
         all(row["applied"] for row in updates)

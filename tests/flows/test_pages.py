@@ -24,11 +24,12 @@ from quiver.flows.pages.iterations import Curve
 from quiver.flows.progress import progress
 from quiver.schemas import fields, prompts, rewards, rollouts
 from quiver.stages.common.config import Config
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.report import samples
 from tests.flows.test_pages_text import HOSTILE, drawn, lines
+from tests.writing import begin
 
 pytestmark = pytest.mark.prefect
 
@@ -298,7 +299,7 @@ def test_only_the_first_shards_are_read(store, monkeypatch):
     for others to find."""
     monkeypatch.setattr(samples, "MOST_BYTES", 1)
     sampled = write_rollouts(store, ["text"] * (ROWS_PER_SHARD + 4))
-    torn = sampled.path / "part-00001.arrow"
+    torn = sampled.files.folder / "part-00001.arrow"
     torn.write_bytes(torn.read_bytes()[:-8])
     page = shown(finished(store, "generate", sampled))["rollouts-tiny"]
     assert page["description"].endswith(

@@ -17,7 +17,7 @@ from quiver.flows.pages.failures import attempt
 from quiver.flows.pages.text import picture
 from quiver.flows.progress import progress
 from quiver.flows.tasks import describe
-from quiver.stages.common.process import Call, Outcome
+from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.report import plots, words
 from quiver.stages.report.plots import Panel
 

@@ -8,7 +8,7 @@ from quiver.flows.placement import Place, check_placement, place_of
 from quiver.flows.recipe import load
 from quiver.flows.stage import StageCall, told
 from quiver.schemas.errors import ConfigError, NumericError
-from quiver.stages.common.process import Call
+from quiver.stages.common.runtime.runner import Call
 from tests.flows.conftest import RECIPE
 
 SERVER = {PREFECT_API_URL: "http://127.0.0.1:4200/api"}

@@ -324,7 +324,7 @@ def test_rewards_are_those_of_the_recipe_or_named(workplace, result):
 
 def test_an_error_of_a_stage_is_three_lines(workplace, result):
     """No traceback without --debug, whatever Prefect would log; the store is as it was."""
-    path = Store(workplace / "store").open("tiny/rollouts@2").path / "part-00000.arrow"
+    path = Store(workplace / "store").open("tiny/rollouts@2").files.folder / "part-00000.arrow"
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--from", "reward"]
@@ -364,7 +364,7 @@ def test_the_store_explains_itself(workplace, result):
 
 
 def test_verify_finds_a_flipped_bit(workplace, result):
-    path = Store(workplace / "store").open("tiny/rewards@2").path / "part-00000.arrow"
+    path = Store(workplace / "store").open("tiny/rewards@2").files.folder / "part-00000.arrow"
     good = path.read_bytes()
     path.write_bytes(good[:300] + bytes([good[300] ^ 1]) + good[301:])
     found = quiver(workplace, "verify", "tiny/rewards@2", code=3)
@@ -526,7 +526,7 @@ def test_a_stopped_run_leaves_nobody_and_goes_on(tmp_path, whole, number, code):
     resumed = Store(folder / "store").open("tiny/rollouts@1")
     assert len(resumed.manifest.files) == 32
     for name in finished:
-        assert (resumed.path / name).stat().st_mtime_ns == kept[name], (
+        assert (resumed.files.folder / name).stat().st_mtime_ns == kept[name], (
             "a finished shard was done again"
         )
     exact = [name for name in whole.column_names if name != "old_logprobs"]

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from quiver.flows.promotion import Promotion, decide, entry_of, judge, roll_back
 from quiver.schemas.errors import ConflictError, LineageError
-from tests.stages.common.test_store import Settings, commit
+from tests.stages.common.store.test_store import Settings, commit
 
 
 def metrics(score, stderr, n=400, k=None):

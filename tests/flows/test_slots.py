@@ -10,8 +10,8 @@ import time
 import pytest
 
 from quiver.flows.slots import gpus_needed, slots, visible_gpus
-from quiver.stages.common.child import Stopped
-from quiver.stages.common.process import Call
+from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.runtime.subprocesses import Stopped
 
 GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
 OPTIMIZE = Call("optimize", {}, "store")
@@ -58,7 +58,7 @@ def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code = (
         "import tempfile, time; from quiver.flows.slots import slots; from "
-        "quiver.stages.common.process import "
+        "quiver.stages.common.runtime.runner import "
         "Call\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
         "with slots(Call('optimize', {}, 'store'), 'killed'):\n    print('held', flush=True); "

@@ -648,6 +648,7 @@ def perform_one(
 ) -> dict[str, Any]:
     """`entry` with the reference and the run_key of what the call makes, or finds."""
     from stages.common.process import Call, perform
+
     from stages.common.store import Store
 
     given = Call(

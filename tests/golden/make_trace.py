@@ -1,7 +1,7 @@
 """Five optimizer steps of every algorithm on the tiny llama, on one CPU thread: `trace.json`, which
 a refactor reproduces.
 
-    python -m tests.golden.make_trace          # writes trace.json anew; only when a number is meant to change
+    python -m tests.golden.make_trace    # writes trace.json anew; only where a number should change
 
 Prompts, completions and rewards come from Python's own generator, whose numbers no library's
 version changes; the logprobs they are said to be sampled with are the model's own, moved by noise,
@@ -26,9 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.optimize.algorithms import ALGORITHMS
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy
 
@@ -101,10 +102,9 @@ def trace(algorithm: str, **options: Any) -> dict[str, Any]:
             sampled = world.write_rollouts(store, policy, rollouts(policy))
             rewards = world.write_rewards(store, sampled, score)
             config = Config(algorithm=algorithm, **{**OPTIONS, **options})
-            done = store.open(
-                run(config, store, policy=policy.ref, rollouts=sampled.ref, rewards=rewards.ref)
-            )
-            metrics = done.manifest.metrics
+            refs = {"policy": policy.ref, "rollouts": sampled.ref, "rewards": rewards.ref}
+            ref = run_stage("optimize", config, store, in_process=True, **refs)
+            metrics = store.open(ref).manifest.metrics
             steps = store.open(metrics["updates"]).table().to_pylist()
             return {
                 "steps": [{name: row[name] for name in COLUMNS} for row in steps],

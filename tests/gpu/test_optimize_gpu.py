@@ -2,6 +2,8 @@
 within the audit's limit, vLLM's in float32 and with FP8 weights, and attention by fused kernels
 alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -11,12 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quiver.stages.common.forward.attention import block_attention
 from quiver.stages.common.forward.layout import Sequences, make_layout
 from quiver.stages.common.forward.packing import make_pieces
-from quiver.stages.common.process import Call, run_stage
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.work import Work
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.common.runtime.runner import Call, run_call
+from quiver.stages.optimize.stage import Config
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +58,7 @@ def sample(store, policy, **values):
         **values,
     }
     refs = {"prompts": str(random_prompts(store, 8).ref), "policy": str(policy.ref)}
-    rollouts = store.open(run_stage(Call("generate", config, store.path, refs)).ref)
+    rollouts = store.open(run_call(Call("generate", config, store.path, refs)).ref)
     assert rollouts.manifest.environment["device"] == "cuda"
     return rollouts, world.write_rewards(store, rollouts, world.even_share)
 
@@ -78,20 +83,9 @@ def test_bfloat16_passes_the_audit_and_keeps_float32_weights(store, policy):
     done = optimize(store, policy, made, "cuda")
     assert done.manifest.metrics["precision"] == "bf16"
     assert 0 < done.manifest.metrics["audit"]["mean_gap"] < 0.1
-    assert {tensor.dtype for tensor in load_file(done.path / "model.safetensors").values()} == {
-        torch.float32
-    }
-
-
-def test_the_device_is_free_when_the_model_is_announced(store, policy, monkeypatch):
-    announce, seen, before = Work.announce, [], torch.cuda.memory_allocated()
-    monkeypatch.setattr(
-        Work,
-        "announce",
-        lambda *given: (seen.append(torch.cuda.memory_allocated()), announce(*given)),
-    )
-    done = optimize(store, policy, world.make(store, policy, world.even_share), "cuda")
-    assert seen[0] - before < (done.path / "model.safetensors").stat().st_size / 4
+    assert {
+        tensor.dtype for tensor in load_file(done.files.folder / "model.safetensors").values()
+    } == {torch.float32}
 
 
 @pytest.mark.usefixtures("exact_products")
@@ -99,7 +93,7 @@ def test_adapters_start_and_step_as_on_the_cpu(store, policy):
     made, found = world.make(store, policy, world.even_share), []
     for device in ("cpu", "cuda"):
         done = optimize(store, policy, made, device, precision="fp32", lora={"rank": 4}, eps=1.0)
-        found.append(load_file(done.path / "adapter" / "adapter_model.safetensors"))
+        found.append(load_file(done.files.folder / "adapter" / "adapter_model.safetensors"))
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-6)
     assert (

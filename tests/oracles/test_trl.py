@@ -98,7 +98,7 @@ def trainer(policy, tmp_path):
                     str(tmp_path / "trl"), **{**common, **sizes, **config}
                 ),
                 train_dataset=Dataset.from_dict({"prompt": ["?"] * len(rows)}),
-                processing_class=AutoTokenizer.from_pretrained(policy.path),
+                processing_class=AutoTokenizer.from_pretrained(policy.files.folder),
                 **own,
             )
         if kind == "RLOO":  # it has no such hook, so its sampling is replaced

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from quiver.schemas.errors import QuiverError, unexpected
-from quiver.stages.common.process import Call, perform
+from quiver.stages.common.runtime.runner import Call, perform
 from quiver.stages.common.store import Store
 
 _FORK = multiprocessing.get_context("fork")
@@ -29,12 +29,12 @@ class Worker:
         self._process.start()
 
     def signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     @property
-    def name(self) -> str:
-        """What its claims begin with."""
-        return f"{self._process.pid}-"
+    def pid(self) -> int:
+        """By which the owner of a lease is told."""
+        return self._process.pid
 
     def answer(self) -> dict | None:
         """Its outcome or its error; None where it was killed."""
@@ -46,14 +46,12 @@ class Worker:
 def _perform(call: Call, answer: Path) -> None:
     signal.alarm(LIMIT_SECONDS)
     try:
-        told = asdict(perform(call))
+        outcome = asdict(perform(call))
     except Exception as error:
-        told = {
-            "error": (
-                error if isinstance(error, QuiverError) else unexpected(call.stage, error)
-            ).to_dict()
-        }
-    answer.write_text(json.dumps(told))
+        if not isinstance(error, QuiverError):
+            error = unexpected(call.stage, error)
+        outcome = {"error": error.to_dict()}
+    answer.write_text(json.dumps(outcome))
 
 
 def start(call: Call, count: int, **config) -> list[Worker]:

@@ -53,6 +53,13 @@ class Sequences:
     temperature: torch.Tensor
     """[B] float32"""
 
+    def take(self, rows: Sequence[int]) -> Sequences:
+        """Rollouts `rows`, in that order."""
+        index = torch.tensor(rows)
+        return Sequences(
+            self.prompts.take(index), self.completions.take(index), self.temperature[index]
+        )
+
 
 def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
     """[B] equal numbers for rollouts of one group with the same prompt ids: those can share the

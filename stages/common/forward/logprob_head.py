@@ -102,20 +102,21 @@ class _Head(torch.autograd.Function):
         temperature = temperature[:, None]
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        for chunk, tiles in _chunks(hidden, len(weight)):
+        chunk_rows, tile_rows = _sizes(hidden, len(weight))
+        for chunk in _slices(0, len(hidden), chunk_rows):
             logits = _product(hidden[chunk], weight)
             kept_bytes -= logits.nbytes
             keep = kept_bytes >= 0 and shaping.softcap is None
-            for tile in tiles:
-                rows = slice(chunk.start + tile.start, chunk.start + tile.stop)
-                shaped, _ = _shape(logits[tile], bias, temperature[rows], shaping)
+            tiles = logits.split(tile_rows)
+            for rows, tile in zip(_slices(chunk.start, chunk.stop, tile_rows), tiles, strict=True):
+                shaped, _ = _shape(tile, bias, temperature[rows], shaping)
                 table = F.log_softmax(shaped, -1)
                 logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
                 probabilities = torch.exp(table, out=shaped)
                 # not a product of vectors: autocast would round it to bfloat16
                 entropy[rows] = -table.mul_(probabilities).sum(-1)
                 if keep:
-                    logits[tile] = probabilities
+                    tile.copy_(probabilities)
             if keep:
                 ctx.probabilities.append(logits)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, logprobs)
@@ -133,25 +134,28 @@ class _Head(torch.autograd.Function):
         ctx.probabilities = []
         target_minus_one = torch.expm1(logprobs[:, None])  # p − 1, exact also where p is near 1
         factors = -grad[:, None] / temperature * ctx.shaping.scale
+        chunk_rows, tile_rows = _sizes(hidden, len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk, tiles in _chunks(hidden, len(weight)):
+            for chunk in _slices(0, len(hidden), chunk_rows):
                 is_kept = bool(probabilities)
                 grad_logits = probabilities.pop() if is_kept else _product(hidden[chunk], weight)
-                for tile in tiles:
-                    rows = slice(chunk.start + tile.start, chunk.start + tile.stop)
+                tiles = zip(
+                    _slices(chunk.start, chunk.stop, tile_rows),
+                    grad_logits.split(tile_rows),
+                    strict=True,
+                )
+                for rows, tile in tiles:
                     factor = factors[rows]
                     if is_kept:
-                        slope = grad_logits[tile].float()
+                        slope = tile.float()
                     else:
-                        shaped, cap_slope = _shape(
-                            grad_logits[tile], bias, temperature[rows], ctx.shaping
-                        )
+                        shaped, cap_slope = _shape(tile, bias, temperature[rows], ctx.shaping)
                         slope = F.softmax(shaped, -1)
                         if cap_slope is not None:
                             factor = factor * cap_slope
                     slope.scatter_(1, targets[rows, None], target_minus_one[rows])
                     slope *= factor
-                    grad_logits[tile] = slope
+                    tile.copy_(slope)
                     if needs_bias:
                         grad_bias = _add(grad_bias, slope.sum(0))
                 if needs_hidden:
@@ -167,9 +171,9 @@ class _Head(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def _chunks(hidden: torch.Tensor, vocabulary: int) -> list[tuple[slice, list[slice]]]:
-    """Rows of each chunk of `hidden`, in its dtype, and of the chunk's tiles in it; on a GPU a
-    chunk is one tile. On a CPU all rows are one chunk where their probabilities can all be kept."""
+def _sizes(hidden: torch.Tensor, vocabulary: int) -> tuple[int, int]:
+    """Rows of a chunk of `hidden`, in its dtype, and of a chunk's tile; on a GPU a chunk is one
+    tile. On a CPU all rows are one chunk where their probabilities can all be kept."""
     if hidden.device.type == "cpu":
         row_bytes = hidden.itemsize * vocabulary
         fits = len(hidden) * row_bytes <= KEPT_BYTES
@@ -178,15 +182,11 @@ def _chunks(hidden: torch.Tensor, vocabulary: int) -> list[tuple[slice, list[sli
     else:
         chunk_rows = tile_rows = GPU_CHUNK_BYTES // (4 * vocabulary)
     chunk_rows = chunk_rows // _GRAIN * _GRAIN or chunk_rows
-    return [
-        (chunk, _slices(chunk.stop - chunk.start, tile_rows))
-        for chunk in _slices(len(hidden), chunk_rows)
-    ]
+    return max(1, chunk_rows), max(1, tile_rows)
 
 
-def _slices(length: int, step: int) -> list[slice]:
-    step = max(1, step)
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+def _slices(start: int, stop: int, step: int) -> list[slice]:
+    return [slice(low, min(low + step, stop)) for low in range(start, stop, step)]
 
 
 def _add(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:

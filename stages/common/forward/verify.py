@@ -25,7 +25,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward.attention import MODES, NAME, block_attention
 from quiver.stages.common.forward.layout import Layout, Sequences, make_layout
 from quiver.stages.common.forward.packing import Piece
-from quiver.stages.common.forward.policy import Policy, pieces_of
+from quiver.stages.common.forward.policy import Policy, score
 
 TOLERANCE = 2e-3
 """Nats: the largest difference in float32 between two ways of computing one logprob."""
@@ -60,13 +60,15 @@ def choose_mode(
         )
         preferred = "single"
     rows = _probe(sequences, prompts)
+    prompts = [prompts[row] for row in rows]
+    sequences = sequences.take(rows)
     precision = policy.autocast, policy.fast
     policy.autocast = policy.fast = False
     try:
         policy.set_mode("single")
-        expected = [_own_logprobs(policy, sequences, row) for row in rows]
+        expected = [_own_logprobs(policy, sequences, row) for row in range(len(rows))]
         for mode in MODES[MODES.index(preferred) :]:
-            gap = largest_gap(policy, mode, sequences, prompts, rows, expected)
+            gap = largest_gap(policy, mode, sequences, prompts, expected)
             if gap <= TOLERANCE:
                 return mode
             log.warning(
@@ -106,18 +108,18 @@ def _probe(sequences: Sequences, prompts: Sequence[int]) -> list[int]:
             return 0, tokens[row]
         return 1, -completion_tokens[row]
 
-    rows_of_prompt: dict[int, list[int]] = {}
+    rows_of: dict[int, list[int]] = {}
     for row in sorted(range(len(prompts)), key=preference):
-        rows_of_prompt.setdefault(prompts[row], []).append(row)
-    first_prompt = max(rows_of_prompt, key=lambda prompt: min(len(rows_of_prompt[prompt]), 2))
-    rows = rows_of_prompt.pop(first_prompt)[:2]
-    rows_of_another = next(iter(rows_of_prompt.values()), [])
+        rows_of.setdefault(prompts[row], []).append(row)
+    prompt = max(rows_of, key=lambda prompt: min(len(rows_of[prompt]), 2))
+    rows = rows_of.pop(prompt)[:2]
+    rows_of_another = next(iter(rows_of.values()), [])
     return rows + rows_of_another[:1]
 
 
 def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> torch.Tensor:
     """Logprobs of one rollout's first tokens, [_MOST_TOKENS] at most, from the logits that the
-    whole model gives."""
+    whole model gives; on the CPU."""
     model = policy.model
     prompt = sequences.prompts[row].long().to(model.device)
     completion = sequences.completions[row][:_MOST_TOKENS].long().to(model.device)
@@ -129,7 +131,7 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> torch.Tenso
         output = model(input_ids=prompt[None], decoder_input_ids=ids, use_cache=False)
     logits = output.logits[0, -len(completion) :].float()
     logprobs = (logits / sequences.temperature[row]).log_softmax(-1)
-    return logprobs.gather(1, completion[:, None])[:, 0]
+    return logprobs.gather(1, completion[:, None])[:, 0].cpu()
 
 
 def largest_gap(
@@ -137,29 +139,23 @@ def largest_gap(
     mode: str,
     sequences: Sequences,
     prompts: Sequence[int],
-    rows: list[int],
     expected: list[torch.Tensor],
 ) -> float:
     """The largest difference of the logprobs by `mode` to `expected`, those of the first tokens of
-    each of `rows`; infinity where the mode does not run."""
+    each rollout of `sequences`; infinity where the mode does not run."""
     policy.set_mode(mode)
-    pieces = pieces_of(mode, rows, prompts, sequences, 1 << 30)
-    logprobs = {}
+    micros = policy.microbatches(range(len(prompts)), prompts, sequences, 1 << 30)
     try:
-        for micro in [[piece] for piece in pieces] if mode == "single" else [pieces]:
-            layout = policy.layout(micro, sequences)
-            lengths = sequences.completions.lengths[layout.rows].tolist()
-            by_row = policy(layout)[0].split(lengths)
-            logprobs.update(zip(layout.rows.tolist(), by_row, strict=True))
+        logprobs = sequences.completions.with_values(score(policy, micros, sequences))
     except (NotImplementedError, TypeError) as error:
         log.warning("packing %r: %s", mode, error)
         return float("inf")
     gaps = [
-        (logprobs[row][: len(own_logprobs)] - own_logprobs).abs().max()
-        for row, own_logprobs in zip(rows, expected, strict=True)
+        (packed_logprobs[: len(own_logprobs)] - own_logprobs).abs().max()
+        for packed_logprobs, own_logprobs in zip(logprobs, expected, strict=True)
     ]
     # NaN wherever it stands, which Python's max would drop
-    return float(torch.stack(gaps).detach().max())
+    return float(torch.stack(gaps).max())
 
 
 # -- the kernel

@@ -1,11 +1,11 @@
-"""Checkpoints: the base imported once as `policy@0`, each later policy saved beside it; what a
-model is, told by hashes.
+"""Checkpoints: what one is, told by hashes; and the stage `policy`, which imports the base model
+once, as `policy@0` of its run.
 
 A policy version is a Hugging Face model directory that vLLM and transformers load as it is. The
-optimizer's state lives below it in `optimizer/`, a LoRA adapter in `adapter/`, because vLLM reads
+optimizer's state lies below it in `optimizer/`, a LoRA adapter in `adapter/`, because vLLM reads
 every *.safetensors at the top. Refused: pickled weights, code that a model brings along.
 
-    ref = run(PolicyConfig(model="path/to/model"), store, into="arith")        # arith/policy@0
+    ref = run_stage("policy", {"model": "path/to/model"}, store, into="arith")     # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
 """
 
@@ -15,22 +15,22 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from quiver.schemas.errors import ConfigError, ConflictError, LineageError, printable
+from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Model, digest
-from quiver.schemas.refs import Ref
-from quiver.stages.common import files
-from quiver.stages.common.config import Config
-from quiver.stages.common.models import from_function as made
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.models import from_function
 from quiver.stages.common.models.folder import check_folder, convert_gguf, count_parameters
+from quiver.stages.common.models.hashes import hash_files
+from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import begin
+from quiver.stages.common.store.storage import storage_errors
+from quiver.stages.common.store.writer import Writer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 STAGE_VERSION = 1
 OPTIMIZER_FOLDER = "optimizer"
 ADAPTER_FOLDER = "adapter"
-_TEMPLATE = ("chat_template.jinja", "chat_template.json")
-_TOKENIZER = (
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_TOKENIZER_FILES = (
     "added_tokens.json",
     "merges.txt",
     "sentencepiece.bpe.model",
@@ -51,12 +51,12 @@ _TOKENIZER = (
     "vocab.json",
     "vocab.txt",
 )
-_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_CARRIED = (*_TOKENIZER, *_TEMPLATE, "generation_config.json")
+_CARRIED_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "generation_config.json")
+_FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 log = logging.getLogger(__name__)
 
 
-class PolicyConfig(Config):
+class PolicyConfig(Base):
     """Where the base model comes from. It becomes `policy@0` of the run."""
 
     model: str = Field(min_length=1)
@@ -70,112 +70,131 @@ class PolicyConfig(Config):
     so what it draws at random must follow from a seed among them. Sums may differ in their last
     bits on another machine: the store keeps what was made."""
     revision: str | None = None
-    """Commit or tag of a hub id. Without it the hub's default branch is taken. The manifest's
-    metrics say which commit it was."""
+    """Commit or tag of a hub id. Without it the hub's default branch is taken. The stage fills
+    in which commit it was."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What a GGUF file's quantized weights become. A directory or hub model keeps the dtype that it
     has."""
+    source_hash: str = ""
+    """Filled in by the stage: hash of the names and bytes of the model's files, or of the function
+    and its arguments. If set, the model must have it."""
 
     @model_validator(mode="after")
-    def _fits(self) -> PolicyConfig:
-        if self.arguments and not made.is_function(self.model):
+    def _arguments_need_a_function(self) -> PolicyConfig:
+        if self.arguments and not from_function.is_function(self.model):
             raise ValueError(
                 "arguments are for a function, module:function or file.py:function; model is "
                 f"{self.model!r}"
             )
         return self
 
-
-class _Pinned(PolicyConfig):
-    source_hash: str
-    """sha256 over the names and bytes of the source: a changed directory is not mistaken for the
-    old one."""
-
     def key(self) -> dict[str, Any]:
         """The bytes decide, wherever they lie; the dtype only where it is chosen here."""
-        return {
-            "source_hash": self.source_hash,
-            "dtype": self.dtype if self.model.endswith(".gguf") else None,
-        }
+        dtype = self.dtype if self.model.endswith(".gguf") else None
+        return {"source_hash": self.source_hash, "dtype": dtype}
 
 
-def run(config: PolicyConfig, store: Store, *, into: str, force: bool = False) -> Ref:
-    """Import the base model as `into/policy@0`; the same bytes again are a cache hit. ConfigError,
-    SecurityError."""
-    source_hash, commit, fill = (
-        _from_function(config) if made.is_function(config.model) else _from_files(config)
+Config = PolicyConfig
+
+
+def resolve(config: PolicyConfig) -> PolicyConfig:
+    """`config` with the hash of what it names, and a hub model's commit. Looks at the folder, the
+    hub, or the function's file. ConfigError, SecurityError."""
+    if from_function.is_function(config.model):
+        _, source_hash = _load_function(config)
+        commit = ""
+    else:
+        path, commit = _locate(config)
+        if path.is_dir():
+            check_folder(path, config.model)
+        source_hash = digest(hash_files(_model_files(path), remembered=True))
+    _require_hash(config, source_hash)
+    return config.model_copy(
+        update={"source_hash": source_hash, "revision": commit or config.revision}
     )
-    pinned = _Pinned(**config.model_dump(), source_hash=source_hash)
-    with begin(
+
+
+def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None) -> Plan:
+    """The base model becomes `into/policy@0`; the same bytes again are a cache hit, others are
+    refused. ConfigError, SecurityError."""
+    if into is None:
+        raise ConfigError("stage policy", "no run is named", next="say into which run it goes")
+    return Plan(
         store,
-        into,
-        "policy",
         stage="policy",
         stage_version=STAGE_VERSION,
-        config=pinned,
-        inputs={},
-        force=force,
-    ) as work:
-        if work.done:
-            return work.done.ref
-        if not force and 0 in store.numbers(into, "policy"):
-            what = f"the run starts from another base model than {printable(config.model)}"
-            raise ConflictError(f"{into}/policy@0", what, next="choose another name for the run")
-        with work.phase("import"), files.storage(f"{into}/policy@0"):
-            fill(work.folder)
-            check_folder(work.folder, config.model)
-        metrics = {
-            "parameters": count_parameters(work.folder),
-            **({"commit": commit} if commit else {}),
-        }
-        return work.commit(number=None if force else 0, metrics=metrics).ref
+        config=config if config.source_hash else resolve(config),
+        run=into,
+        kinds=("policy",),
+        first_number=0,
+        only_number=0,
+        if_number_taken=(f"the run starts from another base model than {printable(config.model)}"),
+    )
 
 
-def _from_function(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]:
-    """Hash of the function that makes the model and of its arguments, no commit, and what fills a
-    folder."""
-    function, source_hash = made.load(config.model, config.model_dump(mode="json")["arguments"])
-
-    def fill(folder: Path) -> None:
-        log.info("making the base model by %s, once", printable(config.model))
-        made.make(config.model, function, config.arguments, folder)
-        check_folder(folder, config.model)
-        for path in folder.iterdir():  # as of a directory, only what makes the model is taken
-            if not _wanted(path):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    return source_hash, "", fill
+def check(plan: Plan) -> None:
+    """Nothing is left to try: `resolve` has looked at the model."""
 
 
-def _from_files(config: PolicyConfig) -> tuple[str, str, Callable[[Path], None]]:
-    """Hash of the model's files, the commit of a hub model, and what fills a folder with them."""
-    source, weights, commit = _locate(config)
-    if weights is None:
-        check_folder(source, config.model)
-    chosen = [weights] if weights else sorted(p for p in source.iterdir() if _wanted(p))
+def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
+    """Import the base model, unless it is no longer what was planned. ConfigError,
+    SecurityError."""
+    config = plan.config
+    writer = writers["policy"]
+    metrics: dict[str, Any] = {}
+    with writer.phase("import"), storage_errors(f"{plan.run}/policy@0"):
+        if from_function.is_function(config.model):
+            function, source_hash = _load_function(config)
+            _require_hash(config, source_hash)
+            log.info("making the base model by %s, once", printable(config.model))
+            from_function.make(config.model, function, config.arguments, writer.folder)
+            check_folder(writer.folder, config.model)
+            for path in writer.folder.iterdir():  # as of a directory: only what makes the model
+                if not _makes_model(path):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        else:
+            path, commit = _locate(config)
+            files = _model_files(path)
+            _require_hash(config, digest(hash_files(files)))
+            if commit:
+                metrics["commit"] = commit
+            if path.is_file():
+                convert_gguf(path, writer.folder, config.dtype)
+            else:
+                for file in files:
+                    shutil.copyfile(file, writer.folder / file.name)
+        check_folder(writer.folder, config.model)
+    writer.finish(metrics={"parameters": count_parameters(writer.folder), **metrics})
 
-    def fill(folder: Path) -> None:
-        if weights:
-            convert_gguf(weights, folder, config.dtype)
-            return
-        for path in chosen:
-            shutil.copyfile(path, folder / path.name)
 
-    return digest([[p.name, files.sha256(p)] for p in chosen]), commit, fill
+def _load_function(config: PolicyConfig) -> tuple[Callable[..., None], str]:
+    return from_function.load(config.model, config.model_dump(mode="json")["arguments"])
 
 
-def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, Path | None, str]:
-    """The folder that holds the model, the GGUF file in it where it is one, and the commit of a hub
-    model."""
+def _require_hash(config: PolicyConfig, source_hash: str) -> None:
+    """ConfigError where the model is another than the config says."""
+    if config.source_hash not in ("", source_hash):
+        raise ConfigError(
+            f"policy.model {printable(config.model)}",
+            f"hash expected {config.source_hash[:12]}…, found {source_hash[:12]}…",
+            next="restore the model, or take source_hash out of the recipe",
+        )
+
+
+# -- models outside the store
+
+
+def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, str]:
+    """The folder of the model, or its GGUF file; and the commit of a hub model."""
     name = config.model
     if name.startswith("package:"):
-        package, _, inner = name.removeprefix("package:").partition("/")
+        package, _, inner_path = name.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
                 f"{field} {name}", f"package {package} is not installed", next=f"install {package}"
             )
-        path = Path(spec.submodule_search_locations[0]) / inner
+        path = Path(spec.submodule_search_locations[0]) / inner_path
     else:
         path = Path(name).expanduser().absolute()
     if path.suffix == ".gguf":
@@ -183,13 +202,13 @@ def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, Pa
             raise ConfigError(
                 f"{field} {name}", f"there is no file {path.name}", next=f"correct {field}"
             )
-        return path.parent, path, ""
+        return path, ""
     if path.is_dir():
-        return path, None, ""
+        return path, ""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"{field} {name}", "there is no such directory", next=f"correct {field}")
     folder = _download(config, field)
-    return folder, None, folder.name  # the hub's cache names a snapshot by its commit
+    return folder, folder.name  # the hub's cache names a snapshot by its commit
 
 
 def _download(config: PolicyConfig, field: str) -> Path:
@@ -197,32 +216,32 @@ def _download(config: PolicyConfig, field: str) -> Path:
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(
-            snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
-        )
-    except (
-        Exception
-    ) as error:  # the hub client raises many types; each means that the model can not be had
+        folder = snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+    except Exception as error:  # the client raises many types; each means: it can not be had
         raise ConfigError(
             f"{field} {config.model}",
             f"no directory of that name, and the hub gave none ({type(error).__name__})",
             next="name a model directory, or check the hub id, HF_HUB_OFFLINE and the network",
         ) from error
+    return Path(folder)
 
 
-def _wanted(path: Path) -> bool:
-    weights = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-    return path.is_file() and (weights or path.name == "config.json" or path.name in _CARRIED)
+def _model_files(path: Path) -> list[Path]:
+    """The GGUF file, or those of a folder that make the model."""
+    return [path] if path.is_file() else sorted(filter(_makes_model, path.iterdir()))
 
 
-# -- what a checkpoint is
+def _makes_model(path: Path) -> bool:
+    is_named = path.name == "config.json" or path.name in _CARRIED_FILES
+    has_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+    return path.is_file() and (is_named or has_weights)
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:
-    """The whole model directory that `field` of a recipe names: a directory, or a hub id.
+    """The complete model directory that `field` of a recipe names: a directory, or a hub id.
     ConfigError, SecurityError."""
-    folder, gguf, _ = _locate(PolicyConfig(model=model, revision=revision), field)
-    if gguf:
+    folder, _ = _locate(PolicyConfig(model=model, revision=revision), field)
+    if folder.is_file():
         raise ConfigError(
             f"{field} {model}",
             "is a GGUF file; safetensors are needed",
@@ -232,61 +251,59 @@ def find_folder(model: str, revision: str | None, field: str) -> Path:
     return folder
 
 
-def folder_as_model(role: str, name: str, folder: Path) -> Model:
-    """`as_model` for a directory that lies outside any store: its files are hashed here."""
-    paths = sorted(path for path in folder.iterdir() if _wanted(path))
-    with ThreadPoolExecutor(4) as pool:  # a large file is hashed at the speed of one core
-        return _as_model(
-            role,
-            name,
-            [(p.name, sha) for p, sha in zip(paths, pool.map(files.sha256, paths), strict=True)],
-        )
+# -- what a checkpoint is
+
+
+def folder_as_model(role: str, name: str, folder: Path, *, remembered: bool = False) -> Model:
+    """`as_model` for a directory outside any store. `remembered`: see `hash_files`; a plan may take
+    it, what goes into a new manifest may not."""
+    return _as_model(role, name, hash_files(_model_files(folder), remembered=remembered))
 
 
 def as_model(role: str, version: Version) -> Model:
     """The manifest entry of a policy version: hashes of weights + config, of the tokenizer, and of
     the chat template."""
-    return _as_model(
-        role, str(version.ref), [(entry.name, entry.sha256) for entry in version.manifest.files]
-    )
+    entries = [(entry.name, entry.sha256) for entry in version.manifest.files]
+    return _as_model(role, str(version.ref), entries)
 
 
-def _as_model(role: str, ref: str, entries: list[tuple[str, str]]) -> Model:
+def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
     weights = [
-        e
-        for e in entries
-        if "/" not in e[0]
-        and (e[0].endswith((".safetensors", ".index.json")) or e[0] == "config.json")
+        (name, sha256)
+        for name, sha256 in hashes
+        if name == "config.json"
+        or (name.endswith((".safetensors", ".index.json")) and "/" not in name)
     ]
     return Model(
         role=role,
         ref=ref,
         weights=digest(weights),
-        tokenizer=digest([e for e in entries if e[0] in _TOKENIZER]),
-        template=digest([e for e in entries if e[0] in _TEMPLATE]),
+        tokenizer=digest([entry for entry in hashes if entry[0] in _TOKENIZER_FILES]),
+        template=digest([entry for entry in hashes if entry[0] in _TEMPLATE_FILES]),
     )
 
 
 def adapter_base(store: Store, policy: Version) -> Version | None:
     """The policy whose weights the adapter of `policy` is relative to; None where it has no
     adapter. LineageError."""
-    told = policy.manifest.input("base")
-    if told is None:
+    base_input = policy.manifest.input("base")
+    if base_input is None:
         return None
     try:
-        base = store.open(told.ref)
+        base = store.open(base_input.ref)
     except LineageError:
-        found = "none of that name"
+        found_hash = "none of that name"
     else:
-        if base.manifest.content_hash == told.content_hash:
+        if base.manifest.content_hash == base_input.content_hash:
             return base
-        found = f"{base.manifest.content_hash[:12]}…"
+        found_hash = f"{base.manifest.content_hash[:12]}…"
     raise LineageError(
         str(policy.ref),
-        f"its adapter was trained over {told.ref}, expected {told.content_hash[:12]}…, found "
-        f"{found}",
+        f"its adapter was trained over {base_input.ref}, expected "
+        f"{base_input.content_hash[:12]}…, found {found_hash}",
         state="its merged weights are whole; nothing was changed.",
-        next=f"restore {told.ref}, or start a new run with policy.model = {str(policy.path)!r}",
+        next=f"restore {base_input.ref}, or start a new run with "
+        f"policy.model = {str(policy.files.folder)!r}",
     )
 
 
@@ -296,10 +313,7 @@ def model_config(version: Version) -> dict[str, Any]:
 
 
 def _read_json(version: Version, name: str) -> dict[str, Any]:
-    if not any(entry.name == name for entry in version.manifest.files):
-        return {}
-    version.verify(name)
-    return json.loads((version.path / name).read_bytes())
+    return json.loads(version.files.read(name)) if name in version.files.names else {}
 
 
 def vocabulary_size(version: Version) -> int:
@@ -328,9 +342,9 @@ def end_token_ids(version: Version) -> list[int]:
     """Ids that end a completion, from generation_config.json or else config.json, rising.
     ConfigError when there is none."""
     for name in ("generation_config.json", "config.json"):
-        found = _read_json(version, name).get("eos_token_id")
-        if found is not None:
-            return sorted(found if isinstance(found, list) else [found])
+        ids = _read_json(version, name).get("eos_token_id")
+        if ids is not None:
+            return sorted(ids if isinstance(ids, list) else [ids])
     raise ConfigError(
         str(version.ref),
         "the model names no end token",
@@ -340,19 +354,18 @@ def end_token_ids(version: Version) -> list[int]:
 
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
     """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked."""
-    for name in _CARRIED:
+    for name in _CARRIED_FILES:
         version.verify(name)
-    return load_folders_tokenizer(version.path)
+    return load_folders_tokenizer(version.files.folder)
 
 
 def load_folders_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model directory, with its template."""
-    about = folder / "tokenizer_config.json"
-    named = json.loads(about.read_bytes()).get("tokenizer_class") if about.is_file() else None
-    if named in _PLAIN and (folder / "tokenizer.json").is_file():
-        from transformers import (
-            PreTrainedTokenizerFast,
-        )  # what AutoTokenizer would choose, without its import of every model
+    path = folder / "tokenizer_config.json"
+    class_name = json.loads(path.read_bytes()).get("tokenizer_class") if path.is_file() else None
+    if class_name in _FAST_TOKENIZERS and (folder / "tokenizer.json").is_file():
+        # what AutoTokenizer would choose, without its import of every model
+        from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     from transformers import AutoTokenizer
@@ -364,8 +377,9 @@ def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:
     """Write `model` as a model directory; tokenizer, template and generation config are the
     parent's, byte for byte."""
     model.save_pretrained(folder)
-    for name in _CARRIED:
-        if (parent.path / name).is_file():
-            shutil.copyfile(parent.path / name, folder / name)
+    for name in _CARRIED_FILES:
+        original = parent.files.path(name)
+        if original.is_file():
+            shutil.copyfile(original, folder / name)
         else:
             (folder / name).unlink(missing_ok=True)

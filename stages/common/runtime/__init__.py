@@ -1,1 +1,1 @@
-"""How work is run: processes that end with all that they started."""
+"""What runs stages: their contract, the runner, and the processes below it."""

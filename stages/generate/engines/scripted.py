@@ -7,7 +7,7 @@ trained on them.
 
     [generate]
     engine = "scripted"
-    options = { script = "echo" }          # or "sample", "fixed" with completion_ids, or "my_module:answer"
+    options = { script = "echo" }    # or "sample", "fixed" with completion_ids, "my_module:answer"
 
 A dotted path names `answer(prompt_ids: list[int], seed: int) -> list[int]`.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from quiver.stages.common import plugins as dotted
+from quiver.stages.common import plugins
 from quiver.stages.common.config import parse
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import ScriptedOptions
@@ -46,38 +46,39 @@ class ScriptedEngine:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.options = parse(ScriptedOptions, setup.options, "generate.options")
+        script = self.options.script
         self.info: dict[str, Any] = {
             "name": "scripted",
-            "script": self.options.script,
+            "script": script,
             "logprobs_mode": "scripted",
         }
-        self._script = self._find_script()
-
-    def _find_script(self) -> Callable[[list[int], int], list[int]]:
-        shipped = {
+        shipped: dict[str, Callable[[list[int], int], list[int]]] = {
             "echo": echo,
             "sample": sample,
             "fixed": lambda prompt_ids, seed: list(self.options.completion_ids),
         }
-        name = self.options.script
-        return shipped[name] if name in shipped else dotted.load(name, "generate.options.script")[0]
+        if script in shipped:
+            self._answer = shipped[script]
+        else:
+            self._answer, _ = plugins.load(script, "generate.options.script")
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """One completion a request, in their order."""
+        max_tokens = self.setup.sampling.max_tokens
         for request in requests:
             time.sleep(self.options.seconds_per_row)
-            yield self._answer(request)
-
-    def _answer(self, request: Request) -> Completion:
-        ids, limit = (
-            self._script(request.prompt_ids.tolist(), request.seed),
-            self.setup.sampling.max_tokens,
-        )
-        stop = self.setup.stop_ids[0] if self.setup.stop_ids and len(ids) < limit else None
-        ids = ids[:limit] if stop is None else [*ids, stop]
-        logprobs = np.full(len(ids), self.options.logprob, np.float32)
-        reason = ("length", None) if stop is None else ("stop", str(stop))
-        return Completion(request.index, np.array(ids, np.int32), logprobs, *reason)
+            ids = self._answer(request.prompt_ids.tolist(), request.seed)
+            stop_id = None
+            if self.setup.stop_ids and len(ids) < max_tokens:
+                stop_id = self.setup.stop_ids[0]
+            ids = ids[:max_tokens] if stop_id is None else [*ids, stop_id]
+            yield Completion(
+                request.index,
+                np.array(ids, np.int32),
+                np.full(len(ids), self.options.logprob, np.float32),
+                "length" if stop_id is None else "stop",
+                None if stop_id is None else str(stop_id),
+            )
 
     def close(self) -> None:
         """Nothing is held."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -24,8 +24,7 @@ import numpy as np
 
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common.config import parse
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models import vllm_env
+from quiver.stages.common.models import checkpoints, vllm_env
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
 
@@ -39,10 +38,10 @@ class VllmEngine:
     has set stays."""
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.options = setup, parse(VllmOptions, setup.options, "generate.options")
-        self.ahead = (
-            self.options.max_num_seqs
-        )  # no place is empty while the last rows of a shard are decoded
+        self.setup = setup
+        self.options = parse(VllmOptions, setup.options, "generate.options")
+        # no place is empty while the last rows of a shard are decoded
+        self.ahead = self.options.max_num_seqs
         if checkpoints.is_encoder_decoder(setup.policy):
             raise ConfigError(
                 "engine vllm",
@@ -53,17 +52,15 @@ class VllmEngine:
         self.cpu = build.cpu
         with _fatal("could not start"):
             self.llm = self._start()
-        dtype = str(self.llm.model_config.dtype).removeprefix("torch.")
-        device = "cpu" if self.cpu else "cuda"
-        name, version = build
         self.info = {
-            "name": name,
-            "version": version,
-            "dtype": dtype,
-            "device": device,
+            "name": build.name,
+            "version": build.version,
+            "dtype": str(self.llm.model_config.dtype).removeprefix("torch."),
+            "device": "cpu" if self.cpu else "cuda",
             "logprobs_mode": LOGPROBS_MODE,
         }
-        self.info |= {"base": str(setup.base.ref)} if setup.base else {}
+        if setup.base:
+            self.info["base"] = str(setup.base.ref)
 
     @staticmethod
     def prepare(device: str) -> None:
@@ -75,11 +72,10 @@ class VllmEngine:
         from vllm import LLM
 
         self.setup.verified()
-        # vLLM collects garbage five times as it starts, each time over every object that its import
-        # made
+        # vLLM collects garbage five times as it starts, each time over every object that its
+        # import made
         gc.freeze()
         options = self.options
-        eager = self.cpu if options.enforce_eager is None else options.enforce_eager
         arguments = {
             "dtype": self._dtype(),
             "max_model_len": self.setup.max_model_len,
@@ -92,13 +88,15 @@ class VllmEngine:
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "tensor_parallel_size": options.tensor_parallel_size,
             "enable_prefix_caching": options.enable_prefix_caching,
-            "enforce_eager": eager,
+            "enforce_eager": self.cpu if options.enforce_eager is None else options.enforce_eager,
             "use_tqdm_on_load": False,
-            **(self._cpu_arguments() if self.cpu else {}),
-            **(self._lora_arguments() if self.setup.base else {}),
         }
+        if self.cpu:
+            arguments |= self._cpu_arguments()
+        if self.setup.base:
+            arguments |= self._lora_arguments()
         model = self.setup.base or self.setup.policy
-        return LLM(str(model.path), **arguments, **options.engine_args)
+        return LLM(str(model.files.folder), **arguments, **options.engine_args)
 
     def _lora_arguments(self) -> dict[str, Any]:
         """Room for one adapter; vLLM knows some ranks only, and takes a smaller one under the
@@ -108,10 +106,8 @@ class VllmEngine:
         from vllm.config.lora import MaxLoRARanks
 
         rank = self.setup.policy.manifest.config["lora"]["rank"]
-        return {
-            "enable_lora": True,
-            "max_lora_rank": min((r for r in get_args(MaxLoRARanks) if r >= rank), default=rank),
-        }
+        ranks = [known_rank for known_rank in get_args(MaxLoRARanks) if known_rank >= rank]
+        return {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
 
     def _dtype(self) -> str:
         if self.setup.dtype != "auto":
@@ -119,10 +115,12 @@ class VllmEngine:
         if self.cpu:
             import torch
 
-            return "bfloat16" if torch.cpu.get_capabilities().get("avx512_bf16") else "float32"
-        from vllm.platforms import current_platform
+            has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
+        else:
+            from vllm.platforms import current_platform
 
-        return "bfloat16" if current_platform.has_device_capability(80) else "float32"
+            has_bf16 = current_platform.has_device_capability(80)
+        return "bfloat16" if has_bf16 else "float32"
 
     def _cpu_arguments(self) -> dict[str, Any]:
         arguments = {
@@ -143,107 +141,100 @@ class VllmEngine:
         does not fit."""
         if self.options.cpu_kv_cache_gib is not None:
             return int(self.options.cpu_kv_cache_gib * _GIB)
-        config, itemsize = (
+        return vllm_env.cpu_cache_bytes(
             checkpoints.model_config(self.setup.policy),
-            4 if self._dtype() == "float32" else 2,
+            self.setup.longest or self.setup.max_model_len,
+            self.options.max_num_seqs,
+            itemsize=4 if self._dtype() == "float32" else 2,
         )
-        length = self.setup.longest or self.setup.max_model_len
-        return vllm_env.cpu_cache_bytes(config, length, self.options.max_num_seqs, itemsize)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions as they finish. Up to twice as many requests as fit one batch are in flight,
         so none of its places is empty."""
-        requests, index_of, step = iter(requests), {}, self.llm.llm_engine
+        requests = iter(requests)
+        row_of: dict[str, int] = {}
         room = max(2 * self.options.max_num_seqs, 512)
         while True:
-            more = list(islice(requests, room - len(index_of)))
+            more = list(islice(requests, room - len(row_of)))
             with _fatal("refused its requests"):
-                self._enqueue(more, index_of)
-            if not index_of:
+                row_of |= self._enqueue(more)
+            if not row_of:
                 return
             with _fatal("failed"):
-                outputs = [output for output in step.step() if output.finished]
+                outputs = [output for output in self.llm.llm_engine.step() if output.finished]
             for output in outputs:
-                yield _completion(index_of.pop(output.request_id), output)
+                yield _completion(row_of.pop(output.request_id), output)
 
-    def _enqueue(self, requests: list[Request], index_of: dict[str, int]) -> None:
+    def _enqueue(self, requests: list[Request]) -> dict[str, int]:
+        """Hand requests to the engine; their rows by the names that its outputs will bear."""
         if not requests:
-            return
-        from vllm import TokensPrompt
+            return {}
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
 
+        sampling = self.setup.sampling.model_dump(exclude={"stop_token_ids", "ignore_eos"})
         prompts = [
             TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests
         ]
-        parameters = [self._parameters(request.seed) for request in requests]
-        names = self.llm.enqueue(prompts, parameters, self._adapter(), use_tqdm=False)
-        for name, request in zip(
-            names, requests, strict=True
-        ):  # the engine names it "7-1f2e3d4c" here and "7" in its output
-            index_of[name.partition("-")[0]] = request.index
-
-    def _adapter(self) -> Any:
-        from vllm.lora.request import LoRARequest
-
-        if self.setup.base is None:
-            return None
-        return LoRARequest("policy", 1, str(self.setup.policy.path / checkpoints.ADAPTER_FOLDER))
-
-    def _parameters(self, seed: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            n=1,
-            seed=seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **self.setup.sampling.model_dump(exclude={"stop_token_ids", "ignore_eos"}),
-            ignore_eos=True,  # every id that ends a completion is named, the model's own among them
-            stop_token_ids=list(self.setup.stop_ids),
-        )
+        parameters = [
+            SamplingParams(
+                n=1,
+                seed=request.seed,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **sampling,
+                # every id that ends a completion is named, the model's own among them
+                ignore_eos=True,
+                stop_token_ids=list(self.setup.stop_ids),
+            )
+            for request in requests
+        ]
+        adapter = None
+        if self.setup.base is not None:
+            folder = self.setup.policy.files.path(checkpoints.ADAPTER_FOLDER)
+            adapter = LoRARequest("policy", 1, str(folder))
+        names = self.llm.enqueue(prompts, parameters, adapter, use_tqdm=False)
+        return {
+            # the engine says "7-1f2e3d4c" here and "7" in its output
+            name.partition("-")[0]: request.index
+            for name, request in zip(names, requests, strict=True)
+        }
 
     def close(self) -> None:
         """End the engine and its processes."""
-        with _no_collections():
+        # vLLM's shutdown asks to collect garbage: two walks over every object there is take a
+        # second, and free little
+        collect = gc.collect
+        gc.collect = lambda *_: 0
+        try:
             self.llm.llm_engine.engine_core.shutdown()
+        finally:
+            gc.collect = collect
         del self.llm
 
 
-def _fatal(what: str) -> AbstractContextManager[None]:
+def _fatal(problem: str) -> AbstractContextManager[None]:
     next = (
         "run the same command again; for lack of memory, lower options.max_num_seqs or "
         "gpu_memory_utilization"
     )
-    return vllm_env.fatal("engine vllm", what, next)
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Let vLLM's shutdown ask in vain to collect garbage: two walks over every object there is take
-    a second, and free little."""
-    collect, gc.collect = gc.collect, lambda *_: 0
-    try:
-        yield
-    finally:
-        gc.collect = collect
+    return vllm_env.fatal("engine vllm", problem, next)
 
 
 def _completion(index: int, output: Any) -> Completion:
     answer = output.outputs[0]
-    ids, logprobs = (
-        np.array(answer.token_ids, np.int32),
-        np.array(answer.logprobs.logprobs, np.float32),
-    )
+    ids = np.array(answer.token_ids, np.int32)
     if list(answer.logprobs.token_ids) != list(answer.token_ids):
         raise ResourceError(
             "engine vllm",
             f"row {index}: the logprobs are of other ids than the completion",
             next="update vLLM, or generate with another engine",
         )
-    stopped = answer.finish_reason == "stop"
-    reason = (
-        str(answer.stop_reason if answer.stop_reason is not None else ids[-1]) if stopped else None
-    )
-    return Completion(index, ids, logprobs, answer.finish_reason, reason)
+    stop_reason = None
+    if answer.finish_reason == "stop":
+        stop_reason = str(ids[-1] if answer.stop_reason is None else answer.stop_reason)
+    logprobs = np.array(answer.logprobs.logprobs, np.float32)
+    return Completion(index, ids, logprobs, answer.finish_reason, stop_reason)

@@ -21,8 +21,7 @@ from pydantic import Field, field_validator, model_validator
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Config, Runtime
-from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models import vllm_env
+from quiver.stages.common.models import checkpoints, vllm_env
 
 _OWN_ARGUMENTS = (
     "model",

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 import marshal
+import math
 import os
 import selectors
 import signal
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -146,33 +148,26 @@ def run_program(
     if not sys.platform.startswith("linux"):
         raise _refused("Linux", f"this is {sys.platform}")
     limits = limits or Limits()
-    job = {
-        "full": isolation == "full",
-        "program": program.encode(errors="surrogatepass"),
-        "stdin": stdin.encode(errors="surrogatepass"),
-        "seconds": float(limits.seconds),
-        "cpu_seconds": int(-(-limits.seconds // 1)),
-        "memory_bytes": limits.memory_mib * _MIB,
-        "tmp_bytes": limits.files_mib * _MIB,
-        "processes": limits.processes,
-        "open_files": limits.open_files,
-    }
+    # with "full" the program lives in a root of its own
+    place = nullcontext("")
+    if isolation == "process":
+        place = tempfile.TemporaryDirectory(prefix="quiver-", ignore_cleanup_errors=True)
     chosen = interpreter.find(python)
-    if isolation == "full":  # the program lives in a root of its own
-        return _launch({**job, **_place(chosen, "")}, limits)
-    with tempfile.TemporaryDirectory(prefix="quiver-", ignore_cleanup_errors=True) as folder:
-        os.mkdir(os.path.join(folder, "tmp"))
-        return _launch({**job, **_place(chosen, folder)}, limits)
+    with place as folder:
+        return _launch(_job(program, stdin, limits, chosen, folder), limits)
 
 
-def _place(chosen: interpreter.Interpreter, folder: str) -> dict[str, Any]:
-    """The part of a job that says where the program runs, and as what."""
+def _job(
+    program: str, stdin: str, limits: Limits, chosen: interpreter.Interpreter, folder: str
+) -> dict[str, Any]:
+    """What the launcher is told; `folder` is empty for isolation "full"."""
     home = os.path.join(folder or "/", "tmp")
+    if folder:
+        os.mkdir(home)
     return {
+        "full": not folder,
         "command": [*chosen.command, "-c", _START],
         "paths": list(chosen.paths),
-        "folder": folder,
-        "cwd": home,
         "environment": {
             "PATH": "/usr/bin:/bin",
             "HOME": home,
@@ -184,13 +179,23 @@ def _place(chosen: interpreter.Interpreter, folder: str) -> dict[str, Any]:
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONHASHSEED": "0",  # the same program on the same input does the same
         },
+        "folder": folder,
+        "cwd": home,
+        "program": program.encode(errors="surrogatepass"),
+        "stdin": stdin.encode(errors="surrogatepass"),
+        "seconds": float(limits.seconds),
+        "cpu_seconds": math.ceil(limits.seconds),
+        "memory_bytes": limits.memory_mib * _MIB,
+        "tmp_bytes": limits.files_mib * _MIB,
+        "processes": limits.processes,
+        "open_files": limits.open_files,
     }
 
 
 def _launch(job: dict[str, Any], limits: Limits) -> Finished:
     """Start the launcher with a job and wait for its report, and for the program's output."""
     report_read, report_write = os.pipe()
-    with tempfile.TemporaryFile() as file, open(report_read, "rb", buffering=0) as report:
+    with tempfile.TemporaryFile() as file, open(report_read, "rb", buffering=0) as pipe:
         try:
             file.write(marshal.dumps(job))
             file.seek(0)
@@ -207,14 +212,27 @@ def _launch(job: dict[str, Any], limits: Limits) -> Finished:
         finally:
             os.close(report_write)
         try:
-            pipes = [report, launcher.stdout, launcher.stderr]
+            pipes = [pipe, launcher.stdout, launcher.stderr]
             answer, stdout, stderr = _read(pipes, limits)
         finally:
             code = launcher.end(grace=0)
     stderr_text = stderr.decode(errors="replace")
     if not answer:
         raise _failed(f"its launcher died with exit code {code}: {printable(stderr_text)}")
-    return _finished(marshal.loads(answer), stdout.decode(errors="replace"), stderr_text)
+    report = marshal.loads(answer)
+    if "refused" in report:
+        layer, number, why = report["refused"]
+        if number == errno.ENOSPC:
+            why = "none are left, or none allowed, by /proc/sys/user"
+        raise _refused(layer, why)
+    if "failed" in report:
+        raise _failed(printable(report["failed"]))
+    code = report["exit_code"]
+    killed_by = report["killed_by"]
+    if killed_by is None and code < 0:
+        killed_by = "cpu" if -code == signal.SIGXCPU else signal.Signals(-code).name
+    stdout_text = stdout.decode(errors="replace")
+    return Finished(code, stdout_text, stderr_text, killed_by, report["seconds"])
 
 
 def _read(pipes: list[BinaryIO], limits: Limits) -> list[bytes]:
@@ -237,36 +255,20 @@ def _read(pipes: list[BinaryIO], limits: Limits) -> list[bytes]:
     return [bytes(text) for text in texts.values()]
 
 
-def _finished(report: dict[str, Any], stdout: str, stderr: str) -> Finished:
-    if "refused" in report:
-        name, number, why = report["refused"]
-        raise _refused(
-            name,
-            "none are left, or none allowed, by /proc/sys/user" if number == errno.ENOSPC else why,
-        )
-    if "failed" in report:
-        raise _failed(printable(report["failed"]))
-    code, killed_by = report["exit_code"], report["killed_by"]
-    if killed_by is None and code < 0:
-        killed_by = "cpu" if -code == signal.SIGXCPU else signal.Signals(-code).name
-    return Finished(code, stdout, stderr, killed_by, report["seconds"])
-
-
 def _failed(why: str) -> ResourceError:
     return ResourceError("sandbox", why, state="the program was not judged.", next="run again")
 
 
-def _refused(name: str, why: str) -> SecurityError:
+def _refused(layer: str, why: str) -> SecurityError:
     return SecurityError(
         "sandbox",
-        f'the system does not permit the layer {name}: {printable(why)}; isolation = "process" '
+        f'the system does not permit the layer {layer}: {printable(why)}; isolation = "process" '
         "asks for less",
         state="no program was run.",
         next="permit user namespaces (sysctl user.max_user_namespaces, "
-        "kernel.unprivileged_userns_clone, "
-        "kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile), use a "
-        "remote sandbox, or set "
-        'isolation = "process" in arguments, which protects neither files nor network',
+        "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a "
+        "container its seccomp profile), use a remote sandbox, or set isolation = "
+        '"process" in arguments, which protects neither files nor network',
     )
 
 
@@ -278,15 +280,13 @@ def describe(isolation: Isolation = "full", python: str = "") -> dict[str, str]:
     if finished.stdout != "ready\n":
         raise _failed(f"a program that does nothing failed: {printable(finished.stderr[-200:])}")
     if isolation == "process":
-        return dict.fromkeys(("user", "files", "network", "processes"), "those of the user") | {
-            "calls": "all"
-        }
+        layers = dict.fromkeys(("user", "files", "network", "processes"), "those of the user")
+        return {**layers, "calls": "all"}
+    unfiltered = f"all: there is no filter for {os.uname().machine}"
     return {
         "user": "nobody" if os.geteuid() == 0 else f"uid {os.geteuid()}, shown as nobody",
         "files": "a root in memory, read-only, with the interpreter alone; /tmp",
         "network": "none",
         "processes": "a namespace of their own, counted",
-        "calls": "filtered"
-        if seccomp.supported()
-        else f"all: there is no filter for {os.uname().machine}",
+        "calls": "filtered" if seccomp.supported() else unfiltered,
     }

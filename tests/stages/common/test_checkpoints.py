@@ -17,12 +17,17 @@ from quiver.schemas.errors import (
     ResourceError,
     SecurityError,
 )
-from quiver.stages.common import files
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, run, save_policy
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, save_policy
 from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.work import begin
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import storage
 from tests.tiny import EOS, make_folder, make_policy
+from tests.writing import begin
+
+
+def run(config, store, *, into):
+    return run_stage("policy", config, store, into=into, in_process=True)
 
 
 @pytest.fixture
@@ -35,7 +40,9 @@ def test_the_base_is_policy_zero_byte_for_byte(store, folder):
     assert str(ref) == "a/policy@0"
     version = store.open(ref)
     for entry in version.manifest.files:
-        assert (version.path / entry.name).read_bytes() == (folder / entry.name).read_bytes()
+        assert (version.files.folder / entry.name).read_bytes() == (
+            folder / entry.name
+        ).read_bytes()
     assert run(PolicyConfig(model=str(folder)), store, into="a") == ref
     parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
     assert version.manifest.metrics["parameters"] == parameters
@@ -113,7 +120,7 @@ def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
     try:
         with (
             pytest.raises(ResourceError, match="a file is larger than") as caught,
-            files.storage("a/policy"),
+            storage.storage_errors("a/policy"),
         ):
             save_file({"a": torch.zeros(10_000)}, tmp_path / "model.safetensors")
     finally:
@@ -156,7 +163,7 @@ def test_hashes_tell_weights_from_tokenizer_from_template(store, folder, tmp_pat
 
 
 def test_one_changed_weight_is_found_before_loading(store, policy):
-    path = policy.path / "model.safetensors"
+    path = policy.files.folder / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
@@ -181,17 +188,20 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     before, after = as_model("policy", policy), as_model("policy", version)
     assert before.weights != after.weights
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
-    loaded = AutoModelForCausalLM.from_pretrained(version.path)
+    loaded = AutoModelForCausalLM.from_pretrained(version.files.folder)
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
     assert (
-        AutoTokenizer.from_pretrained(version.path).chat_template
-        == AutoTokenizer.from_pretrained(policy.path).chat_template
+        AutoTokenizer.from_pretrained(version.files.folder).chat_template
+        == AutoTokenizer.from_pretrained(policy.files.folder).chat_template
     )
 
 
 def test_the_tokenizer_is_the_one_that_transformers_chooses(store):
     version = make_policy(store)
-    chosen, ours = AutoTokenizer.from_pretrained(version.path), checkpoints.load_tokenizer(version)
+    chosen, ours = (
+        AutoTokenizer.from_pretrained(version.files.folder),
+        checkpoints.load_tokenizer(version),
+    )
     text = "<|im_start|>user\nWhat is 3 + four?<|im_end|>\n"
     assert type(ours) is type(chosen)
     assert ours(text)["input_ids"] == chosen(text)["input_ids"]

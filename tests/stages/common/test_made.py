@@ -7,7 +7,8 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, ConflictError, SecurityError
 from quiver.stages.common.config import parse
-from quiver.stages.common.models.checkpoints import PolicyConfig, as_model, run
+from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
+from quiver.stages.common.runtime.runner import run_stage
 from tests.tiny import make_folder
 
 MAKES = """
@@ -20,6 +21,10 @@ def prepare(folder, seed=0):
     with open({calls!r}, "a") as calls:
         calls.write("x")
 """
+
+
+def run(config, store, *, into):
+    return run_stage("policy", config, store, into=into, in_process=True)
 
 
 @pytest.fixture
@@ -48,10 +53,10 @@ def test_it_is_made_once_and_holds_what_makes_a_model(store, source, tmp_path):
     assert (
         names
         == {path.name for path in folder.iterdir()}
-        == {path.name for path in version.path.iterdir()} - {"manifest.json"}
+        == {path.name for path in version.files.folder.iterdir()} - {"manifest.json"}
     )
     for name in names:
-        assert (version.path / name).read_bytes() == (folder / name).read_bytes()
+        assert (version.files.folder / name).read_bytes() == (folder / name).read_bytes()
     assert version.manifest.config["arguments"] == {"seed": 3}
 
 

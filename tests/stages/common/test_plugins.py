@@ -193,11 +193,11 @@ OLD_NAMES = """
 import stages.common
 from schemas.errors import ConfigError
 from stages.common.config import Config
-from stages.common import tags
+from stages.common import ragged
 import helper
 
 def f():
-    return ConfigError, Config, tags, stages.common
+    return ConfigError, Config, ragged, stages.common
 """
 
 
@@ -209,13 +209,13 @@ def old_names() -> set[str]:
 @pytest.mark.parametrize("name", ["mine.py:f", "mine:f"])
 def test_old_names_are_the_very_same_modules(project, name):
     import quiver.stages.common.config
-    import quiver.stages.common.tags
+    import quiver.stages.common.ragged
 
     write(project, {"mine.py": OLD_NAMES, "helper.py": "from stages.common.config import ROOMS\n"})
     before = old_names()
     function, _ = load(name, "field")
     common = quiver.stages.common
-    assert function() == (ConfigError, common.config.Config, common.tags, common)
+    assert function() == (ConfigError, common.config.Config, common.ragged, common)
     assert common.config.__spec__.name == "quiver.stages.common.config"
     assert old_names() == before
     assert not any("OldNames" in type(finder).__name__ for finder in sys.meta_path)

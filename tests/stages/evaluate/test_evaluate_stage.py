@@ -10,9 +10,15 @@ import pytest
 from quiver.schemas import fields, prompts, rewards, rollouts
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
 from quiver.stages.common import config as common
-from quiver.stages.common.work import ROWS_PER_SHARD, begin
-from quiver.stages.evaluate.stage import Config, run
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.evaluate.stage import Config
 from quiver.stages.reward import stage as reward
+from tests.writing import begin
+
+
+def run(config, store, **options):
+    return run_stage("evaluate", config, store, in_process=True, **options)
 
 
 def write(store, kind, table, inputs=None, stage="test", config=None):

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import sys
 
-from quiver.stages.common.config import parse
-from quiver.stages.common.store import Store
-from quiver.stages.generate.stage import Config, run
+from quiver.stages.common.runtime.runner import run_stage
 
 SAMPLING = {"temperature": 0, "max_tokens": 12}
 
 
 def main() -> None:
-    store, prompts = Store(sys.argv[1]), sys.argv[2]
+    store, prompts = sys.argv[1:3]
     out = []
     for asked in sys.argv[3:]:
         policy, _, how = asked.partition(":")
@@ -28,9 +26,8 @@ def main() -> None:
             "options": options,
             "sampling": SAMPLING,
         }
-        out.append(
-            str(run(parse(Config, given, "generate"), store, prompts=prompts, policy=policy))
-        )
+        ref = run_stage("generate", given, store, in_process=True, prompts=prompts, policy=policy)
+        out.append(str(ref))
     print(json.dumps(out))
 
 

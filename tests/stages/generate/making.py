@@ -10,8 +10,8 @@ import pyarrow as pa
 from quiver.schemas import fields, prompts
 from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import begin
 from quiver.stages.generate.engine import Completion
+from tests.writing import begin
 
 
 class Made(Config):

@@ -1,6 +1,7 @@
 """Several processes at one version of rollouts: the same bytes as one makes, whoever is killed,
 hangs, fails or comes late."""
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quiver.stages.common.process import Call, perform, run_stage
+from quiver.stages.common.runtime.runner import Call, perform, run_call
 from quiver.stages.common.store import Store
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, hashes, require_whole, start, wait
@@ -57,9 +58,14 @@ def notes(store: Store) -> list[Path]:
 
 
 def held_by(store: Store, worker) -> list[Path]:
-    """Claims that name this process."""
-    claims = (store.path / "tiny/rollouts/.staging").glob("*.notes/part-*.claim0")
-    return [path for path in claims if path.read_text().startswith(worker.name)]
+    """Shards that this process has leased."""
+    leases = (store.path / "tiny/rollouts/.staging").glob("*.leases/part-*/*")
+    holders = [(path, json.loads(path.read_text() or "{}")) for path in leases]
+    return [
+        path
+        for path, holder in holders
+        if holder.get("owner", {}).get("pid") == worker.pid and not holder["released"]
+    ]
 
 
 def require_same(store: Store, alone, engine: str = "scripted") -> None:
@@ -135,13 +141,15 @@ def test_all_killed_and_one_alone_goes_on(store, alone):
     for worker in workers:
         worker.signal(signal.SIGKILL)
         worker.answer()
+    noted = {path.name.removesuffix(".json") for path in notes(store)}
     kept = {
         path.name: path.stat().st_ino
         for path in store.path.glob("tiny/rollouts/.staging/*/part-*.arrow")
+        if path.name in noted
     }
     assert perform(call(store, rows_per_shard=17)).cached is False
     require_same(store, alone)
-    version = store.open("tiny/rollouts@1").path
+    version = store.open("tiny/rollouts@1").files.folder
     assert {name: (version / name).stat().st_ino for name in kept} == kept
 
 
@@ -153,13 +161,15 @@ def test_a_hung_one_is_done_without_and_changes_nothing_when_it_goes_on(store, a
     assert (answer["ref"], answer["cached"]) == ("tiny/rollouts@1", False)
     version = store.open("tiny/rollouts@1")
     before = {
-        path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in version.path.iterdir()
+        path.name: (path.stat().st_ino, path.stat().st_mtime_ns)
+        for path in version.files.folder.iterdir()
     }
     hung.signal(signal.SIGCONT)
     answer = hung.answer()
     assert (answer["ref"], answer["cached"]) == ("tiny/rollouts@1", True)
     assert {
-        path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in version.path.iterdir()
+        path.name: (path.stat().st_ino, path.stat().st_mtime_ns)
+        for path in version.files.folder.iterdir()
     } == before
     require_same(store, alone)
 
@@ -229,21 +239,19 @@ def test_a_late_one_finds_it_done(store):
     first, late = start(given, 1), None
     assert first[0].answer()["cached"] is False
     late = start(given, 1)
-    assert late[0].answer()["cached"] is True and os.listdir(store.path / "tiny/rollouts") == [
-        ".staging",
-        "v000001",
-    ]
+    assert late[0].answer()["cached"] is True
+    assert sorted(os.listdir(store.path / "tiny/rollouts")) == [".index", ".staging", "v000001"]
 
 
 def test_stages_of_their_own_share_a_call(store, alone, monkeypatch):
     """As a flow starts them: each in a child process, with a spec; one that comes when all is done
     has nothing to start."""
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
     shared = replace(call(store), share=True)
     with ThreadPoolExecutor(2) as threads:
-        outcomes = list(threads.map(run_stage, [shared, shared]))
+        outcomes = list(threads.map(run_call, [shared, shared]))
     assert [outcome.ref for outcome in outcomes] == ["tiny/rollouts@1"] * 2
     assert sorted(outcome.cached for outcome in outcomes) == [False, True]
     assert outcomes[0].metrics == outcomes[1].metrics
-    assert run_stage(shared, python="/nonexistent").cached is True
+    assert run_call(shared, python="/nonexistent").cached is True
     require_same(store, alone)

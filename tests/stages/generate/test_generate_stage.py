@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,16 +17,18 @@ import pytest
 from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
-from quiver.stages.common.work import begin
 from quiver.stages.generate import stage
 from quiver.stages.generate.rows import Rows, row_seed
-from quiver.stages.generate.stage import Config, run
+from quiver.stages.generate.stage import Config
 from tests.stages.generate import making
 from tests.stages.generate.making import good, make_prompts, random_prompts
 from tests.tiny import EOS, make_policy
+from tests.writing import begin
 
 MAKING = "tests.stages.generate.making"
+run = partial(run_stage, "generate", in_process=True)
 SCRIPTED = {"engine": "scripted", "samples_per_prompt": 3, "sampling": {"max_tokens": 8}}
 
 
@@ -127,15 +130,15 @@ def test_other_weights_are_other_work(store, policy):
 def test_the_optimizers_state_of_the_policy_is_no_part_of_the_work(store, policy):
     """Another version with the same weights, tokenizer and template gives the same rollouts; its
     optimizer's state is not read."""
-    config_ = PolicyConfig(model=str(policy.path))
+    config_ = PolicyConfig(model=str(policy.files.folder))
     about = {"stage": "test", "stage_version": 1, "config": config_, "inputs": {}}
     with begin(store, "tiny", "policy", **about) as work:
         for entry in policy.manifest.files:
-            shutil.copyfile(policy.path / entry.name, work.folder / entry.name)
+            shutil.copyfile(policy.files.folder / entry.name, work.folder / entry.name)
         (work.folder / "optimizer").mkdir()
         (work.folder / "optimizer" / "state.json").write_text("{}")
         trained = work.commit()
-    (trained.path / "optimizer" / "state.json").write_text("[]")
+    (trained.files.folder / "optimizer" / "state.json").write_text("[]")
     prompts = random_prompts(store, 2)
     first = run(config(), store, prompts=prompts.ref, policy=trained.ref)
     assert run(config(), store, prompts=prompts.ref, policy=policy.ref) == first
@@ -347,7 +350,7 @@ def test_an_unknown_engine_is_named_with_the_nearest():
 @pytest.mark.parametrize("engine", ["scripted", "transformers", "vllm"])
 def test_half_a_checkpoint_is_named_before_the_engine_starts(store, policy, engine):
     prompts = make_prompts(store, [[5]])
-    (policy.path / "model.safetensors").unlink()
+    (policy.files.folder / "model.safetensors").unlink()
     with pytest.raises(CorruptError, match=r"model.safetensors: is missing"):
         run(config(engine=engine), store, prompts=prompts.ref, policy=policy.ref)
     assert "vllm" not in sys.modules
@@ -355,7 +358,7 @@ def test_half_a_checkpoint_is_named_before_the_engine_starts(store, policy, engi
 
 @pytest.mark.parametrize("engine", ["Honest", "Waits", "Chokes"])
 def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, policy, engine):
-    weights = policy.path / "model.safetensors"
+    weights = policy.files.folder / "model.safetensors"
     torn = bytearray(weights.read_bytes())
     torn[-1] ^= 1
     weights.write_bytes(torn)
@@ -373,12 +376,11 @@ def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, polic
 
 SCRIPT = """
 import sys
-from quiver.stages.common.config import parse
-from quiver.stages.common.store import Store
-from quiver.stages.generate.stage import Config, run
-config = parse(Config, {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": int(sys.argv[2]),
-    "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": float(sys.argv[3])}}, "generate")
-print(run(config, Store(sys.argv[1]), prompts="tiny/prompts@1", policy="tiny/policy@0"))
+from quiver.stages.common.runtime.runner import run_stage
+config = {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": int(sys.argv[2]),
+    "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": float(sys.argv[3])}}
+refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}
+print(run_stage("generate", config, sys.argv[1], in_process=True, **refs))
 """
 
 
@@ -416,7 +418,7 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
     again = start(killed, size_after, 0)
     assert again.communicate()[0].strip() == "tiny/rollouts@1"
     version = killed.open("tiny/rollouts@1")
-    assert {name: (version.path / name).stat().st_ino for name in before} == before
+    assert {name: (version.files.folder / name).stat().st_ino for name in before} == before
     assert version.table().equals(calm.open("tiny/rollouts@1").table())
     assert version.manifest.run_key == calm.open("tiny/rollouts@1").manifest.run_key
     assert (
@@ -432,5 +434,5 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
 )
 def test_the_engines_room_changes_seldom(policy, longest, limit, room):
     """Neither much more than the rows need nor, where it can be, another for a few tokens more."""
-    setup = stage._setup(config(max_model_len=limit), policy, longest)
+    setup = stage.engine_setup(config(max_model_len=limit), policy, longest)
     assert (setup.max_model_len, setup.longest) == (room, longest)

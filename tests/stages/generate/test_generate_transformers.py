@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from quiver.stages.common.config import parse
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.sampling import draw, processed_logprobs
-from quiver.stages.generate.stage import Config, run
 from tests.stages.generate.making import make_prompts, random_prompts
 from tests.tiny import EOS, make_policy
 
@@ -25,8 +24,8 @@ def generate(store, policy, prompts, *, batch_size=4, samples=3, **changed):
         "options": {"batch_size": batch_size},
         "sampling": sampling,
     }
-    config = parse(Config, given, "generate")
-    ref = run(config, store, prompts=prompts.ref, policy=policy.ref, force=True)
+    refs = {"prompts": prompts.ref, "policy": policy.ref}
+    ref = run_stage("generate", given, store, in_process=True, force=True, **refs)
     return store.open(ref).table().to_pylist()
 
 
@@ -36,11 +35,15 @@ def recomputed(policy, row, temperature=0.7) -> np.ndarray:
     kind = policy.ref.run
     with torch.no_grad():
         if kind in DECODER_START:
-            model = AutoModelForSeq2SeqLM.from_pretrained(policy.path, dtype=torch.float32).eval()
+            model = AutoModelForSeq2SeqLM.from_pretrained(
+                policy.files.folder, dtype=torch.float32
+            ).eval()
             shifted = torch.cat([torch.tensor([[DECODER_START[kind]]]), ids[:, :-1]], 1)
             logits = model(input_ids=prompt, decoder_input_ids=shifted).logits[0]
         else:
-            model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32).eval()
+            model = AutoModelForCausalLM.from_pretrained(
+                policy.files.folder, dtype=torch.float32
+            ).eval()
             logits = model(input_ids=torch.cat([prompt, ids], 1)).logits[
                 0, prompt.shape[1] - 1 : -1
             ]
@@ -104,7 +107,7 @@ def test_other_stop_ids_min_tokens_and_ignore_eos(store, policy):
 
 def test_temperature_0_takes_the_likeliest_id(store, policy):
     row = generate(store, policy, make_prompts(store, [[5, 6, 7]]), samples=1, temperature=0)[0]
-    model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(policy.files.folder, dtype=torch.float32).eval()
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
         for token in row["completion_ids"]:

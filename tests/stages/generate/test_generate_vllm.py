@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import parse
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
-from quiver.stages.generate.stage import Config, run
 from tests.stages.generate.making import make_prompts
 from tests.stages.generate.vllm_checks import STOPS
 from tests.tiny import make_policy
@@ -39,7 +38,7 @@ def answered(tmp_path_factory):
     assert done.returncode == 0, done.stderr[-4000:]
     out = json.loads(done.stdout.splitlines()[-1])
     out["model"] = AutoModelForCausalLM.from_pretrained(
-        Store(folder).open("tiny/policy@0").path, dtype=torch.float32
+        Store(folder).open("tiny/policy@0").files.folder, dtype=torch.float32
     ).eval()
     return out
 
@@ -111,8 +110,9 @@ def test_the_manifest_names_the_engine(answered):
 def test_an_encoder_decoder_is_refused_before_vllm_is_imported(store):
     policy = make_policy(store, "t5", "t5")
     prompts = make_prompts(store, [[5, 6]], run="t5")
-    config = parse(Config, {"engine": "vllm", "sampling": {"max_tokens": 4}}, "generate")
+    config = {"engine": "vllm", "sampling": {"max_tokens": 4}}
+    refs = {"prompts": prompts.ref, "policy": policy.ref}
     with pytest.raises(ConfigError, match="encoder-decoder") as caught:
-        run(config, store, prompts=prompts.ref, policy=policy.ref)
+        run_stage("generate", config, store, in_process=True, **refs)
     assert caught.value.next == 'set generate.engine = "transformers"'
     assert "vllm" not in sys.modules

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.generate.stage import run as generate
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from tests.stages.generate.lora_checks import SAMPLING
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
@@ -38,9 +38,8 @@ def answered(tmp_path_factory):
     config = Config(
         algorithm="ppo", lora={"rank": 4}, learning_rate=3e-2, epochs=6, minibatches=2, device="cpu"
     )
-    adapted = store.open(
-        run(config, store, policy=start.ref, rollouts=rollouts.ref, rewards=rewards.ref)
-    )
+    refs = {"policy": start.ref, "rollouts": rollouts.ref, "rewards": rewards.ref}
+    adapted = store.open(run_stage("optimize", config, store, in_process=True, **refs))
     prompts = random_prompts(store, 12)
     asked = [f"{start.ref}:adapter", f"{adapted.ref}:merged", f"{adapted.ref}:adapter"]
     command = [
@@ -61,8 +60,8 @@ def answered(tmp_path_factory):
 def by_peft(start, adapted):
     """Transformers' model of the base with peft's own adapter on it; nothing is merged, nothing is
     of this project."""
-    base = AutoModelForCausalLM.from_pretrained(start.path, dtype=torch.float32)
-    return PeftModel.from_pretrained(base, adapted.path / "adapter").eval()
+    base = AutoModelForCausalLM.from_pretrained(start.files.folder, dtype=torch.float32)
+    return PeftModel.from_pretrained(base, adapted.files.path("adapter")).eval()
 
 
 def completions(rollouts) -> list[list[int]]:
@@ -111,21 +110,22 @@ def test_the_manifest_records_what_was_sampled(answered):
 
 
 def test_what_lies_below_the_policys_folder_is_no_business_of_the_engine(answered):
-    folders = {path.name for path in answered[1].path.iterdir() if path.is_dir()}
+    folders = {path.name for path in answered[1].files.folder.iterdir() if path.is_dir()}
     assert folders == {"adapter", "optimizer", "value_head"}
 
 
 def test_a_base_that_is_gone_is_told_before_the_engine_starts(answered, tmp_path):
     start, adapted, *_ = answered
-    store = Store(shutil.copytree(start.path.parents[2], tmp_path / "store"))
-    shutil.rmtree(store.open(start.ref).path)
+    store = Store(shutil.copytree(start.files.folder.parents[2], tmp_path / "store"))
+    shutil.rmtree(store.open(start.ref).files.folder)
     config = parse(
         GenerateConfig, {"options": {"lora": True}, "sampling": {"max_tokens": 4}}, "generate"
     )
     with pytest.raises(
         LineageError, match=r"trained over tiny/policy@0, expected .*, found none of that name"
     ):
-        generate(config, store, prompts="tiny/prompts@1", policy=adapted.ref)
+        refs = {"prompts": "tiny/prompts@1", "policy": adapted.ref}
+        run_stage("generate", config, store, in_process=True, **refs)
 
 
 @pytest.mark.parametrize("name", ["enable_lora", "max_lora_rank"])

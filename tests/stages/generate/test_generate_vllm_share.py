@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quiver.stages.common.process import Call, run_stage
+from quiver.stages.common.runtime.runner import Call, run_call
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, require_whole
 from tests.tiny import make_policy
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]  # three engine starts
 
 
 def test_two_engines_make_what_one_makes(store, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
     make_policy(store)
     random_prompts(store, 30)
     config = {
@@ -33,10 +33,10 @@ def test_two_engines_make_what_one_makes(store, tmp_path, monkeypatch):
     )
     other = copy(store, tmp_path / "alone")
     with ThreadPoolExecutor(2) as threads:
-        outcomes = list(threads.map(run_stage, [shared, shared]))
+        outcomes = list(threads.map(run_call, [shared, shared]))
     assert [outcome.ref for outcome in outcomes] == ["tiny/rollouts@1"] * 2
     require_whole(store, "tiny", "rollouts")
-    run_stage(replace(shared, store=other.path, share=False))
+    run_call(replace(shared, store=other.path, share=False))
     made, whole = (each.open("tiny/rollouts@1").table() for each in (store, other))
     exact = [name for name in whole.column_names if name != "old_logprobs"]
     assert made.select(exact).equals(whole.select(exact))

@@ -12,13 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from quiver.stages.common.config import parse
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.checkpoints import run as import_policy
+from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.options import Sampling
-from quiver.stages.generate.stage import Config, run
 from tests.stages.generate.making import random_prompts
 from tests.tiny import EOS, make_folder
 
@@ -50,7 +47,8 @@ def import_with_hidden_defaults(store: Store):
                 torch.nn.init.normal_(parameter, std=0.15)
         model.save_pretrained(folder)
         path.write_text(json.dumps({**json.loads(path.read_text()), **HIDDEN}))
-        return store.open(import_policy(PolicyConfig(model=folder), store, into="tiny"))
+        config = {"model": folder}
+        return store.open(run_stage("policy", config, store, into="tiny", in_process=True))
 
 
 def small_stage(store: Store, policy, prompts) -> dict:
@@ -65,9 +63,8 @@ def small_stage(store: Store, policy, prompts) -> dict:
         "options": options,
         "sampling": sampling,
     }
-    version = store.open(
-        run(parse(Config, given, "generate"), store, prompts=prompts.ref, policy=policy.ref)
-    )
+    refs = {"prompts": prompts.ref, "policy": policy.ref}
+    version = store.open(run_stage("generate", given, store, in_process=True, **refs))
     return {
         "ref": str(version.ref),
         "metrics": version.manifest.metrics,

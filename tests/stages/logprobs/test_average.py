@@ -1,16 +1,19 @@
 """The moving average of weights: the formula on every weight, a model that loads, nothing averaged
 that does not match."""
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quiver.schemas.errors import LineageError
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.checkpoints import run as import_policy
-from quiver.stages.logprobs.average import Config, run
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.logprobs.average import Config
 from tests.tiny import make_folder, make_policy
+
+run = partial(run_stage, "average", in_process=True)
 
 
 def test_every_weight_is_the_average(store, policy):
@@ -20,12 +23,12 @@ def test_every_weight_is_the_average(store, policy):
     )
     assert str(version.ref) == "tiny.ref/policy@0"
     found, old, new = (
-        load_file(each.path / "model.safetensors") for each in (version, policy, other)
+        load_file(each.files.path("model.safetensors")) for each in (version, policy, other)
     )
     assert set(found) == set(old) == set(new)
     for name, weight in found.items():
         assert torch.allclose(weight, 0.75 * old[name] + 0.25 * new[name], atol=1e-7)
-    AutoModelForCausalLM.from_pretrained(version.path)
+    AutoModelForCausalLM.from_pretrained(version.files.folder)
     assert {model.role: model.ref for model in version.manifest.models} == {
         "reference": "tiny/policy@0",
         "policy": "other/policy@0",
@@ -50,13 +53,17 @@ def test_a_small_rate_moves_weights_that_are_bfloat16(store, tmp_path):
         }
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         versions.append(
-            store.open(import_policy(PolicyConfig(model=str(folder)), store, into=name))
+            store.open(
+                run_stage("policy", {"model": str(folder)}, store, into=name, in_process=True)
+            )
         )
     old, new = versions
     version = store.open(
         run(Config(rate=1e-3), store, reference=old.ref, policy=new.ref, into="small.ref")
     )
-    found, old, new = (load_file(each.path / "model.safetensors") for each in (version, old, new))
+    found, old, new = (
+        load_file(each.files.path("model.safetensors")) for each in (version, old, new)
+    )
     for name, weight in found.items():
         torch.testing.assert_close(
             weight, old[name].float() + 1e-3 * (new[name].float() - old[name].float())

@@ -2,19 +2,21 @@
 refuses; what uses it."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
-from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.logprobs.stage import Config, run
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.logprobs.stage import Config
 from quiver.stages.optimize import stage as optimize
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy
+
+run = partial(run_stage, "logprobs", in_process=True)
 
 
 @pytest.fixture
@@ -93,7 +95,8 @@ def retold(store, folder, run, change):
     told = json.loads(path.read_text())
     change(told)
     path.write_text(json.dumps(told))
-    return store.open(import_policy(PolicyConfig(model=str(path.parent)), store, into=run))
+    config = {"model": str(path.parent)}
+    return store.open(run_stage("policy", config, store, into=run, in_process=True))
 
 
 def swap(told):
@@ -156,7 +159,7 @@ def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, rollouts):
         store, rollouts, lambda row: float(len(row["completion_ids"]) % 3)
     )
     scored = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
-    other.path.rename(other.path.with_name("elsewhere"))
+    other.files.folder.rename(other.files.folder.with_name("elsewhere"))
     losses = []
     for kl_coef in (0.1, 0.2):
         config = optimize.Config(
@@ -172,7 +175,7 @@ def test_a_sweep_over_kl_uses_the_same_column(store, policy, other, rollouts):
             "rewards": rewards.ref,
             "ref_logprobs": scored,
         }
-        done = store.open(optimize.run(config, store, **named))
+        done = store.open(run_stage("optimize", config, store, in_process=True, **named))
         losses.append(store.open(done.manifest.metrics["updates"]).table()["kl_loss"][0].as_py())
     pairs = zip(
         rollouts.table()["old_logprobs"].to_pylist(),
@@ -204,9 +207,7 @@ def test_rows_that_the_model_can_not_read_are_refused(store, policy, other, chan
 
 
 def test_lack_of_memory_says_what_helps(store, policy, rollouts, monkeypatch):
-    monkeypatch.setattr(
-        "quiver.stages.common.forward.policy.score", lambda *_: torch.empty(1 << 60)
-    )
+    monkeypatch.setattr("quiver.stages.logprobs.scoring.score", lambda *_: torch.empty(1 << 60))
     with pytest.raises(ResourceError, match="memory is short") as caught:
         run(Config(), store, rollouts=rollouts.ref, policy=policy.ref)
     assert "token_budget" in caught.value.next
@@ -236,7 +237,8 @@ def test_bf16_pure_is_the_pass_of_training_in_bfloat16(store, policy):
     refs = {"rollouts": made[0].ref, "policy": policy.ref}
     prox = run(Config(role="prox", precision="bf16_pure"), store, **refs)
     config = optimize.Config(precision="bf16_stochastic", device="cpu")
-    done = store.open(optimize.run(config, store, **refs, rewards=made[1].ref))
+    refs["rewards"] = made[1].ref
+    done = store.open(run_stage("optimize", config, store, in_process=True, **refs))
     trained = store.open(done.manifest.metrics["advantages"]).table()["mean_logprob"].to_pylist()
     scored = [sum(row) / len(row) for row in store.open(prox).table()["logprobs"].to_pylist()]
     both = [

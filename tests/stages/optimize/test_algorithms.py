@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
 from quiver.stages.optimize import advantages, algorithms, losses
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
 
 
 @pytest.mark.parametrize("row", algorithms.ALGORITHMS.values(), ids=lambda row: row.name)

@@ -7,7 +7,7 @@ no clean-up.
 
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,9 +16,13 @@ import torch
 from quiver.schemas.errors import QuiverError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 OWN = """
 import torch

@@ -2,6 +2,7 @@
 stage on a tiny model."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,10 +16,14 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import results
 from quiver.stages.optimize.bf16 import Bf16AdamW, round_by_chance
 from quiver.stages.optimize.optimizer import load_state, make_optimizer, state
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import test_trainer, world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 BOTH = ["bf16_master", "bf16_stochastic"]
 DRAWS = 40_000
@@ -202,7 +207,7 @@ def _run(store, policy, made, config, **refs):
 
 
 def _tensors(version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    return load_file(version.path / name)
+    return load_file(version.files.folder / name)
 
 
 @pytest.fixture
@@ -219,7 +224,7 @@ def test_the_policy_is_bfloat16_on_disk_too(store, policy, made, precision):
     assert 1e-4 < metrics["audit"]["mean_gap"] < 0.03
     weights, kept = _tensors(done), _tensors(done, "optimizer/state.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
-    assert json.loads((done.path / "config.json").read_bytes())["dtype"] == "bfloat16"
+    assert json.loads((done.files.folder / "config.json").read_bytes())["dtype"] == "bfloat16"
     assert {value.dtype for value in kept.values()} == {torch.float32}
     masters = {
         name.removeprefix("master."): value

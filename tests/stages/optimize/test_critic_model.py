@@ -1,6 +1,8 @@
 """A critic that is a model of its own: values and gradient against float64, the policy untouched by
 it, its life in the store."""
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,13 +15,16 @@ from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import value_head
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.optimizer import make_optimizer, state
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_critic import _states
 from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
 
 
 def _config(**values) -> Config:
@@ -54,7 +59,7 @@ def _run(store, made, config=None, policy=None):
 
 
 def _tensors(version, name: str) -> dict[str, torch.Tensor]:
-    return load_file(version.path / name)
+    return load_file(version.files.folder / name)
 
 
 def _equal(one: dict, other: dict) -> bool:
@@ -187,14 +192,14 @@ def test_the_critic_has_a_rate_of_its_own_and_decay_on_matrices(policy):
 def test_it_lies_below_the_policy_whole_and_without_output_embedding(store, made):
     done = _run(store, made)
     loader = AutoModelForCausalLM if made[0].ref.run == "llama" else AutoModelForSeq2SeqLM
-    model, info = loader.from_pretrained(done.path, output_loading_info=True)
+    model, info = loader.from_pretrained(done.files.folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert [path.name for path in done.path.glob("*.safetensors")] == ["model.safetensors"]
-    assert {path.name for path in (done.path / "critic").iterdir()} == {
+    assert [path.name for path in done.files.folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert {path.name for path in (done.files.folder / "critic").iterdir()} == {
         "state.safetensors",
         "state.json",
     }
-    assert not (done.path / "value_head").exists()
+    assert not (done.files.folder / "value_head").exists()
     found = _tensors(done, "critic/state.safetensors")
     trunk = {f"trunk.{name}" for name, _ in value_head.trunk_of(model).named_parameters()}
     weights = {"head.weight", "head.bias", *trunk}
@@ -215,7 +220,7 @@ def test_it_lies_below_the_policy_whole_and_without_output_embedding(store, made
     assert (
         not group
         or not (
-            _run(store, group, _config(algorithm="grpo", critic="trunk")).path / "critic"
+            _run(store, group, _config(algorithm="grpo", critic="trunk")).files.folder / "critic"
         ).exists()
     )
 
@@ -278,7 +283,7 @@ def test_while_the_critic_warms_up_the_policy_rests(store, made):
     assert rows[-1]["value_loss"] < rows[0]["value_loss"] and all(
         row["grad_norm"] > 0 for row in rows
     )
-    assert not (done.path / "optimizer").exists()
+    assert not (done.files.folder / "optimizer").exists()
     trunk = value_head.trunk_of(load_model(made[0], dtype=torch.float32))
     found = _tensors(done, "critic/state.safetensors")
     assert not any(
@@ -388,7 +393,10 @@ def test_it_learns_what_the_prompt_tells(store, made):
 CODE = """
 import sys
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "optimize", in_process=True)
 store, rollouts, rewards, run_name = sys.argv[1:5]
 config = Config(algorithm="ppo", critic="model", device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40,
                 grad_clip=1e9, eps=1.0, critic_warmup_steps=1)

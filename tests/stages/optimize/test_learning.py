@@ -1,15 +1,20 @@
 """Every algorithm raises the reward of a toy task, on a tiny llama and a tiny T5: one config, only
 the name differs."""
 
+from functools import partial
 from statistics import fmean
 
 import pytest
 
 from quiver.stages.optimize.algorithms import ALGORITHMS
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 ITERATIONS = 10
 

@@ -4,6 +4,7 @@ what it refuses."""
 import json
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,17 +15,21 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from quiver.schemas.errors import ConfigError, CorruptError, LineageError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.lora import Lora, attach, narrow_frozen
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_folder, make_policy
+from tests.writing import run_here
+
+import_policy = partial(run_here, "policy")
+run = partial(run_here, "optimize")
+
 
 SMALL = {"rank": 4, "alpha": 12}
 LINEAR = {"llama": 2 * 7, "t5": 2 * (4 + 2) + 2 * (8 + 2), "bart": 2 * (4 + 2) + 2 * (8 + 2)}
@@ -72,7 +77,7 @@ def _again(**values) -> Config:
 
 
 def _tensors(version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
-    return load_file(version.path / name)
+    return load_file(version.files.folder / name)
 
 
 def _equal(one: dict, other: dict) -> bool:
@@ -84,7 +89,8 @@ def _by_peft(base, policy):
     of this project."""
     loader = AutoModelForCausalLM if base.ref.run == "llama" else AutoModelForSeq2SeqLM
     return PeftModel.from_pretrained(
-        loader.from_pretrained(base.path, dtype=torch.float32), policy.path / "adapter"
+        loader.from_pretrained(base.files.folder, dtype=torch.float32),
+        policy.files.folder / "adapter",
     ).eval()
 
 
@@ -122,15 +128,16 @@ def test_base_and_adapter_are_the_policy(store, kind):
     assert (merged - before).abs().max() > 1e-2
     assert as_model("policy", done).weights != as_model("policy", made[0]).weights
     config = [
-        json.loads((version.path / "config.json").read_bytes()) for version in (done, made[0])
+        json.loads((version.files.folder / "config.json").read_bytes())
+        for version in (done, made[0])
     ]
     assert config[0] == config[1]
 
 
 def test_only_the_adapters_are_trained_and_have_moments(store, made):
     done = _run(store, made, _config(minibatches=2))
-    assert [path.name for path in done.path.glob("*.safetensors")] == ["model.safetensors"]
-    assert {path.name for path in (done.path / "adapter").iterdir()} == {
+    assert [path.name for path in done.files.folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert {path.name for path in (done.files.folder / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
     }
@@ -253,7 +260,7 @@ def test_whole_weights_may_follow_adapters_and_the_reverse(store, made, caplog):
     adapted = _run(store, made)
     whole = _run(store, made, _again(lora=None), policy=adapted)
     assert "trained by adapters, now it is whole weights: the moments start anew" in caplog.text
-    assert not (whole.path / "adapter").exists() and whole.manifest.input("base") is None
+    assert not (whole.files.folder / "adapter").exists() and whole.manifest.input("base") is None
     before, after = _tensors(adapted), _tensors(whole)
     assert not any(torch.equal(before[name], after[name]) for name in before)
     assert whole.manifest.metrics["trainable_parameters"] == sum(
@@ -380,7 +387,10 @@ def test_a_base_that_bfloat16_does_not_hold_stays_what_it_is(store, made):
 CODE = """
 import sys
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "optimize", in_process=True)
 store, rollouts, rewards = sys.argv[1:4]
 config = Config(device="cpu", learning_rate=1e-2, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0,
                 lora={"rank": 4, "alpha": 12})
@@ -427,7 +437,7 @@ def test_another_adapter_than_the_checkpoints_is_refused(store, made, asked, sai
     first = _run(store, made)
     with pytest.raises(ConfigError) as caught:
         _run(store, made, _again(lora={**SMALL, **asked}), policy=first)
-    assert said in caught.value.message and str(first.path) in caught.value.next
+    assert said in caught.value.message and str(first.files.folder) in caught.value.next
 
 
 @pytest.mark.parametrize("name", ["q_porj", "lm_head", "embed_tokens", "proj", ""])
@@ -443,12 +453,12 @@ def test_names_that_are_no_layer_are_refused(store, made, name):
 
 def test_a_base_that_is_gone_or_changed_is_refused(store, made):
     first = _run(store, made)
-    shutil.rmtree(made[0].path)
+    shutil.rmtree(made[0].files.folder)
     with pytest.raises(
         LineageError, match=r"trained over llama/policy@0, expected .*, found none of that name"
     ) as caught:
         _run(store, (first, *made[1:]), _again())
-    assert str(first.path) in caught.value.next
+    assert str(first.files.folder) in caught.value.next
     other = make_policy(store, "llama", seed=1)
     assert other.ref == made[0].ref
     with pytest.raises(LineageError, match=other.manifest.content_hash[:12]):
@@ -457,7 +467,7 @@ def test_a_base_that_is_gone_or_changed_is_refused(store, made):
 
 def test_a_damaged_adapter_is_refused(store, made):
     first = _run(store, made)
-    path = first.path / "adapter" / "adapter_model.safetensors"
+    path = first.files.folder / "adapter" / "adapter_model.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.write_bytes(data)

@@ -3,20 +3,28 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 ROOT = Path(__file__).parents[3]
 CODE = """
 import sys
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "optimize", in_process=True)
 store, rollouts, rewards, processes = sys.argv[1:5]
 config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, processes=int(processes), grad_clip=1e9, eps=1.0)
 print(run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two"))
@@ -27,7 +35,10 @@ import os, sys
 from pathlib import Path
 from safetensors.torch import save_file
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "optimize", in_process=True)
 from quiver.stages.optimize.trainer import Trainer
 train = Trainer.train
 def kept(self):
@@ -80,8 +91,10 @@ def test_two_ranks_train_as_one(store, policy, tmp_path):
     two = store.open("two/policy@1")
     assert store.numbers("two", "policy") == [1] and store.numbers("two", "updates") == [1]
     assert two.manifest.metrics["processes"] == 2
-    base = load_file(policy.path / "model.safetensors")
-    first, second = (load_file(version.path / "model.safetensors") for version in (one, two))
+    base = load_file(policy.files.folder / "model.safetensors")
+    first, second = (
+        load_file(version.files.folder / "model.safetensors") for version in (one, two)
+    )
     for name, value in first.items():
         torch.testing.assert_close(
             second[name], value, rtol=0, atol=2.4e-7
@@ -125,7 +138,7 @@ def test_ranks_round_alike(store, policy, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (load_file(tmp_path / rank) for rank in "01")
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    alone = load_file(one.path / "model.safetensors")
+    alone = load_file(one.files.folder / "model.safetensors")
     differ = sum(int((value != alone[name]).sum()) for name, value in first.items())
     assert differ < 0.01 * sum(value.numel() for value in first.values())
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ from safetensors.torch import load_file
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import run
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
 from tests.stages.optimize.world import weights as _weights
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,7 +35,10 @@ def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, ma
     second = _run(store, first, made, _config(epochs=1, audit={"enabled": False}, **common))
     assert second.manifest.metrics["step"] == 2
     for folder in ("model.safetensors", "optimizer/state.safetensors"):
-        one, other = load_file(together.path / folder), load_file(second.path / folder)
+        one, other = (
+            load_file(together.files.folder / folder),
+            load_file(second.files.folder / folder),
+        )
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -63,7 +70,7 @@ def test_a_stage_that_would_learn_nothing_is_refused(store, policy, made, caplog
 def test_without_the_state_the_moments_start_anew(store, policy, made):
     common = {"max_staleness": 1, "audit": {"enabled": False}}
     first = _run(store, policy, made, _config(save_optimizer=False))
-    assert not (first.path / "optimizer").exists()
+    assert not (first.files.folder / "optimizer").exists()
     fresh = _run(store, first, made, _config(**common))
     kept = _run(store, _run(store, policy, made, _config()), made, _config(**common))
     assert any(
@@ -99,7 +106,10 @@ import transformers.tokenization_utils_base as base
 def refuse(*a, **k): raise AssertionError("a tokenizer was called")
 base.PreTrainedTokenizerBase.from_pretrained = base.PreTrainedTokenizerBase.__call__ = refuse
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "optimize", in_process=True)
 refs = dict(policy="tiny/policy@0", rollouts="{made[0].ref}", rewards="{made[1].ref}")
 print(run(Config(device="cpu"), Store({str(store.path)!r}), **refs))
 assert "vllm" not in sys.modules and "prefect" not in sys.modules

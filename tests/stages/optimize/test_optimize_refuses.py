@@ -59,7 +59,7 @@ def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, po
 def test_an_ancestor_that_is_gone_matters_to_fresh_rollouts_no_more(store, policy, made):
     newer = _run(store, policy, made)
     fresh = world.make(store, newer, world.even_share)
-    policy.path.rename(policy.path.with_name("gone"))
+    policy.files.folder.rename(policy.files.folder.with_name("gone"))
     assert str(_run(store, newer, fresh, _config(max_staleness=3)).ref) == "tiny/policy@2"
     with pytest.raises(LineageError, match="tiny/policy@0: there is no such version"):
         _run(store, newer, made, _config(max_staleness=3))

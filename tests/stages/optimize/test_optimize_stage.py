@@ -1,6 +1,7 @@
 """The stage on a tiny model: what it writes, and which rollouts it learns from."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,13 +10,16 @@ from transformers import AutoModelForCausalLM
 from quiver.schemas.errors import LineageError, NumericError
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.work import Work
-from quiver.stages.optimize.stage import run
+from quiver.stages.common.store.writer import Writer
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
 from tests.stages.optimize.world import weights as _weights
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 # -- what it writes
 
@@ -44,17 +48,19 @@ def test_it_writes_a_policy_advantages_and_updates(store, policy, made):
 
 def test_the_next_policy_loads_and_keeps_the_tokenizer(store, policy, made):
     done = _run(store, policy, made)
-    model, info = AutoModelForCausalLM.from_pretrained(done.path, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(done.files.folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.dtype == torch.float32
     before, after = (checkpoints.as_model("policy", version) for version in (policy, done))
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     assert before.weights != after.weights
-    assert json.loads((done.path / "config.json").read_bytes()) == json.loads(
-        (policy.path / "config.json").read_bytes()
+    assert json.loads((done.files.folder / "config.json").read_bytes()) == json.loads(
+        (policy.files.folder / "config.json").read_bytes()
     )
-    assert sorted(path.name for path in done.path.glob("*.safetensors")) == ["model.safetensors"]
-    assert {path.suffix for path in (done.path / "optimizer").iterdir()} == {
+    assert sorted(path.name for path in done.files.folder.glob("*.safetensors")) == [
+        "model.safetensors"
+    ]
+    assert {path.suffix for path in (done.files.folder / "optimizer").iterdir()} == {
         ".safetensors",
         ".json",
     }
@@ -71,8 +77,8 @@ def test_the_next_config_is_the_parents(store, tmp_path, config):
     policy = world.import_changed(store, tmp_path / "model", "own", config=config)
     made = world.make(store, policy, world.even_share, run="own")
     done = _run(store, policy, made, _config(activation_checkpointing=True))
-    assert json.loads((done.path / "config.json").read_bytes()) == json.loads(
-        (policy.path / "config.json").read_bytes()
+    assert json.loads((done.files.folder / "config.json").read_bytes()) == json.loads(
+        (policy.files.folder / "config.json").read_bytes()
     )
 
 
@@ -105,14 +111,14 @@ def test_the_manifest_says_what_was_decided(store, policy, made):
 def test_a_stage_that_dies_between_the_commits_leaves_nothing_twice(
     store, policy, made, monkeypatch
 ):
-    commit = Work.commit
+    publish = Writer.publish
 
-    def dies(self, **about):
+    def dies(self, *about):
         if self.kind == "policy":
             raise KeyboardInterrupt
-        return commit(self, **about)
+        return publish(self, *about)
 
-    monkeypatch.setattr(Work, "commit", dies)
+    monkeypatch.setattr(Writer, "publish", dies)
     with pytest.raises(KeyboardInterrupt):
         _run(store, policy, made)
     monkeypatch.undo()

@@ -2,6 +2,7 @@
 causal and encoder-decoder."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.optimizer import state
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
 
 
 def _config(**values) -> Config:
@@ -51,7 +55,7 @@ def _run(store, made, config=None, policy=None, **refs):
 
 
 def _tensors(version, name: str) -> dict[str, torch.Tensor]:
-    return load_file(version.path / name)
+    return load_file(version.files.folder / name)
 
 
 def _equal(one: dict, other: dict) -> bool:
@@ -96,10 +100,10 @@ def test_one_rollout_a_prompt_gives_an_advantage_a_token(store, made):
 def test_the_policy_is_no_other_model_for_having_a_critic(store, made):
     done = _run(store, made)
     loader = AutoModelForCausalLM if made[0].ref.run == "llama" else AutoModelForSeq2SeqLM
-    _, info = loader.from_pretrained(done.path, output_loading_info=True)
+    _, info = loader.from_pretrained(done.files.folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert [path.name for path in done.path.glob("*.safetensors")] == ["model.safetensors"]
-    assert {path.name for path in (done.path / "value_head").iterdir()} == {
+    assert [path.name for path in done.files.folder.glob("*.safetensors")] == ["model.safetensors"]
+    assert {path.name for path in (done.files.folder / "value_head").iterdir()} == {
         "state.safetensors",
         "state.json",
     }
@@ -156,7 +160,7 @@ def test_where_nothing_is_left_the_same_weights_go_on(store, policy):
 def test_a_group_algorithm_writes_no_critic(store, policy):
     made = (policy, *world.make(store, policy, world.even_share))
     done = _run(store, made, _config(algorithm="grpo"))
-    assert not (done.path / "value_head").exists()
+    assert not (done.files.folder / "value_head").exists()
     (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert row["value_loss"] is None and row["explained_variance"] is None
 
@@ -212,7 +216,7 @@ def test_while_the_critic_warms_up_the_policy_rests(store, made):
     rows = store.open(first.manifest.metrics["updates"]).table().to_pylist()
     assert [row["loss"] for row in rows] == pytest.approx([0.1 * row["value_loss"] for row in rows])
     assert rows[1]["value_loss"] < rows[0]["value_loss"]
-    assert not (first.path / "optimizer").exists()  # no moments yet
+    assert not (first.files.folder / "optimizer").exists()  # no moments yet
     second = _run(
         store, made, config, policy=first
     )  # steps 2 and 3: the last one is the policy's first
@@ -227,7 +231,7 @@ def test_while_the_critic_warms_up_the_policy_rests(store, made):
 
 def test_a_damaged_value_head_is_refused(store, made):
     first = _run(store, made)
-    path = first.path / "value_head" / "state.safetensors"
+    path = first.files.folder / "value_head" / "state.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
     path.chmod(0o644)
@@ -328,7 +332,10 @@ def test_a_cut_state_must_fit_the_decoder(store):
 CODE = """
 import sys
 from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
+from functools import partial
+from quiver import run_stage
+run = partial(run_stage, "optimize", in_process=True)
 store, rollouts, rewards, run_name = sys.argv[1:5]
 config = Config(algorithm="ppo", device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0,
                 bootstrap_length=True, critic_warmup_steps=1)

@@ -1,6 +1,7 @@
 """Several versions of rollouts in one update: numbers against a float64 loop, what belongs
 together, what is refused."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,14 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.inputs import open_inputs, sets
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_trainer import _compare, _expected
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
 
 
 def _config(**values) -> Config:

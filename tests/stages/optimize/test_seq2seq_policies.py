@@ -2,6 +2,7 @@
 again, trained on."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,15 @@ from quiver.stages.generate import stage as generate
 from quiver.stages.logprobs import stage as logprobs
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
-from quiver.stages.optimize.stage import Config, run
+from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
 from tests.tiny import make_policy
+from tests.writing import run_here
+
+run = partial(run_here, "optimize")
+
 
 START = {"t5": 0, "bart": 2}
 
@@ -34,7 +39,7 @@ def sampled(store, policy, *, groups=4, each=4, seed=0, temperature=0.8, tokens=
     }
     prompts = random_prompts(store, groups, low=low, high=high, run=policy.ref.run)
     config = parse(generate.Config, given, "generate")
-    return store.open(generate.run(config, store, prompts=prompts.ref, policy=policy.ref))
+    return store.open(run_here("generate", config, store, prompts=prompts.ref, policy=policy.ref))
 
 
 def _config(**values) -> Config:
@@ -70,7 +75,7 @@ def test_the_trainer_finds_what_the_engine_saved(store, world_of):
     assert 0 < done.manifest.metrics["padding_share"] < 0.8
     audit = done.manifest.metrics["audit"]
     assert audit["max_gap"] < 1e-4 and audit["tokens"] > 60
-    model, info = AutoModelForSeq2SeqLM.from_pretrained(done.path, output_loading_info=True)
+    model, info = AutoModelForSeq2SeqLM.from_pretrained(done.files.folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     before = dict(load_model(policy, dtype=torch.float32).named_parameters())
     assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters())
@@ -96,7 +101,8 @@ def test_scoring_again_is_the_models_own_logprob(store, world_of):
     other = make_policy(store, f"{kind}-ref", kind, seed=1)
     for role, version in (("prox", policy), ("ref", other)):
         model = load_model(version, dtype=torch.float32)
-        ref = logprobs.run(
+        ref = run_here(
+            "logprobs",
             logprobs.Config(role=role, token_budget=50),
             store,
             rollouts=rollouts.ref,

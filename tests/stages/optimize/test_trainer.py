@@ -2,6 +2,7 @@
 of how the work is cut."""
 
 import math
+from functools import partial
 from statistics import fmean, stdev
 
 import pytest
@@ -12,7 +13,6 @@ from transformers import FuyuConfig, FuyuForCausalLM
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.models.checkpoints import PolicyConfig
-from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.common.models.loading import load_model, restore_dropout
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize.algorithms import ALGORITHMS, part, resolve
@@ -28,6 +28,10 @@ from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
 from tests.tiny import tokenizer
+from tests.writing import run_here
+
+import_policy = partial(run_here, "policy")
+
 
 MOST = 11
 OF_ROLLOUTS = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from quiver.schemas import rewards as rewards_kind
 from quiver.schemas import rollouts as rollouts_kind
 from quiver.stages.common.config import Config
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.models.checkpoints import run as import_policy
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import begin
 from quiver.stages.optimize import stage as optimize
 from tests.tiny import EOS, make_folder
+from tests.writing import begin, run_here
+
+import_policy = partial(run_here, "policy")
 
 
 def import_changed(
@@ -54,12 +56,12 @@ def trained(
     """The policy that the stage makes of `made`, rollouts and rewards; `refs` are put over
     these."""
     named = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref, **refs}
-    return store.open(optimize.run(chosen or config(), store, **named))
+    return store.open(run_here("optimize", chosen or config(), store, **named))
 
 
 def weights(version: Version) -> dict[str, torch.Tensor]:
     """What is saved of a policy, by name."""
-    return load_file(version.path / "model.safetensors")
+    return load_file(version.files.folder / "model.safetensors")
 
 
 class Settings(Config):

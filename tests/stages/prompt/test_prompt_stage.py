@@ -1,19 +1,26 @@
 """The prompt stage on a real tokenizer: what is rendered, what is chosen, what is refused, and when
 nothing is done again."""
 
+import hashlib
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from quiver.schemas.errors import ConfigError, SecurityError
-from quiver.stages.common import work
 from quiver.stages.common.config import parse
-from quiver.stages.prompt.stage import Config, choose, run
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.prompt.stage import Config, choose, resolve
 from tests import tiny
 
 SUMS = [{"question": f"What is {n} plus 5?", "answer": n + 5, "key": f"sum-{n}"} for n in range(8)]
+
+
+def run(config, store, **options):
+    return run_stage("prompt", config, store, in_process=True, **options)
 
 
 @pytest.fixture
@@ -100,7 +107,7 @@ def test_group_ids_come_from_the_place_in_the_source(store, policy, source):
 def test_the_manifest_tells_where_answers_begin(store, policy, source, tmp_path):
     header = "<|im_end|>\n<|im_start|>assistant\n"
     user, system = {"role": "user", "content": "hi"}, {"role": "system", "content": "Begin."}
-    many = [{"messages": [system, user]}] * (work.ROWS_PER_SHARD + 1) + [{"messages": [system]}]
+    many = [{"messages": [system, user]}] * (ROWS_PER_SHARD + 1) + [{"messages": [system]}]
     template = tmp_path / "thinking.jinja"
     template.write_text(tiny.CHATML.replace("assistant\n", "assistant\n<think>\n"))
     told = []
@@ -137,10 +144,10 @@ def test_types_of_all_columns_are_kept(store, policy, tmp_path):
 
 
 def test_more_rows_than_a_shard(store, policy, tmp_path):
-    many = [{"prompt": f"say {n}", "n": n} for n in range(work.ROWS_PER_SHARD + 3)]
+    many = [{"prompt": f"say {n}", "n": n} for n in range(ROWS_PER_SHARD + 3)]
     ref = run(Config(source=write(tmp_path, many)), store, policy=policy.ref)
     assert [row["columns"]["n"] for row in rows(store, ref)] == list(range(len(many)))
-    assert [entry.rows for entry in store.open(ref).manifest.files] == [work.ROWS_PER_SHARD, 3]
+    assert [entry.rows for entry in store.open(ref).manifest.files] == [ROWS_PER_SHARD, 3]
 
 
 # -- which rows
@@ -211,11 +218,12 @@ def test_a_changed_source_or_template_is_another_version(store, policy, source, 
     write(tmp_path, [*SUMS[:-1], {**SUMS[-1], "answer": 99}])
     second = run(Config(source=source, prompt="question"), store, policy=policy.ref)
     assert second.version == first.version + 1
+    pinned = store.open(first).manifest.config["source_sha256"]
+    config = Config(source=source, prompt="question", source_sha256=pinned)
     with pytest.raises(ConfigError, match="sha256 expected"):
-        pinned = store.open(first).manifest.config["source_sha256"]
-        run(
-            Config(source=source, prompt="question", source_sha256=pinned), store, policy=policy.ref
-        )
+        resolve(config)
+    with pytest.raises(ConfigError, match="sha256 expected"):
+        run(config, store, policy=policy.ref, force=True)
     template = tmp_path / "own.jinja"
     texts = []
     for text in ("Q: {{ messages[0].content }}\nA:", "{{ style }}{{ messages[0].content }}"):
@@ -230,8 +238,28 @@ def test_a_changed_source_or_template_is_another_version(store, policy, source, 
     assert texts == ["Q: What is 0 plus 5?\nA:", "shout: What is 0 plus 5?"]
 
 
+def test_a_resolved_config_is_planned_and_found_without_its_source(store, policy, source):
+    config = Config(source=source, group_id="key", prompt="question", limit=3)
+    resolved = resolve(config)
+    first = run(resolved, store, policy=policy.ref)
+    assert first == run(config, store, policy=policy.ref)
+    Path(source).unlink()
+    assert run(resolved, store, policy=policy.ref) == first
+    another = resolved.model_copy(update={"iteration": 1})
+    with pytest.raises(ConfigError, match="there is no file"):
+        run(another, store, policy=policy.ref)
+
+
+def test_what_is_resolved_is_the_hash_and_the_column(source, tmp_path):
+    path = write(tmp_path, [{"prompt": "a"}], "asked.jsonl")
+    sha256 = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    resolved = resolve(Config(source=path, reserve_tokens=7, seed=2))
+    expected = Config(source=path, reserve_tokens=7, seed=2, prompt="prompt", source_sha256=sha256)
+    assert resolved == expected == resolve(resolved)
+
+
 def test_finished_shards_are_taken_up(store, policy, tmp_path):
-    many = [{"prompt": f"say {n}"} for n in range(work.ROWS_PER_SHARD)] + [{"prompt": "x" * 400}]
+    many = [{"prompt": f"say {n}"} for n in range(ROWS_PER_SHARD)] + [{"prompt": "x" * 400}]
     config = Config(source=write(tmp_path, many), max_prompt_tokens=200)
     with pytest.raises(ConfigError, match=r"has \d+ tokens, 200 are allowed"):
         run(config, store, policy=policy.ref)

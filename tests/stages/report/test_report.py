@@ -3,6 +3,7 @@ told."""
 
 import json
 import shutil
+from functools import partial
 from html.parser import HTMLParser
 
 import pyarrow as pa
@@ -12,9 +13,7 @@ from quiver.schemas.errors import LineageError
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store
 from quiver.stages.evaluate.stage import Config as EvaluateConfig
-from quiver.stages.evaluate.stage import run as evaluate
 from quiver.stages.optimize.stage import Config as OptimizeConfig
-from quiver.stages.optimize.stage import run as optimize
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
 from quiver.stages.report.words import measured, number
@@ -25,6 +24,11 @@ from tests.benchmarks.made import (
     tiny_policy,
     write_version,
 )
+from tests.writing import run_here
+
+evaluate = partial(run_here, "evaluate")
+optimize = partial(run_here, "optimize")
+
 
 HOSTILE = [
     "<script>document.title = 'x'</script>",

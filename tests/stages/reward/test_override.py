@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward import override
 from quiver.stages.reward.override import Config
 from quiver.stages.reward.stage import Config as RewardConfig

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, RewardError
-from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward.stage import Config, run
 
 MINE = """

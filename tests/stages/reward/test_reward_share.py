@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from quiver.stages.common.process import Call, perform
+from quiver.stages.common.runtime.runner import Call, perform
 from quiver.stages.common.store import Store
-from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from tests.stages.sharing import copy, hashes, require_whole, start, wait
 
 MINE = """
@@ -71,7 +71,7 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
     other = copy(rollouts, tmp_path / "alone")
     perform(call(other, "mine.py:slow"))
     killed, left = start(call(rollouts, "mine.py:slow"), 2)
-    claims = (rollouts.path / "arith/rewards/.staging").glob
+    claims = (rollouts.files.folder / "arith/rewards/.staging").glob
     wait(
         lambda: any(
             path.read_text().startswith(killed.name) for path in claims("*.notes/part-*.claim0")

@@ -10,10 +10,10 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, RewardError
 from quiver.stages.common.config import parse
-from quiver.stages.common.work import ROWS_PER_SHARD
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward.functions import overlong_penalty
-from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.functions.config import FunctionConfig
+from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.stage import Config, check_functions, run
 from quiver.stages.reward.tables import weigh
 
@@ -225,7 +225,7 @@ def test_what_may_fail_decides_no_row(store, sample):
     (staged,) = (store.path / "arith/rewards/.staging").glob("*/part-00000.arrow")
     made = staged.stat().st_mtime_ns
     ref = run(config("mine.py:patient", max_invalid=0.02), store, rollouts=rollouts.ref)
-    assert (store.open(ref).path / "part-00000.arrow").stat().st_mtime_ns == made
+    assert (store.open(ref).files.folder / "part-00000.arrow").stat().st_mtime_ns == made
     assert run(config("mine.py:patient", max_invalid=0.5), store, rollouts=rollouts.ref) == ref
     with pytest.raises(
         RewardError, match=r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows"

@@ -213,7 +213,7 @@ def test_the_stage_adds_a_server_s_part_to_those_of_functions(sample, store, mon
         and "too short" in table["0-sum-0-1"]["errors"]["words"]
     )
     assert version.manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
-    assert "canary" not in (version.path / "manifest.json").read_text()
+    assert "canary" not in (version.files.folder / "manifest.json").read_text()
 
 
 def test_a_server_that_refuses_ends_the_stage_and_keeps_nothing_half(sample, store):

@@ -204,11 +204,7 @@ def children() -> list[int]:
             command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
         except OSError:
             continue
-        if (
-            b"pool/worker.py" in command
-            and folder == os.getcwd()
-            and alive(int(path.parent.name))
-        ):
+        if b"pool/worker.py" in command and folder == os.getcwd() and alive(int(path.parent.name)):
             found.append(int(path.parent.name))
     return found
 

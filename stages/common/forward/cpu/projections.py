@@ -40,24 +40,25 @@ class FusedProjections:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
-        self._depth = 0
+        self._is_open = False
 
     @contextmanager
     def casts(self) -> Iterator[None]:
         """No weight may change inside. Weights that somebody moved elsewhere before, to another
-        device or dtype, are joined again."""
-        if not self._depth:
-            for group in self.groups:
-                group.rejoin()
-                group.keeps_cast = True
-        self._depth += 1
+        device or dtype, are joined again. Within another such context it does nothing."""
+        if self._is_open:
+            yield
+            return
+        for group in self.groups:
+            group.rejoin()
+            group.keeps_cast = True
+        self._is_open = True
         try:
             yield
         finally:
-            self._depth -= 1
-            if not self._depth:
-                for group in self.groups:
-                    group.forget()
+            self._is_open = False
+            for group in self.groups:
+                group.forget()
 
     def free(self) -> None:
         """Let go of the joined weights; nothing can be computed after this."""

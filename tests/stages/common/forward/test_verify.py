@@ -107,7 +107,7 @@ def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
     expected = [row.detach() for row in forward._reference(model, data)][:2]
     expected[1] = expected[1] * float("nan")
     assert (
-        not verify.largest_gap(policy, "packed", data, prompts, [0, 1], expected)
+        not verify.largest_gap(policy, "packed", data.take([0, 1]), prompts[:2], expected)
         <= verify.TOLERANCE
     )
 

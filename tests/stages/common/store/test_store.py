@@ -27,10 +27,9 @@ from quiver.schemas.errors import (
     SchemaError,
 )
 from quiver.schemas.manifest import canonical, digest
-from quiver.stages.common import files
 from quiver.stages.common.config import Config, Runtime
-from quiver.stages.common.store import Store
-from quiver.stages.common.work import begin
+from quiver.stages.common.store import Store, storage
+from tests.writing import begin
 
 
 class Settings(Config):
@@ -90,10 +89,10 @@ def test_the_same_work_is_found_and_other_work_is_not(store):
 
 def test_other_readers_read_the_files(store):
     version = commit(store)
-    pattern = str(version.path / "*.arrow")
+    pattern = str(version.files.folder / "*.arrow")
     assert (
         pyarrow.dataset.dataset(
-            sorted(map(str, version.path.glob("*.arrow"))), format="ipc"
+            sorted(map(str, version.files.folder.glob("*.arrow"))), format="ipc"
         ).count_rows()
         == 4
     )
@@ -129,7 +128,7 @@ def test_shards_of_another_size_are_not_published(store):
     with work_on(store) as work:
         work.write(0, table(0, rows=3))
         version = work.commit()
-    assert sorted(path.name for path in version.path.iterdir()) == [
+    assert sorted(path.name for path in version.files.folder.iterdir()) == [
         "manifest.json",
         "part-00000.arrow",
     ]
@@ -145,8 +144,8 @@ def test_force_begins_anew(store):
 
 def test_a_file_too_many_is_found(store):
     version = commit(store)
-    (version.path / "part-00002.arrow").write_bytes(
-        (version.path / "part-00001.arrow").read_bytes()
+    (version.files.folder / "part-00002.arrow").write_bytes(
+        (version.files.folder / "part-00001.arrow").read_bytes()
     )
     _, bad = store.verify()
     assert "part-00002.arrow: is no file of this version" in str(bad[0])
@@ -157,7 +156,7 @@ def test_a_file_too_many_is_found(store):
 def test_an_unclear_outcome_is_said(store, monkeypatch):
     """The rename was done, the flush of its folder failed: the version is there, and nobody may
     claim that it will stay."""
-    real = files.sync
+    real = storage.sync
 
     def failing(path):
         if path.name == "logprobs" and list(path.glob("v*")):
@@ -166,7 +165,7 @@ def test_an_unclear_outcome_is_said(store, monkeypatch):
 
     with work_on(store) as work:
         work.write(0, table(0))
-        monkeypatch.setattr(files, "sync", failing)
+        monkeypatch.setattr(storage, "sync", failing)
         with pytest.raises(OutcomeUnknownError, match="v000001: it is visible") as caught:
             work.commit()
     assert caught.value.exit_code == 9
@@ -193,7 +192,10 @@ def test_an_id_in_two_shards_is_not_committed(store):
 @pytest.mark.parametrize("damage", ["flip", "cut", "extend", "remove", "swap"])
 def test_damage_is_found_before_parsing_and_named(store, damage):
     version = commit(store)
-    first, second = version.path / "part-00000.arrow", version.path / "part-00001.arrow"
+    first, second = (
+        version.files.folder / "part-00000.arrow",
+        version.files.folder / "part-00001.arrow",
+    )
     data = bytearray(first.read_bytes())
     if damage == "flip":
         data[len(data) // 2] ^= 4
@@ -218,46 +220,48 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
     store.tag("a", "prod", first.ref)
-    path = first.path / "part-00000.arrow"
+    path = first.files.folder / "part-00000.arrow"
     path.write_bytes(path.read_bytes()[:-1])
     for ref in ("a/logprobs@1", "a/logprobs@prod", None):
         error = store.verify(ref)[1][0]
-        assert error.next == f"delete {first.path} and run the stage that made it again"
+        assert error.next == f"delete {first.files.folder} and run the stage that made it again"
         assert error.state.endswith("what refers to this one: tag prod, a/logprobs@2.")
-    shutil.rmtree(first.path)
+    shutil.rmtree(first.files.folder)
     again = commit(store)
     assert again.manifest.content_hash == first.manifest.content_hash
     assert [error.message for error in store.verify()[1]] == ["its input a/logprobs@1 is gone"]
-    again.path.rename(first.path)
-    (first.path / "manifest.json").write_bytes(b"")
+    again.files.folder.rename(first.files.folder)
+    (first.files.folder / "manifest.json").write_bytes(b"")
     assert (
         store.verify("a/logprobs@1")[1][0].next
-        == f"delete {first.path} and run the stage that made it again"
+        == f"delete {first.files.folder} and run the stage that made it again"
     )
 
 
 def test_what_a_newer_quiver_wrote_is_not_to_be_deleted(store):
     version = commit(store)
-    data = json.loads((version.path / "manifest.json").read_bytes())
+    data = json.loads((version.files.folder / "manifest.json").read_bytes())
     del data["checksum"]
     data["format"] = 2
-    (version.path / "manifest.json").write_bytes(canonical({**data, "checksum": digest(data)}))
+    (version.files.folder / "manifest.json").write_bytes(
+        canonical({**data, "checksum": digest(data)})
+    )
     assert store.verify()[1][0].next == "update Quiver"
 
 
 def test_latest_never_falls_back_in_silence(store):
     commit(store)
     newest = commit(store, Settings(seed=1))
-    (newest.path / "manifest.json").write_bytes(b"")
+    (newest.files.folder / "manifest.json").write_bytes(b"")
     with pytest.raises(CorruptError, match="a/logprobs@2"):
         store.open("a/logprobs@latest")
     assert store.open("a/logprobs@1").table().num_rows == 4
     assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@3", (
         "the next run succeeds without cleaning up"
     )
-    flipped = bytearray((newest.path.with_name("v000003") / "manifest.json").read_bytes())
+    flipped = bytearray((newest.files.folder.with_name("v000003") / "manifest.json").read_bytes())
     flipped[-20] ^= 1
-    (newest.path.with_name("v000003") / "manifest.json").write_bytes(flipped)
+    (newest.files.folder.with_name("v000003") / "manifest.json").write_bytes(flipped)
     assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@4", (
         "nor does a flipped bit stop it"
     )
@@ -266,7 +270,7 @@ def test_latest_never_falls_back_in_silence(store):
 
 def test_a_version_moved_elsewhere_is_not_believed(store):
     version = commit(store)
-    version.path.rename(version.path.with_name("v000009"))
+    version.files.folder.rename(version.files.folder.with_name("v000009"))
     with pytest.raises(CorruptError, match="expected a/logprobs@9, found a/logprobs@1"):
         store.open("a/logprobs@9")
 
@@ -274,7 +278,7 @@ def test_a_version_moved_elsewhere_is_not_believed(store):
 def test_a_linked_version_is_refused(store):
     version = commit(store)
     (store.path / "b/logprobs").mkdir(parents=True)
-    (store.path / "b/logprobs/v000001").symlink_to(version.path)
+    (store.path / "b/logprobs/v000001").symlink_to(version.files.folder)
     with pytest.raises(CorruptError, match="is a link"):
         store.open("b/logprobs@1")
 
@@ -409,7 +413,7 @@ def test_a_folder_with_other_things_is_no_store(tmp_path):
 def test_verify_finds_a_missing_input(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
-    first.path.rename(first.path.with_name("v000077"))
+    first.files.folder.rename(first.files.folder.with_name("v000077"))
     _, bad = store.verify("a/logprobs@2")
     assert [error.code for error in bad] == ["E-LINEAGE"]
     assert bad[0].object == "a/logprobs@2" and bad[0].message == "its input a/logprobs@1 is gone"

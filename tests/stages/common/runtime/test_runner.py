@@ -8,7 +8,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common import process
-from quiver.stages.common.process import Call, run_stage
+from quiver.stages.common.runtime.runner import Call, run_stage
 from quiver.stages.common.work import NotDone, Work
 
 

@@ -1,0 +1,74 @@
+"""The config of generate: who answers, how often, and how it is sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime, without_folder
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
+
+from .engine import engine_options
+from .options import Device, Dtype, Overlong, Sampling
+
+
+class Config(Base):
+    """Who answers, how often, and how it is sampled."""
+
+    engine: str = "vllm"
+    """`vllm`, `transformers`, `scripted`, or your own: module:Class or file.py:Class."""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Rollouts of each prompt: the size of a group."""
+    sampling: Sampling = Sampling()
+    """The distribution that is sampled from."""
+    seed: int = Field(default=0, ge=0)
+    """With `iteration`, group and sample it gives each row its own seed."""
+    iteration: int = Field(default=0, ge=0)
+    """Makes other seeds for the same prompts in the next iteration."""
+    dtype: Dtype = "auto"
+    """What the model computes in; auto: bfloat16 where the hardware has it, else float32."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Most tokens of prompt and completion together. None: the model's context."""
+    overlong: Overlong = "error"
+    """What to do with a prompt that leaves no room for max_tokens: stop, or leave it out, counted
+    and listed."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The engine's own options: see `stages/generate/options.py`."""
+    device: Runtime[Device] = "auto"
+    """auto: the GPU where there is one."""
+    rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
+    """Rows written at once: what a crash can cost at most, and what processes that share the work
+    take at a time."""
+    patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
+    """Processes that share the work: how long an idle one waits for another's shard before it makes
+    that shard too. None: twice as long as the slowest shard took so far, and at least 30 s."""
+    code_sha256: str = ""
+    """Filled in by the stage: hash of the file of your own engine or script."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Config:
+        if self.sampling.temperature == 0 and self.samples_per_prompt > 1:
+            raise ValueError(
+                f"temperature 0 gives {self.samples_per_prompt} equal samples: set "
+                "samples_per_prompt = 1, or a temperature"
+            )
+        try:
+            engine_options(self.engine, self.options)
+        except ConfigError as error:
+            raise ValueError(error.message) from None
+        return self
+
+    def key(self) -> dict[str, Any]:
+        """As the base has it, without the engine's options that decide only speed or memory, or
+        where your own code lies."""
+        shipped_options = engine_options(self.engine, self.options)
+        options = shipped_options.key() if shipped_options else dict(self.options)
+        engine = self.engine
+        if self.code_sha256:
+            engine = without_folder(engine)
+            if isinstance(options.get("script"), str):
+                options["script"] = without_folder(options["script"])
+        return {**super().key(), "options": options, "engine": engine}

@@ -1,0 +1,108 @@
+"""The prompt stage's config: the rows, how they become token ids, and which an iteration takes.
+
+A recipe has the first part in [data] and the second in [prompt].
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime, without_folder
+
+INPUTS = ("messages", "prompt", "prompt_ids")
+
+
+class SourceConfig(Base):
+    """Rows: where they come from, and which columns matter."""
+
+    source: str = Field(min_length=1)
+    """A .jsonl, .json, .csv, .parquet, .arrow or .feather file; `datasets:NAME`; or a generator of
+    rows, `module:function` or `file.py:function`."""
+    split: str = "train"
+    """Which split of `datasets:NAME`."""
+    name: str | None = None
+    """Which configuration of `datasets:NAME`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a generator."""
+    messages: str | None = None
+    """Column with a chat: a list of {role, content}. Where neither this, `prompt` nor `prompt_ids`
+    is set, the first of the columns messages, prompt, prompt_ids that the source has is taken."""
+    prompt: str | None = None
+    """Column with plain text; it becomes one user message, unless `raw_text`."""
+    prompt_ids: str | None = None
+    """Column with token ids, given to the engine as they are."""
+    raw_text: bool = False
+    """Take the text of `prompt` as the whole prompt, without a chat template. Control tokens typed
+    in it stay text."""
+    group_id: str | None = None
+    """Column with unique names. None: the row's number in the source, from 0, with at least six
+    digits."""
+    group_prefix: str = ""
+    """Put before every group id."""
+    limit: int | None = Field(default=None, ge=1)
+    """Rows an iteration. Each iteration takes the next ones of a shuffle that is drawn anew every
+    epoch. None: all, in order."""
+    source_sha256: str = ""
+    """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the
+    source must have it."""
+
+    @property
+    def input(self) -> str | None:
+        """Which of INPUTS is named; None where it is left to the source's columns."""
+        return next((name for name in INPUTS if getattr(self, name)), None)
+
+    def key(self) -> dict[str, Any]:
+        """The bytes decide, wherever they lie, once their hash is known."""
+        fields = super().key()
+        if self.source_sha256:
+            fields["source"] = without_folder(self.source)
+        return fields
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        named = [name for name in INPUTS if getattr(self, name)]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} exclude each other: name one column")
+        if self.raw_text and (self.messages or self.prompt_ids):
+            raise ValueError(f"raw_text goes with prompt, not with {named[0]}")
+        return self
+
+
+class TemplateConfig(Base):
+    """How rows become token ids, and how long a prompt may be."""
+
+    system: str | None = None
+    """System message put before chats that do not begin with one of their own."""
+    template: str | None = None
+    """File with a jinja chat template. None: the policy's own."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """More variables for the template, such as enable_thinking."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt. The model's context less `reserve_tokens` holds besides."""
+    reserve_tokens: int = Field(default=0, ge=0)
+    """Room for the completion: prompt and this many tokens must fit the model's context (an
+    encoder's: the prompt alone)."""
+    overlong: Literal["error", "drop"] = "error"
+    """What to do with a prompt that is too long: stop, or leave it out, counted and listed in the
+    manifest."""
+    template_seconds: Runtime[float] = Field(default=10.0, gt=0)
+    """Longest time that the template may take for one prompt."""
+
+
+class Config(SourceConfig, TemplateConfig):
+    """Where prompts come from, how they are rendered, and which of them an iteration takes."""
+
+    seed: int = Field(default=0, ge=0)
+    """Decides the shuffles. Without `limit` it decides nothing."""
+    iteration: int = Field(default=0, ge=0)
+    """Which `limit` rows to take. Without `limit` it decides nothing."""
+
+    def key(self) -> dict[str, Any]:
+        """As the source has it; a template's hash is that of the model that it stands in for."""
+        fields = super().key()
+        if self.template:
+            fields["template"] = without_folder(self.template)
+        return fields

@@ -1,0 +1,172 @@
+"""A file outside the store is hashed once and its hash remembered, unless it may have changed, or
+the hash is to go into a manifest."""
+
+import hashlib
+import json
+import os
+import time
+
+import pytest
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.models import checkpoints, hashes
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.common.models.hashes import hash_files
+from quiver.stages.common.runtime.runner import Call, find, run_stage
+from quiver.stages.common.store import storage
+from tests.tiny import make_folder
+
+LATER_NS = 3_000_000_000
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/quiver/hashes"
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Names of the files outside a store whose bytes were read to hash them."""
+    names = []
+    sha256 = storage.sha256
+
+    def counted(path):
+        if ".staging" not in path.parts and "policy" not in path.parts:
+            names.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr(storage, "sha256", counted)
+    return names
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Some seconds from now: what is changed from here on was changed long ago."""
+    now = time.time_ns
+    monkeypatch.setattr(hashes.time, "time_ns", lambda: now() + LATER_NS)
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"first")
+    return path
+
+
+def remembered(*paths):
+    return hash_files(paths, remembered=True)
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_bytes_are_read_once(cache, hashed, later, path):
+    expected = [("weights.bin", sha256(b"first"))]
+    assert [remembered(path) for _ in range(3)] == [expected] * 3
+    assert hashed == ["weights.bin"]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_what_goes_into_a_manifest_is_computed_and_sets_the_memory_right(
+    cache, hashed, later, path
+):
+    remembered(path)
+    (entry,) = cache.iterdir()
+    entry.write_text(json.dumps({**json.loads(entry.read_text()), "sha256": "f" * 64}))
+    assert remembered(path)[0][1] == "f" * 64
+    assert hash_files([path])[0][1] == sha256(b"first") == remembered(path)[0][1]
+    assert len(hashed) == 2
+
+
+def test_a_changed_file_is_hashed_anew(cache, hashed, later, path):
+    """Even of the same size, with the time of its last change put back: the inode's is not."""
+    remembered(path)
+    before = path.stat()
+    path.write_bytes(b"other")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert remembered(path)[0][1] == sha256(b"other")
+    replacement = path.with_name("new")
+    replacement.write_bytes(b"third")
+    replacement.replace(path)
+    assert remembered(path)[0][1] == sha256(b"third")
+    assert len(hashed) == 3
+
+
+def test_a_file_that_changed_just_now_is_neither_remembered_nor_believed(
+    cache, hashed, path, monkeypatch
+):
+    remembered(path)
+    remembered(path)
+    assert len(hashed) == 2 and not cache.exists()
+    now = time.time_ns
+    with monkeypatch.context() as patched:
+        patched.setattr(hashes.time, "time_ns", lambda: now() + LATER_NS)
+        remembered(path)
+    assert len(hashed) == 3 and cache.exists()
+    remembered(path)
+    assert len(hashed) == 4
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"sha256": "0"}'])
+def test_a_broken_memory_is_none(cache, hashed, later, path, text):
+    remembered(path)
+    (entry,) = cache.iterdir()
+    entry.write_text(text)
+    assert remembered(path) == [("weights.bin", sha256(b"first"))]
+    assert remembered(path) == [("weights.bin", sha256(b"first"))]
+    assert len(hashed) == 2
+
+
+def test_without_a_folder_for_it_nothing_is_remembered(tmp_path, later, path, monkeypatch, hashed):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert remembered(path) == remembered(path) == [("weights.bin", sha256(b"first"))]
+    assert len(hashed) == 2
+
+
+def test_a_link_is_the_file_that_it_leads_to(cache, hashed, later, path):
+    link = path.with_name("link.bin")
+    link.symlink_to(path)
+    assert remembered(path, link) == [
+        ("weights.bin", sha256(b"first")),
+        ("link.bin", sha256(b"first")),
+    ]
+    hashed.clear()
+    path.write_bytes(b"other")
+    assert remembered(link) == [("link.bin", sha256(b"other"))] and len(hashed) == 1
+
+
+def test_a_model_is_hashed_once_to_be_found_and_again_to_be_imported(
+    store, cache, hashed, later, tmp_path
+):
+    folder = make_folder(tmp_path / "model")
+    config = {"model": str(folder)}
+    call = Call("policy", config, store.path, into="a")
+    assert find(call) is None
+    num_files = len(hashed)
+    assert find(call) is None and len(hashed) == num_files
+    run_stage("policy", config, store, into="a", in_process=True)
+    assert len(hashed) == 2 * num_files
+    assert find(call).ref == "a/policy@0" and len(hashed) == 2 * num_files
+
+
+def test_a_model_that_changed_after_it_was_resolved_is_not_imported(store, tmp_path):
+    folder = make_folder(tmp_path / "model")
+    resolved = checkpoints.resolve(PolicyConfig(model=str(folder)))
+    make_folder(folder, seed=1)
+    with pytest.raises(ConfigError, match="hash expected"):
+        run_stage("policy", resolved, store, into="a", in_process=True)
+    with pytest.raises(ConfigError, match="hash expected"):
+        checkpoints.resolve(resolved)
+    assert list(store.versions()) == []
+
+
+def test_what_is_resolved_is_found_without_the_model(store, tmp_path):
+    folder = make_folder(tmp_path / "model")
+    resolved = checkpoints.resolve(PolicyConfig(model=str(folder)))
+    ref = run_stage("policy", resolved, store, into="a", in_process=True)
+    folder.rename(tmp_path / "elsewhere")
+    assert run_stage("policy", resolved, store, into="a", in_process=True) == ref

@@ -1,0 +1,70 @@
+"""Versions that tests write themselves, shard by shard, as a stage of any name would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store.writer import Staging, Writer, open_staging
+
+
+class OpenWriter:
+    """A writer that publishes by itself: `commit`. `done`: the version is there already."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self.writer: Writer = staging.last
+
+    @property
+    def done(self) -> Version | None:
+        return self.staging.answer
+
+    def commit(self, **about) -> Version:
+        self.writer.finish(**about)
+        return self.staging.publish()
+
+    def __getattr__(self, name: str):
+        return getattr(self.writer, name)
+
+
+@contextmanager
+def begin(
+    store: Store,
+    run: str,
+    kind: str,
+    *,
+    stage: str,
+    stage_version: int,
+    config,
+    inputs,
+    models=(),
+    force: bool = False,
+    share: bool | None = None,
+    patience: float | None = None,
+) -> Iterator[OpenWriter]:
+    """The one writer of such a plan, once nobody else is at it; or the finished version."""
+    first = 0 if kind == "policy" else 1
+    plan = Plan(
+        store,
+        stage,
+        stage_version,
+        config,
+        run,
+        (kind,),
+        inputs,
+        models,
+        first_number=first,
+        patience_seconds=patience,
+    )
+    with open_staging(plan, force=force, share=share) as staging:
+        if not staging.answer and not force:
+            staging.last.is_committed()
+        yield OpenWriter(staging)
+
+
+def run_here(stage: str, config, store, **options):
+    """One stage in this process; the reference of its version."""
+    return run_stage(stage, config, store, in_process=True, **options)
