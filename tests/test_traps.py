@@ -300,7 +300,7 @@ def test_trap_retokenised_text(chain):
     assert all(len(row["completion_ids"]) == len(row["old_logprobs"]) for row in chain.rows)
     asked = {row["group_id"]: row["prompt_ids"] for row in chain.prompts.table().to_pylist()}
     assert all(row["prompt_ids"] == asked[row["group_id"]] for row in chain.rows)
-    batch = trainer(chain).batch.data
+    batch = trainer(chain).batch.sequences
     assert [ids.tolist() for ids in batch.completions] == [
         row["completion_ids"] for row in chain.rows
     ]
@@ -389,8 +389,12 @@ def test_trap_kl_with_the_sign_swapped_in_the_reward(chain):
             expected, abs=1e-4
         )
     rows = Ragged(torch.zeros(2, dtype=torch.int32), torch.tensor([0, 2]))
-    batch = SimpleNamespace(data=Sequences(rows, rows, torch.ones(1)), rewards=torch.zeros(1))
-    batch.old, batch.ref = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0])
+    batch = SimpleNamespace(
+        sequences=Sequences(rows, rows, torch.ones(1)),
+        rewards=torch.zeros(1),
+        old_logprobs=torch.tensor([-1.0, -2.0]),
+        ref_logprobs=torch.tensor([-3.0, -1.0]),
+    )
     tokens = critic.token_rewards(optimize.Config(kl_in_reward=True, kl_coef=1.0), batch)
     assert tokens.tolist() == [-2.0, 1.0]
 
@@ -428,7 +432,7 @@ def test_trap_gae_through_masked_tokens(chain):
     made.prepare()
     assert len({row["finish_reason"] for row in chain.rows}) == 2
     for row, returns in zip(
-        chain.rows, Ragged(made.batch.returns, made.batch.data.completions.offsets), strict=True
+        chain.rows, Ragged(made.batch.returns, made.batch.sequences.completions.offsets), strict=True
     ):
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
         with torch.no_grad():

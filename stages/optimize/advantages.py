@@ -1,9 +1,8 @@
-"""Advantages: what each rollout is worth against its own group, or against the batch. Pure
-functions of flat tensors.
+"""Advantages: what each rollout is worth against its own group, or against the batch.
 
-Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means "not scored": it is left out of
-every mean, and its rollout has no advantage. A rollout without an advantage is NaN in the result,
-never 0; the caller drops and counts it.
+Pure functions of flat tensors. Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means
+"not scored": it is left out of every mean, and its rollout has no advantage. A rollout without an
+advantage is NaN in the answer, never 0; the caller drops and counts it.
 
 Sums run in float64 over float32 rewards, so they are exact for equal rewards: these give exactly 0,
 not 1e-9 / 1e-4.
@@ -12,11 +11,10 @@ not 1e-9 / 1e-4.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def group_normalized(
-    rewards: torch.Tensor, groups: torch.Tensor, epsilon: float = 1e-4
-) -> torch.Tensor:
+def group_normalized(rewards: Tensor, groups: Tensor, epsilon: float = 1e-4) -> Tensor:
     """A_i = (R_i − mean_g) / (std_g + epsilon), with the unbiased (n−1) standard deviation of the
     group's scored rewards.
 
@@ -33,14 +31,13 @@ def group_normalized(
 
     Reference: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
-    values, count, total = _sums(rewards, groups)
-    deviation = torch.where(values.isnan(), 0.0, values - (total / count)[groups])
-    squares = torch.zeros_like(total).index_add(0, groups, deviation**2)
-    std = (squares / (count - 1)).sqrt()
-    return _where_grouped(deviation / (std[groups] + epsilon), values, count, groups)
+    rewards, counts, sums, comparable = _group_statistics(rewards, groups)
+    centered = torch.where(rewards.isnan(), 0.0, rewards - sums / counts)
+    std = (_group_sums(centered**2, groups) / (counts - 1)).sqrt()
+    return torch.where(comparable, centered / (std + epsilon), torch.nan).float()
 
 
-def group_centered(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def group_centered(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i − mean_g over the group's scored rewards.
 
     Without the division by the standard deviation, questions that are nearly always or never solved
@@ -55,11 +52,11 @@ def group_centered(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
     Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
     """
-    values, count, total = _sums(rewards, groups)
-    return _where_grouped(values - (total / count)[groups], values, count, groups)
+    rewards, counts, sums, comparable = _group_statistics(rewards, groups)
+    return torch.where(comparable, rewards - sums / counts, torch.nan).float()
 
 
-def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i − mean of the other scored rewards in the group.
 
     The baseline does not depend on R_i, so the policy gradient stays unbiased. It equals
@@ -74,14 +71,12 @@ def leave_one_out(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
     Reference: RLOO, https://arxiv.org/abs/2402.14740.
     """
-    values, count, total = _sums(rewards, groups)
-    others = (total[groups] - values) / (count[groups] - 1)
-    return _where_grouped(values - others, values, count, groups)
+    rewards, counts, sums, comparable = _group_statistics(rewards, groups)
+    mean_of_others = (sums - rewards) / (counts - 1)
+    return torch.where(comparable, rewards - mean_of_others, torch.nan).float()
 
 
-def batch_normalized(
-    rewards: torch.Tensor, groups: torch.Tensor, epsilon: float = 1e-8
-) -> torch.Tensor:
+def batch_normalized(rewards: Tensor, groups: Tensor, epsilon: float = 1e-8) -> Tensor:
     """A_i = (R_i − mean_B) / (std_B + epsilon), with the unbiased (n−1) standard deviation over all
     scored rewards.
 
@@ -107,9 +102,7 @@ def batch_normalized(
     return group_normalized(rewards, torch.zeros_like(groups), epsilon)
 
 
-def batch_normalized_baseline(
-    rewards: torch.Tensor, groups: torch.Tensor, epsilon: float = 1e-8
-) -> torch.Tensor:
+def batch_normalized_baseline(rewards: Tensor, groups: Tensor, epsilon: float = 1e-8) -> Tensor:
     """A_i = C_i / (std_B(C) + epsilon) with C_i = R_i − mean_g, the unbiased standard deviation
     over the batch.
 
@@ -131,22 +124,21 @@ def batch_normalized_baseline(
 
     Reference: REINFORCE++, https://arxiv.org/abs/2501.03262 (the variant with a baseline).
     """
-    values, count, total = _sums(rewards, groups)
-    keep = ~values.isnan() & (count[groups] >= 2)
-    centered = torch.where(keep, values - (total / count)[groups], 0.0)
-    std = (centered.square().sum() / (keep.sum() - 1)).sqrt()
-    return _where_grouped(centered / (std + epsilon), values, count, groups)
+    rewards, counts, sums, comparable = _group_statistics(rewards, groups)
+    centered = torch.where(comparable, rewards - sums / counts, 0.0)
+    std = (centered.square().sum() / (comparable.sum() - 1)).sqrt()
+    return torch.where(comparable, centered / (std + epsilon), torch.nan).float()
 
 
 def gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    offsets: torch.Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    offsets: Tensor,
     *,
     gamma: float = 1.0,
     gae_lambda: float = 0.95,
-    last_values: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    last_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """δ_t = r_t + γ V_{t+1} − V_t; A_t = δ_t + γλ A_{t+1}; returns_t = A_t + V_t.
 
     λ trades the critic's bias for the reward's variance: with λ = 0 A_t is δ_t; with λ = 1 it is
@@ -167,22 +159,27 @@ def gae(
 
     Reference: https://arxiv.org/abs/1506.02438, equations 16 to 18.
     """
-    v, r = values.detach().double(), rewards.double()
-    starts, ends = offsets[:-1], offsets[1:] - 1
-    following = torch.zeros(len(starts), dtype=v.dtype, device=v.device)
+    values = values.detach().double()
+    rewards = rewards.double()
+    starts = offsets[:-1]
+    ends = offsets[1:] - 1
+    advantages = torch.zeros_like(values)
+    next_advantages = values.new_zeros(len(starts))  # A_{t+1} of each rollout
+    next_values = values.new_zeros(len(starts))  # V_{t+1} of each rollout
     if last_values is not None:
-        following.copy_(last_values)  # a tensor of its own: it is written below
-    running, advantages = torch.zeros_like(following), torch.zeros_like(v)
-    for back in range(int(offsets.diff().max()) if len(starts) else 0):
-        rows = (ends - back >= starts).nonzero()[:, 0]
-        at = ends[rows] - back
-        delta = r[at] + gamma * following[rows] - v[at]
-        running[rows] = delta + gamma * gae_lambda * running[rows]
-        following[rows], advantages[at] = v[at], running[rows]
-    return advantages.float(), (advantages + v).float()
+        next_values.copy_(last_values)
+    longest = int(offsets.diff().max()) if len(starts) else 0
+    for steps_from_end in range(longest):
+        rows = (ends - steps_from_end >= starts).nonzero()[:, 0]
+        t = ends[rows] - steps_from_end
+        delta = rewards[t] + gamma * next_values[rows] - values[t]
+        advantages[t] = delta + gamma * gae_lambda * next_advantages[rows]
+        next_advantages[rows] = advantages[t]
+        next_values[rows] = values[t]
+    return advantages.float(), (advantages + values).float()
 
 
-def whitened(advantages: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+def whitened(advantages: Tensor, epsilon: float = 1e-8) -> Tensor:
     """(A − mean) / (std + epsilon) over the batch's tokens, with the unbiased (n−1) standard
     deviation.
 
@@ -195,43 +192,47 @@ def whitened(advantages: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
     Returns:
         [N] float32; 0 where there is one token only.
     """
-    values = advantages.double()
-    deviation = values - values.mean()
-    std = (deviation.square().sum() / max(len(values) - 1, 1)).sqrt()
-    return (deviation / (std + epsilon)).float()
+    advantages = advantages.double()
+    centered = advantages - advantages.mean()
+    std = (centered.square().sum() / max(len(advantages) - 1, 1)).sqrt()
+    return (centered / (std + epsilon)).float()
 
 
-def zero_variance(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """[B] bool: the rollout's group has two scored rewards at least, and all its scored rewards are
-    equal: nothing to learn there from a comparison. One alone has no variance: an algorithm that
-    needs no group learns from it."""
-    n = int(groups.max()) + 1 if len(groups) else 0
+def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Whether max_g R = min_g R: there is nothing to learn from a comparison within the group.
+
+    A rollout that is the only scored one of its group has no variance, and is not meant: an
+    algorithm that needs no group learns from it.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+    Returns:
+        [B] bool: the rollout's group has two scored rewards at least, all of them equal.
+    """
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
     scored = ~rewards.isnan()
-    low = rewards.new_full((n,), torch.inf).scatter_reduce(
-        0, groups[scored], rewards[scored], "amin"
-    )
-    high = rewards.new_full((n,), -torch.inf).scatter_reduce(
-        0, groups[scored], rewards[scored], "amax"
-    )
-    return ((low == high) & (groups[scored].bincount(minlength=n) >= 2))[groups]
+    rewards = rewards[scored]
+    groups_of_scored = groups[scored]
+    lowest = rewards.new_full((num_groups,), torch.inf)
+    lowest = lowest.scatter_reduce(0, groups_of_scored, rewards, "amin")
+    highest = rewards.new_full((num_groups,), -torch.inf)
+    highest = highest.scatter_reduce(0, groups_of_scored, rewards, "amax")
+    counts = groups_of_scored.bincount(minlength=num_groups)
+    return ((lowest == highest) & (counts >= 2))[groups]
 
 
-def _sums(
-    rewards: torch.Tensor, groups: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards in float64, and for each group how many are scored and their sum."""
-    values = rewards.double()
-    scored = ~values.isnan()
-    zeros = values.new_zeros(int(groups.max()) + 1 if len(groups) else 0)
-    return (
-        values,
-        zeros.index_add(0, groups, scored.double()),
-        zeros.index_add(0, groups, torch.where(scored, values, 0.0)),
-    )
+def _group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each rollout, [B] each: its reward in float64, how many rewards of its group are scored,
+    their sum, and whether there is something to compare: it is scored, and another one too."""
+    rewards = rewards.double()
+    scored = ~rewards.isnan()
+    counts = _group_sums(scored.double(), groups)
+    sums = _group_sums(torch.where(scored, rewards, 0.0), groups)
+    return rewards, counts, sums, scored & (counts >= 2)
 
 
-def _where_grouped(
-    advantages: torch.Tensor, values: torch.Tensor, count: torch.Tensor, groups: torch.Tensor
-) -> torch.Tensor:
-    keep = ~values.isnan() & (count[groups] >= 2)
-    return torch.where(keep, advantages, torch.nan).float()
+def _group_sums(terms: Tensor, groups: Tensor) -> Tensor:
+    """[B] for each of the `terms` [B] the sum over its group."""
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    return terms.new_zeros(num_groups).index_add(0, groups, terms)[groups]

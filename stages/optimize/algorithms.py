@@ -1,10 +1,9 @@
-"""Algorithms as rows of a table: which advantage, which surrogate, which aggregation, with which
-defaults.
+"""Algorithms as rows of a table: which advantage, surrogate and aggregation, with which defaults.
 
 A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`;
 this module itself loads no torch, so a config is checked, and the table is listed, at once. A
 user's own row needs no edit here: put an `Algorithm` into a module and name it in the recipe,
-`algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; its parts may be functions instead of
+`algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may hold functions instead of
 names.
 
 >>> resolve("dapo").defaults["clip_high"]
@@ -13,6 +12,7 @@ names.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common import plugins as dotted
+from quiver.stages.common import plugins
 
-from .own import held
+from . import contract
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Algorithm:
     advantage: str | Callable[..., Any]
     """(rewards [B], groups [B]) -> advantages [B]"""
     surrogate: str | Callable[..., Any]
-    """(Tokens, **options) -> loss [N], clipped [N] bool"""
+    """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
     """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step"""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -161,7 +161,6 @@ ALGORITHMS = {
     )
 }
 
-
 _BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
 OPTIONS = {
     "clipped": _BOUNDS,
@@ -170,58 +169,69 @@ OPTIONS = {
     "sapo": ("tau_positive", "tau_negative"),
     "reinforce": (),
 }
-"""What each surrogate takes, so that a recipe is told without loading torch."""
-
-
-def check_options(name: str, given: Iterable[str]) -> None:
-    """ValueError for an option that the surrogate of the row called `name` does not take. A user's
-    own is asked later."""
-    known = OPTIONS[ALGORITHMS[name].surrogate] if name in ALGORITHMS else given
-    if unknown := sorted(set(given) - set(known)):
-        raise ValueError(
-            f"{unknown[0]} is no option of algorithm {name!r}: leave it out; it takes "
-            f"{', '.join(known)}"
-        )
-
-
+"""What each surrogate takes, so that a recipe is checked without loading torch."""
 CRITIC_OPTIONS = (
-    "critic", "value_coef", "value_clip", "gamma", "gae_lambda", "bootstrap_length", "critic_learning_rate",
+    "critic",
+    "value_coef",
+    "value_clip",
+    "gamma",
+    "gae_lambda",
+    "bootstrap_length",
+    "critic_learning_rate",
     "critic_warmup_steps",
-)  # fmt: skip
-"""What only an algorithm with a critic looks at."""
-
-
-def check_effect(row: Algorithm, changed: Mapping[str, Any]) -> None:
-    """ValueError for options that `row` never looks at. `changed`: those with another value than
-    their default, and the default: a recipe may go through all algorithms with the defaults written
-    out."""
-    idle = [name for name in CRITIC_OPTIONS if name in changed and not row.critic]
-    if idle:
-        able = ", ".join(each.name for each in ALGORITHMS.values() if each.critic)
-        defaults = ", ".join(
-            f"{name} = {json.dumps(changed[name])}" for name in idle if changed[name] is not None
-        )
-        raise ValueError(
-            f"{', '.join(idle)} would have no effect: algorithm {row.name!r} has no critic. Leave "
-            "out what has no effect"
-            f"{f' (or at the default: {defaults})' if defaults else ''}, or take an algorithm "
-            f"with a critic: {able}"
-        )
+)
+"""What only an algorithm with a critic reads."""
 
 
 def check_name(name: str) -> str:
     """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
     if name in ALGORITHMS or ":" in name:
         return name
-    near = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    nearest = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise ValueError(
         f"expected one of {', '.join(ALGORITHMS)}, or module:NAME or file.py:NAME of your own{hint}"
     )
 
 
+def check_options(name: str, options: Iterable[str]) -> None:
+    """ValueError for an option that the surrogate of the row called `name` does not take. The
+    options of a user's own algorithm are checked when its surrogate is loaded."""
+    if name not in ALGORITHMS:
+        return
+    accepted = OPTIONS[ALGORITHMS[name].surrogate]
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]} is no option of algorithm {name!r}: leave it out; it takes "
+            f"{', '.join(accepted)}"
+        )
+
+
+def check_effect(row: Algorithm, changed: Mapping[str, Any]) -> None:
+    """ValueError for options of a critic where `row` has none.
+
+    `changed` maps each option that differs from its default to that default, so a recipe may go
+    through all algorithms with the defaults written out.
+    """
+    idle = [name for name in CRITIC_OPTIONS if name in changed]
+    if row.critic or not idle:
+        return
+    with_critic = [algorithm.name for algorithm in ALGORITHMS.values() if algorithm.critic]
+    defaults = [
+        f"{name} = {json.dumps(changed[name])}" for name in idle if changed[name] is not None
+    ]
+    or_default = f" (or at the default: {', '.join(defaults)})" if defaults else ""
+    raise ValueError(
+        f"{', '.join(idle)} would have no effect: algorithm {row.name!r} has no critic. Leave out "
+        f"what has no effect{or_default}, or take an algorithm with a critic: "
+        f"{', '.join(with_critic)}"
+    )
+
+
 def resolve(name: str) -> Algorithm:
-    """The row called `name`, or the `Algorithm` at `module:NAME` or `file.py:NAME`. ConfigError."""
+    """The row called `name`, or the `Algorithm` at `module:NAME` or `file.py:NAME`, whose own
+    functions are held to their contract. ConfigError."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     try:
@@ -230,26 +240,37 @@ def resolve(name: str) -> Algorithm:
         raise ConfigError(
             "optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms"
         ) from None
-    return held(dotted.load(name, "optimize.algorithm", Algorithm)[0], name)
+    row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
+    checks = {
+        "advantage": contract.token_advantage if row.critic else contract.advantage,
+        "surrogate": contract.surrogate,
+        "aggregation": contract.aggregation,
+    }
+    functions = {
+        role: check(f"{name} {role}", getattr(row, role))
+        for role, check in checks.items()
+        if callable(getattr(row, role))
+    }
+    return dataclasses.replace(row, **functions)
 
 
 def source_hash(name: str) -> str:
     """sha256 of the file behind a dotted path, so that an edited algorithm is not taken for the old
     one; empty for table rows."""
-    return "" if name in ALGORITHMS else dotted.load(name, "optimize.algorithm", Algorithm)[1]
+    return "" if name in ALGORITHMS else plugins.load(name, "optimize.algorithm", Algorithm)[1]
 
 
-def part(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a row means: itself, or the one of that name in `advantages` or `losses`.
+def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a row names: itself, or the one of that name in `advantages` or `losses`.
     ConfigError."""
     if callable(chosen):
         return chosen
-    found = getattr(importlib.import_module(f"quiver.stages.optimize.{module}"), chosen, None)
-    if not inspect.isfunction(found):
+    function = getattr(importlib.import_module(f"quiver.stages.optimize.{module}"), chosen, None)
+    if not inspect.isfunction(function):
         raise ConfigError(
             "optimize.algorithm",
             f"expected a function or the name of one of {module}.py, found "
             f"{printable(repr(chosen))}",
             next="correct the algorithm's row",
         )
-    return found
+    return function

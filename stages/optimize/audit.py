@@ -1,14 +1,15 @@
-"""The numeric audit before the first update: does the trainer give the saved tokens the probability
-that the engine reported?
+"""The numeric audit: does the trainer give the saved tokens the probability that the engine gave?
 
 Wrong weights, a wrong template, another temperature, raw instead of processed logprobs: each gives
 finite losses and a policy that gets worse. Each also moves the mean gap between the trainer's and
-the engine's logprobs far beyond what their numerics can differ.
+the engine's logprobs far beyond what their numerics can differ. So they are compared before the
+first update.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quiver.schemas.errors import NumericError
 from quiver.stages.common.ragged import Ragged
@@ -17,11 +18,7 @@ from .losses import log_ratio
 
 
 def measure(
-    trainer: torch.Tensor,
-    old: torch.Tensor,
-    offsets: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
+    trainer: Tensor, old: Tensor, offsets: Tensor, clip_low: float, clip_high: float
 ) -> dict[str, float]:
     """How far the trainer's logprobs [N] are from `old` [N], before any weight has changed.
 
@@ -55,10 +52,9 @@ def require(report: dict[str, float], max_mean_gap: float, name: str) -> None:
         raise NumericError(
             name,
             f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.4f} nats a "
-            "token in the mean (at most "
-            f"{report['max_gap']:.3f}), allowed is optimize.audit.max_mean_gap = {max_mean_gap}; "
-            "the engine sampled with other "
-            "weights, another temperature, or reported raw logprobs",
+            f"token in the mean (at most {report['max_gap']:.3f}), allowed is "
+            f"optimize.audit.max_mean_gap = {max_mean_gap}; the engine sampled with other weights, "
+            "another temperature, or reported raw logprobs",
             state="no weight was changed, no version was written.",
             next="generate with the very checkpoint that is trained, or raise "
             "optimize.audit.max_mean_gap",

@@ -1,5 +1,4 @@
-"""AdamW for weights that are bfloat16: moments and arithmetic in float32, and two ways to keep what
-8 bits can not hold.
+"""AdamW for bfloat16 weights, with moments and arithmetic in float32.
 
 A step moves a weight by about the learning rate; a bfloat16 weight w can move by |w| / 256 at
 least, or not at all. Rounded to nearest, most steps would change nothing, ever. So either
@@ -14,8 +13,8 @@ The chance follows from seed, step and parameter: ranks round alike, and a resta
 Gradients are float32 (see `narrow`).
 
     masters = narrow(model)
-    optimizer = Bf16AdamW(groups, masters if config.precision == "bf16_master" else {}, seed=0,
-    step=12, lr=1e-6)
+    masters = masters if config.precision == "bf16_master" else {}
+    optimizer = Bf16AdamW(groups, masters, seed=0, step=12, lr=1e-6)
 
 References: https://arxiv.org/abs/1710.03740 (master weights); https://arxiv.org/abs/1502.02551
 (stochastic rounding).
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 PRECISIONS = ("bf16_master", "bf16_stochastic")
@@ -48,55 +47,67 @@ class Bf16AdamW(torch.optim.AdamW):
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        masters: Mapping[nn.Parameter, torch.Tensor],
+        masters: Mapping[nn.Parameter, Tensor],
         *,
         seed: int,
         step: int,
         **options: Any,
     ) -> None:
         super().__init__(groups, fused=True, **options)
-        self.seed, self.number = seed, step
+        self.seed = seed
+        self.number = step
+        """Steps over the policy's life."""
         for parameter, master in masters.items():
             self.state[parameter] = {MASTER: master}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step over all weights that have a gradient, one after another; `number` counts steps
-        over the policy's life."""
-        numbered = enumerate(
-            (group, parameter) for group in self.param_groups for parameter in group["params"]
-        )
-        for index, (group, parameter) in numbered:
-            if parameter.grad is None:
-                continue
-            held = self.state[parameter]
-            wide = held.get(MASTER, parameter).float()  # a float32 tensor itself, else a copy
-            if "step" not in held:
-                held["step"] = torch.zeros((), device=wide.device)
-                held["exp_avg"], held["exp_avg_sq"] = torch.zeros_like(wide), torch.zeros_like(wide)
-            adamw(
-                [wide], [parameter.grad.float()], [held["exp_avg"]], [held["exp_avg_sq"]], [], [held["step"]], fused=True,
-                amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-            )  # fmt: skip
-            if MASTER in held:
-                parameter.copy_(wide)
-            elif parameter.dtype == torch.bfloat16:
-                self._round(parameter, wide, index)
+        """One step over all weights that have a gradient, one after another."""
+        index = -1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                index += 1
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                wide = state.get(MASTER, parameter).float()  # a float32 tensor itself, else a copy
+                if "step" not in state:
+                    state["step"] = torch.zeros((), device=wide.device)
+                    state["exp_avg"] = torch.zeros_like(wide)
+                    state["exp_avg_sq"] = torch.zeros_like(wide)
+                adamw(
+                    [wide],
+                    [parameter.grad.float()],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [state["step"]],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+                if MASTER in state:
+                    parameter.copy_(wide)
+                elif parameter.dtype == torch.bfloat16:
+                    self._round(parameter, wide, index)
         self.number += 1
 
-    def _round(self, parameter: nn.Parameter, wide: torch.Tensor, index: int) -> None:
+    def _round(self, parameter: nn.Parameter, wide: Tensor, index: int) -> None:
+        """Round `wide` into parameter number `index`, by chance."""
+        seed = np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]
         generator = torch.Generator(parameter.device)
-        generator.manual_seed(
-            int(np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0])
-        )
-        for narrow, part in zip(
-            parameter.view(-1).split(_CHUNK), wide.view(-1).split(_CHUNK), strict=True
-        ):
-            narrow.copy_(round_by_chance(part, generator))
+        generator.manual_seed(int(seed))
+        chunks = zip(parameter.view(-1).split(_CHUNK), wide.view(-1).split(_CHUNK), strict=True)
+        for narrow_chunk, wide_chunk in chunks:
+            narrow_chunk.copy_(round_by_chance(wide_chunk, generator))
 
 
-def round_by_chance(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def round_by_chance(values: Tensor, generator: torch.Generator) -> Tensor:
     """[n] float32 to [n] bfloat16: each to the neighbour below or above it, so that the mean over
     many draws is the value.
 
@@ -106,16 +117,10 @@ def round_by_chance(values: torch.Tensor, generator: torch.Generator) -> torch.T
     stays as it is, infinities and NaN too.
     """
     bits = values.view(torch.int32)
-    words = torch.empty(
-        -(-len(bits) // 4), dtype=torch.int64, device=bits.device
-    )  # four numbers each: drawing them costs most
-    noise = (
-        words.random_(-(2**63), None, generator=generator)
-        .view(torch.int16)[: len(bits)]
-        .int()
-        .bitwise_and_(0xFFFF)
-    )
-    rounded = noise.add_(bits).bitwise_and_(-0x10000).view(torch.float32)
-    return rounded.to(torch.bfloat16).masked_fill_(
-        values.isnan(), torch.nan
-    )  # the carry makes a GPU's NaN, all ones, a 0
+    # words of four numbers each: drawing them costs most
+    words = torch.empty(-(-len(bits) // 4), dtype=torch.int64, device=bits.device)
+    words.random_(-(2**63), None, generator=generator)
+    noise = words.view(torch.int16)[: len(bits)].int().bitwise_and_(0xFFFF)
+    rounded = noise.add_(bits).bitwise_and_(-0x10000).view(torch.float32).to(torch.bfloat16)
+    # the carry makes a GPU's NaN, all ones, a 0
+    return rounded.masked_fill_(values.isnan(), torch.nan)

@@ -1,5 +1,4 @@
-"""LoRA: a pair of small matrices beside each linear layer is trained, the layer's own weights stay
-as they are.
+"""LoRA: a pair of small matrices beside each linear layer is trained, the layer itself stays.
 
     W' = W + (alpha / rank) · B A,    A [rank, in], B [out, rank]
 
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 _NAME = "default"
 _PREFIX = "base_model.model."
 """What stands before every name in a file of peft."""
+_WEIGHTS = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
 log = logging.getLogger(__name__)
 
 
@@ -75,27 +75,20 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
         return inputs
     policy = inputs["policy"]
     base = adapter_base(store, policy)
-    if base is not None:
-        _check_same(config, policy)
-    return {"base": base or policy, **inputs}
-
-
-def _check_same(config: Lora, policy: Version) -> None:
-    told = Lora.model_validate(policy.manifest.config["lora"])
-    other = [
-        name for name in type(config).model_fields if getattr(config, name) != getattr(told, name)
-    ]
-    if other:
-        expected, found = (
-            ", ".join(f"{name} = {getattr(each, name)}" for name in other)
-            for each in (told, config)
-        )
+    if base is None:
+        return {"base": policy, **inputs}
+    saved = Lora.model_validate(policy.manifest.config["lora"])
+    changed = [name for name in Lora.model_fields if getattr(config, name) != getattr(saved, name)]
+    if changed:
+        expected = ", ".join(f"{name} = {getattr(saved, name)}" for name in changed)
+        asked = ", ".join(f"{name} = {getattr(config, name)}" for name in changed)
         raise ConfigError(
             f"optimize.lora {policy.ref}",
-            f"its adapter has {expected}, the recipe asks for {found}",
+            f"its adapter has {expected}, the recipe asks for {asked}",
             next="ask for what it has, or start a new run with policy.model = "
             f"{str(policy.files.folder)!r}",
         )
+    return {"base": base, **inputs}
 
 
 def check_installed() -> None:
@@ -109,15 +102,18 @@ def check_installed() -> None:
 def moments_fit(config: Lora | None, policy: Version) -> bool:
     """Whether the optimizer state in `policy` is of what is trained now, adapters or whole
     weights."""
-    fits = (policy.manifest.input("base") is None) == (config is None)
-    if not fits and any(
-        entry.name.startswith(f"{OPTIMIZER_FOLDER}/") for entry in policy.manifest.files
-    ):
-        then, now = ("whole weights", "adapters") if config else ("adapters", "whole weights")
+    had_adapters = policy.manifest.input("base") is not None
+    has_adapters = config is not None
+    names = {False: "whole weights", True: "adapters"}
+    has_moments = f"{OPTIMIZER_FOLDER}/state.json" in policy.files.names
+    if has_moments and had_adapters != has_adapters:
         log.warning(
-            "%s was trained by %s, now it is %s: the moments start anew", policy.ref, then, now
+            "%s was trained by %s, now it is %s: the moments start anew",
+            policy.ref,
+            names[had_adapters],
+            names[has_adapters],
         )
-    return fits
+    return had_adapters == has_adapters
 
 
 def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) -> None:
@@ -129,24 +125,35 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
     """
     import torch
     from peft import LoraConfig, inject_adapter_in_model
+    from safetensors.torch import load_file
 
-    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     layers = _layers(config, model)
-    made = LoraConfig(
+    peft_config = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=0.0,
         target_modules=layers,
-        task_type=task,
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(
-            seed
-        )  # new layers are made on the CPU, whatever the model's device
-        inject_adapter_in_model(made, model, _NAME)
+        # new layers are made on the CPU, whatever the model's device
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(peft_config, model, _NAME)
+    adapters = _adapters(model)
     if policy.manifest.input("base") is not None:
-        _load(model, policy)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        policy.verify(f"{ADAPTER_FOLDER}/")
+        saved = load_file(policy.files.path(_WEIGHTS))
+        shapes = {name: parameter.shape for name, parameter in adapters.items()}
+        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+            raise ConfigError(
+                f"{policy.ref} {ADAPTER_FOLDER}",
+                "its matrices have other names or shapes than the base's layers",
+                next=f"install the transformers that the manifest of {policy.ref} names",
+            )
+        with torch.no_grad():
+            for name, parameter in adapters.items():
+                parameter.copy_(saved[name])
+    trained = sum(parameter.numel() for parameter in adapters.values())
     log.info(
         "lora: rank %d on %d layers, %d numbers are trained", config.rank, len(layers), trained
     )
@@ -162,29 +169,28 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
 
     head = model.get_output_embeddings()
     linear = [
-        n
-        for n, module in model.named_modules()
+        name
+        for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
     if config.target_modules == "all-linear":
         return linear
-    ends = sorted({name.rpartition(".")[2] for name in linear})
-    for wanted in config.target_modules:
-        if not any(f".{name}".endswith(f".{wanted}") for name in linear):
-            near = difflib.get_close_matches(wanted, ends, 1, 0.5)
+    chosen = set()
+    for target in config.target_modules:
+        matching = [name for name in linear if f".{name}".endswith(f".{target}")]
+        if not matching:
+            endings = sorted({name.rpartition(".")[2] for name in linear})
+            nearest = difflib.get_close_matches(target, endings, 1, 0.5)
             raise ConfigError(
                 "optimize.lora.target_modules",
-                f"no linear layer inside the model is called {printable(repr(wanted))}; there are "
-                f"{', '.join(ends)}",
-                next=f"set target_modules = {near}"
-                if near
+                f"no linear layer inside the model is called {printable(repr(target))}; there are "
+                f"{', '.join(endings)}",
+                next=f"set target_modules = {nearest}"
+                if nearest
                 else 'set target_modules = "all-linear"',
             )
-    return [
-        name
-        for name in linear
-        if f".{name}".endswith(tuple(f".{wanted}" for wanted in config.target_modules))
-    ]
+        chosen.update(matching)
+    return [name for name in linear if name in chosen]
 
 
 def narrow_frozen(model: nn.Module) -> None:
@@ -199,51 +205,28 @@ def narrow_frozen(model: nn.Module) -> None:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    others = {
-        id(p)
-        for m in model.modules()
-        if not isinstance(m, nn.Linear | Conv1D)
-        for p in m.parameters(recurse=False)
-    }
+    linear_weights = []
+    read_elsewhere = set()
     for module in model.modules():
-        for parameter in (
-            module.parameters(recurse=False) if isinstance(module, nn.Linear | Conv1D) else ()
-        ):
-            if not parameter.requires_grad and id(parameter) not in others:
-                small = parameter.data.to(torch.bfloat16)
-                if torch.equal(small.to(parameter.dtype), parameter.data):
-                    parameter.data = small
+        parameters = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear | Conv1D):
+            linear_weights += parameters
+        else:
+            read_elsewhere.update(map(id, parameters))
+    for parameter in linear_weights:
+        if not parameter.requires_grad and id(parameter) not in read_elsewhere:
+            rounded = parameter.data.to(torch.bfloat16)
+            if torch.equal(rounded.to(parameter.dtype), parameter.data):
+                parameter.data = rounded
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trained matrices by their names in peft's files."""
     return {
-        _PREFIX + n.replace(f".{_NAME}.", "."): p
-        for n, p in model.named_parameters()
-        if p.requires_grad
+        _PREFIX + name.replace(f".{_NAME}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
-
-
-def _load(model: nn.Module, policy: Version) -> None:
-    import torch
-    from safetensors.torch import load_file
-
-    policy.verify(f"{ADAPTER_FOLDER}/")
-    found, wanted = (
-        load_file(policy.files.folder / ADAPTER_FOLDER / "adapter_model.safetensors"),
-        _adapters(model),
-    )
-    if {name: value.shape for name, value in found.items()} != {
-        name: p.shape for name, p in wanted.items()
-    }:
-        raise ConfigError(
-            f"{policy.ref} {ADAPTER_FOLDER}",
-            "its matrices have other names or shapes than the base's layers",
-            next=f"install the transformers that the manifest of {policy.ref} names",
-        )
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(found[name])
 
 
 def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
@@ -254,15 +237,13 @@ def save_and_merge(model: PreTrainedModel, folder: Path) -> None:
 
     (folder / ADAPTER_FOLDER).mkdir()
     tensors = {name: p.detach().cpu().contiguous() for name, p in _adapters(model).items()}
-    save_file(tensors, folder / ADAPTER_FOLDER / "adapter_model.safetensors", {"format": "pt"})
-    about = model.peft_config[_NAME].to_dict()
-    about |= {
-        "inference_mode": True,
-        "target_modules": sorted(about["target_modules"]),
-    }  # a set, in any order
+    save_file(tensors, folder / _WEIGHTS, {"format": "pt"})
+    peft_config = model.peft_config[_NAME].to_dict()
+    peft_config["inference_mode"] = True
+    peft_config["target_modules"] = sorted(peft_config["target_modules"])  # a set, in any order
     storage.write_bytes(
         folder / ADAPTER_FOLDER / "adapter_config.json",
-        json.dumps(about, indent=2, sort_keys=True).encode(),
+        json.dumps(peft_config, indent=2, sort_keys=True).encode(),
     )
     model.float()
     for name, module in list(model.named_modules()):

@@ -1,18 +1,22 @@
-"""Per-token losses, their weights, KL estimators, off-policy weights. Pure functions of flat
-tensors.
+"""Per-token losses, token weights, KL estimators and off-policy weights: pure functions.
 
 Legend: B rollouts, N completion tokens, one after another as an Arrow list column stores them;
 rollout i owns tokens `offsets[i]:offsets[i+1]`. `logprobs` [N] carries the gradient; everything
 else is data. The surrogate (what a token costs) and the aggregation (what a token weighs in the
 step) are apart: loss = Σ_t weight_t · surrogate_t. The weights are made once for the whole
 optimizer step, so micro-batches, their order and ranks change nothing.
+
+    costs, at_bound = clipped(tokens, clip_low=0.2, clip_high=0.28)
+    loss = (token_mean(lengths) * costs).sum()
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from quiver.stages.common.ragged import Ragged
 
@@ -22,23 +26,23 @@ MAX_LOG_RATIO = 20.0
 class Tokens(NamedTuple):
     """What a surrogate sees of the completion tokens of some whole rollouts."""
 
-    logprobs: torch.Tensor
+    logprobs: Tensor
     """[N] log π_θ, with gradient."""
-    anchor: torch.Tensor
-    """[N] the ratio's denominator: `prox_logprobs` where given, else `old_logprobs`."""
-    advantages: torch.Tensor
+    anchor: Tensor
+    """[N] the ratio's denominator: `prox_logprobs` where they are given, else `old_logprobs`."""
+    advantages: Tensor
     """[N] of the token, or of its rollout repeated."""
-    offsets: torch.Tensor
+    offsets: Tensor
     """[B+1] int64."""
 
 
-def log_ratio(logprobs: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+def log_ratio(logprobs: Tensor, anchor: Tensor) -> Tensor:
     """[N] logprobs − anchor, clamped to ±20 so that `exp` stays finite (the gradient is 0
     beyond)."""
     return (logprobs - anchor).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-# -- surrogates: Tokens -> (loss [N], clipped [N] bool)
+# -- surrogates: Tokens -> (loss [N], at_bound [N] bool)
 
 
 def clipped(
@@ -48,7 +52,7 @@ def clipped(
     clip_high: float,
     dual_clip: float | None = None,
     delta: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """loss_t = −min(r A, clip(r, 1−clip_low, 1+clip_high) A) with r = exp(logprobs − anchor).
 
     Clipping stops the step where it would move a token further in the direction that its advantage
@@ -62,36 +66,38 @@ def clipped(
         dual_clip: > 1, or None for off.
         delta: > 1 + clip_high, or None for off.
     Returns:
-        loss [N]; and bool [N], true where a bound was the value taken (that token has no gradient).
+        loss [N]; and bool [N], true where a bound decided the loss (that token has no gradient).
 
     Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO,
-    https://arxiv.org/abs/2503.14476; dual
-    clip: https://arxiv.org/abs/1912.09729; delta: https://arxiv.org/abs/2505.07291 (two-sided
-    clipping).
+    https://arxiv.org/abs/2503.14476; dual clip: https://arxiv.org/abs/1912.09729; delta:
+    https://arxiv.org/abs/2505.07291 (two-sided clipping).
     """
     ratio = log_ratio(tokens.logprobs, tokens.anchor).exp()
-    return _bounded(ratio, tokens.advantages, clip_low, clip_high, dual_clip, delta)
+    return _clip_ratio(ratio, tokens.advantages, clip_low, clip_high, dual_clip, delta)
 
 
-def _bounded(
-    ratio: torch.Tensor,
-    advantages: torch.Tensor,
+def _clip_ratio(
+    ratio: Tensor,
+    advantages: Tensor,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None,
     delta: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The clipped objective of any ratio [N]: of a token, or of its sequence."""
-    free = (ratio if delta is None else ratio.clamp(max=delta)) * advantages
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss, taken = -torch.minimum(free, bounded), bounded < free
+    capped_ratio = ratio if delta is None else ratio.clamp(max=delta)
+    unclipped_gain = capped_ratio * advantages
+    clipped_gain = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    loss = -torch.minimum(unclipped_gain, clipped_gain)
+    at_bound = clipped_gain < unclipped_gain
     if delta is not None:
-        taken = taken | ((ratio > delta) & (advantages != 0))
+        at_bound = at_bound | ((ratio > delta) & (advantages != 0))
     if dual_clip is not None:
         ceiling = -dual_clip * advantages
-        over = (advantages < 0) & (loss > ceiling)
-        loss, taken = torch.where(over, ceiling, loss), taken | over
-    return loss, taken
+        above = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(above, ceiling, loss)
+        at_bound = at_bound | above
+    return loss, at_bound
 
 
 def sequence_clipped(
@@ -102,7 +108,7 @@ def sequence_clipped(
     dual_clip: float | None = None,
     delta: float | None = None,
     token_form: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """loss_t = −min(s_i A, clip(s_i, 1−clip_low, 1+clip_high) A) with s_i = exp(mean over rollout
     i's tokens of log r).
 
@@ -123,20 +129,20 @@ def sequence_clipped(
         dual_clip, delta: as in `clipped`, of the sequence ratio.
         token_form: as above.
     Returns:
-        loss [N]; and bool [N], true where a bound was the value taken (all of a rollout's tokens,
+        loss [N]; and bool [N], true where a bound decided the loss (all of a rollout's tokens,
         where A is the rollout's).
 
     Reference: GSPO, https://arxiv.org/abs/2507.18071, section 4.1; the token form is its
     GSPO-token.
     """
-    each = Ragged(tokens.logprobs - tokens.anchor, tokens.offsets)
-    mean = each.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[each.segment_ids]
+    log_ratios = Ragged(tokens.logprobs - tokens.anchor, tokens.offsets)
+    log_s = log_ratios.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[log_ratios.segment_ids]
     if token_form:
-        mean = mean.detach() + (tokens.logprobs - tokens.logprobs.detach())
-    return _bounded(mean.exp(), tokens.advantages, clip_low, clip_high, dual_clip, delta)
+        log_s = log_s.detach() + (tokens.logprobs - tokens.logprobs.detach())
+    return _clip_ratio(log_s.exp(), tokens.advantages, clip_low, clip_high, dual_clip, delta)
 
 
-def cispo(tokens: Tokens, *, clip_max: float) -> tuple[torch.Tensor, torch.Tensor]:
+def cispo(tokens: Tokens, *, clip_max: float) -> tuple[Tensor, Tensor]:
     """loss_t = −sg[min(r, clip_max)] A logprobs: REINFORCE, weighted by the bounded ratio.
 
     The bound holds the weight back, not the token: none loses its gradient, so rare tokens that
@@ -161,12 +167,11 @@ def cispo(tokens: Tokens, *, clip_max: float) -> tuple[torch.Tensor, torch.Tenso
     """
     ratio = log_ratio(tokens.logprobs, tokens.anchor).detach().exp()
     loss = -ratio.clamp(max=clip_max) * tokens.advantages * tokens.logprobs
-    return loss, (ratio > clip_max) & (tokens.advantages != 0)
+    at_bound = (ratio > clip_max) & (tokens.advantages != 0)
+    return loss, at_bound
 
 
-def sapo(
-    tokens: Tokens, *, tau_positive: float, tau_negative: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor]:
     """loss_t = −A σ(τ (r−1)) 4/τ, with τ = tau_positive where A > 0, tau_negative elsewhere.
 
     A soft gate in place of clipping: the gradient is −A r 4 σ(1−σ) ∇logprobs, which is
@@ -191,7 +196,7 @@ def sapo(
     return loss, torch.zeros_like(advantages, dtype=torch.bool)
 
 
-def reinforce(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def reinforce(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """loss_t = −A logprobs: the policy gradient of samples of the policy itself.
 
     The ratio is not used, so from the second step on the same rollouts its gradient is biased and
@@ -204,51 +209,69 @@ def reinforce(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
 
     Reference: Williams 1992, https://doi.org/10.1007/BF00992696.
     """
-    return -tokens.advantages * tokens.logprobs, torch.zeros_like(
-        tokens.advantages, dtype=torch.bool
-    )
+    loss = -tokens.advantages * tokens.logprobs
+    return loss, torch.zeros_like(tokens.advantages, dtype=torch.bool)
 
 
 # -- aggregations: what a token of the optimizer step weighs
 
 
-def token_mean(lengths: torch.Tensor, max_completion_tokens: int | None = None) -> torch.Tensor:
+def token_mean(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:
     """1 / N for each of the step's N tokens: every token counts alike, so long completions count
-    more. [N]
+    more.
+
+    Args:
+        lengths: [B] int64, tokens of each of the step's completions.
+        max_completion_tokens: not used.
+    Returns:
+        [N] float64.
 
     Reference: DAPO, https://arxiv.org/abs/2503.14476 (token-level loss).
     """
-    tokens = int(lengths.sum())
-    return torch.full((tokens,), 1.0 / max(tokens, 1), dtype=torch.float64)
+    num_tokens = int(lengths.sum())
+    return torch.full((num_tokens,), 1.0 / max(num_tokens, 1), dtype=torch.float64)
 
 
-def sequence_mean(lengths: torch.Tensor, max_completion_tokens: int | None = None) -> torch.Tensor:
-    """1 / (B T_i): mean over the step's rollouts of the mean over each one's own tokens. [N]
+def sequence_mean(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:
+    """1 / (B T_i): mean over the step's rollouts of the mean over the T_i tokens of each.
+
+    Args:
+        lengths: [B] int64, tokens of each of the step's completions.
+        max_completion_tokens: not used.
+    Returns:
+        [N] float64.
 
     Reference: DeepSeekMath, https://arxiv.org/abs/2402.03300, equation 3.
     """
     return (1.0 / (len(lengths) * lengths.double())).repeat_interleave(lengths)
 
 
-def constant(lengths: torch.Tensor, max_completion_tokens: int | None = None) -> torch.Tensor:
+def constant(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:
     """1 / (B max_completion_tokens): a token weighs the same in every step, however long the
-    completions came out. [N]
+    completions came out.
+
+    Args:
+        lengths: [B] int64, tokens of each of the step's completions.
+        max_completion_tokens: ≥ 1, what generation allowed.
+    Returns:
+        [N] float64.
+    Raises:
+        ValueError: without max_completion_tokens.
 
     Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
     """
     if not max_completion_tokens:
         raise ValueError("aggregation 'constant' needs max_completion_tokens >= 1")
-    return torch.full(
-        (int(lengths.sum()),), 1.0 / (len(lengths) * max_completion_tokens), dtype=torch.float64
-    )
+    weight = 1.0 / (len(lengths) * max_completion_tokens)
+    return torch.full((int(lengths.sum()),), weight, dtype=torch.float64)
 
 
 # -- the critic
 
 
 def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = 0.2
-) -> torch.Tensor:
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2
+) -> Tensor:
     """0.5 · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²): the critic's squared error, with
     the policy's caution.
 
@@ -265,22 +288,51 @@ def value_loss(
 
     Reference: https://arxiv.org/abs/2006.05990 (PPO-style value clipping).
     """
-    error = (values - returns).square()
+    squared_error = (values - returns).square()
     if clip is None:
-        return 0.5 * error
-    bounded = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
-    return 0.5 * torch.maximum(error, (bounded - returns).square())
+        return 0.5 * squared_error
+    clipped_values = torch.maximum(torch.minimum(values, old_values + clip), old_values - clip)
+    return 0.5 * torch.maximum(squared_error, (clipped_values - returns).square())
+
+
+def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:
+    """Σ R, Σ R², Σ (R − V) and Σ (R − V)² over tokens, in float64: micro-batches and ranks add up.
+
+    Args:
+        values: [N] V_t.
+        returns: [N] R_t, what V_t should be.
+    Returns:
+        Four sums, each [], without gradient; divided by N they are the arguments of
+        `explained_variance`.
+    """
+    returns = returns.double()
+    errors = returns - values.detach().double()
+    return [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+
+
+def explained_variance(
+    returns: float, squares: float, errors: float, error_squares: float
+) -> float:
+    """1 − Var(R − V) / Var(R): 1 for a critic that is right, 0 for one that says the same
+    everywhere.
+
+    Args:
+        returns, squares, errors, error_squares: means over tokens of R, R², R − V and (R − V)².
+    Returns:
+        At most 1; NaN where all returns are equal.
+    """
+    variance = squares - returns**2
+    if not variance > 1e-12 * max(squares, 1e-12):
+        return math.nan
+    return 1.0 - (error_squares - errors**2) / variance
 
 
 # -- KL to the reference
 
 
 def kl(
-    logprobs: torch.Tensor,
-    ref_logprobs: torch.Tensor,
-    estimator: str = "k3",
-    unbiased_gradient: bool = True,
-) -> torch.Tensor:
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k3", unbiased_gradient: bool = True
+) -> Tensor:
     """Estimate of KL(π_θ ‖ π_ref) a token, with d = ref − logprobs: k1 = −d, k2 = d²/2, k3 = e^d −
     d − 1.
 
@@ -300,23 +352,25 @@ def kl(
     """
     d = -log_ratio(logprobs, ref_logprobs)
     k2 = d**2 / 2
-    value = {"k1": lambda: -d, "k2": lambda: k2, "k3": lambda: torch.expm1(d) - d}[estimator]()
-    return value.detach() + (k2 - k2.detach()) if unbiased_gradient else value
+    estimate = {"k1": -d, "k2": k2, "k3": torch.expm1(d) - d}[estimator]
+    if unbiased_gradient:
+        estimate = estimate.detach() + (k2 - k2.detach())
+    return estimate
 
 
 # -- off-policy correction
 
 
 def correction(
-    prox_logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    offsets: torch.Tensor,
+    prox_logprobs: Tensor,
+    old_logprobs: Tensor,
+    offsets: Tensor,
     *,
     mode: str = "truncate",
     level: str = "token",
     low: float = 0.0,
     high: float = 2.0,
-) -> torch.Tensor:
+) -> Tensor:
     """w = exp(prox − old), bounded: what multiplies a token's loss when the ratio is taken against
     `prox_logprobs`.
 
@@ -326,7 +380,7 @@ def correction(
 
     Args:
         prox_logprobs, old_logprobs: [N] of the same weights under the trainer's and the engine's
-        numerics.
+            numerics.
         offsets: [B+1] int64.
         mode, level, low, high: as above.
     Returns:
@@ -335,11 +389,12 @@ def correction(
     Reference: decoupled PPO, https://arxiv.org/abs/2110.00641; truncation:
     https://arxiv.org/abs/1802.01561, section 4.1.
     """
-    rows = Ragged(log_ratio(prox_logprobs, old_logprobs).detach(), offsets)
+    log_ratios = Ragged(log_ratio(prox_logprobs, old_logprobs).detach(), offsets)
+    log_weight = log_ratios.values
     if level != "token":
-        each = rows.segment_sum() if level == "sequence" else rows.segment_mean()
-        rows = rows.with_values(each.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[rows.segment_ids])
-    weight = rows.values.exp()
+        of_rollout = log_ratios.segment_sum() if level == "sequence" else log_ratios.segment_mean()
+        log_weight = of_rollout.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[log_ratios.segment_ids]
+    weight = log_weight.exp()
     if mode == "truncate":
         return weight.clamp(max=high)
     return torch.where((weight >= low) & (weight <= high), weight, 0.0)

@@ -1,34 +1,31 @@
-"""What an optimizer step minimises: the weighted loss of a micro-batch, and the step's numbers from
-the sums over all of them.
+"""What an optimizer step minimises: a micro-batch's weighted loss, and the step's numbers.
 
 The weights of the tokens are made for the whole step, so the sums of its micro-batches, on whatever
 ranks, are the step's. An algorithm with the config's options in place of its own is all that is
 known here: nothing of models, ranks, or the store.
 
     objective = Objective(config, resolve("grpo"))
-    weights = objective.weights(batch, members)[batch.data.completions.positions(layout.rows)]
+    weights = objective.weights(batch, members)[batch.positions(layout.rows)]
     loss, sums, ratio_max = objective.loss(batch, policy(layout), layout.rows, weights)
-    objective.numbers(sums, tokens, warming=False)
+    objective.numbers(sums, num_tokens, warming=False)
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
 
-from . import critic, losses
-from .algorithms import Algorithm, part
-
-if TYPE_CHECKING:
-    from .stage import Config
+from . import losses
+from .algorithms import Algorithm, find_function
+from .config import Config
 
 _LOSSES = ("policy_loss", "kl_loss", "value_loss")
 _MEANS = ("clip_fraction", "approx_kl", "entropy")
@@ -40,33 +37,38 @@ NUM_SUMS = len((*_LOSSES, *_MEANS, *_MOMENTS))
 class Batch:
     """The K rollouts that take part, N completion tokens."""
 
-    data: Sequences
+    sequences: Sequences
     groups: list[int]
     """[K] rollouts of one prompt bear one number."""
     prompts: list[int]
     """[K] rollouts with the same number have the same prompt ids, so they can share them."""
-    advantages: torch.Tensor
-    """[K] float32; with a critic [N], NaN until it has judged"""
-    old: torch.Tensor
+    advantages: Tensor
+    """[K] float32; with a critic [N], NaN until it has given the values"""
+    old_logprobs: Tensor
     """[N] float32"""
-    prox: torch.Tensor | None
-    ref: torch.Tensor | None
-    stale: torch.Tensor | None = None
+    prox_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    stale: Tensor | None = None
     """[K] bool: sampled by an older policy than the starting checkpoint, so that their logprobs
     differ by right and the audit only reports them. None: no rollout."""
-    rewards: torch.Tensor | None = None
+    rewards: Tensor | None = None
     """[K] float32, for a critic"""
-    cut: torch.Tensor | None = None
+    cut: Tensor | None = None
     """[K] bool: ended by `length`, for a critic"""
-    old_values: torch.Tensor | None = None
-    """[N] float32, once a critic has judged"""
-    returns: torch.Tensor | None = None
+    old_values: Tensor | None = None
+    """[N] float32, once a critic has given them"""
+    returns: Tensor | None = None
     """[N] float32, likewise"""
 
     @property
-    def anchor(self) -> torch.Tensor:
+    def anchor(self) -> Tensor:
         """[N] the ratio's denominator."""
-        return self.old if self.prox is None else self.prox
+        return self.old_logprobs if self.prox_logprobs is None else self.prox_logprobs
+
+    def positions(self, rows: Sequence[int] | Tensor) -> Tensor:
+        """[n] int64: where the completion tokens of rollouts `rows` stand among the N."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        return self.sequences.completions.positions(rows)
 
 
 class Objective:
@@ -74,110 +76,98 @@ class Objective:
     not take them."""
 
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
-        self.config, self.critic = config, algorithm.critic
+        self.config = config
+        self.has_critic = algorithm.critic
+        self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
+        self.surrogate = find_function("losses", algorithm.surrogate)
+        self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
         self.options = {**algorithm.defaults, **config.surrogate_options()}
         self.options.pop("drop_zero_variance", None)
-        self.surrogate: Callable[..., Any] = part("losses", algorithm.surrogate)
-        _check_options(self.surrogate, self.options, algorithm.name)
-        self.aggregate: Callable[..., Any] = part(
-            "losses", config.aggregation or algorithm.aggregation
-        )
-        self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
+        try:
+            inspect.signature(self.surrogate).bind(None, **self.options)
+        except TypeError as error:
+            raise ConfigError(
+                f"optimize.algorithm {algorithm.name}",
+                f"its surrogate does not take these options: {error}",
+                next="correct optimize.options",
+            ) from None
 
-    def weights(self, batch: Batch, members: list[int]) -> torch.Tensor:
+    def weights(self, batch: Batch, members: Sequence[int]) -> Tensor:
         """[N] float64: what each token weighs in the step that rollouts `members` make up; 0 for
-        the others'."""
-        completions, chosen = batch.data.completions, torch.tensor(members)
-        weights = torch.zeros(len(batch.old), dtype=torch.float64)
-        weights[completions.positions(chosen)] = self.aggregate(
-            completions.lengths[chosen], self.config.max_completion_tokens
+        the tokens of other rollouts."""
+        lengths = batch.sequences.completions.lengths[torch.tensor(members)]
+        weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
+        weights[batch.positions(members)] = self.aggregate(
+            lengths, self.config.max_completion_tokens
         )
         return weights
 
     def loss(
-        self,
-        batch: Batch,
-        found: tuple[torch.Tensor, ...],
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Weighted loss of the rollouts `rows` [b]. Of their n tokens the policy `found` logprobs,
-        entropy and values; `weights` are theirs; each [n].
+        self, batch: Batch, outputs: tuple[Tensor, ...], rows: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, float]:
+        """Weighted loss of the rollouts `rows` [b], on whose n tokens the policy has the `outputs`
+        logprobs, entropy and, with a critic, values; `weights` are theirs; each [n].
 
         Returns the loss, its share of the step's sums ([NUM_SUMS] float64, for `numbers`), and the
         largest ratio.
         """
-        logprobs, entropy, values = found
-        device, places = logprobs.device, batch.data.completions.positions(rows)
-        old, anchor = batch.old[places].to(device), batch.anchor[places].to(device)
-        lengths = batch.data.completions.lengths[rows]
-        offsets = Ragged.from_lengths(old, lengths.to(device)).offsets
-        advantages = (
-            batch.advantages[places]
-            if self.critic
-            else batch.advantages[rows].repeat_interleave(lengths)
-        )
+        config = self.config
+        logprobs, entropy, values = outputs
+        device = logprobs.device
+        positions = batch.positions(rows)
+        lengths = batch.sequences.completions.lengths[rows]
         weights = weights.to(device, torch.float32)
-        costs, clipped = self.surrogate(
-            losses.Tokens(logprobs, anchor, advantages.to(device), offsets), **self.options
-        )
-        if batch.prox is not None:
-            costs = costs * losses.correction(
-                anchor, old, offsets, **self.config.correction.model_dump()
-            )
-        policy_loss = loss = (weights * costs).sum()
-        kl_loss = value_loss = torch.zeros((), device=device)
-        if batch.ref is not None:
-            kl = losses.kl(
-                logprobs,
-                batch.ref[places].to(device),
-                self.config.kl_estimator,
-                self.config.kl_unbiased,
-            )
-            kl_loss = (weights * kl).sum()
-            loss = policy_loss + self.kl_coef * kl_loss
-        moments = [kl_loss.new_zeros(())] * len(_MOMENTS)
-        if self.critic:
-            old_values, returns = (
-                column[places].to(device) for column in (batch.old_values, batch.returns)
-            )
-            value_loss = (
-                weights * losses.value_loss(values, old_values, returns, self.config.value_clip)
-            ).sum()
-            loss = loss + self.config.value_coef * value_loss
-            moments = critic.moments(values, returns)
-        with torch.no_grad():
-            ratio = losses.log_ratio(logprobs, old)
-            parts = [policy_loss, kl_loss, value_loss]
-            parts += [clipped.sum(), (torch.expm1(ratio) - ratio).sum(), entropy.sum(), *moments]
-            return (
-                loss,
-                torch.stack([part.double() for part in parts]).cpu(),
-                float(ratio.max().exp()),
-            )
 
-    def numbers(self, sums: torch.Tensor, tokens: int, warming: bool) -> dict[str, float | None]:
-        """Losses and means of a step over `tokens` tokens, of the sums over its micro-batches.
-        `warming`: the critic learns alone."""
-        each = dict(zip((*_LOSSES, *_MEANS, *_MOMENTS), sums.tolist(), strict=True))
-        for name in (*_MEANS, *_MOMENTS):
-            each[name] /= tokens
-        loss = each["policy_loss"] + self.kl_coef * each["kl_loss"]
-        moments = [each.pop(name) for name in _MOMENTS]
-        if self.critic:
-            loss = (0.0 if warming else loss) + self.config.value_coef * each["value_loss"]
-            each["explained_variance"] = critic.explained_variance(*moments)
+        def select(column: Tensor) -> Tensor:
+            return column[positions].to(device)
+
+        old_logprobs = select(batch.old_logprobs)
+        anchor = select(batch.anchor)
+        if self.has_critic:
+            advantages = select(batch.advantages)
         else:
-            each["value_loss"] = None
-        return {"loss": loss, **each}
+            advantages = batch.advantages[rows].repeat_interleave(lengths).to(device)
+        offsets = Ragged.from_lengths(old_logprobs, lengths.to(device)).offsets
+        tokens = losses.Tokens(logprobs, anchor, advantages, offsets)
+        costs, at_bound = self.surrogate(tokens, **self.options)
+        if batch.prox_logprobs is not None:
+            costs = costs * losses.correction(
+                anchor, old_logprobs, offsets, **config.correction.model_dump()
+            )
+        policy_loss = (weights * costs).sum()
+        kl_loss = value_loss = torch.zeros((), device=device)
+        moments = [value_loss] * len(_MOMENTS)
+        if batch.ref_logprobs is not None:
+            ref_logprobs = select(batch.ref_logprobs)
+            kl = losses.kl(logprobs, ref_logprobs, config.kl_estimator, config.kl_unbiased)
+            kl_loss = (weights * kl).sum()
+        if self.has_critic:
+            old_values = select(batch.old_values)
+            returns = select(batch.returns)
+            costs = losses.value_loss(values, old_values, returns, config.value_clip)
+            value_loss = (weights * costs).sum()
+            moments = losses.value_moments(values, returns)
+        loss = policy_loss + self.kl_coef * kl_loss + config.value_coef * value_loss
+        with torch.no_grad():
+            log_ratio = losses.log_ratio(logprobs, old_logprobs)
+            approx_kl = torch.expm1(log_ratio) - log_ratio
+            sums = [policy_loss, kl_loss, value_loss]
+            sums += [at_bound.sum(), approx_kl.sum(), entropy.sum(), *moments]
+            sums = torch.stack([term.double() for term in sums]).cpu()
+        return loss, sums, float(log_ratio.max().exp())
 
-
-def _check_options(surrogate: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
-    try:
-        inspect.signature(surrogate).bind(None, **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"optimize.algorithm {name}",
-            f"its surrogate does not take these options: {error}",
-            next="correct optimize.options",
-        ) from None
+    def numbers(self, sums: Tensor, num_tokens: int, warming: bool) -> dict[str, float | None]:
+        """Losses and means of a step over `num_tokens` tokens, of the sums over its micro-batches.
+        `warming`: the critic learns alone."""
+        numbers = dict(zip((*_LOSSES, *_MEANS, *_MOMENTS), sums.tolist(), strict=True))
+        for name in (*_MEANS, *_MOMENTS):
+            numbers[name] /= num_tokens
+        moments = [numbers.pop(name) for name in _MOMENTS]
+        loss = numbers["policy_loss"] + self.kl_coef * numbers["kl_loss"]
+        if self.has_critic:
+            value_term = self.config.value_coef * numbers["value_loss"]
+            loss = value_term if warming else loss + value_term
+            numbers["explained_variance"] = losses.explained_variance(*moments)
+        else:
+            numbers["value_loss"] = None
+        return {"loss": loss, **numbers}

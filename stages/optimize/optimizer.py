@@ -1,24 +1,23 @@
 """AdamW, its learning rate, and its moments as named tensors that travel with the policy.
 
 optimizer = make_optimizer(config, model)
-load_state(optimizer, model, state(optimizer, model))     # as if nothing had happened: the next step is equal bit for bit
+load_state(optimizer, model, state(optimizer, model))
+# as if nothing had happened: the next step is equal bit for bit
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quiver.schemas.errors import ConfigError
 
 from .bf16 import MASTER, PRECISIONS, Bf16AdamW
-
-if TYPE_CHECKING:
-    from .stage import Config
+from .config import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE = 1 << 18
@@ -30,7 +29,7 @@ def make_optimizer(
     model: nn.Module,
     critic: nn.Module | None = None,
     *,
-    wide: Mapping[nn.Parameter, torch.Tensor] | None = None,
+    wide: Mapping[nn.Parameter, Tensor] | None = None,
     step: int = 0,
 ) -> torch.optim.Optimizer:
     """AdamW over all trainable weights; decay on matrices only. A critic's rate is `scale` times
@@ -41,12 +40,8 @@ def make_optimizer(
     """
     groups = _groups(config, model)
     if critic is not None:
-        groups += _groups(
-            config,
-            critic,
-            scale=(config.critic_learning_rate or config.learning_rate) / config.learning_rate,
-        )
-    groups = [group for group in groups if group["params"]]
+        critic_rate = config.critic_learning_rate or config.learning_rate
+        groups += _groups(config, critic, scale=critic_rate / config.learning_rate)
     options = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
     if config.precision in PRECISIONS:
         masters = wide if config.precision == "bf16_master" else None
@@ -54,61 +49,60 @@ def make_optimizer(
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def _groups(config: Config, model: nn.Module, **common: Any) -> list[dict[str, Any]]:
+def _groups(config: Config, model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     weights = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {
-            "params": [p for p in weights if p.ndim > 1],
-            "weight_decay": config.weight_decay,
-            **common,
-        },
-        {"params": [p for p in weights if p.ndim <= 1], "weight_decay": 0.0, **common},
+    matrices = [p for p in weights if p.ndim > 1]
+    vectors = [p for p in weights if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay, **options},
+        {"params": vectors, "weight_decay": 0.0, **options},
     ]
+    return [group for group in groups if group["params"]]
 
 
-def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm of all of them as one vector, float32 []. On a CPU from dot products of pieces:
     torch's own sum of 28 million squares in float32 loses 1 in 2,000 and more."""
     if not gradients or gradients[0].device.type != "cpu":
         return torch.nn.utils.get_total_norm(gradients)
-    pieces = [
-        piece.float() for gradient in gradients for piece in gradient.reshape(-1).split(_PIECE)
+    squares = [
+        piece.dot(piece)
+        for gradient in gradients
+        for piece in gradient.reshape(-1).float().split(_PIECE)
     ]
-    return (
-        torch.stack([piece.dot(piece) for piece in pieces]).sum(dtype=torch.float64).sqrt().float()
-    )
+    return torch.stack(squares).sum(dtype=torch.float64).sqrt().float()
 
 
 def learning_rate(config: Config, step: int) -> float:
     """Rate of optimizer step `step` of the policy's life: linear warm-up, then constant, linear or
     cosine down to 0."""
-    warm = min(1.0, (step + 1) / (config.warmup_steps + 1))
+    warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
     if config.schedule == "constant":
-        return config.learning_rate * warm
+        return config.learning_rate * warmup
     span = max(config.total_steps - config.warmup_steps, 1)
-    done = min(max(step - config.warmup_steps, 0) / span, 1.0)
-    decay = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.learning_rate * warm * decay
+    progress = min(max(step - config.warmup_steps, 0) / span, 1.0)
+    decay = 1 - progress
+    if config.schedule == "cosine":
+        decay = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * warmup * decay
 
 
-def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The moments by parameter name, and `updates`, the number of steps that made them; empty
     before the first step. With `bf16_master` the weights proper besides."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        held = optimizer.state.get(parameter, {})
-        found |= {
-            f"{key}.{name}": held[key].detach().cpu().contiguous()
-            for key in (*_MOMENTS, MASTER)
-            if key in held
-        }
-        if "step" in held:
-            found["updates"] = held["step"].detach().cpu().reshape(1)
-    return found
+        moments = optimizer.state.get(parameter, {})
+        for key in (*_MOMENTS, MASTER):
+            if key in moments:
+                tensors[f"{key}.{name}"] = moments[key].detach().cpu().contiguous()
+        if "step" in moments:
+            tensors["updates"] = moments["step"].detach().cpu().reshape(1)
+    return tensors
 
 
 def load_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, found: Mapping[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
 ) -> None:
     """Take up what `state` gave; a weight that never had a gradient has no moments. ConfigError
     when they belong to a model of other names or shapes, or to other weights.
@@ -116,26 +110,29 @@ def load_state(
     Saved master weights are taken up where the optimizer has some; else the policy's weights, which
     are those rounded, go on.
     """
-    parameters, moments = dict(model.named_parameters()), set(_MOMENTS)
-    for name in sorted({key.partition(".")[2] for key in found if key != "updates"}):
-        kept = {
-            key: found[f"{key}.{name}"] for key in (*_MOMENTS, MASTER) if f"{key}.{name}" in found
-        }
-        parameter, whole = parameters.get(name), kept.keys() >= moments or kept.keys() == {MASTER}
+    parameters = dict(model.named_parameters())
+    names = {key.partition(".")[2] for key in tensors if key != "updates"}
+    for name in sorted(names):
+        keys = [key for key in (*_MOMENTS, MASTER) if f"{key}.{name}" in tensors]
+        moments = {key: tensors[f"{key}.{name}"] for key in keys}
+        parameter = parameters.get(name)
+        has_moments = moments.keys() >= set(_MOMENTS)
+        is_complete = has_moments or moments.keys() == {MASTER}
         if (
             parameter is None
-            or not whole
-            or any(value.shape != parameter.shape for value in kept.values())
+            or not is_complete
+            or any(tensor.shape != parameter.shape for tensor in moments.values())
         ):
             raise _not_ours(f"{name} is missing or of another shape")
-        held = optimizer.state[parameter]
-        if MASTER not in held:
-            kept.pop(MASTER, None)
-        elif MASTER in kept and not torch.equal(kept[MASTER].to(parameter), parameter):
+        current = optimizer.state[parameter]
+        if MASTER not in current:
+            moments.pop(MASTER, None)
+        elif MASTER in moments and not torch.equal(moments[MASTER].to(parameter), parameter):
             raise _not_ours(f"the float32 weights of {name} are not those of the policy")
-        if moments <= kept.keys():
-            kept["step"] = found["updates"].reshape(()).clone()
-        held |= {key: value.to(parameter.device) for key, value in kept.items()}
+        if has_moments:
+            moments["step"] = tensors["updates"].reshape(()).clone()
+        for key, tensor in moments.items():
+            current[key] = tensor.to(parameter.device)
 
 
 def _not_ours(message: str) -> ConfigError:

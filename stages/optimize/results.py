@@ -52,9 +52,9 @@ def save(
         if config.lora:
             lora.save_and_merge(model, writer.folder)
         checkpoints.save_policy(model, parent, writer.folder)
-        if trainer.judge is not None:
+        if trainer.critic is not None:
             value_head.save(
-                trainer.judge,
+                trainer.critic,
                 trainer.optimizer,
                 writer.folder,
                 config.critic,
@@ -136,14 +136,15 @@ def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, An
 def advantages_table(loaded: Loaded, outcome: Outcome) -> pa.Table:
     """advantages/1, one row for each rollout of the dataset, in its order; with a critic one
     advantage a token. The ratio is to `old_logprobs`."""
-    completions, kept = loaded.batch.data.completions, loaded.kept
+    completions = loaded.batch.sequences.completions
+    rows = loaded.rows
     means = torch.full((2, len(loaded.reasons)), torch.nan)
-    means[0, kept] = Ragged(
-        log_ratio(outcome.logprobs, loaded.batch.old).exp(), completions.offsets
+    means[0, rows] = Ragged(
+        log_ratio(outcome.logprobs, loaded.batch.old_logprobs).exp(), completions.offsets
     ).segment_mean()
-    means[1, kept] = completions.with_values(outcome.logprobs).segment_mean()
+    means[1, rows] = completions.with_values(outcome.logprobs).segment_mean()
     weights = torch.full((len(loaded.reasons),), torch.nan)
-    weights[kept] = loaded.advantages[kept]
+    weights[rows] = loaded.advantages[rows]
     columns = [
         pa.array(values.numpy(), from_pandas=True) for values in (weights, *means)
     ]  # from_pandas: NaN becomes null
@@ -152,7 +153,7 @@ def advantages_table(loaded: Loaded, outcome: Outcome) -> pa.Table:
     if outcome.advantages is not None:
         places = (
             torch.full((len(loaded.reasons),), -1)
-            .index_copy(0, kept, torch.arange(len(kept)))
+            .index_copy(0, rows, torch.arange(len(rows)))
             .numpy()
         )
         lists = (

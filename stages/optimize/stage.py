@@ -171,6 +171,6 @@ def _load_trainer(
             load_state(trainer.optimizer, model, state)
     if critic:
         value_head.resume(
-            trainer.judge, trainer.optimizer, policy, critic, moments=config.load_optimizer
+            trainer.critic, trainer.optimizer, policy, critic, moments=config.load_optimizer
         )
     return model, trainer

@@ -1,14 +1,13 @@
-"""The critic's weights: a head that makes one number of each hidden state, maybe a trunk of its
-own, and their life beside the policy.
+"""The critic's weights: a value head, maybe on a trunk of its own, and their life on disk.
 
-The head starts at 0, so the first values are 0 whatever the model is. On the policy's trunk
-(`critic = "trunk"`) head and moments lie in `value_head/` below the policy's folder; a critic that
-is a model of its own (`"model"`), which begins as a copy of the policy that it starts beside, lies
-whole in `critic/`. Never at the top: engines load every *.safetensors there, and the policy is no
-other model for having a critic.
+The head makes one number of each hidden state. It starts at 0, so the first values are 0 whatever
+the model is. On the policy's trunk (`critic = "trunk"`) head and moments lie in `value_head/` below
+the policy's folder; a critic that is a model of its own (`"model"`), which begins as a copy of the
+policy that it starts beside, lies whole in `critic/`. Never at the top: engines load every
+*.safetensors there, and the policy is no other model for having a critic.
 
-    save(critic, optimizer, folder, "model", moments=True); resume(critic, optimizer, version,
-    "model", moments=True)
+    save(critic, optimizer, folder, "model", moments=True)
+    resume(critic, optimizer, version, "model", moments=True)
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import json
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quiver.schemas.errors import ConfigError
@@ -34,9 +33,10 @@ class ValueHead(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.float(), self.weight[None], self.bias)[:, 0]
 
@@ -44,9 +44,8 @@ class ValueHead(nn.Module):
 def trunk_of(model: nn.Module) -> nn.Module:
     """`model` without its output embedding, which no value needs: each weight that is left has a
     gradient."""
-    if (
-        model.base_model is model
-    ):  # T5 and its kin hold encoder, decoder and output embedding side by side
+    # T5 and its kin hold encoder, decoder and output embedding side by side
+    if model.base_model is model:
         model.set_output_embeddings(None)
     return model.base_model
 
@@ -63,61 +62,60 @@ def save(
     """Write weights and, if asked, AdamW's moments into the folder of this kind below `folder`."""
     from safetensors.torch import save_file
 
-    tensors = {name: value.detach().cpu().contiguous() for name, value in critic.named_parameters()}
-    tensors |= adamw.state(optimizer, critic) if moments else {}
-    own = folder / FOLDERS[kind]
-    own.mkdir()
-    save_file(tensors, own / "state.safetensors")
-    storage.write_bytes(own / "state.json", json.dumps({"format": _FORMAT}).encode())
+    tensors = {name: p.detach().cpu().contiguous() for name, p in critic.named_parameters()}
+    if moments:
+        tensors |= adamw.state(optimizer, critic)
+    critic_folder = folder / FOLDERS[kind]
+    critic_folder.mkdir()
+    save_file(tensors, critic_folder / "state.safetensors")
+    storage.write_bytes(critic_folder / "state.json", json.dumps({"format": _FORMAT}).encode())
 
 
 def holds(policy: Version, kind: str) -> bool:
     """Whether this policy was saved with a critic of this kind."""
-    return any(entry.name.startswith(f"{FOLDERS[kind]}/") for entry in policy.manifest.files)
+    return f"{FOLDERS[kind]}/state.json" in policy.files.names
 
 
-def load(policy: Version, kind: str) -> dict[str, torch.Tensor] | None:
-    """What `save` wrote into this policy, checked against its hashes; None when it has no critic of
-    this kind. ConfigError."""
+def load(policy: Version, kind: str) -> dict[str, Tensor]:
+    """What `save` wrote into this policy, checked against its hashes. ConfigError."""
     from safetensors.torch import load_file
 
-    if not holds(policy, kind):
-        return None
     folder = FOLDERS[kind]
     policy.verify(f"{folder}/")
-    about = json.loads((policy.files.folder / folder / "state.json").read_bytes())
-    if about.get("format") != _FORMAT:
+    note = json.loads(policy.files.read(f"{folder}/state.json"))
+    if note.get("format") != _FORMAT:
         raise ConfigError(
             str(policy.ref),
-            f"its critic is {about}, expected format {_FORMAT}",
+            f"its critic is {note}, expected format {_FORMAT}",
             next="take a newer Quiver",
         )
-    return load_file(policy.files.folder / folder / "state.safetensors")
+    return load_file(policy.files.path(f"{folder}/state.safetensors"))
 
 
 def restore(
     critic: nn.Module,
     optimizer: torch.optim.Optimizer,
-    found: dict[str, torch.Tensor],
+    tensors: dict[str, Tensor],
     *,
     moments: bool,
 ) -> None:
     """Take up what `load` gave: the weights and, if asked and there, the moments. ConfigError when
     they are another model's."""
-    own = dict(critic.named_parameters())
-    for name, value in own.items():
-        if name not in found or found[name].shape != value.shape:
-            had = list(found[name].shape) if name in found else "nothing"
-            message = f"{name} was saved as {had}, the model has {list(value.shape)}"
+    parameters = dict(critic.named_parameters())
+    for name, parameter in parameters.items():
+        shape = list(tensors[name].shape) if name in tensors else "nothing"
+        if shape != list(parameter.shape):
             raise ConfigError(
-                "critic", message, next="start from the policy that it was trained with"
+                "critic",
+                f"{name} was saved as {shape}, the model has {list(parameter.shape)}",
+                next="start from the policy that it was trained with",
             )
     with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(found[name])
-    rest = {name: value for name, value in found.items() if name not in own}
-    if moments and rest:
-        adamw.load_state(optimizer, critic, rest)
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+    saved_moments = {name: tensors[name] for name in tensors if name not in parameters}
+    if moments and saved_moments:
+        adamw.load_state(optimizer, critic, saved_moments)
 
 
 def resume(
@@ -135,12 +133,13 @@ def resume(
     on other hidden states: ConfigError.
     """
     if kind == "trunk" and holds(policy, "model"):
-        message = (
+        raise ConfigError(
+            str(policy.ref),
             "its critic is a model of its own, optimize.critic = 'trunk' asks for one on the "
-            "policy's trunk"
+            "policy's trunk",
+            next='set optimize.critic = "model"',
         )
-        raise ConfigError(str(policy.ref), message, next='set optimize.critic = "model"')
-    if found := load(policy, kind):
-        restore(critic, optimizer, found, moments=moments)
-    elif kind == "model" and (head := load(policy, "trunk")):
-        restore(critic["head"], optimizer, head, moments=False)
+    if holds(policy, kind):
+        restore(critic, optimizer, load(policy, kind), moments=moments)
+    elif holds(policy, "trunk"):
+        restore(critic["head"], optimizer, load(policy, "trunk"), moments=False)

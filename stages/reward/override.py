@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +25,11 @@ from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import no_key_twice
-from quiver.schemas.refs import Ref
 from quiver.schemas.rewards import names_of
 from quiver.stages.common import config as common
+from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store
-from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from .measures import summary
 from .scoring import LARGEST
@@ -69,46 +71,45 @@ def load(path: str | Path) -> Config:
     return common.parse(Config, data, name)
 
 
-def run(
-    config: Config,
-    store: Store,
-    *,
-    rewards: str | Ref,
-    into: str | None = None,
-    force: bool = False,
-) -> Ref:
-    """Write `rewards` with the overrides in place. ConfigError for an id that is not there;
-    LineageError."""
-    version = store.open(rewards)
-    sampled = version.manifest.input("rollouts")
-    if version.ref.kind != "rewards" or sampled is None:
+def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
+    """`refs`: the rewards in which rows are replaced. LineageError."""
+    rewards = store.open(refs["rewards"])
+    sampled = rewards.manifest.input("rollouts")
+    if rewards.ref.kind != "rewards" or sampled is None:
         raise LineageError(
-            str(version.ref), "is no rewards version of saved rollouts", next="quiver ls"
+            str(rewards.ref), "is no rewards version of saved rollouts", next="quiver ls"
         )
-    table = version.table()
-    values = override(table, config.overrides, str(version.ref))
-    with begin(
-        store,
-        into or version.ref.run,
-        "rewards",
+    return Plan(
+        store=store,
         stage="override",
         stage_version=STAGE_VERSION,
         config=config,
-        inputs={"rollouts": store.open(sampled.ref), "rewards": version},
-        models=version.manifest.models,
-        force=force,
-    ) as work:
-        if work.done:
-            return work.done.ref
-        whole = table.set_column(table.schema.get_field_index("reward"), "reward", values)
-        for index, start in enumerate(range(0, max(1, len(whole)), ROWS_PER_SHARD)):
-            if not work.has(index):
-                work.write(index, whole.slice(start, ROWS_PER_SHARD))
-        metrics, status = summary(whole, dict.fromkeys(names_of(whole), 0.0))
-        log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
-        return work.commit(
-            metrics=metrics | {"overridden": len(config.overrides)}, status=status
-        ).ref
+        run=into or rewards.ref.run,
+        kinds=("rewards",),
+        inputs={"rollouts": store.open(sampled.ref), "rewards": rewards},
+        models=rewards.manifest.models,
+    )
+
+
+def check(plan: Plan) -> None:
+    """Whether every named rollout is there. ConfigError."""
+    rewards = plan.inputs["rewards"]
+    override(rewards.table(), plan.config.overrides, str(rewards.ref))
+
+
+def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
+    """Write the rewards with the overrides in place. ConfigError for an id that is not there."""
+    config = plan.config
+    writer = writers["rewards"]
+    rewards = plan.inputs["rewards"]
+    table = rewards.table()
+    values = override(table, config.overrides, str(rewards.ref))
+    table = table.set_column(table.schema.get_field_index("reward"), "reward", values)
+    for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+        writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
+    metrics, status = summary(table, dict.fromkeys(names_of(table), 0.0))
+    log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
+    writer.finish(metrics=metrics | {"overridden": len(config.overrides)}, status=status)
 
 
 def override(table: pa.Table, overrides: dict[str, float], name: str) -> pa.Array:

@@ -86,10 +86,13 @@ def _read(arguments: argparse.Namespace, rows: int) -> None:
         batch = load(Config().resolved(), algorithms.resolve("grpo"), store, inputs).batch
     with clock.step("pack"):
         micros = pack(
-            pieces_of("shared", range(len(batch.groups)), batch.prompts, batch.data, BUDGET), BUDGET
+            pieces_of(
+                "shared", range(len(batch.groups)), batch.prompts, batch.sequences, BUDGET
+            ),
+            BUDGET,
         )
     with clock.step("lay out"):
-        tokens = sum(make_layout(micro, batch.data).ids.numel() for micro in micros)
+        tokens = sum(make_layout(micro, batch.sequences).ids.numel() for micro in micros)
     assert tokens >= rows * (COMPLETION - 1), "every completion is laid out"
     answer(seconds=clock.seconds, private_gb=clock.private_gb, micros=len(micros))
 

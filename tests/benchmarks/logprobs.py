@@ -79,14 +79,20 @@ def _saved(arguments: argparse.Namespace):
 
 
 def _quiver(arguments: argparse.Namespace) -> None:
+    from quiver import run_stage
     from quiver.stages.logprobs.stage import Config
-from functools import partial
-from quiver import run_stage
-run = partial(run_stage, "logprobs", in_process=True)
 
     store, policy, prompts, completions = _saved(arguments)
     made = store.open(
-        run(Config(), store, rollouts=f"{RUN}/rollouts@1", policy=policy.ref, force=True)
+        run_stage(
+            "logprobs",
+            Config(),
+            store,
+            rollouts=f"{RUN}/rollouts@1",
+            policy=policy.ref,
+            force=True,
+            in_process=True,
+        )
     )
     np.save(arguments.work / "quiver.npy", np.concatenate(made.table()["logprobs"].to_pylist()))
     tokens = sum(map(len, prompts)) + sum(map(len, completions))

@@ -13,13 +13,9 @@ import pytest
 
 from quiver.deployments.recipes import t5_digits
 from quiver.flows.recipe import load
-from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store
-from quiver.stages.generate import stage as generate
-from quiver.stages.optimize import stage as optimize
-from quiver.stages.prompt import stage as prompt
-from quiver.stages.reward import stage as reward
 from tests.flows.conftest import command_environment
+from tests.writing import run_here
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "deployments/recipes/t5_ppo.toml"
@@ -88,15 +84,15 @@ def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
     recipe = load(RECIPE, [*small, "optimize.critic_warmup_steps=2"])
     assert not recipe.online
     store = Store(tmp_path / "store")
-    base = checkpoints.run(recipe.policy, store, into=recipe.run)
-    again = checkpoints.run(recipe.policy, store, into="again")
+    base = run_here("policy", recipe.policy, store, into=recipe.run)
+    again = run_here("policy", recipe.policy, store, into="again")
     assert store.open(again).manifest.content_hash == store.open(base).manifest.content_hash
-    prompts = prompt.run(recipe.prompt_config(1), store, policy=base)
+    prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
     asked = {row["group_id"]: row for row in store.open(prompts).table().to_pylist()}
     for row in asked.values():
         assert row["prompt_ids"] == [3 + int(digit) for digit in row["columns"]["digits"]] + [1]
-    rollouts = generate.run(recipe.generate_config(1), store, prompts=prompts, policy=base)
-    rewards = reward.run(recipe.reward, store, rollouts=rollouts)
+    rollouts = run_here("generate", recipe.generate_config(1), store, prompts=prompts, policy=base)
+    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
     scored = {row["rollout_id"]: row for row in store.open(rewards).table().to_pylist()}
     for row in store.open(rollouts).table().to_pylist():
         text = "".join(str(id - 3) for id in row["completion_ids"] if id >= 3)
@@ -110,8 +106,8 @@ def test_every_stage_of_a_small_run(tmp_path, monkeypatch):
             }
         )
         assert found["reward"] == pytest.approx(sum(found["parts"].values()))
-    done = optimize.run(
-        recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
+    done = run_here(
+        "optimize", recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
     )
     policy = store.open(done)
     metrics = policy.manifest.metrics

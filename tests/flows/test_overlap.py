@@ -13,7 +13,7 @@ import pytest
 from quiver.flows.ahead import Ahead, is_stopped
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.runtime.runner import Call, run_stage
+from quiver.stages.common.runtime.runner import Call, run_call
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 from tests.flows.conftest import (
@@ -109,7 +109,7 @@ def test_what_runs_ahead_ends_with_the_block(store, tmp_path):
 
     def sleep() -> None:
         try:
-            run_stage(Call("policy", {"model": model}, store.path, into="slow"), stopped=is_stopped)
+            run_call(Call("policy", {"model": model}, store.path, into="slow"), stopped=is_stopped)
         except Stopped:
             ended.set()
             raise

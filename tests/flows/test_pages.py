@@ -316,7 +316,6 @@ def trained(store, policy, caplog, monkeypatch):
     """The second of two policies in a row, each of two steps; and the lines of its steps."""
     from quiver.stages.optimize import trainer
     from quiver.stages.optimize.stage import Config as OptimizeConfig
-    from quiver.stages.optimize.stage import run as optimize
     from tests.stages.optimize import world
 
     monkeypatch.setattr(trainer, "_SECONDS_BETWEEN_LINES", -1)  # a line after each micro-batch
@@ -327,9 +326,8 @@ def trained(store, policy, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, "quiver.stages"):
         for _ in range(2):
             sampled, scored = world.make(store, made[-1], world.even_share)
-            ref = optimize(
-                config, store, policy=made[-1].ref, rollouts=sampled.ref, rewards=scored.ref
-            )
+            refs = {"policy": made[-1].ref, "rollouts": sampled.ref, "rewards": scored.ref}
+            ref = run_here("optimize", config, store, **refs)
             made.append(store.open(ref))
     said = [record.getMessage() for record in caplog.records]
     return made[-1], said[said.index(next(line for line in said if line.startswith("step 2:"))) :]
@@ -385,14 +383,14 @@ def test_a_link_to_the_report(store, policy):
 
 def test_evaluations_before_and_after(store, policy):
     from quiver.stages.evaluate.stage import Config as EvaluateConfig
-    from quiver.stages.evaluate.stage import run as evaluate
 
     sampled = write_rollouts(store, ["a", "b", "c"])
     refs = []
     for values in ([0.0, 1.0, None], [1.0, 1.0, 0.5]):
         scored = write_rewards(store, sampled, values)
-        refs.append(evaluate(EvaluateConfig(), store, rollouts=sampled.ref, rewards=scored.ref))
-    other = evaluate(EvaluateConfig(score="a"), store, rollouts=sampled.ref, rewards=scored.ref)
+        measured = {"rollouts": sampled.ref, "rewards": scored.ref}
+        refs.append(run_here("evaluate", EvaluateConfig(), store, **measured))
+    other = run_here("evaluate", EvaluateConfig(score="a"), store, **measured)
     alone, after = (
         shown(finished(store, "evaluate", store.open(ref)))["evaluations-tiny"] for ref in refs
     )

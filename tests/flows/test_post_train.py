@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -19,9 +20,12 @@ from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
-from quiver.stages.common.models.checkpoints import run as run_policy
 from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
+from tests.writing import run_here
+
+run_policy = partial(run_here, "policy")
+
 
 pytestmark = pytest.mark.prefect
 

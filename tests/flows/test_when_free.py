@@ -27,9 +27,9 @@ def once(completions, **_):
 """
 HOLDER = """
 import json, sys
-from quiver.stages.common.runtime.runner import Call, run_stage
+from quiver.stages.common.runtime.runner import Call, run_call
 
-run_stage(Call(**json.loads(sys.argv[1])))
+run_call(Call(**json.loads(sys.argv[1])))
 """
 
 

@@ -438,8 +438,9 @@ def test_the_gradient_of_every_weight(store, policy, sampled, trainer, algorithm
     ).resolved()
     inputs = dict(zip(("policy", "rollouts", "rewards"), (policy, *sampled), strict=True))
     loaded = joining.load(config, row, store, inputs)
-    shifts = noise(7, 0.2, len(loaded.batch.old)).float()
-    batch = loaded.batch.__class__(**{**vars(loaded.batch), "old": loaded.batch.old + shifts})
+    shifts = noise(7, 0.2, len(loaded.batch.old_logprobs)).float()
+    moved = {"old_logprobs": loaded.batch.old_logprobs + shifts}
+    batch = loaded.batch.__class__(**{**vars(loaded.batch), **moved})
     mine = Trainer(
         config, load_model(policy, dtype=torch.float32), batch, row, make_accelerator(config)
     )
@@ -458,7 +459,7 @@ def test_the_gradient_of_every_weight(store, policy, sampled, trainer, algorithm
     inputs = scored(made, len(rows))
     torch.testing.assert_close(inputs["advantages"], loaded.advantages, rtol=1e-5, atol=1e-6)
     old = torch.nn.utils.rnn.pad_sequence(
-        list(batch.data.completions.with_values(batch.old)), batch_first=True
+        list(batch.sequences.completions.with_values(batch.old_logprobs)), batch_first=True
     )
     loss = made.compute_loss(made.model, {**inputs, "old_per_token_logps": old})
     loss.backward()

@@ -96,7 +96,9 @@ def test_the_kl_in_the_reward():
         Ragged(torch.zeros(N), OFFSETS),
         torch.ones(B),
     )
-    batch = types.SimpleNamespace(data=data, old=OLD, ref=REF, rewards=REWARDS)
+    batch = types.SimpleNamespace(
+        sequences=data, old_logprobs=OLD, ref_logprobs=REF, rewards=REWARDS
+    )
     found = critic.token_rewards(Config(kl_in_reward=True, kl_coef=0.3), batch)
     close(found, flat(core.compute_rewards(on_the_last_token(), padded(OLD), padded(REF), 0.3)))
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quiver.stages.common.forward.layout import Block, Layout
+from quiver.stages.common.forward.layout import Block, Layout, Runs
 
 NAME = "quiver_blocks"
 MODES = ("shared", "packed", "single")
@@ -56,7 +56,7 @@ def block_attention(
         )
     queries, keys, values = (states[0].transpose(0, 1) for states in (queries, keys, values))
     if layout.runs is not None:
-        return _attend_runs(queries, keys, values, layout, sliding_window, scaling)[None], None
+        return attend_runs(queries, keys, values, layout.runs, sliding_window, scaling)[None], None
     outputs = [
         attend_block(
             _take(queries, block.queries).transpose(1, 2),
@@ -73,7 +73,14 @@ def block_attention(
     return _take(joined, layout.gather)[None], None
 
 
-def _attend_runs(queries, keys, values, layout, window, scaling) -> torch.Tensor:
+def attend_runs(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    runs: Runs,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
     """Queries [N, H, e], keys and values [N, h, e] -> [N, H, e], by torch's kernel for sequences of
     any lengths.
 
@@ -83,7 +90,6 @@ def _attend_runs(queries, keys, values, layout, window, scaling) -> torch.Tensor
     # takes 2 s, for torch.compile, which nothing else here needs
     from torch.nn.attention.varlen import varlen_attn
 
-    runs = layout.runs
     return varlen_attn(
         queries.to(values.dtype),
         _take(keys.to(values.dtype), runs.keys),
@@ -120,10 +126,10 @@ def attend_block(
     mask = None
     if window is not None or not block.causal:
         mask = block.mask(window, queries.dtype)
-    # of a GPU's fused kernels only flash attention takes fewer key heads, and that takes no mask and
-    # no float32
+    # of a GPU's fused kernels only flash attention takes fewer key heads, and that takes no mask
+    # and no float32
     takes_fewer_heads = mask is None and queries.dtype != torch.float32
-    if queries.device.type != "cpu" and queries_per_key > 1 and not takes_fewer_heads:
+    if queries_per_key > 1 and queries.device.type != "cpu" and not takes_fewer_heads:
         keys = keys.repeat_interleave(queries_per_key, 1)
         values = values.repeat_interleave(queries_per_key, 1)
         queries_per_key = 1
@@ -236,22 +242,14 @@ def _take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return F.embedding(index, states.flatten(1)).unflatten(-1, states.shape[1:])
 
 
-def hidden_states(model: nn.Module, layout: Layout) -> torch.Tensor:
-    """[n, d] last hidden states that predict the layout's targets, by block attention."""
-    output = model.base_model(
-        input_ids=layout.ids,
-        attention_mask=None,
-        position_ids=layout.positions,
-        use_cache=False,
-        layout=layout,
-    )
+def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> torch.Tensor:
+    """[n, d] last hidden states that predict the layout's targets, by block attention. `single`: by
+    the model's own attention, of a layout of one rollout."""
+    options = {}
+    if not single:
+        options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
+    output = model.base_model(input_ids=layout.ids, use_cache=False, **options)
     return _take(output.last_hidden_state[0][:, None], layout.predictors)[:, 0]
-
-
-def single_hidden_states(model: nn.Module, layout: Layout) -> torch.Tensor:
-    """The same for a layout of one rollout, by the model's own attention."""
-    output = model.base_model(input_ids=layout.ids, use_cache=False)
-    return output.last_hidden_state[0][layout.predictors]
 
 
 def set_mode(model: nn.Module, mode: str) -> None:

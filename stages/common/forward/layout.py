@@ -162,6 +162,10 @@ class Spans:
     prefix_starts: np.ndarray
     prefix_lengths: np.ndarray
 
+    @property
+    def key_counts(self) -> np.ndarray:
+        return self.prefix_lengths + self.lengths
+
 
 def make_layout(
     pieces: Sequence[Piece],
@@ -227,43 +231,39 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
 
 def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, ...], torch.Tensor]:
     """`spans` as blocks, longest first, and the index that puts their outputs back in order."""
-    key_counts = spans.prefix_lengths + spans.lengths
-    causal = spans.prefix_lengths == 0
-    order = np.lexsort((-spans.starts, -key_counts, ~causal))  # the causal ones first
     blocks = []
     num_queries = 0
     shifts = np.empty_like(spans.starts)  # from a token's index in the row to that in the blocks
-    for members in _cut(order, spans.lengths, key_counts, causal):
+    for members in _cut(spans):
         starts = spans.starts[members]
         prefix_lengths = spans.prefix_lengths[members]
         queries = _indices(starts, spans.lengths[members])
         keys = queries
-        is_causal = bool(causal[members[0]])
-        if not is_causal:
-            keys = _indices(starts - prefix_lengths, key_counts[members])
+        causal = not prefix_lengths.any()
+        if not causal:
+            keys = _indices(starts - prefix_lengths, spans.key_counts[members])
             column = np.arange(prefix_lengths.max())
             prefix = spans.prefix_starts[members, None] + column
             np.copyto(keys[:, : len(column)], prefix, where=column < prefix_lengths[:, None])
-        start = _tensor(prefix_lengths, device)
-        blocks.append(Block(_tensor(queries, device), _tensor(keys, device), start, is_causal))
+        tensors = (_tensor(array, device) for array in (queries, keys, prefix_lengths))
+        blocks.append(Block(*tensors, causal))
         shifts[members] = num_queries + np.arange(len(members)) * queries.shape[1] - starts
         num_queries += queries.size
     gather = np.arange(spans.lengths.sum()) + np.repeat(shifts, spans.lengths)
     return tuple(blocks), _tensor(gather, device)
 
 
-def _cut(
-    order: np.ndarray, query_counts: np.ndarray, key_counts: np.ndarray, causal: np.ndarray
-) -> list[list[int]]:
-    """The spans of each block. A span may not join the block that the one before it is in where
-    the block is of the other sort, its first (its longest) span has many more keys, or its mask
-    would be too large."""
-    queries = query_counts.tolist()
-    keys = key_counts.tolist()
-    first = int(order[0])
+def _cut(spans: Spans) -> list[list[int]]:
+    """The spans of each block: those without a prefix first, the longest first. A block ends where
+    the next span is of the other sort or has far fewer keys than the block's first, or would make
+    its mask too large."""
+    causal = spans.prefix_lengths == 0
+    queries = spans.lengths.tolist()
+    keys = spans.key_counts.tolist()
+    first, *others = np.lexsort((-spans.starts, -spans.key_counts, ~causal)).tolist()
     blocks = [[first]]
     most_queries = queries[first]
-    for span in order[1:].tolist():
+    for span in others:
         most_queries = max(most_queries, queries[span])
         mask_items = (len(blocks[-1]) + 1) * most_queries * keys[first]
         is_similar = causal[span] == causal[first] and keys[span] >= _SIMILAR * keys[first]
@@ -278,14 +278,13 @@ def _cut(
 
 def make_runs(spans: Spans, device: torch.device | str) -> Runs:
     """`spans` as runs: each one's prefix, then its own tokens."""
-    key_counts = spans.prefix_lengths + spans.lengths
     starts = np.stack([spans.prefix_starts, spans.starts], 1).ravel()
     lengths = np.stack([spans.prefix_lengths, spans.lengths], 1).ravel()
     query_ends, key_ends = (
         _tensor(np.append(0, counts.cumsum()).astype(np.int32), device)
-        for counts in (spans.lengths, key_counts)
+        for counts in (spans.lengths, spans.key_counts)
     )
-    longest = int(spans.lengths.max()), int(key_counts.max())
+    longest = int(spans.lengths.max()), int(spans.key_counts.max())
     return Runs(_tensor(_ranges(starts, lengths), device), query_ends, key_ends, longest)
 
 

@@ -10,6 +10,7 @@ positions, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -102,13 +103,11 @@ class _Head(torch.autograd.Function):
         temperature = temperature[:, None]
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        chunk_rows, tile_rows = _sizes(hidden, len(weight))
-        for chunk in _slices(0, len(hidden), chunk_rows):
+        for chunk in _chunks(hidden, len(weight)):
             logits = _product(hidden[chunk], weight)
             kept_bytes -= logits.nbytes
             keep = kept_bytes >= 0 and shaping.softcap is None
-            tiles = logits.split(tile_rows)
-            for rows, tile in zip(_slices(chunk.start, chunk.stop, tile_rows), tiles, strict=True):
+            for rows, tile in _tiles(chunk, logits):
                 shaped, _ = _shape(tile, bias, temperature[rows], shaping)
                 table = F.log_softmax(shaped, -1)
                 logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
@@ -134,17 +133,11 @@ class _Head(torch.autograd.Function):
         ctx.probabilities = []
         target_minus_one = torch.expm1(logprobs[:, None])  # p − 1, exact also where p is near 1
         factors = -grad[:, None] / temperature * ctx.shaping.scale
-        chunk_rows, tile_rows = _sizes(hidden, len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in _slices(0, len(hidden), chunk_rows):
+            for chunk in _chunks(hidden, len(weight)):
                 is_kept = bool(probabilities)
                 grad_logits = probabilities.pop() if is_kept else _product(hidden[chunk], weight)
-                tiles = zip(
-                    _slices(chunk.start, chunk.stop, tile_rows),
-                    grad_logits.split(tile_rows),
-                    strict=True,
-                )
-                for rows, tile in tiles:
+                for rows, tile in _tiles(chunk, grad_logits):
                     factor = factors[rows]
                     if is_kept:
                         slope = tile.float()
@@ -171,22 +164,28 @@ class _Head(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def _sizes(hidden: torch.Tensor, vocabulary: int) -> tuple[int, int]:
-    """Rows of a chunk of `hidden`, in its dtype, and of a chunk's tile; on a GPU a chunk is one
-    tile. On a CPU all rows are one chunk where their probabilities can all be kept."""
+def _chunks(hidden: torch.Tensor, vocabulary: int) -> list[slice]:
+    """Rows of each chunk of `hidden`, in its dtype. On a CPU all rows are one chunk where their
+    probabilities can all be kept."""
     if hidden.device.type == "cpu":
         row_bytes = hidden.itemsize * vocabulary
         fits = len(hidden) * row_bytes <= KEPT_BYTES
-        chunk_rows = (KEPT_BYTES if fits else CHUNK_BYTES) // row_bytes
-        tile_rows = TILE_BYTES // (4 * vocabulary)
+        num_rows = (KEPT_BYTES if fits else CHUNK_BYTES) // row_bytes
     else:
-        chunk_rows = tile_rows = GPU_CHUNK_BYTES // (4 * vocabulary)
-    chunk_rows = chunk_rows // _GRAIN * _GRAIN or chunk_rows
-    return max(1, chunk_rows), max(1, tile_rows)
+        num_rows = GPU_CHUNK_BYTES // (4 * vocabulary)
+    num_rows = max(1, num_rows // _GRAIN * _GRAIN or num_rows)
+    return [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
 
 
-def _slices(start: int, stop: int, step: int) -> list[slice]:
-    return [slice(low, min(low + step, stop)) for low in range(start, stop, step)]
+def _tiles(chunk: slice, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Each tile of a chunk's logits [c, V] with its rows in all; on a GPU a chunk is one tile."""
+    num_rows = len(logits)
+    if logits.device.type == "cpu":
+        num_rows = max(1, TILE_BYTES // (4 * logits.shape[1]))
+    start = chunk.start
+    for tile in logits.split(num_rows):
+        yield slice(start, start + len(tile)), tile
+        start += len(tile)
 
 
 def _add(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:

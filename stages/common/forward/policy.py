@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 from torch import nn
 
-from quiver.stages.common.forward.attention import hidden_states, set_mode, single_hidden_states
+from quiver.stages.common.forward.attention import hidden_states, set_mode
 from quiver.stages.common.forward.cpu.projections import FusedProjections, fuse_projections
 from quiver.stages.common.forward.cpu.recompute import recompute_norms_and_mlps
 from quiver.stages.common.forward.encoder_decoder import (
@@ -171,9 +171,7 @@ class Policy(nn.Module):
         """[n, d] hidden states of `trunk` that predict the layout's targets."""
         if self.start is not None:
             return decoder_states(trunk, layout)
-        if self.mode == "single":
-            return single_hidden_states(trunk, layout)
-        return hidden_states(trunk, layout)
+        return hidden_states(trunk, layout, single=self.mode == "single")
 
 
 def pieces_of(

@@ -7,8 +7,8 @@
 | `bf16` | float32 | bfloat16 (autocast); norms and softmax in float32 |
 | `bf16_pure` | bfloat16 | bfloat16, and so is all that layers hand on |
 
-oneDNN's fast products go through bfloat16 on processors with AMX. Whatever the name, logits become float32 before temperature and softmax. Which names a stage knows,
-its config says.
+oneDNN's fast products go through bfloat16 on processors with AMX. Whatever the name, logits become
+float32 before temperature and softmax. Which names a stage knows, its config says.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,14 +61,16 @@ class Forward:
         """`targets`: ids whose probability is asked of a language model; none: a sequence
         classifier. ConfigError."""
         cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+        if dtype == "auto":
+            dtype = "bfloat16" if cuda else "float32"
         self.device = torch.device("cuda" if cuda else "cpu")
-        auto = torch.bfloat16 if cuda else torch.float32
-        self.model = _load(
-            folder, bool(targets), auto if dtype == "auto" else getattr(torch, dtype)
-        ).to(self.device)
+        self.model = _load(folder, bool(targets), getattr(torch, dtype)).to(self.device)
         self.targets = list(targets)
         self.shaping = Shaping.of(self.model.config)
-        self.headed = bool(targets) or isinstance(getattr(self.model, "score", None), nn.Module)
+        self.has_plain_head = self.targets or isinstance(
+            getattr(self.model, "score", None), nn.Module
+        )
+        """Whether its values are those of a head on the last hidden state."""
         self.budget = budget or token_budget(self.device)
         self.way = ""
 
@@ -93,119 +95,118 @@ class Forward:
             ) from error
 
     def _score(self, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
-        self.way = self.way or self._choose(inputs, groups)
+        self.way = self.way or self._choose_way(inputs, groups)
         values = self._run(self.way, inputs, groups)
-        odd = (~values.isfinite()).any(1).nonzero()[:, 0].tolist()
-        if odd and self.way != "single":  # in a packed row one input's NaN can reach its neighbours
-            values[odd] = self._run("single", [inputs[row] for row in odd], odd)
+        broken = (~values.isfinite()).any(1).nonzero()[:, 0].tolist()
+        if broken and self.way != "single":  # in a packed row one input's NaN can reach others
+            values[broken] = self._run("single", [inputs[row] for row in broken], broken)
         return values
 
     def _run(self, way: str, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
-        if self.headed:
+        """[inputs, values]"""
+        if self.has_plain_head:
             set_mode(self.model, way if way in ("shared", "packed") else "single")
         if way == "single":
-            return torch.cat([self._own(torch.tensor([ids], device=self.device)) for ids in inputs])
-        return self._padded(inputs) if way == "padded" else self._packed(way, inputs, groups)
+            return torch.cat([self._run_alone(ids) for ids in inputs])
+        if way == "padded":
+            batches = self._padded(inputs)
+        else:
+            batches = self._packed(way, inputs, groups)
+        by_row = {row: values for rows, batch in batches for row, values in zip(rows, batch)}  # noqa: B905
+        return torch.stack([by_row[row] for row in range(len(inputs))])
 
     # -- the ways
 
-    def _own(self, ids: torch.Tensor) -> torch.Tensor:
-        """[1, values] of ids [1, T], as whoever uses the model alone has them."""
-        logits = self.model(input_ids=ids).logits.float()
+    def _run_alone(self, ids: list[int]) -> torch.Tensor:
+        """[1, values] of one input, as whoever uses the model alone has them."""
+        logits = self.model(input_ids=torch.tensor([ids], device=self.device)).logits.float()
         return logits[:, -1].log_softmax(-1)[:, self.targets] if self.targets else logits
 
-    def _packed(self, way: str, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
-        numbers, shared = _common_beginnings(inputs, groups)
-        begin = [ids[:length] for ids, length in zip(inputs, shared, strict=True)]
-        rest = [
-            [*ids[length:], 0] for ids, length in zip(inputs, shared, strict=True)
-        ]  # its last id stands in no row
-        data = Sequences(_ragged(begin), _ragged(rest), torch.ones(len(inputs)))
-        pieces = pieces_of(way, range(len(inputs)), numbers, data, self.budget)
-        found = {}
+    def _packed(
+        self, way: str, inputs: list[list[int]], groups: Sequence[int]
+    ) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Rows, and their values: each group's common beginning is its prompt, the rest are
+        completions."""
+        group_of, lengths = _common_beginnings(inputs, groups)
+        pairs = list(zip(inputs, lengths, strict=True))
+        sequences = Sequences(
+            _ragged([ids[:length] for ids, length in pairs]),
+            # one id more, which is not read: the hidden state of the one before predicts it
+            _ragged([[*ids[length:], 0] for ids, length in pairs]),
+            torch.ones(len(inputs)),
+        )
+        pieces = pieces_of(way, range(len(inputs)), group_of, sequences, self.budget)
         for micro in pack(pieces, self.budget):
-            layout = make_layout(micro, data, self.device)
-            last = data.completions.lengths[layout.rows].cumsum(0) - 1
-            layout = dataclasses.replace(layout, predictors=layout.predictors[last.to(self.device)])
-            found |= dict(
-                zip(
-                    layout.rows.tolist(), self._head(hidden_states(self.model, layout)), strict=True
-                )
-            )
-        return torch.stack([found[row] for row in range(len(inputs))])
+            layout = make_layout(micro, sequences, self.device)
+            last = sequences.completions.lengths[layout.rows].cumsum(0) - 1
+            predictors = layout.predictors[last.to(self.device)]
+            layout = dataclasses.replace(layout, predictors=predictors)
+            yield layout.rows.tolist(), self._values(hidden_states(self.model, layout))
 
-    def _padded(self, inputs: list[list[int]]) -> torch.Tensor:
-        order = sorted(range(len(inputs)), key=lambda row: -len(inputs[row]))
-        found = {}
-        while order:
-            width = len(inputs[order[0]])
-            count = max(1, self.budget // width)
-            rows, order = order[:count], order[count:]
+    def _padded(self, inputs: list[list[int]]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Rows, and their values: inputs of similar length together."""
+        unscored = sorted(range(len(inputs)), key=lambda row: -len(inputs[row]))
+        while unscored:
+            longest = len(inputs[unscored[0]])
+            count = max(1, self.budget // longest)
+            rows = unscored[:count]
+            unscored = unscored[count:]
             lengths = torch.tensor([len(inputs[row]) for row in rows], device=self.device)
-            mask = (torch.arange(width, device=self.device) < lengths[:, None]).long()
+            mask = (torch.arange(longest, device=self.device) < lengths[:, None]).long()
             ids = torch.zeros_like(mask)
-            ids[mask.bool()] = torch.tensor(
-                [id for row in rows for id in inputs[row]], device=self.device
-            )
-            if self.headed:
-                states = self.model.base_model(
-                    input_ids=ids, attention_mask=mask, use_cache=False
-                ).last_hidden_state
-                values = self._head(
-                    states[torch.arange(len(rows), device=self.device), lengths - 1]
-                )
+            flat_ids = [id for row in rows for id in inputs[row]]
+            ids[mask.bool()] = torch.tensor(flat_ids, device=self.device)
+            arguments = {"input_ids": ids, "attention_mask": mask}
+            if self.has_plain_head:
+                states = self.model.base_model(**arguments, use_cache=False).last_hidden_state
+                last = states[torch.arange(len(rows), device=self.device), lengths - 1]
+                yield rows, self._values(last)
             else:
-                values = self.model(input_ids=ids, attention_mask=mask).logits.float()
-            found |= dict(zip(rows, values, strict=True))
-        return torch.stack([found[row] for row in range(len(inputs))])
+                yield rows, self.model(**arguments).logits.float()
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _values(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b, d] hidden states as values [b, values] in float32."""
         if not self.targets:
             return self.model.score(hidden).float()
-        head, warmth = (
-            self.model.get_output_embeddings(),
-            torch.ones(len(hidden), device=self.device),
-        )
-        ids = [torch.full((len(hidden),), target, device=self.device) for target in self.targets]
-        return torch.stack(
-            [completion_logprobs(hidden, head, each, warmth, self.shaping)[0] for each in ids], 1
-        )
+        head = self.model.get_output_embeddings()
+        temperature = torch.ones(len(hidden), device=self.device)
+        columns = []
+        for target in self.targets:
+            ids = torch.full((len(hidden),), target, device=self.device)
+            logprobs, _ = completion_logprobs(hidden, head, ids, temperature, self.shaping)
+            columns.append(logprobs)
+        return torch.stack(columns, 1)
 
     # -- which of them
 
-    def _choose(self, inputs: list[list[int]], groups: Sequence[int]) -> str:
-        """The first way whose values agree with the model's own on a few short inputs."""
-        ways = WAYS if self.headed else WAYS[2:]
+    def _choose_way(self, inputs: list[list[int]], groups: Sequence[int]) -> str:
+        """The first way whose values agree with the model's own on up to three short inputs: the
+        shortest, another of its group, and one of another group."""
+        ways = WAYS if self.has_plain_head else WAYS[2:]
         if depends_on_length(self.model.config):
             log.warning(
                 "reward model: its positions depend on the length of the row, so one input runs "
                 "at a time"
             )
             ways = WAYS[3:]
-        rows = _probe(inputs, groups)
+        first, *others = sorted(range(len(inputs)), key=lambda row: len(inputs[row]))
+        mates = [row for row in others if groups[row] == groups[first]]
+        strangers = [row for row in others if groups[row] != groups[first]]
+        rows = [first, *mates[:1], *strangers[:1]]
         probe = [inputs[row] for row in rows], [groups[row] for row in rows]
-        own = self._run("single", *probe)
-        bound = TOLERANCE.get(self.model.dtype, max(TOLERANCE.values())) * max(
-            1.0, float(own.abs().max())
-        )
+        expected = self._run("single", *probe)
+        tolerance = TOLERANCE.get(self.model.dtype, max(TOLERANCE.values()))
+        bound = tolerance * max(1.0, float(expected.abs().max()))
         for way in ways[:-1]:
             try:
-                gap = float((self._run(way, *probe) - own).abs().max())
+                gap = float((self._run(way, *probe) - expected).abs().max())
             except _UNSUITED as error:
-                log.warning(
-                    "reward model: %r does not suit it (%s); trying the next way",
-                    way,
-                    printable(error),
-                )
-                continue
-            if gap <= bound:
-                return way
-            log.warning(
-                "reward model: %r is not right for it (values differ by %.4f); trying the next way",
-                way,
-                gap,
-            )
+                problem = f"does not suit it ({printable(error)})"
+            else:
+                if gap <= bound:
+                    return way
+                problem = f"is not right for it (values differ by {gap:.4f})"
+            log.warning("reward model: %r %s; trying the next way", way, problem)
         return ways[-1]
 
 
@@ -217,7 +218,7 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
     make_first_calls()
     loader = AutoModelForCausalLM if language_model else AutoModelForSequenceClassification
     try:
-        model, info = loader.from_pretrained(
+        model, report = loader.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
@@ -229,28 +230,17 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
         raise ConfigError(
             f"reward model {folder.name}", printable(error), next="name another model"
         ) from error
-    missing = sorted(info["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:
-        message = (
-            f"{len(missing)} weights are missing, which would be random: {printable(missing[0])}"
-        )
         raise ConfigError(
-            f"reward model {folder.name}", message, next="name a model that was trained for this"
+            f"reward model {folder.name}",
+            f"{len(missing)} weights are missing, which would be random: {printable(missing[0])}",
+            next="name a model that was trained for this",
         )
-    for config in (model.config, model.config.get_text_config()):
-        config.pad_token_id = (
-            None  # a single input has no padding, even where it ends with the pad id
-        )
+    # a single input has no padding, even where it ends with the pad id
+    model.config.pad_token_id = None
+    model.config.get_text_config().pad_token_id = None
     return model.eval()
-
-
-def _probe(inputs: list[list[int]], groups: Sequence[int]) -> list[int]:
-    """Up to three short inputs: the shortest, another of its group, and one of another group."""
-    order = sorted(range(len(inputs)), key=lambda row: len(inputs[row]))
-    first, *others = order
-    mates = [row for row in others if groups[row] == groups[first]]
-    strangers = [row for row in others if groups[row] != groups[first]]
-    return [first, *mates[:1], *strangers[:1]]
 
 
 def _common_beginnings(
@@ -263,17 +253,18 @@ def _common_beginnings(
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    numbers, shared = [0] * len(inputs), [0] * len(inputs)
+    group_of = list(range(len(inputs)))
+    lengths = [len(ids) for ids in inputs]
     for rows in members.values():
-        low, high = (
-            min(inputs[row] for row in rows),
-            max(inputs[row] for row in rows),
-        )  # the two that differ soonest
+        # the two that differ soonest
+        low = min(inputs[row] for row in rows)
+        high = max(inputs[row] for row in rows)
         most = min(len(low), len(high))
-        same = next((at for at in range(most) if low[at] != high[at]), most)
-        for row in rows:
-            numbers[row], shared[row] = (rows[0], same) if same else (row, len(inputs[row]))
-    return numbers, shared
+        shared = next((place for place in range(most) if low[place] != high[place]), most)
+        for row in rows if shared else ():
+            group_of[row] = rows[0]
+            lengths[row] = shared
+    return group_of, lengths
 
 
 def _ragged(rows: list[list[int]]) -> Ragged:

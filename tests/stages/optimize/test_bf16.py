@@ -248,7 +248,7 @@ def test_the_first_ratio_is_one_and_the_gradient_float32s(policy, precision):
     for name in ("fp32", precision):
         config = _config(precision=name, audit={"enabled": False}, token_budget=40)
         trainer = test_trainer._trainer(policy, rows, config, "grpo")
-        trainer.batch.old.copy_(trainer.score(everyone))
+        trainer.batch.old_logprobs.copy_(trainer.score(everyone))
         numbers = trainer.accumulate(everyone, everyone)
         assert numbers["ratio_max"] == pytest.approx(1.0, abs=1e-6) and numbers["approx_kl"] < 1e-9
         assert numbers["microbatches"] > 2

@@ -123,15 +123,15 @@ def test_value_loss_golden(clip):
 
 def test_explained_variance_is_numpys():
     values, returns = torch.tensor(VALUES), torch.tensor(REWARDS)
-    halves = [critic.moments(values[part], returns[part]) for part in (slice(0, 5), slice(5, N))]
+    halves = [losses.value_moments(values[part], returns[part]) for part in (slice(0, 5), slice(5, N))]
     means = [float(a + b) / N for a, b in zip(*halves, strict=True)]
-    assert critic.explained_variance(*means) == pytest.approx(
+    assert losses.explained_variance(*means) == pytest.approx(
         1 - np.var(REWARDS - VALUES) / np.var(REWARDS), rel=1e-9
     )
     equal = [
-        float(x) / 3 for x in critic.moments(torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 0.3))
+        float(x) / 3 for x in losses.value_moments(torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 0.3))
     ]
-    assert math.isnan(critic.explained_variance(*equal))
+    assert math.isnan(losses.explained_variance(*equal))
 
 
 def test_one_more_id_for_cut_rollouts_only():
@@ -147,9 +147,9 @@ def test_rewards_stand_on_the_last_token_and_the_kl_on_each():
     rows = Ragged(torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0, 1, 3]))
     old, ref = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
     batch = types.SimpleNamespace(
-        data=Sequences(rows, rows, torch.ones(2)),
-        old=old,
-        ref=ref,
+        sequences=Sequences(rows, rows, torch.ones(2)),
+        old_logprobs=old,
+        ref_logprobs=ref,
         rewards=torch.tensor([4.0, 8.0]),
     )
     plain = critic.token_rewards(Config(), batch)

@@ -80,7 +80,7 @@ def _trainer(store, made, **changed) -> Trainer:
     trainer = Trainer(config, model, loaded.batch, row, make_accelerator(config), value_trunk=trunk)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in trainer.judge.parameters():
+        for parameter in trainer.critic.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
     trainer.prepare()
     return trainer
@@ -91,9 +91,9 @@ def _critic64(made, trainer: Trainer) -> tuple[torch.nn.Module, torch.Tensor, to
     model = load_model(made[0], dtype=torch.float64)
     own = dict(model.base_model.named_parameters())
     with torch.no_grad():
-        for name, value in trainer.judge["trunk"].named_parameters():
+        for name, value in trainer.critic["trunk"].named_parameters():
             own[name].copy_(value)
-    head = trainer.judge["head"]
+    head = trainer.critic["head"]
     return model, *(value.detach().double().requires_grad_() for value in (head.weight, head.bias))
 
 
@@ -113,7 +113,7 @@ def test_values_and_their_gradient_are_those_of_the_critics_own_trunk(store, mad
     with (
         torch.no_grad()
     ):  # the values have moved since they were taken, some by more than the bound
-        trainer.judge["head"].weight.mul_(1.5)
+        trainer.critic["head"].weight.mul_(1.5)
     everyone = list(range(len(trainer.batch.groups)))
     numbers = trainer.accumulate(everyone, everyone)
 
@@ -129,13 +129,13 @@ def test_values_and_their_gradient_are_those_of_the_critics_own_trunk(store, mad
     (trainer.config.value_coef * loss).backward()
     assert numbers["value_loss"] == pytest.approx(loss.item(), rel=1e-5)
     wanted = dict(model.base_model.named_parameters())
-    for name, parameter in trainer.judge["trunk"].named_parameters():
+    for name, parameter in trainer.critic["trunk"].named_parameters():
         torch.testing.assert_close(parameter.grad, wanted[name].grad.float(), rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(
-        trainer.judge["head"].weight.grad, weight.grad.float(), rtol=1e-4, atol=1e-6
+        trainer.critic["head"].weight.grad, weight.grad.float(), rtol=1e-4, atol=1e-6
     )
     torch.testing.assert_close(
-        trainer.judge["head"].bias.grad, bias.grad.float(), rtol=1e-4, atol=1e-6
+        trainer.critic["head"].bias.grad, bias.grad.float(), rtol=1e-4, atol=1e-6
     )
 
 
@@ -149,9 +149,9 @@ def test_the_policys_gradient_is_the_one_without_a_value_loss(store, made):
     )
     assert _equal(without, having)
     assert any(
-        parameter.grad.abs().max() > 0 for parameter in trainers[1].judge["trunk"].parameters()
+        parameter.grad.abs().max() > 0 for parameter in trainers[1].critic["trunk"].parameters()
     )
-    assert all(parameter.grad is None for parameter in trainers[0].judge.parameters())
+    assert all(parameter.grad is None for parameter in trainers[0].critic.parameters())
 
 
 def test_policy_and_critic_are_clipped_each_for_itself(store, made):
@@ -160,14 +160,14 @@ def test_policy_and_critic_are_clipped_each_for_itself(store, made):
     row = {"step": 0, **trainer.accumulate(everyone, everyone)}
     norms = [
         torch.nn.utils.get_total_norm([p.grad for p in part.parameters()])
-        for part in (trainer.model, trainer.judge)
+        for part in (trainer.model, trainer.critic)
     ]
     assert norms[1] < 0.01 < norms[0]
-    told = trainer._apply(row)
+    told = trainer.apply(row)
     assert told["grad_norm"] == pytest.approx(float(norms[0]))
     after = [
         torch.nn.utils.get_total_norm([p.grad for p in part.parameters()])
-        for part in (trainer.model, trainer.judge)
+        for part in (trainer.model, trainer.critic)
     ]
     assert float(after[0]) == pytest.approx(0.01, rel=1e-3) and torch.equal(after[1], norms[1])
 
@@ -265,8 +265,8 @@ def test_a_critic_that_is_carried_is_one_that_never_stopped(store, made):
         setattr(again, name, getattr(trainer, name))
     again.prepare()
     again.train()
-    critic = {name: value.detach() for name, value in again.judge.named_parameters()} | state(
-        again.optimizer, again.judge
+    critic = {name: value.detach() for name, value in again.critic.named_parameters()} | state(
+        again.optimizer, again.critic
     )
     assert _equal(_tensors(second, "critic/state.safetensors"), critic)
     assert _equal(_tensors(second, "optimizer/state.safetensors"), state(again.optimizer, model))
@@ -300,7 +300,7 @@ def test_while_the_critic_warms_up_no_gradient_of_the_policy_is_computed(store, 
     ]
     assert all(parameter.grad is None for parameter in alone.model.parameters())
     grads = [
-        {name: p.grad for name, p in trainer.judge.named_parameters()}
+        {name: p.grad for name, p in trainer.critic.named_parameters()}
         for trainer in (beside, alone)
     ]
     assert _equal(*grads)

@@ -146,7 +146,7 @@ def test_no_cut_order_or_packing_changes_loss_or_gradient(world_of, algorithm):
         made.policy.set_mode(packing)
         cut(made, size, order)
         assert (
-            len(made.policy.microbatches(range(9), made.batch.prompts, made.batch.data, 0))
+            len(made.policy.microbatches(range(9), made.batch.prompts, made.batch.sequences, 0))
             == passes
         )
         same(gradient(made), expected)

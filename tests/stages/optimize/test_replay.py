@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_a_loop_over_both_versions(store, two, algorithm
     """Equal group ids stay apart, each row has its own temperature and old logprobs; rewards are
     given in the other order."""
     made = _trainer(store, two, algorithm)
-    assert sorted(set(made.batch.data.temperature.tolist())) == pytest.approx([0.7, 1.0])
+    assert sorted(set(made.batch.sequences.temperature.tolist())) == pytest.approx([0.7, 1.0])
     assert len(set(made.batch.groups)) == 8
     _compare(made, _expected(two.start, _rows(two.fresh, two.older), algorithm))
 

@@ -15,7 +15,7 @@ from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.loading import load_model, restore_dropout
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize.algorithms import ALGORITHMS, part, resolve
+from quiver.stages.optimize.algorithms import ALGORITHMS, find_function, resolve
 from quiver.stages.optimize.objective import Batch
 from quiver.stages.optimize.optimizer import (
     learning_rate,
@@ -75,7 +75,7 @@ def _trainer(
 ) -> Trainer:
     row = resolve(algorithm)
     groups = [each["group"] for each in rows]
-    weights = part("advantages", row.advantage)(
+    weights = find_function("advantages", row.advantage)(
         torch.tensor([r["reward"] for r in rows]), torch.tensor(groups)
     )
     data = Sequences(
@@ -308,7 +308,7 @@ def test_numbers_of_a_step(policy, rows):
     )
     assert numbers["ratio_max"] == pytest.approx(math.exp(max(gaps)), rel=1e-4)
     advantages = made.batch.advantages.repeat_interleave(
-        made.batch.data.completions.lengths
+        made.batch.sequences.completions.lengths
     ).tolist()
     taken = [
         (math.exp(x) > 1.2 and a > 0) or (math.exp(x) < 0.8 and a < 0)
@@ -327,7 +327,7 @@ def test_the_norm_of_many_numbers_is_exact():
 def test_score_is_what_sampling_said(policy, rows):
     made = _trainer(policy, rows, _config(), "grpo")
     found = made.score([3, 7])
-    places = made.batch.data.completions.positions(torch.tensor([3, 7]))
+    places = made.batch.sequences.completions.positions(torch.tensor([3, 7]))
     assert found[places].tolist() == pytest.approx(
         rows[3]["old_logprobs"] + rows[7]["old_logprobs"], abs=1e-5
     )

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
 from quiver.stages.common.config import parse
 from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.generate.stage import run as generate
 from quiver.stages.prompt.stage import Config as PromptConfig
-from quiver.stages.prompt.stage import run as make_prompts
 from quiver.stages.reward.models.config import ModelConfig, check, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import load
 from quiver.stages.reward.stage import Config, open_scorers
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, make_model
+from tests.writing import run_here
+
+generate = partial(run_here, "generate")
+make_prompts = partial(run_here, "prompt")
+
 
 ROOT = Path(__file__).parents[3]
 ATOL = 1e-5

@@ -2,6 +2,7 @@
 everywhere else."""
 
 import json
+from functools import partial
 
 import pytest
 from pydantic import ValidationError
@@ -11,7 +12,10 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward import override
 from quiver.stages.reward.override import Config
 from quiver.stages.reward.stage import Config as RewardConfig
-from quiver.stages.reward.stage import run as score
+from tests.writing import run_here
+
+score = partial(run_here, "reward")
+
 
 WHY = {"author": "ada", "reason": "right, in another unit"}
 FLAKY = """
@@ -41,7 +45,7 @@ def paid(store, sample, tmp_path, monkeypatch):
 def test_the_named_rewards_are_replaced_and_nothing_else(store, paid):
     last = f"0-sum-{ROWS_PER_SHARD // 2 + 1}-1"
     config = Config(**WHY, overrides={"0-sum-1-0": -3.5, last: 0.25})
-    ref = override.run(config, store, rewards=paid.ref)
+    ref = run_here("override", config, store, rewards=paid.ref)
     made = store.open(ref)
     old, new = (version.table().to_pylist() for version in (paid, made))
     expected = {"0-sum-1-0": -3.5, last: 0.25}
@@ -61,17 +65,22 @@ def test_the_named_rewards_are_replaced_and_nothing_else(store, paid):
 
 def test_the_same_words_again_are_done_others_are_a_new_version(store, paid):
     first = Config(**WHY, overrides={"0-sum-0-0": 1.0, "0-sum-0-1": 2.0})
-    ref = override.run(first, store, rewards=paid.ref)
+    ref = run_here("override", first, store, rewards=paid.ref)
     assert (
-        override.run(
-            Config(**WHY, overrides={"0-sum-0-1": 2.0, "0-sum-0-0": 1.0}), store, rewards=paid.ref
+        run_here(
+            "override",
+            Config(**WHY, overrides={"0-sum-0-1": 2.0, "0-sum-0-0": 1.0}),
+            store,
+            rewards=paid.ref,
         )
         == ref
     )
-    other = override.run(first.model_copy(update={"author": "bob"}), store, rewards=paid.ref)
+    other = run_here(
+        "override", first.model_copy(update={"author": "bob"}), store, rewards=paid.ref
+    )
     assert other.version == ref.version + 1
     again = store.open(
-        override.run(Config(**WHY, overrides={"0-sum-0-0": 5.0}), store, rewards=ref)
+        run_here("override", Config(**WHY, overrides={"0-sum-0-0": 5.0}), store, rewards=ref)
     )
     assert [
         row["reward"]
@@ -105,14 +114,14 @@ def test_unknown_rollouts_and_other_kinds_are_refused(store, paid):
     with pytest.raises(
         ConfigError, match=r"override 0-sum-9999-0.*arith/rewards@1 has no such rollout"
     ):
-        override.run(config, store, rewards=paid.ref)
+        run_here("override", config, store, rewards=paid.ref)
     with pytest.raises(LineageError, match="is no rewards version"):
-        override.run(config, store, rewards="arith/rollouts@1")
+        run_here("override", config, store, rewards="arith/rollouts@1")
     assert store.numbers("arith", "rewards") == [1]
 
 
 def test_a_retry_takes_over_what_was_scored_not_what_was_said(store, paid, tmp_path):
-    ref = override.run(Config(**WHY, overrides={"0-sum-0-0": 9.0}), store, rewards=paid.ref)
+    ref = run_here("override", Config(**WHY, overrides={"0-sum-0-0": 9.0}), store, rewards=paid.ref)
     config = RewardConfig(functions=[{"use": "mine.py:flaky"}], max_invalid=0.1, workers=1)
     with pytest.raises(
         ConfigError, match=r"a person replaced rewards of arith/rewards@1"

@@ -2,6 +2,7 @@
 nothing is done again."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -9,8 +10,11 @@ from quiver.schemas.errors import ConfigError, RewardError
 from quiver.stages.common.config import parse
 from quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import load
-from quiver.stages.reward.stage import Config, run
+from quiver.stages.reward.stage import Config
 from tests.stages.reward.reward_models import make_model
+from tests.writing import run_here
+
+run = partial(run_here, "reward")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 is kept beside a number."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -9,7 +10,11 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, RewardError
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
-from quiver.stages.reward.stage import Config, run
+from quiver.stages.reward.stage import Config
+from tests.writing import run_here
+
+run = partial(run_here, "reward")
+
 
 MINE = """
 import json, pathlib

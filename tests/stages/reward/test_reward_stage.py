@@ -5,6 +5,7 @@ import json
 import os
 import statistics
 import time
+from functools import partial
 
 import pytest
 
@@ -14,8 +15,12 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import Part
-from quiver.stages.reward.stage import Config, check_functions, run
+from quiver.stages.reward.stage import Config, check_functions
 from quiver.stages.reward.tables import weigh
+from tests.writing import run_here
+
+run = partial(run_here, "reward")
+
 
 MINE = """
 import pathlib, time

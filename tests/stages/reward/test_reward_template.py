@@ -4,6 +4,7 @@ gives when it is used alone."""
 import json
 import os
 import subprocess
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -13,12 +14,15 @@ from quiver.schemas import prompts as kind
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.template import Messages
 from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.generate.stage import run as generate
 from quiver.stages.prompt.stage import Config as PromptConfig
-from quiver.stages.prompt.stage import run as make_prompts
 from quiver.stages.reward.models.template import Reader, prefills, token_id
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, byte_tokenizer
+from tests.writing import run_here
+
+generate = partial(run_here, "generate")
+make_prompts = partial(run_here, "prompt")
+
 
 SYSTEM, ASK, ANSWER = "Be kind.", "What is 3 + 4?", "It is 7."
 DEFAULT_SYSTEM = b"You are a helpful assistant."

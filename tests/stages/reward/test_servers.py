@@ -1,6 +1,8 @@
 """[[reward.servers]]: what is refused before anything is asked, that no message shows a secret, and
 servers in the stage."""
 
+from functools import partial
+
 import pytest
 from pydantic import ValidationError
 
@@ -9,8 +11,12 @@ from quiver.stages.common import config as common
 from quiver.stages.common.config import parse
 from quiver.stages.reward.servers.config import ServerConfig, fingerprint
 from quiver.stages.reward.servers.scorer import ServerScorer
-from quiver.stages.reward.stage import Config, run
+from quiver.stages.reward.stage import Config
 from tests.stages.reward.fake_server import FakeServer, reply
+from tests.writing import run_here
+
+run = partial(run_here, "reward")
+
 
 CANARY = "sk-canary-5f1d"
 HERE = "http://127.0.0.1:8700"

@@ -78,7 +78,19 @@ def fuse_projections(model: nn.Module) -> FusedProjections:
     for module in model.modules():
         for names in SIBLINGS:
             linears = [getattr(module, name, None) for name in names]
-            if all(type(linear) is nn.Linear for linear in linears) and _are_alike(linears):
+            if any(type(linear) is not nn.Linear for linear in linears):
+                continue
+            kinds = {
+                (
+                    linear.in_features,
+                    linear.bias is None,
+                    linear.weight.dtype,
+                    linear.weight.device,
+                    linear.weight.requires_grad,
+                )
+                for linear in linears
+            }
+            if len(kinds) == 1:
                 groups.append(getattr(linears[0], "_fused_group", None) or Group(linears))
     linears = [linear for group in groups for linear in group.linears]
     joined = {parameter for linear in linears for parameter in linear.parameters()}
@@ -86,20 +98,6 @@ def fuse_projections(model: nn.Module) -> FusedProjections:
         if parameter not in joined and parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
     return FusedProjections(groups)
-
-
-def _are_alike(linears: list[nn.Linear]) -> bool:
-    kinds = {
-        (
-            linear.in_features,
-            linear.bias is None,
-            linear.weight.dtype,
-            linear.weight.device,
-            linear.weight.requires_grad,
-        )
-        for linear in linears
-    }
-    return len(kinds) == 1
 
 
 class Group:

@@ -9,7 +9,6 @@ so a family which computes something else under these names stays as it is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -35,40 +34,33 @@ def recompute_norms_and_mlps(model: nn.Module) -> int:
         weight = getattr(module, "weight", None)
         epsilon = getattr(module, "variance_epsilon", None)
         projections = [getattr(module, name, None) for name in _PROJECTIONS]
+        width = 0
         if weight is not None and weight.ndim == 1 and epsilon is not None:
             width = len(weight)
             forward = partial(_normalize, module)
         elif hasattr(module, "act_fn") and all(isinstance(p, nn.Module) for p in projections):
             width = getattr(projections[0], "in_features", 0)
-            forward = partial(_gate, module, module.forward)
-        else:
+            forward = partial(_gate, module)
+        if not width:
             continue
-        if width and _is_same(module, forward, width):
+        probe = torch.randn(1, _PROBE, width, generator=torch.Generator().manual_seed(0))
+        probe = probe.to(next(module.parameters()))
+        with torch.enable_grad():  # as it is trained
+            is_same = torch.equal(module(probe), forward(probe))
+        if is_same:
             module.forward = forward
             num_replaced += 1
     return num_replaced
 
 
-def _is_same(
-    module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], width: int
-) -> bool:
-    """Whether `forward` gives the same bits as the module's own."""
-    generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(1, _PROBE, width, generator=generator).to(next(module.parameters()))
-    with torch.enable_grad():  # as it is trained
-        return torch.equal(module(probe), forward(probe))
-
-
-def _gate(
-    module: nn.Module, own_forward: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor
-) -> torch.Tensor:
+def _gate(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
     """[…, d] -> […, d]"""
 
     def project_down(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return module.down_proj(module.act_fn(gate) * up)
 
     if not torch.is_grad_enabled():
-        return own_forward(states)
+        return type(module).forward(module, states)
     gate = module.gate_proj(states)
     up = module.up_proj(states)
     return checkpoint(project_down, gate, up, use_reentrant=False, preserve_rng_state=False)

@@ -81,9 +81,7 @@ def supervise(job: dict, lifeline: int) -> dict:
     else:
         keeper.adopt_orphans()
     news, tell = os.pipe()
-    first = os.fork()
-    if first == 0:
-        _first_process(job, tell)
+    first = _fork(tell, _first_process, job, tell)
     os.close(tell)
     try:
         return watch.until_it_ends(job, first, news, lifeline)
@@ -147,45 +145,49 @@ def _map_ids(go: int, owner: int, maps: dict[str, str]) -> int:
     return 0
 
 
-def _first_process(job: dict, tell: int) -> None:
-    """Never returns."""
-    last_words = "failed|the first process ended"
+def _fork(pipe: int, work, *arguments) -> int:
+    """A process that does the work, says in `pipe` what came of it, if anybody hears it, and ends
+    without another line of code; its pid."""
+    child = os.fork()
+    if child:
+        return child
+    last_words = "failed|it ended"
     try:
-        keeper.die_with_parent()
-        kernel.hide_memory()
-        os.umask(0o022)
-        if job["full"]:
-            with layer("mount namespace"):
-                kernel.unshare(kernel.NEWNS)
-            with layer("file system of its own"):
-                root.build(job["paths"], job["tmp_bytes"])
-        program = job["folder"] + "/program.py"
-        with open(program, "wb") as file:
-            file.write(job["program"])
-        stdin_path = job["folder"] + "/stdin"
-        with open(stdin_path, "wb") as file:
-            file.write(job["stdin"])
-        stdin = os.open(stdin_path, os.O_RDONLY)
-        os.unlink(stdin_path)
-        if job["full"]:
-            with layer("file system of its own"):
-                root.seal()
-        last_words = _run(job, program, stdin, tell)
+        last_words = work(*arguments)
     except Refused as error:
         last_words = "|".join(["refused", *map(str, error.args)])
     except BaseException as error:
         last_words = f"failed|{type(error).__name__}: {error}"
     finally:
-        _say_and_end(tell, last_words)
+        try:
+            os.write(pipe, last_words.replace("\n", " ").encode(errors="replace") + b"\n")
+        finally:
+            os._exit(1)
 
 
-def _run(job: dict, program: str, stdin: int, tell: int) -> str:
-    """Start the program and wait for it; what to tell. Orphans are its children's children and end
-    as zombies here."""
+def _first_process(job: dict, tell: int) -> str:
+    """How the program ended. Orphans are its children's children and end as zombies here."""
+    keeper.die_with_parent()
+    kernel.hide_memory()
+    os.umask(0o022)
+    if job["full"]:
+        with layer("mount namespace"):
+            kernel.unshare(kernel.NEWNS)
+        with layer("file system of its own"):
+            root.build(job["paths"], job["tmp_bytes"])
+    program = job["folder"] + "/program.py"
+    with open(program, "wb") as file:
+        file.write(job["program"])
+    stdin_path = job["folder"] + "/stdin"
+    with open(stdin_path, "wb") as file:
+        file.write(job["stdin"])
+    stdin = os.open(stdin_path, os.O_RDONLY)
+    os.unlink(stdin_path)
+    if job["full"]:
+        with layer("file system of its own"):
+            root.seal()
     hear, fault = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _become(job, program, stdin, fault)
+    child = _fork(fault, _become, job, program, stdin)
     os.close(fault)
     with open(hear, "rb") as file:  # closed by a successful exec
         refusal = file.read()
@@ -198,44 +200,28 @@ def _run(job: dict, program: str, stdin: int, tell: int) -> str:
             return f"ended|{os.waitstatus_to_exitcode(status)}"
 
 
-def _become(job: dict, program: str, stdin: int, fault: int) -> None:
-    """The program: everything is given up, then the interpreter is executed. Never returns."""
-    last_words = ""
-    try:
-        os.setsid()
-        os.dup2(stdin, 0)
-        os.umask(0o077)
-        os.chdir(job["cwd"])
-        with layer("limits"):
-            _limit(job)
-        if job["full"]:
-            with layer("dropped uid"):
-                kernel.drop_bounding_set()
-                if job["privileged"]:
-                    os.setgroups([])
-                    os.setresgid(NOBODY, NOBODY, NOBODY)
-                    os.setresuid(NOBODY, NOBODY, NOBODY)
-                kernel.drop_capabilities()
-        with layer("no new privileges"):
-            kernel.no_new_privileges()
-        if job["full"] and seccomp.supported():
-            with layer("seccomp filter"):
-                kernel.filter_calls(seccomp.program(os.uname().machine))
-        os.execve(job["command"][0], [*job["command"], program], job["environment"])
-    except Refused as error:
-        last_words = "|".join(["refused", *map(str, error.args)])
-    except BaseException as error:
-        last_words = f"failed|{type(error).__name__}: {error}"
-    finally:
-        _say_and_end(fault, last_words)
-
-
-def _say_and_end(pipe: int, last_words: str) -> None:
-    """Say it, if anybody hears it, and end this process without another line of code."""
-    try:
-        os.write(pipe, last_words.replace("\n", " ").encode(errors="replace") + b"\n")
-    finally:
-        os._exit(1)
+def _become(job: dict, program: str, stdin: int) -> None:
+    """The program: everything is given up, then the interpreter is executed."""
+    os.setsid()
+    os.dup2(stdin, 0)
+    os.umask(0o077)
+    os.chdir(job["cwd"])
+    with layer("limits"):
+        _limit(job)
+    if job["full"]:
+        with layer("dropped uid"):
+            kernel.drop_bounding_set()
+            if job["privileged"]:
+                os.setgroups([])
+                os.setresgid(NOBODY, NOBODY, NOBODY)
+                os.setresuid(NOBODY, NOBODY, NOBODY)
+            kernel.drop_capabilities()
+    with layer("no new privileges"):
+        kernel.no_new_privileges()
+    if job["full"] and seccomp.supported():
+        with layer("seccomp filter"):
+            kernel.filter_calls(seccomp.program(os.uname().machine))
+    os.execve(job["command"][0], [*job["command"], program], job["environment"])
 
 
 def _limit(job: dict) -> None:

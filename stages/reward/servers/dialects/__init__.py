@@ -28,22 +28,14 @@ from .rows import Row
 
 
 class Dialect(NamedTuple):
-    """`path` stands in for that of a URL that has none; `alone` says whether a row needs a request
-    of its own."""
+    """`path` stands in for that of a URL that has none; `is_alone` says whether a row needs a
+    request of its own."""
 
     path: str
     encode: Callable[..., dict[str, Any]]
     decode: Callable[..., list[Part]]
-    alone: Callable[[Row], bool]
     description: str
-
-
-def _always(row: Row) -> bool:
-    return True
-
-
-def _never(row: Row) -> bool:
-    return False
+    is_alone: Callable[[Row], bool] = lambda _: False
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -51,26 +43,29 @@ DIALECTS: dict[str, Dialect] = {
         quiver.PATH,
         quiver.encode,
         quiver.decode,
-        _never,
         "Quiver's own: rows by id, errors apart from numbers",
     ),
     "openrlhf": Dialect(
-        openrlhf.PATH, openrlhf.encode, openrlhf.decode, _never, "OpenRLHF's remote reward server"
+        openrlhf.PATH, openrlhf.encode, openrlhf.decode, "OpenRLHF's remote reward server"
     ),
     "slime": Dialect(
-        slime.PATH, slime.encode, slime.decode, _always, "slime's remote reward model"
+        slime.PATH, slime.encode, slime.decode, "slime's remote reward model", lambda _: True
     ),
     "vllm-classify": Dialect(
         vllm.CLASSIFY,
         vllm.encode_classify,
         vllm.decode_classify,
-        vllm.alone,
         "a reward model or classifier behind vLLM",
+        vllm.is_alone,
     ),
     "vllm-score": Dialect(
-        vllm.SCORE, vllm.encode_score, vllm.decode_score, _never, "a cross-encoder behind vLLM"
+        vllm.SCORE, vllm.encode_score, vllm.decode_score, "a cross-encoder behind vLLM"
     ),
     "openai-judge": Dialect(
-        judge.PATH, judge.encode, judge.decode, _always, "a chat model that grades by a rubric"
+        judge.PATH,
+        judge.encode,
+        judge.decode,
+        "a chat model that grades by a rubric",
+        lambda _: True,
     ),
 }

@@ -23,7 +23,7 @@ from quiver.schemas.errors import printable
 from quiver.stages.reward.scoring import Part, as_extra
 
 from .rows import Row, as_text, fill
-from .strict import MalformedError, as_dict, as_list, as_part, shape
+from .strict import MalformedError, as_dict, as_part, list_at, shape
 
 if TYPE_CHECKING:
     from ..config import ServerConfig
@@ -53,39 +53,37 @@ _LAST = 4000
 def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     """The request for the one row of `rows`."""
     (row,) = rows
-    prompt = as_text(row.prompt, config.message_template).strip()
-    own = {"prompt": prompt, "completion": row.completion, "finish_reason": row.finish_reason}
-    asked = {
-        "messages": [{"role": "user", "content": fill(config.rubric, {**row.columns, **own})}],
+    names = {
+        **row.columns,
+        "prompt": as_text(row.prompt, config.message_template).strip(),
+        "completion": row.completion,
+        "finish_reason": row.finish_reason,
+    }
+    request = {
+        "model": config.model,
+        "messages": [{"role": "user", "content": fill(config.rubric, names)}],
         "temperature": 0,
     }
-    newer = (
-        "max_completion_tokens" in config.arguments
-    )  # a server that knows it refuses the older name beside it
-    limit = {} if newer else {"max_tokens": config.max_tokens}
-    return {"model": config.model, **asked, **limit, **config.arguments}
+    # a server that knows the newer name refuses the older one beside it
+    if "max_completion_tokens" not in config.arguments:
+        request["max_tokens"] = config.max_tokens
+    return {**request, **config.arguments}
 
 
 def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     """The part of the one row. MalformedError: not a chat completion with one choice."""
-    (choice,) = as_list(as_dict(answer, "the answer").get("choices"), "choices", 1)
+    (choice,) = list_at(answer, "choices", 1)
     message = as_dict(as_dict(choice, "a choice").get("message"), "message")
     text = message.get("content")
     if not isinstance(text, str):
         raise MalformedError(f"content is {shape(text)}, expected text")
     extra = {"answer": text}
-    told = as_extra(extra)
     if choice.get("finish_reason") == "length":
-        return [Part(error="the judge's answer was cut by its length", extra=told)]
-    found = re.findall(config.score_pattern, text[-_LAST:])
+        error = "the judge's answer was cut by its length"
+        return [Part(error=error, extra=as_extra(extra))]
     try:
-        value = float(found[-1]) if found else None
-    except ValueError:
-        value = None
-    if value is None:
-        return [
-            Part(
-                error=f"no score in the judge's answer: …{printable(text[-80:], 80)!r}", extra=told
-            )
-        ]
-    return [as_part(value, config.range, config.rescale, extra)]
+        score = float(re.findall(config.score_pattern, text[-_LAST:])[-1])
+    except (IndexError, ValueError):
+        error = f"no score in the judge's answer: …{printable(text[-80:], 80)!r}"
+        return [Part(error=error, extra=as_extra(extra))]
+    return [as_part(score, config.range, config.rescale, extra)]

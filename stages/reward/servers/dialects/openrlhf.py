@@ -21,7 +21,7 @@ from quiver.stages.reward.scoring import Part
 
 from .quiver import part_or_error
 from .rows import Row, Scored, as_text, fill
-from .strict import as_dict, as_list
+from .strict import as_dict, list_at
 
 if TYPE_CHECKING:
     from ..config import ServerConfig
@@ -33,7 +33,11 @@ PATH = "/get_reward"
 
 def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     """The request for `rows`; a conversation is written out by the config's templates."""
-    prompts = [_prompt(row, config) for row in rows]
+    prompts = []
+    for row in rows:
+        text = as_text(row.prompt, config.message_template)
+        is_chat = not isinstance(row.prompt, str)
+        prompts.append(text + fill(config.reply_template, {}) if is_chat else text)
     return {
         "query": [prompt + row.completion for prompt, row in zip(prompts, rows, strict=True)],
         "prompts": prompts,
@@ -41,29 +45,24 @@ def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     }
 
 
-def _prompt(row: Row, config: ServerConfig) -> str:
-    if isinstance(row.prompt, str):
-        return row.prompt
-    return as_text(row.prompt, config.message_template) + fill(config.reply_template, {})
-
-
 def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     """The parts of `rows`. MalformedError: no list of the right length where one belongs."""
-    found, count = as_dict(answer, "the answer"), len(rows)
-    key = config.score_key or "rewards"
-    numbers = as_list(found.get(key), key, count)
-    beside = {} if found.get("extra_logs") is None else as_dict(found["extra_logs"], "extra_logs")
-    lists = {**beside, **{name: found[name] for name in ("scores",) if name in found}}
-    logs = {
-        name: values
-        for name, values in lists.items()
-        if isinstance(values, list) and len(values) == count
+    num_rows = len(rows)
+    numbers = list_at(answer, config.score_key or "rewards", num_rows)
+    logs = answer.get("extra_logs")
+    logs = {} if logs is None else as_dict(logs, "extra_logs")
+    if "scores" in answer:
+        logs = {**logs, "scores": answer["scores"]}
+    columns = {
+        name: column
+        for name, column in logs.items()
+        if isinstance(column, list) and len(column) == num_rows
     }
     parts = []
-    for at, value in enumerate(numbers):
-        told = {name: values[at] for name, values in logs.items()}
-        extra = {name: item for name, item in told.items() if item is not None} or None
-        parts.append(part_or_error(value, told, config, extra))
+    for place, number in enumerate(numbers):
+        beside = {name: column[place] for name, column in columns.items()}
+        extra = {name: member for name, member in beside.items() if member is not None}
+        parts.append(part_or_error(number, beside.get("error", ""), config, extra or None))
     return parts
 
 
@@ -89,12 +88,13 @@ class Request(BaseModel):
 
     def as_rows(self, label: str) -> list[Row]:
         """The rows as they are scored; `label` is the column that the labels become."""
-        given = zip(self.query, self.prompts, self.labels, strict=True)
-        rest = lambda query, prompt: query[query.index(prompt) + len(prompt) :]  # noqa: E731
-        return [
-            Row(str(at), prompt, rest(query, prompt), {label: mark})
-            for at, (query, prompt, mark) in enumerate(given)
-        ]
+        rows = []
+        for place, (query, prompt, column) in enumerate(
+            zip(self.query, self.prompts, self.labels, strict=True)
+        ):
+            completion = query[query.index(prompt) + len(prompt) :]
+            rows.append(Row(str(place), prompt, completion, {label: column}))
+        return rows
 
 
 class Answer(BaseModel):
@@ -107,10 +107,7 @@ class Answer(BaseModel):
 
 def answer(rows: list[Row], scored: list[Scored]) -> dict[str, Any]:
     """The answer for `rows`, of which there is at least one."""
-    rewards = [found.reward for found in scored]
-    parts = {name: [found.parts[name] for found in scored] for name in scored[0].parts}
-    return {
-        "rewards": rewards,
-        "scores": rewards,
-        "extra_logs": {**parts, "error": [found.error for found in scored]},
-    }
+    rewards = [row.reward for row in scored]
+    logs = {name: [row.parts[name] for row in scored] for name in scored[0].parts}
+    logs["error"] = [row.error for row in scored]
+    return {"rewards": rewards, "scores": rewards, "extra_logs": logs}

@@ -26,7 +26,7 @@ from quiver.schemas.errors import printable
 from quiver.stages.reward.scoring import Part, as_extra
 
 from .rows import Row, Scored
-from .strict import MalformedError, as_dict, as_list, as_part, shape
+from .strict import MalformedError, as_dict, as_part, list_at, shape
 
 if TYPE_CHECKING:
     from ..config import ServerConfig
@@ -40,60 +40,54 @@ _KEYS = {"id", "reward", "error", "parts", "extra"}
 
 def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     """The request for `rows`."""
-    return {"format": FORMAT, "rows": [_encode_row(row, config.columns) for row in rows]}
-
-
-def _encode_row(row: Row, chosen: tuple[str, ...] | None) -> dict[str, Any]:
-    columns = row.columns if chosen is None else {name: row.columns[name] for name in chosen}
-    return {**row._asdict(), "columns": columns}
+    names = rows[0].columns if config.columns is None else config.columns
+    encoded = [
+        {**row._asdict(), "columns": {name: row.columns[name] for name in names}} for row in rows
+    ]
+    return {"format": FORMAT, "rows": encoded}
 
 
 def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     """The parts of `rows`. MalformedError: another format, or ids that are not those asked for,
     each once."""
-    found = as_dict(answer, "the answer")
-    if type(found.get("format")) is not int or found["format"] != FORMAT:
-        raise MalformedError(
-            f"format is {printable(repr(found.get('format')), 40)}, expected {FORMAT}"
-        )
-    told: dict[str, dict[str, Any]] = {}
-    for item in as_list(found.get("rows"), "rows", len(rows)):
-        row = as_dict(item, "an item of rows")
-        if not isinstance(row.get("id"), str) or row["id"] in told:
-            raise MalformedError(
-                f"id {printable(repr(row.get('id')), 80)} is not text, or stands twice"
-            )
-        told[row["id"]] = row
-    missing = [row.id for row in rows if row.id not in told]
-    if missing:
-        raise MalformedError(f"no row has id {printable(missing[0], 80)}")
-    return [_decode_row(told[row.id], config) for row in rows]
+    version = as_dict(answer, "the answer").get("format")
+    if type(version) is not int or version != FORMAT:
+        raise MalformedError(f"format is {printable(repr(version), 40)}, expected {FORMAT}")
+    parts: dict[str, Part] = {}
+    for document in list_at(answer, "rows", len(rows)):
+        row = as_dict(document, "an item of rows")
+        row_id = row.get("id")
+        if not isinstance(row_id, str) or row_id in parts:
+            raise MalformedError(f"id {printable(repr(row_id), 80)} is not text, or stands twice")
+        parts[row_id] = _decode_row(row, config)
+    for row in rows:
+        if row.id not in parts:
+            raise MalformedError(f"no row has id {printable(row.id, 80)}")
+    return [parts[row.id] for row in rows]
 
 
 def _decode_row(row: dict[str, Any], config: ServerConfig) -> Part:
-    unknown = sorted(row.keys() - _KEYS)
-    if unknown or "reward" not in row:
-        raise MalformedError(
-            f"a row has unknown key {printable(unknown[0], 40)}"
-            if unknown
-            else "a row has no reward"
-        )
-    if not isinstance(row.get("error"), str | None):
-        raise MalformedError(f"error is {shape(row['error'])}, expected text or null")
-    extra = {name: as_dict(row[name], name) for name in ("parts", "extra") if row.get(name)} or None
-    return part_or_error(row["reward"], {"error": None, **row}, config, extra)
+    for unknown in sorted(row.keys() - _KEYS):
+        raise MalformedError(f"a row has unknown key {printable(unknown, 40)}")
+    if "reward" not in row:
+        raise MalformedError("a row has no reward")
+    error = row.get("error")
+    if not isinstance(error, str | None):
+        raise MalformedError(f"error is {shape(error)}, expected text or null")
+    extra = {name: as_dict(row[name], name) for name in ("parts", "extra") if row.get(name)}
+    return part_or_error(row["reward"], error, config, extra or None)
 
 
-def part_or_error(value: Any, told: dict[str, Any], config: ServerConfig, extra: Any) -> Part:
-    """What one row got. Text as `error` in `told`: its failure. Null beside a null error: nothing
-    applies. Else: a number."""
-    error = told.get("error", "")
-    beside = None if extra is None else as_extra(extra)
+def part_or_error(number: Any, error: Any, config: ServerConfig, extra: Any) -> Part:
+    """What one row got. Text in `error`: its failure. Null beside a null error: nothing applies.
+    Else: a number."""
     if isinstance(error, str) and error:
-        return Part(error=printable(error), extra=beside)
-    if value is None and error is None:
-        return Part(extra=beside)
-    return as_part(value, config.range, config.rescale, extra)
+        message = printable(error)
+    elif number is None and error is None:
+        message = None
+    else:
+        return as_part(number, config.range, config.rescale, extra)
+    return Part(error=message, extra=None if extra is None else as_extra(extra))
 
 
 # -- the side that answers
@@ -159,5 +153,7 @@ class Answer(_Strict):
 
 def answer(rows: list[Row], scored: list[Scored]) -> dict[str, Any]:
     """The answer for `rows`."""
-    told = [{"id": row.id, **found._asdict()} for row, found in zip(rows, scored, strict=True)]
-    return {"format": FORMAT, "rows": told}
+    answered = [
+        {"id": row.id, **reward._asdict()} for row, reward in zip(rows, scored, strict=True)
+    ]
+    return {"format": FORMAT, "rows": answered}

@@ -44,20 +44,17 @@ def as_rows(batch: Batch, columns: Iterable[str], ids: bool = True) -> list[Row]
     """The rows of a batch, with those of the user's columns that are named, and with token ids if
     asked for: a list that nobody needs is not made."""
     names = list(columns)
-    tokens = batch["completion_ids"] if ids else [None] * len(batch["completions"])
-    values = zip(*(batch[name] for name in names), strict=True) if names else [()] * len(tokens)
-    given = zip(
-        batch["rollout_ids"],
-        batch["prompts"],
-        batch["completions"],
-        values,
-        tokens,
-        batch["finish_reason"],
-        strict=True,
-    )
+    completion_ids = batch["completion_ids"] if ids else None
     return [
-        Row(id, prompt, text, dict(zip(names, row, strict=True)), own, why)
-        for id, prompt, text, row, own, why in given
+        Row(
+            rollout_id,
+            batch["prompts"][row],
+            batch["completions"][row],
+            {name: batch[name][row] for name in names},
+            completion_ids[row] if completion_ids else None,
+            batch["finish_reason"][row],
+        )
+        for row, rollout_id in enumerate(batch["rollout_ids"])
     ]
 
 
@@ -65,20 +62,17 @@ def as_batch(rows: list[Row]) -> dict[str, list[Any]]:
     """The reverse of `as_rows`, for rows that have the same columns. A column never hides one of
     the batch's own lists."""
     columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
-    own = ("prompt", "completion", "completion_ids", "finish_reason", "id")
-    return columns | {
-        name: [getattr(row, field) for row in rows]
-        for name, field in zip(OFFERED, own, strict=True)
-    }
+    row_fields = ("prompt", "completion", "completion_ids", "finish_reason", "id")
+    for name, field in zip(OFFERED, row_fields, strict=True):
+        columns[name] = [getattr(row, field) for row in rows]
+    return columns
 
 
 def as_text(prompt: str | list[dict[str, str]], message_template: str) -> str:
     """A prompt as text: itself, or its messages one after the other, each by the template."""
-    return (
-        prompt
-        if isinstance(prompt, str)
-        else "".join(fill(message_template, message) for message in prompt)
-    )
+    if isinstance(prompt, str):
+        return prompt
+    return "".join(fill(message_template, message) for message in prompt)
 
 
 def fields(template: str) -> set[str]:
@@ -92,22 +86,24 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 
     Text is put in as it is, any other value as JSON. Other braces mean themselves.
     """
-    return _FIELD.sub(
-        lambda match: f"{{{match[1]}}}" if match[1] else _shown(values[match[2]]), template
-    )
+
+    def replace(match: re.Match[str]) -> str:
+        escaped, name = match.groups()
+        if escaped:
+            return f"{{{escaped}}}"
+        text = values[name]
+        return text if isinstance(text, str) else to_json(text)
+
+    return _FIELD.sub(replace, template)
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else to_json(value)
-
-
-def to_json(value: Any) -> str:
+def to_json(cell: Any) -> str:
     """JSON of what a column may hold: dates as ISO text. ValueError, TypeError for NaN, bytes and
     what else JSON has not."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+    return json.dumps(cell, ensure_ascii=False, allow_nan=False, default=_plain)
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} has no JSON")
+def _plain(cell: Any) -> str:
+    if isinstance(cell, datetime.date | datetime.time):
+        return cell.isoformat()
+    raise TypeError(f"{type(cell).__name__} has no JSON")

@@ -41,18 +41,19 @@ def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
 
 def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     """The part of the one row. MalformedError: nothing stands at the key."""
-    value = answer
+    number = answer
     for step in config.score_key.split(".") if config.score_key else ():
-        if isinstance(value, list) and step.isdecimal() and int(step) < len(value):
-            value = value[int(step)]
-        elif isinstance(value, dict) and step in value:
-            value = value[step]
+        if isinstance(number, list) and step.isdecimal() and int(step) < len(number):
+            number = number[int(step)]
+        elif isinstance(number, dict) and step in number:
+            number = number[step]
         else:
             raise MalformedError(
                 f"the answer has nothing at key {config.score_key}: {printable(repr(answer), 80)}"
             )
-    told = answer if isinstance(answer, dict) else {}
-    return [part_or_error(value, told, config, answer if isinstance(answer, dict | list) else None)]
+    error = answer.get("error", "") if isinstance(answer, dict) else ""
+    extra = answer if isinstance(answer, dict | list) else None
+    return [part_or_error(number, error, config, extra)]
 
 
 # -- the side that answers
@@ -68,8 +69,7 @@ class Request(BaseModel):
 
     def as_rows(self, label: str) -> list[Row]:
         """The row as it is scored; `label` is the column that the label becomes."""
-        data = self.model_dump()
-        return [Row("0", data["prompt"], self.response, {label: self.label})]
+        return [Row("0", self.model_dump()["prompt"], self.response, {label: self.label})]
 
 
 class Answer(BaseModel):

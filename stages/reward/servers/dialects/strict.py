@@ -23,9 +23,8 @@ from quiver.schemas.manifest import no_key_twice
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
 MAX_DEPTH = 64
-_TEXT = re.compile(
-    r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL
-)  # possessive: linear in whatever comes, closed or not
+# possessive: linear in whatever comes, closed or not
+_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
@@ -34,33 +33,26 @@ class MalformedError(ValueError):
 
 
 def read_json(raw: bytes) -> Any:
-    """The value in `raw`. MalformedError: no UTF-8, no JSON, NaN, 1e400, a key twice, half a
+    """What stands in `raw`. MalformedError: no UTF-8, no JSON, NaN, 1e400, a key twice, half a
     character, too deep nesting."""
     try:
         text = raw.decode()
-        _refuse_depth(text)
-        data = json.loads(
+        depth = 0
+        for bracket in _BRACKET.finditer(_TEXT.sub("", text)):  # before any parser descends into it
+            depth += 1 if bracket[0] in "[{" else -1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        document = json.loads(
             text, object_pairs_hook=no_key_twice, parse_constant=_no_constant, parse_float=_finite
         )
-        if "\\u" in text:
-            json.dumps(
-                data, ensure_ascii=False
-            ).encode()  # \ud800 alone is half a character: no file and no wire can hold it
+        if "\\u" in text:  # \ud800 alone is half a character: no file and no wire can hold it
+            json.dumps(document, ensure_ascii=False).encode()
     except ValueError as error:
         shown = printable(raw[:60].decode(errors="replace"), 60)
         raise MalformedError(
             f"is not JSON: {printable(error, 100)}: {shown!r}" if raw else "is empty"
         ) from None
-    return data
-
-
-def _refuse_depth(text: str) -> None:
-    """Counted before parsing, so that no parser descends into it."""
-    depth = 0
-    for bracket in _BRACKET.finditer(_TEXT.sub("", text)):
-        depth += 1 if bracket[0] in "[{" else -1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    return document
 
 
 def _no_constant(name: str) -> float:
@@ -68,46 +60,51 @@ def _no_constant(name: str) -> float:
 
 
 def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"{printable(text, 20)} is beyond every float")
-    return value
+    return number
 
 
-def as_dict(value: Any, what: str) -> dict[str, Any]:
-    """`value` where it is an object. MalformedError."""
-    if not isinstance(value, dict):
-        raise MalformedError(f"{what} is {shape(value)}, expected an object")
-    return value
+def as_dict(document: Any, name: str) -> dict[str, Any]:
+    """`document`, called `name`, where it is an object. MalformedError."""
+    if not isinstance(document, dict):
+        raise MalformedError(f"{name} is {shape(document)}, expected an object")
+    return document
 
 
-def as_list(value: Any, what: str, length: int | None = None) -> list[Any]:
-    """`value` where it is a list, of `length` items if that is given. MalformedError."""
-    if not isinstance(value, list):
-        raise MalformedError(f"{what} is {shape(value)}, expected a list")
-    if length is not None and len(value) != length:
-        raise MalformedError(f"{what} has {len(value)} items, expected {length}")
-    return value
+def as_list(document: Any, name: str, length: int | None = None) -> list[Any]:
+    """`document` where it is a list, of `length` items if that is given. MalformedError."""
+    if not isinstance(document, list):
+        raise MalformedError(f"{name} is {shape(document)}, expected a list")
+    if length is not None and len(document) != length:
+        raise MalformedError(f"{name} has {len(document)} items, expected {length}")
+    return document
 
 
-def by_index(items: list[Any], what: str) -> list[dict[str, Any]]:
+def list_at(answer: Any, key: str, length: int) -> list[Any]:
+    """The list of `length` items at `key` of an answer. MalformedError."""
+    return as_list(as_dict(answer, "the answer").get(key), key, length)
+
+
+def by_index(rows: list[Any], name: str) -> list[dict[str, Any]]:
     """Objects in the order of their `index`, which must be each of 0 … n−1 once. MalformedError."""
-    found: dict[int, dict[str, Any]] = {}
-    for item in items:
-        index = as_dict(item, f"an item of {what}").get("index")
-        if type(index) is not int or not 0 <= index < len(items) or index in found:
+    ordered: list[Any] = [None] * len(rows)
+    for row in rows:
+        index = as_dict(row, f"an item of {name}").get("index")
+        if type(index) is not int or not 0 <= index < len(rows) or ordered[index] is not None:
             raise MalformedError(
-                f"{what} has index {printable(repr(index), 40)}, expected each of 0 to "
-                f"{len(items) - 1} once"
+                f"{name} has index {printable(repr(index), 40)}, expected each of 0 to "
+                f"{len(rows) - 1} once"
             )
-        found[index] = item
-    return [found[index] for index in range(len(items))]
+        ordered[index] = row
+    return ordered
 
 
 def as_part(
-    value: Any, low_high: tuple[float, float] | None, rescale: bool = False, extra: Any = None
+    number: Any, low_high: tuple[float, float] | None, rescale: bool = False, extra: Any = None
 ) -> Part:
-    """`value` as the part of one row; an error unless it is a number, finite as float32 and within
+    """`number` as the part of one row; an error unless it is a number, finite as float32 and within
     `low_high`.
 
     `rescale` maps `low_high` linearly to 0 … 1. Text that looks like a number is text, and true is
@@ -116,20 +113,23 @@ def as_part(
     >>> as_part(8, (0, 10), rescale=True).value, as_part("8", None).error, as_part(11, (0, 10)).error
     (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
     """
-    told = None if extra is None else as_extra(extra)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return Part(error=f"gave {shape(value)}, expected a number", extra=told)
-    if not abs(value) <= LARGEST:
-        return Part(error="gave a number that is not finite as float32", extra=told)
-    if low_high is not None and not low_high[0] <= value <= low_high[1]:
-        return Part(error=f"gave {value:g}, outside {low_high[0]:g} to {low_high[1]:g}", extra=told)
-    if rescale and low_high is not None:
-        value = (value - low_high[0]) / (low_high[1] - low_high[0])
-    return Part(float(value), extra=told)
+    kept_extra = None if extra is None else as_extra(extra)
+    low, high = low_high or (-LARGEST, LARGEST)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        error = f"gave {shape(number)}, expected a number"
+    elif not abs(number) <= LARGEST:
+        error = "gave a number that is not finite as float32"
+    elif not low <= number <= high:
+        error = f"gave {number:g}, outside {low:g} to {high:g}"
+    else:
+        if rescale and low_high:
+            number = (number - low) / (high - low)
+        return Part(float(number), extra=kept_extra)
+    return Part(error=error, extra=kept_extra)
 
 
-def shape(value: Any) -> str:
-    """What kind of JSON `value` is, in a word."""
+def shape(document: Any) -> str:
+    """What kind of JSON `document` is, in a word."""
     kinds = {
         bool: "true or false",
         int: "a number",
@@ -138,4 +138,4 @@ def shape(value: Any) -> str:
         list: "a list",
         dict: "an object",
     }
-    return kinds.get(type(value), "null")
+    return kinds.get(type(document), "null")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from quiver.stages.reward.scoring import Part
 
 from .rows import Row, as_text
-from .strict import MalformedError, as_dict, as_list, as_part, by_index
+from .strict import MalformedError, as_list, as_part, by_index, list_at
 
 if TYPE_CHECKING:
     from ..config import ServerConfig
@@ -36,59 +36,50 @@ CLASSIFY, SCORE = "/classify", "/score"
 def encode_classify(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     """The request for one conversation, or for rows whose prompts are text."""
     if isinstance(rows[0].prompt, str):
-        asked: dict[str, Any] = {"input": [f"{row.prompt}{row.completion}" for row in rows]}
-    else:
-        (row,) = rows
-        asked = {"messages": [*row.prompt, {"role": "assistant", "content": row.completion}]}
-    return {**_common(config), **asked, **config.arguments}
+        texts = [f"{row.prompt}{row.completion}" for row in rows]
+        return _request({"input": texts}, config)
+    (row,) = rows
+    reply = {"role": "assistant", "content": row.completion}
+    return _request({"messages": [*row.prompt, reply]}, config)
 
 
-def alone(row: Row) -> bool:
+def is_alone(row: Row) -> bool:
     """Whether a row needs a request of its own: a conversation does."""
     return not isinstance(row.prompt, str)
 
 
 def decode_classify(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     """The parts of `rows`. MalformedError: not one item a row, or no number for the class."""
-    items = as_list(as_dict(answer, "the answer").get("data"), "data", len(rows))
-    return [_class(item, config) for item in by_index(items, "data")]
-
-
-def _class(item: dict[str, Any], config: ServerConfig) -> Part:
-    numbers = as_list(item.get("probs"), "probs")
-    if not config.score_key and len(numbers) != 1:
-        raise MalformedError(
-            f"the model has {len(numbers)} classes: say which one counts with score_key"
-        )
-    at = int(config.score_key or 0)
-    if at >= len(numbers):
-        raise MalformedError(
-            f"the model has {len(numbers)} classes, score_key asks for number {at}"
-        )
-    extra = {"label": item.get("label"), "probs": numbers} if len(numbers) > 1 else None
-    return as_part(numbers[at], config.range, config.rescale, extra)
+    parts = []
+    for row in by_index(list_at(answer, "data", len(rows)), "data"):
+        numbers = as_list(row.get("probs"), "probs")
+        num_classes = len(numbers)
+        if not config.score_key and num_classes != 1:
+            raise MalformedError(
+                f"the model has {num_classes} classes: say which one counts with score_key"
+            )
+        number = int(config.score_key or 0)
+        if number >= num_classes:
+            raise MalformedError(
+                f"the model has {num_classes} classes, score_key asks for number {number}"
+            )
+        extra = {"label": row.get("label"), "probs": numbers} if num_classes > 1 else None
+        parts.append(as_part(numbers[number], config.range, config.rescale, extra))
+    return parts
 
 
 def encode_score(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     """The request for `rows`: prompt against completion."""
-    texts = [as_text(row.prompt, config.message_template) for row in rows]
-    return {
-        **_common(config),
-        "text_1": texts,
-        "text_2": [row.completion for row in rows],
-        **config.arguments,
-    }
+    prompts = [as_text(row.prompt, config.message_template) for row in rows]
+    return _request({"text_1": prompts, "text_2": [row.completion for row in rows]}, config)
 
 
 def decode_score(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     """The parts of `rows`. MalformedError: not one item a row."""
-    items = as_list(as_dict(answer, "the answer").get("data"), "data", len(rows))
-    return [
-        as_part(item.get("score"), config.range, config.rescale) for item in by_index(items, "data")
-    ]
+    ordered = by_index(list_at(answer, "data", len(rows)), "data")
+    return [as_part(row.get("score"), config.range, config.rescale) for row in ordered]
 
 
-def _common(config: ServerConfig) -> dict[str, Any]:
-    return {"use_activation": config.use_activation} | (
-        {"model": config.model} if config.model else {}
-    )
+def _request(texts: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    model = {"model": config.model} if config.model else {}
+    return {"use_activation": config.use_activation, **model, **texts, **config.arguments}

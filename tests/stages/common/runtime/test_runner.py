@@ -1,4 +1,5 @@
-"""A stage in a process of its own: its errors keep their type, and a dead process is one."""
+"""The runner: what is finished is found, what is made is made in a process of its own, and errors
+keep their type on the way back."""
 
 import json
 import subprocess
@@ -6,81 +7,93 @@ import sys
 
 import pytest
 
+from quiver import run_stage
 from quiver.schemas.errors import ConfigError, ResourceError
-from quiver.stages.common import process
-from quiver.stages.common.runtime.runner import Call, run_stage
-from quiver.stages.common.work import NotDone, Work
+from quiver.stages.common.runtime import runner
+from quiver.stages.common.runtime.runner import Call, find, perform, quiver_version, run_call
+from tests.tiny import make_folder
+
+
+@pytest.fixture
+def nothing_is_found(monkeypatch):
+    """The look into the store that comes before a child is started finds nothing."""
+    monkeypatch.setattr(runner, "find", lambda call: None)
+
+
+def answer_of(tmp_path, **fields):
+    """Exit code, answer and stderr of a stage's process for a call with these fields."""
+    call, answer = tmp_path / "call.json", tmp_path / "answer.json"
+    call.write_text(json.dumps({"refs": {}, "quiver": quiver_version(), **fields}))
+    command = [sys.executable, "-m", "quiver.stages", "policy"]
+    done = subprocess.run(
+        [*command, "--call", str(call), "--answer", str(answer)],
+        input="\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, json.loads(answer.read_text()), done.stderr
 
 
 def test_an_unexpected_error_is_told_as_such(store, tmp_path):
     """Not as a dead process, and not with advice to try again."""
-    spec, result = tmp_path / "spec.json", tmp_path / "result.json"
-    spec.write_text(
-        json.dumps(
-            {"stage": "policy", "config": {"model": 3}, "store": "s", "refs": {}, "into": "a"}
-        )
+    call = {"stage": "policy", "store": str(store.path), "into": "a"}
+    code, answer, _ = answer_of(tmp_path, **call, config={"model": 3})
+    error = answer["error"]
+    assert (code, error["code"], error["object"]) == (2, "E-CONFIG", "stage policy")
+    code, answer, stderr = answer_of(tmp_path, **call, config={"model": "x"}, surprise=1)
+    assert (code, answer["error"]["code"]) == (1, "E-INTERNAL")
+    assert answer["error"]["message"].startswith("TypeError: ") and "Traceback" in stderr
+
+
+def test_another_version_in_the_other_interpreter_is_told(store, tmp_path, nothing_is_found):
+    call = {"stage": "policy", "store": str(store.path), "into": "a", "config": {"model": "x"}}
+    code, answer, _ = answer_of(tmp_path, **call, quiver="0.0.1")
+    assert (code, answer["error"]["code"]) == (2, "E-CONFIG")
+    assert "has Quiver 0.0.1, expected" in answer["error"]["message"]
+    python = tmp_path / "python"
+    script = (
+        "import json, sys; path = sys.argv[sys.argv.index('--answer') + 1]; sys.stdin.readline(); "
+        "open(path, 'w').write(json.dumps({'ref': 'a/policy@0', 'cached': False, 'rows': 0, "
+        "'seconds': 1, 'metrics': {}, 'quiver': '0.0.1'}))"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "quiver.stages",
-        "policy",
-        "--spec",
-        str(spec),
-        "--result",
-        str(result),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    error = json.loads(result.read_text())["error"]
-    assert (done.returncode, error["code"], error["object"]) == (2, "E-CONFIG", "stage policy")
-    spec.write_text(
-        json.dumps(
-            {
-                "stage": "policy",
-                "config": {"model": "x"},
-                "store": str(store.path),
-                "refs": {"x": "y"},
-            }
-        )
-    )
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    error = json.loads(result.read_text())["error"]
-    assert (done.returncode, error["code"]) == (1, "E-INTERNAL")
-    assert error["message"].startswith("TypeError: ") and "Traceback" in done.stderr
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{script}" "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"has Quiver 0\.0\.1, expected") as caught:
+        run_call(Call("policy", {"model": "x"}, store.path, into="b"), python=str(python))
+    assert caught.value.object == f"placement.python {python}"
 
 
-def never_done(store):
-    """Stands in for a look into the store that finds nothing."""
-
-    def look(*_, **__):
-        raise NotDone(Work(store, "b", "policy", "0" * 64, {}))
-
-    return look
-
-
-def test_a_typed_error_crosses_the_process(store, policy, monkeypatch):
+def test_a_typed_error_crosses_the_process(store, nothing_is_found):
     call = Call("policy", {"model": str(store.path / "nowhere")}, store.path, into="b")
-    monkeypatch.setattr(process, "perform", never_done(store))
     with pytest.raises(ConfigError, match="there is no such directory") as caught:
-        run_stage(call)
+        run_call(call)
     assert caught.value.next == "correct policy.model"
 
 
-def test_a_dead_child_is_a_resource_error(store, monkeypatch):
-    monkeypatch.setattr(process, "perform", never_done(store))
+def test_a_dead_child_is_a_resource_error(store, nothing_is_found):
     killer = store.path.parent / "python"
     killer.write_text("#!/bin/sh\necho about to allocate\nkill -9 $$\n")
     killer.chmod(0o755)
     call = Call("policy", {"model": "x"}, store.path, into="b")
     with pytest.raises(ResourceError, match=r"by SIGKILL \(out of memory\?\).*about to allocate"):
-        run_stage(call, python=str(killer))
+        run_call(call, python=str(killer))
 
 
-def test_finished_work_is_found_without_a_child(store, policy, tmp_path):
-    from tests.tiny import make_folder
-
+def test_finished_work_is_found_without_a_child(store, tmp_path):
     call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.path, into="b")
-    first = run_stage(call)
+    assert find(call) is None
+    first = run_call(call)
     assert (first.ref, first.cached) == ("b/policy@0", False)
-    again = run_stage(call, python="/nonexistent")
+    again = run_call(call, python="/nonexistent")
     assert (again.ref, again.cached) == ("b/policy@0", True)
+    model = {"model": str(tmp_path / "model")}
+    assert str(run_stage("policy", model, store, into="b")) == "b/policy@0"
+
+
+def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
+    call = Call("policy", {"model": str(store.path)}, store.path, into="c", share=True)
+    with pytest.raises(ConfigError, match="can not be shared|config.json"):
+        perform(call)
+    with pytest.raises(ConfigError, match="expected one of policy, prompt"):
+        find(Call("promt", {}, store.path))
