@@ -15,7 +15,6 @@ estimated prompt by prompt.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +24,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
+from quiver.stages.common.config import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
@@ -221,11 +221,10 @@ def _score_column(rewards: pa.Table, score: str) -> pa.ChunkedArray:
     parts = rewards.column("parts")
     names = [field.name for field in parts.type]
     if score not in names:
-        nearest = difflib.get_close_matches(score, names, 1, 0.5)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(
             f"evaluate.score {printable(score)}",
-            f"the rewards have no such part; there are reward, {', '.join(names)}{hint}",
+            f"the rewards have no such part; there are reward, {', '.join(names)}"
+            + did_you_mean(score, names),
             next="set evaluate.score to one of them",
         )
     return pc.struct_field(parts, [names.index(score)])

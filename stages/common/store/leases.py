@@ -1,0 +1,263 @@
+"""Leases: who works at what, told by objects alone; no lock of any operating system.
+
+A lease is a chain of numbered objects, each put only where there is none:
+
+    .leases/commit/000001    {"owner": …, "token": …}     its process died
+    .leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
+
+Taking over is creating the next number, so of two that try, one gets it. A holder renews its object
+every few seconds. It is gone when its process is dead, as far as that can be told from here, or when
+its object has not changed for a minute by the clock of whoever waits. Whoever was asleep that long
+finds a higher number, and may not commit any more.
+
+    leases = Leases(storage, "arith/rollouts/.staging/KEY.leases")
+    lease = leases.take("commit")        # None: somebody holds it
+    if lease and lease.is_held():
+        ...
+    lease.release()
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .storage import Storage
+
+SECONDS_TO_LIVE = 60.0
+"""A lease that was not renewed for so long is free."""
+SECONDS_BETWEEN_RENEWALS = 10.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process: where it runs, and which of all that ever had its number."""
+
+    boot_id: str
+    """The host's, since it was last started."""
+    pid_namespace: int
+    pid: int
+    start_time: int
+    """Clock ticks from the host's start to the process's."""
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """Of whoever asks."""
+        pid = os.getpid()
+        return cls(_boot_id(), _pid_namespace(), pid, _start_time(pid) or 0)
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether this process could see that one: the same host and namespace."""
+        return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it has certainly ended. False where it can not be told from here."""
+        return self.is_visible and _start_time(self.pid) != self.start_time
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What an object of the chain says."""
+
+    number: int
+    owner: Owner
+    token: str
+    """Tells this lease from every other, also of the same process."""
+    label: str
+    released: bool
+
+
+class Lease:
+    """Held by this process until it is released, or until another takes it over."""
+
+    def __init__(self, leases: Leases, name: str, holder: Holder) -> None:
+        self.name = name
+        self.taken_at = time.monotonic()
+        self.storage = leases.storage
+        self.key = leases.key(name, holder.number)
+        self._leases = leases
+        self._holder = holder
+
+    def is_held(self) -> bool:
+        """Whether nobody has taken over: the highest number of the chain is still this one."""
+        top = self._leases.top(self.name)
+        return top is not None and top.token == self._holder.token
+
+    def release(self) -> None:
+        """Let others have it at once."""
+        _renewed.discard(self)
+        self.storage.overwrite(self.key, _encode(self._holder, released=True))
+
+
+class Leases:
+    """The leases below one prefix, as one process sees them."""
+
+    def __init__(self, storage: Storage, prefix: str, label: str = "") -> None:
+        """`label`: a word about the holder that others are told."""
+        self.storage = storage
+        self.prefix = prefix
+        self.label = label
+        self._first_seen: dict[str, tuple[str, float]] = {}
+        self._last_renewed: dict[str, tuple[object, float]] = {}
+
+    def key(self, name: str, number: int) -> str:
+        """The object of lease `name` with this number."""
+        return f"{self.prefix}/{name}/{number:06d}"
+
+    def names(self) -> list[str]:
+        """All leases that were ever taken here."""
+        return self.storage.list(self.prefix)
+
+    def top(self, name: str) -> Holder | None:
+        """The object with the highest number; None where there is none."""
+        numbers = [
+            int(key) for key in self.storage.list(f"{self.prefix}/{name}") if key.isdecimal()
+        ]
+        if not numbers:
+            return None
+        return self._read(name, max(numbers))
+
+    def holder(self, name: str) -> Holder | None:
+        """Who holds the lease now; None where it is free."""
+        top = self.top(name)
+        return None if top is None or self._is_free(name, top) else top
+
+    def seconds_seen(self, name: str) -> float:
+        """For how long this process has seen the present holder have the lease."""
+        holder = self.holder(name)
+        if holder is None:
+            return 0.0
+        token, since = self._first_seen.setdefault(name, (holder.token, time.monotonic()))
+        if token != holder.token:
+            since = time.monotonic()
+            self._first_seen[name] = (holder.token, since)
+        return time.monotonic() - since
+
+    def take(self, name: str, *, from_living: bool = False) -> Lease | None:
+        """The lease, if it is free, or `from_living` whoever holds it; None where another has it."""
+        top = self.top(name)
+        if top is not None and not from_living and not self._is_free(name, top):
+            self.seconds_seen(name)
+            return None
+        number = top.number + 1 if top else 1
+        holder = Holder(number, Owner.this_process(), uuid.uuid4().hex, self.label, False)
+        if not self.storage.put_if_absent(self.key(name, number), _encode(holder), durable=False):
+            return None
+        lease = Lease(self, name, holder)
+        _keep_renewed(lease)
+        return lease
+
+    def take_when_stale(self, name: str) -> Lease | None:
+        """`take`, but wait for a holder of which nothing is heard; None as soon as it is heard of.
+
+        A holder on this host that renewed lately is believed at once.
+        """
+        first = None
+        while True:
+            lease = self.take(name)
+            top = self.top(name)
+            if lease is not None or top is None:
+                return lease
+            generation = self.storage.generation(self.key(name, top.number))
+            first = first or (top.token, generation)
+            if (top.token, generation) != first or generation is None:
+                return None
+            seconds_since_renewal = time.time() - generation[0] / 1e9
+            if top.owner.is_visible and abs(seconds_since_renewal) < SECONDS_TO_LIVE:
+                return None
+            time.sleep(min(0.5, SECONDS_TO_LIVE / 4))
+
+    def _read(self, name: str, number: int) -> Holder | None:
+        try:
+            fields = json.loads(self.storage.read(self.key(name, number)))
+            owner = Owner(**fields.pop("owner"))
+            return Holder(number=number, owner=owner, **fields)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, AttributeError):
+            # torn by a power loss, so its process is gone too
+            return Holder(number, Owner("", 0, 0, 0), "", "", released=True)
+
+    def _is_free(self, name: str, holder: Holder) -> bool:
+        if holder.released or holder.owner.is_dead:
+            return True
+        generation = self.storage.generation(self.key(name, holder.number))
+        now = time.monotonic()
+        seen, since = self._last_renewed.setdefault(name, (generation, now))
+        if seen != generation:
+            self._last_renewed[name] = (generation, now)
+            return False
+        return now - since >= SECONDS_TO_LIVE
+
+
+def _encode(holder: Holder, *, released: bool = False) -> bytes:
+    fields = asdict(holder)
+    del fields["number"]
+    return json.dumps({**fields, "released": released}).encode()
+
+
+# -- renewal: one thread for all leases of this process
+
+_renewed: set[Lease] = set()
+_thread: threading.Thread | None = None
+
+
+def _keep_renewed(lease: Lease) -> None:
+    global _thread  # noqa: PLW0603  there is one for the process
+    _renewed.add(lease)
+    if _thread is None or not _thread.is_alive():
+        _thread = threading.Thread(target=_renew_for_ever, daemon=True, name="leases")
+        _thread.start()
+
+
+def _renew_for_ever() -> None:
+    while True:
+        time.sleep(SECONDS_BETWEEN_RENEWALS)
+        for lease in list(_renewed):
+            try:
+                if not lease.storage.renew(lease.key):
+                    _renewed.discard(lease)  # the version is committed, and its leases are cleared
+            except OSError:  # the disk may answer next time; if not, another takes over
+                continue
+
+
+def _forget_leases() -> None:
+    """In a forked child: the leases are its parent's."""
+    global _thread  # noqa: PLW0603
+    _renewed.clear()
+    _thread = None
+
+
+os.register_at_fork(after_in_child=_forget_leases)
+
+
+# -- what tells processes apart
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks from the host's start to the process's; None where there is no such process.
+
+    A process that has ended and that nobody has waited for yet is gone as well.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text.rpartition(")")[2].split()
+    state = fields[0]
+    return None if state in ("Z", "X") else int(fields[19])

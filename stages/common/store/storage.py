@@ -1,0 +1,335 @@
+"""The one place that knows paths: objects by key in a folder of a POSIX file system.
+
+Everything above names objects by key (`arith/rollouts/v000003/manifest.json`). What it needs of a
+storage is little, so that an object store can stand in for the folder: read, write whole, put if
+absent, list, delete, and publish, which makes a group of objects visible at once.
+
+Every write goes through the functions below, so a test can record them and replay each state that a
+power loss may leave. A failed fsync is never tried again on the same file: the error rises, and the
+file is not acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+
+from quiver.schemas.errors import OutcomeUnknownError, QuiverError, ResourceError
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.EIO: "input/output error",
+    errno.EMFILE: "too many open files",
+    errno.EFBIG: "a file is larger than the system allows",
+}
+_PROCESS = uuid.uuid4().hex[:8]  # tells this process from those of all hosts that see the file
+_RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)$")
+
+
+class Storage:
+    """Objects by key below one folder. FileNotFoundError where an object is not there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, key: str) -> Path:
+        """Where the object lies on this host, for libraries that read files themselves."""
+        return self.root / key
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object, or one below this prefix."""
+        return self.path(key).exists()
+
+    def read(self, key: str) -> bytes:
+        """All bytes of an object."""
+        return self.path(key).read_bytes()
+
+    def read_table(self, key: str) -> pa.Table:
+        """An Arrow file, mapped into memory."""
+        return pa.ipc.open_file(pa.memory_map(str(self.path(key)))).read_all()
+
+    def size(self, key: str) -> int:
+        """Bytes of an object."""
+        return self.path(key).stat().st_size
+
+    def sha256(self, key: str) -> str:
+        """The object's sha256 as 64 hex digits."""
+        return sha256(self.path(key))
+
+    def is_linked(self, key: str) -> bool:
+        """Whether a symbolic link on the way leads somewhere else."""
+        return self.path(key).resolve() != self.root.resolve() / key
+
+    def list(self, prefix: str) -> list[str]:
+        """Names directly below `prefix`, sorted; none where there is nothing."""
+        try:
+            return sorted(os.listdir(self.path(prefix)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def list_files(self, prefix: str) -> list[str]:
+        """Keys of all objects below `prefix`, relative to it, sorted."""
+        folder = self.path(prefix)
+        return sorted(
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        )
+
+    @contextlib.contextmanager
+    def create(self, key: str, *, if_absent: bool = False) -> Iterator[HashingFile]:
+        """A file to write; the object appears whole and flushed, or not at all.
+
+        `if_absent`: FileExistsError where there is one, which stays as it is.
+        """
+        with replacing(self.path(key), if_absent=if_absent) as file:
+            yield file
+
+    def write(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Write an object whole, in place of the one that was there.
+
+        Not `durable`: it need not outlive a power loss, so it is not flushed.
+        """
+        if durable:
+            write_bytes(self.path(key), data)
+            return
+        with replacing(self.path(key), durable=False) as file:
+            file.write(data)
+
+    def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
+        """Write an object where there is none; False where there is one.
+
+        Not `durable`: it need not outlive a power loss, so it is not flushed.
+        """
+        path = self.path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with replacing(path, if_absent=True, durable=durable) as file:
+                file.write(data)
+        except FileExistsError:
+            return False
+        if durable:
+            sync(path.parent)
+        return True
+
+    def overwrite(self, key: str, data: bytes) -> bool:
+        """Replace an object that is there, without flushing it; False where there is none."""
+        path = self.path(key)
+        if not path.exists():
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            with replacing(path, durable=False) as file:
+                file.write(data)
+            return True
+        return False
+
+    def generation(self, key: str) -> tuple[int, int] | None:
+        """What changes with every write or renewal of the object; None where there is none."""
+        try:
+            status = self.path(key).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_mtime_ns, status.st_ino
+
+    def renew(self, key: str) -> bool:
+        """Change the object's generation and nothing else; False where there is none."""
+        try:
+            os.utime(self.path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def make_prefix(self, prefix: str) -> None:
+        """Make the folder that objects below `prefix` need, flushed."""
+        make_folder(self.path(prefix))
+
+    def copy_into(self, key: str, target: str) -> None:
+        """Let `target` be the same immutable object, without copying bytes where that is possible."""
+        self.path(target).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(self.path(key), self.path(target))
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            shutil.copyfile(self.path(key), self.path(target))  # a file system without links
+            sync(self.path(target))
+
+    def settle(self, key: str) -> None:
+        """Flush a file that a library wrote; some write weights for their owner alone."""
+        self.path(key).chmod(0o644)
+        sync(self.path(key))
+
+    def sync_folders(self, prefix: str) -> None:
+        """Flush the folders below `prefix`, so that what was linked into them outlives a power loss."""
+        for path in self.path(prefix).rglob("*"):
+            if path.is_dir():
+                sync(path)
+
+    def delete(self, key: str) -> None:
+        """Delete one object, if it is there."""
+        self.path(key).unlink(missing_ok=True)
+
+    def delete_tree(self, prefix: str) -> None:
+        """Delete all objects below `prefix`, or the one of that name; hidden at once, so that nobody
+        writes into it any more."""
+        path = self.path(prefix)
+        trash = path
+        if not path.name.endswith(".gone"):
+            trash = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.gone")
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(trash)
+        if trash.is_dir():
+            shutil.rmtree(trash, ignore_errors=True)
+        else:
+            trash.unlink(missing_ok=True)
+
+    def publish(self, prefix: str, target: str) -> bool:
+        """Make all below `prefix` visible below `target` at once; False where `target` is taken."""
+        return publish(self.path(prefix), self.path(target))
+
+
+# -- files
+
+
+@contextlib.contextmanager
+def storage_errors(name: object) -> Iterator[None]:
+    """Turn an operating system's error into ResourceError about `name`: full disk, read-only,
+    input/output error."""
+    try:
+        yield
+    except QuiverError:
+        raise
+    except Exception as error:
+        reason = _REASONS.get(_error_number(error))
+        if reason is None:
+            raise
+        file = getattr(error, "filename", None)
+        raise ResourceError(
+            str(name),
+            f"{reason} ({os.path.basename(str(file))})" if file else reason,
+            state="every version that was there is intact; finished shards are kept and taken up "
+            "again.",
+            next="make room or make the store writable, then run the same command again",
+        ) from error
+
+
+def _error_number(error: Exception) -> int | None:
+    """The system's number of an error. Libraries in Rust, such as safetensors, raise no OSError,
+    but say it in their text."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = _RUST_ERROR_NUMBER.search(str(error))
+    return int(match[1]) if match else None
+
+
+class HashingFile:
+    """A file that hashes and counts what is written to it."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self.raw = raw
+        self.sha = hashlib.sha256()
+        self.bytes = 0
+        self.closed = False
+
+    def write(self, data) -> int:
+        view = memoryview(data)
+        self.sha.update(view)
+        self.raw.write(view)
+        self.bytes += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        self.raw.flush()
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path, *, if_absent: bool = False, durable: bool = True
+) -> Iterator[HashingFile]:
+    """A file to write; it appears under `path` whole and flushed to disk, or not at all.
+
+    `if_absent`: FileExistsError where there is one, which stays. Not `durable`: it is not flushed.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{_PROCESS}-{uuid.uuid4().hex[:4]}.tmp")
+    try:
+        with open(temporary, "wb") as raw:
+            file = HashingFile(raw)
+            yield file
+            raw.flush()
+            if durable:
+                os.fsync(raw.fileno())
+        if if_absent:
+            os.link(temporary, path)
+            temporary.unlink()
+        else:
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """`data` under `path`, whole and flushed, replacing what was there."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: Path) -> None:
+    """The folder and those above it, each flushed into its parent."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
+
+
+def publish(folder: Path, target: Path) -> bool:
+    """Rename `folder` to `target` in one step; False when somebody else's non-empty `target` is
+    there already.
+
+    OutcomeUnknownError when the rename was done, but could not be flushed.
+    """
+    sync(folder)
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    try:
+        sync(target.parent)
+    except OSError as error:
+        raise OutcomeUnknownError(
+            str(target.name),
+            f"it is visible, but may not survive a power loss: {error.strerror}",
+            state="the version was renamed into place; older versions are intact.",
+            next="quiver verify",
+        ) from error
+    return True
+
+
+def sha256(path: Path) -> str:
+    """The file's sha256 as 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,173 @@
+"""A tag: one reference that moves, and the journal of why it moved, or why it stayed.
+
+    STORE/<run>/tags/.prod/000003     one entry of the journal, with its checksum
+    STORE/<run>/tags/prod             arith/policy@3, for people and for other programs
+
+An entry is the move: it is put under the next number only where there is none, so of two that move
+a tag at once one gets the number, and the other sees what was decided meanwhile. The file beside
+the journal follows. Older stores have the file and `.prod.journal`, which go on being read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from quiver.schemas import refs
+from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, printable
+from quiver.schemas.manifest import digest
+
+from .storage import Storage
+
+
+class Entry(BaseModel):
+    """What became of a tag, once. It stayed where it was when `before` is `ref`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at: str
+    """UTC, ISO 8601."""
+    before: str | None
+    """What it pointed at; None: there was no such tag."""
+    ref: str
+    """What it points at since."""
+    why: str = ""
+    key: str = ""
+    """Names what was decided; no two entries bear the same one, unless it is empty."""
+    about: dict[str, Any] = {}
+    """What the decision was made on."""
+
+
+class Tag:
+    """One tag of one run."""
+
+    def __init__(self, storage: Storage, run: str, name: str) -> None:
+        self.name = name
+        self._storage = storage
+        self._run = run
+        self._folder = f"{run}/tags"
+
+    def ref(self) -> str | None:
+        """What the tag points at, or None. CorruptError."""
+        numbers = self._numbers()
+        return self._entry(numbers[-1]).ref if numbers else self._file()
+
+    def history(self) -> list[Entry]:
+        """The tag's entries, oldest first. CorruptError."""
+        return self._old_journal() + [self._entry(number) for number in self._numbers()]
+
+    def move(self, target: str, expected: str | None, why: str, key: str, about: dict) -> None:
+        """Point the tag at `target`. ConflictError unless it holds `expected` ("*": whatever).
+
+        Nothing is done where an entry has this `key` already, or where the tag points there and
+        nothing is decided (no `key`).
+        """
+        while True:
+            entries = self.history()
+            before = self.ref()
+            if key and any(entry.key == key for entry in entries):
+                return
+            if expected not in ("*", before):
+                raise ConflictError(
+                    f"tag {self._run}/{self.name}",
+                    f"expected {expected}, found {before}",
+                    next="look at what the tag points at now, then tag again",
+                )
+            if before == target and not key:
+                return
+            at = datetime.now(UTC).isoformat(timespec="milliseconds")
+            entry = Entry(at=at, before=before, ref=target, why=why, key=key, about=about)
+            if self._put(len(entries) + 1, entry):
+                self._storage.write(f"{self._folder}/{self.name}", f"{target}\n".encode())
+                return
+
+    def _put(self, number: int, entry: Entry) -> bool:
+        """Whether this entry got its number; no other process can get it then."""
+        fields = entry.model_dump(mode="json")
+        line = json.dumps({**fields, "checksum": digest(fields)})
+        prefix = f"{self._folder}/.{self.name}"
+        self._storage.make_prefix(prefix)
+        return self._storage.put_if_absent(f"{prefix}/{number:06d}", line.encode())
+
+    def _numbers(self) -> list[int]:
+        names = self._storage.list(f"{self._folder}/.{self.name}")
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _entry(self, number: int) -> Entry:
+        key = f".{self.name}/{number:06d}"
+        try:
+            fields = json.loads(self._storage.read(f"{self._folder}/{key}"))
+            checksum = fields.pop("checksum")
+            if checksum != digest(fields):
+                raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
+            return Entry.model_validate(fields)
+        except (ValueError, KeyError, AttributeError, OSError) as error:
+            raise self._corrupt(key, printable(error)) from None
+
+    def _file(self) -> str | None:
+        try:
+            return self._storage.read(f"{self._folder}/{self.name}").decode().strip()
+        except FileNotFoundError:
+            return None
+        except (UnicodeDecodeError, IsADirectoryError) as error:
+            raise self._corrupt(self.name, printable(error)) from None
+
+    def _old_journal(self) -> list[Entry]:
+        """Entries of a store that an earlier Quiver wrote; its last one counts where the tag bears
+        it out."""
+        key = f".{self.name}.journal"
+        try:
+            lines = self._storage.read(f"{self._folder}/{key}").splitlines()
+            entries = [Entry.model_validate_json(line) for line in lines]
+        except FileNotFoundError:
+            return []
+        except ValidationError as error:
+            raise self._corrupt(key, printable(error.errors()[0]["msg"])) from None
+        if not entries or self._numbers():
+            return entries
+        holds = self._file()
+        is_unfinished = entries[-1].ref != holds and entries[-1].before == holds
+        return entries[:-1] if is_unfinished else entries
+
+    def _corrupt(self, key: str, reason: str) -> CorruptError:
+        return CorruptError(
+            f"{self._run} tag {self.name}",
+            f"{key} can not be read: {reason}",
+            state="all versions are intact; nothing was changed.",
+            next=f"restore tags/{key}, or delete it: the tag then goes on from the entry before",
+        )
+
+
+def check_name(name: str) -> str:
+    """`name` if it may be a tag; ConfigError otherwise."""
+    refs.check_name(name, "tag")
+    if name == "latest" or name.isdecimal():
+        raise ConfigError(
+            f"tag {name!r}", "latest and numbers are not tags", next="choose another tag"
+        )
+    return name
+
+
+def previous(entries: Iterable[Entry]) -> str | None:
+    """What the tag pointed at before its present version, and would go back to; None where there is
+    nothing.
+
+    A version that the tag came back from does not count.
+
+    >>> moves = [(None, "a"), ("a", "b"), ("b", "c"), ("c", "b")]
+    >>> previous(Entry(at="", before=before, ref=ref) for before, ref in moves)
+    'a'
+    """
+    line: list[str] = []
+    for entry in entries:
+        if not line and entry.before:
+            line.append(entry.before)
+        if entry.ref in line:
+            del line[line.index(entry.ref) + 1 :]
+        else:
+            line.append(entry.ref)
+    return line[-2] if len(line) > 1 else None

@@ -1,0 +1,450 @@
+"""The store as a reader sees it: immutable versions, each complete when it is visible.
+
+    STORE/store.json                          format, id
+    STORE/<run>/<kind>/v000003/               manifest.json + part-00000.arrow …
+    STORE/<run>/<kind>/.staging/<run_key>/    finished shards of an unfinished stage
+    STORE/<run>/<kind>/.index/                what is asked of all versions, made of the manifests
+    STORE/<run>/tags/<name>                   one reference; its journal is beside it
+
+Reading checks size and sha256 before it parses, and maps files into memory. It never falls back in
+silence: when the newest version is torn, `latest` is an error. Writing is `writer`.
+
+    store = Store("store")
+    rollouts = store.open("arith/rollouts@latest")
+    rollouts.manifest.metrics
+    rollouts.table()
+    rollouts.to_datasets()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import shlex
+import uuid
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from quiver.schemas import refs
+from quiver.schemas.errors import (
+    ConfigError,
+    CorruptError,
+    LineageError,
+    QuiverError,
+    SchemaError,
+)
+from quiver.schemas.manifest import Input, Manifest, from_json
+from quiver.schemas.refs import Ref
+
+from .index import Index, IndexEntry
+from .storage import Storage, make_folder, storage_errors, write_bytes
+from .tags import Entry, Tag, check_name
+
+if TYPE_CHECKING:
+    import datasets
+
+FORMAT = 1
+log = logging.getLogger(__name__)
+
+
+def schema_module(kind: str):
+    """The module of `schemas` that describes `kind`; only for kinds that are tables."""
+    return importlib.import_module(f"quiver.schemas.{kind}")
+
+
+class VersionFiles:
+    """The files of one version, for what reads files itself: a model's weights, its tokenizer."""
+
+    def __init__(self, version: Version, storage: Storage) -> None:
+        self._version = version
+        self._storage = storage
+        self._prefix = version.ref.folder
+
+    @property
+    def folder(self) -> Path:
+        """A folder on this host that holds them all. Nothing in it may be changed."""
+        return self._storage.path(self._prefix)
+
+    @property
+    def names(self) -> list[str]:
+        """Their names below the folder, as the manifest lists them."""
+        return [entry.name for entry in self._version.manifest.files]
+
+    def path(self, name: str) -> Path:
+        """Where one of them lies on this host. It is not checked: see `Version.verify`."""
+        return self._storage.path(f"{self._prefix}/{name}")
+
+    def read(self, name: str) -> bytes:
+        """All bytes of one of them, checked."""
+        self._version.verify(name)
+        return self._storage.read(f"{self._prefix}/{name}")
+
+    def size(self, name: str) -> int | None:
+        """Bytes that are there now; None where it is missing."""
+        path = self.path(name)
+        return path.stat().st_size if path.is_file() and not path.is_symlink() else None
+
+    def unlisted(self) -> list[str]:
+        """Names of files that the manifest does not list, sorted."""
+        listed = {*self.names, "manifest.json"}
+        return [name for name in self._storage.list_files(self._prefix) if name not in listed]
+
+
+class Version:
+    """One immutable version: its reference and manifest; the data on demand, checked before it is
+    parsed."""
+
+    def __init__(self, ref: Ref, storage: Storage) -> None:
+        self.ref = ref
+        self.files = VersionFiles(self, storage)
+        self._storage = storage
+        self._checked: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"Version({str(self.ref)!r})"
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What the version says of itself; CorruptError when that is torn or belongs elsewhere."""
+        try:
+            raw = self._storage.read(f"{self.ref.folder}/manifest.json")
+        except FileNotFoundError:
+            raise self.corrupt("manifest.json", "is missing") from None
+        manifest = from_json(raw, str(self.ref))
+        if manifest.ref != str(self.ref):
+            raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
+        return manifest
+
+    def as_input(self, role: str) -> Input:
+        """The manifest entry of a version that was made of this one."""
+        return Input(role=role, ref=str(self.ref), content_hash=self.manifest.content_hash)
+
+    def verify(self, prefix: str = "") -> None:
+        """Check size and sha256 of every file whose name starts with `prefix`; each once a process.
+        CorruptError."""
+        for entry in self.manifest.files:
+            if entry.name.startswith(prefix) and entry.name not in self._checked:
+                self._verify_file(entry.name, entry.bytes, entry.sha256)
+                self._checked.add(entry.name)
+
+    def _verify_file(self, name: str, expected_size: int, expected_sha256: str) -> None:
+        size = self.files.size(name)
+        if size is None:
+            raise self.corrupt(name, "is missing")
+        if size != expected_size:
+            raise self.corrupt(name, f"expected {expected_size} bytes, found {size}")
+        sha256 = self._storage.sha256(f"{self.ref.folder}/{name}")
+        if sha256 != expected_sha256:
+            raise self.corrupt(
+                name, f"sha256 expected {expected_sha256[:12]}…, found {sha256[:12]}…"
+            )
+
+    def corrupt(self, name: str, problem: str) -> CorruptError:
+        """The error that file `name` of this version is not what was written."""
+        return CorruptError(
+            f"{self.ref} {name}",
+            problem,
+            state="other versions are not touched by this; nothing was changed.",
+            next=f"quiver verify {self.ref}",
+        )
+
+    def table(self, columns: list[str] | None = None) -> pa.Table:
+        """All rows in order, mapped into memory (nothing is copied). [rows] with the kind's
+        schema."""
+        self.verify()
+        shards = []
+        for entry in self.manifest.files:
+            if entry.name.endswith(".arrow"):
+                shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
+                if shard.num_rows != entry.rows:
+                    raise self.corrupt(
+                        entry.name, f"expected {entry.rows} rows, found {shard.num_rows}"
+                    )
+                shards.append(shard)
+        table = pa.concat_tables(shards)
+        return table.select(columns) if columns else table
+
+    def head(self, columns: list[str], most_bytes: int) -> pa.Table:
+        """These columns of the first shards, as many as have `most_bytes` together and at least
+        one; checked, then mapped."""
+        shards: list[pa.Table] = []
+        for entry in self.manifest.files:
+            most_bytes -= entry.bytes
+            if shards and most_bytes < 0:
+                break
+            self.verify(entry.name)
+            shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
+            shards.append(shard.select(columns))
+        return pa.concat_tables(shards)
+
+    def to_datasets(self) -> datasets.Dataset:
+        """The same rows as a `datasets.Dataset` over the mapped files, without copying."""
+        import datasets
+        from datasets.table import ConcatenationTable, InMemoryTable
+
+        rows = InMemoryTable(self.table().replace_schema_metadata(None))
+        return datasets.Dataset(ConcatenationTable.from_tables([rows]))
+
+
+class Store:
+    """A folder of versions.
+
+    `written` holds the references that this object committed; others were there already.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self.storage = Storage(self.path)
+        self.written: set[str] = set()
+        if not (self.path / "store.json").exists():
+            self._create(create)
+        self.id = self._read_marker()
+
+    def _create(self, may_create: bool) -> None:
+        if not may_create:
+            raise ConfigError(
+                f"store {self.path}",
+                "there is no store here",
+                next="give --store PATH, or run a recipe first",
+            )
+        names = os.listdir(self.path) if self.path.is_dir() else []
+        if any(not name.startswith("store.json") for name in names):
+            raise ConfigError(
+                f"store {self.path}",
+                "the folder holds other things",
+                next="name an empty or new folder",
+            )
+        with storage_errors(f"store {self.path}"):
+            make_folder(self.path)
+            write_bytes(self.path / "store.json", _marker().encode())
+
+    def _read_marker(self) -> str:
+        """The id in store.json. CorruptError."""
+        marker = self.path / "store.json"
+        try:
+            fields = json.loads(marker.read_bytes())
+            is_newer = fields["format"] != FORMAT
+        except (ValueError, KeyError, TypeError):
+            raise CorruptError(
+                f"store {self.path}",
+                "store.json can not be read",
+                next=f"write {_marker()} into {marker}, the versions need no more",
+            ) from None
+        if is_newer:
+            raise CorruptError(
+                f"store {self.path}",
+                f"format {fields['format']!r} is newer than {FORMAT}",
+                next="update Quiver",
+            )
+        return fields.get("id", "")
+
+    # -- reading
+
+    def runs(self) -> list[str]:
+        """Names of all runs, sorted."""
+        return [
+            name
+            for name in self.storage.list("")
+            if refs.NAME.fullmatch(name) and self._is_folder(name)
+        ]
+
+    def numbers(self, run: str, kind: str) -> list[int]:
+        """Version numbers of one kind in one run, rising."""
+        return self.index(run, kind).numbers()
+
+    def index(self, run: str, kind: str) -> Index:
+        """What can be asked of all versions of one kind at once."""
+        return Index(self.storage, refs.check_name(run, "run"), kind)
+
+    def refs(self, run: str | None = None, kind: str | None = None) -> Iterator[Ref]:
+        """References of all visible versions, by run, kind and number."""
+        for name in [run] if run else self.runs():
+            for one_kind in [kind] if kind else refs.KINDS:
+                yield from (Ref(name, one_kind, number) for number in self.numbers(name, one_kind))
+
+    def versions(self, run: str | None = None, kind: str | None = None) -> Iterator[Version]:
+        """Every visible version, by run, kind and number."""
+        return map(self._version, self.refs(run, kind))
+
+    def entries(self, run: str | None = None) -> Iterator[tuple[Ref, IndexEntry]]:
+        """What the indexes tell of every visible version, by run, kind and number."""
+        for name in [run] if run else self.runs():
+            for kind in refs.KINDS:
+                for entry in self.index(name, kind).entries():
+                    yield Ref(name, kind, entry.number), entry
+
+    def resolve(self, ref: str | Ref, run: str | None = None) -> Ref:
+        """The reference with its number. `latest` is the highest number; a tag is what it points
+        at. LineageError."""
+        parsed = refs.parse(ref, run)
+        if isinstance(parsed.version, int):
+            if not self._is_folder(parsed.folder):
+                raise self._nowhere(parsed, "there is no such version")
+            return parsed
+        if parsed.version == "latest":
+            numbers = self.numbers(parsed.run, parsed.kind)
+            if not numbers:
+                raise self._nowhere(parsed, f"run {parsed.run} has no {parsed.kind} yet")
+            return parsed._replace(version=numbers[-1])
+        target = self._tag(parsed.run, parsed.version).ref()
+        if target is None:
+            raise self._nowhere(parsed, f"run {parsed.run} has no tag {parsed.version}")
+        tagged = refs.parse(target)
+        if tagged.kind != parsed.kind:
+            raise self._nowhere(parsed, f"tag {parsed.version} points at {tagged}")
+        return self.resolve(tagged)
+
+    def open(self, ref: str | Ref, run: str | None = None) -> Version:
+        """The version that `ref` names, its manifest checked. LineageError, CorruptError."""
+        version = self._version(self.resolve(ref, run))
+        version.manifest  # noqa: B018  a torn manifest is found here, not later
+        return version
+
+    def find(self, run: str, kind: str, run_key: str, above: int = -1) -> Version | None:
+        """The newest complete version that bears `run_key` and a number above `above`, or None. One
+        whose manifest is torn is passed over, with a warning."""
+        for number in reversed(self.index(run, kind).find(run_key)):
+            version = self._version(Ref(run, kind, number))
+            try:
+                if number > above and version.manifest.run_key == run_key:
+                    return version
+            except CorruptError as error:
+                log.warning("%s is passed over: %s", version.ref, error.message)
+        return None
+
+    def _version(self, ref: Ref) -> Version:
+        if self.storage.is_linked(ref.folder):
+            raise CorruptError(
+                str(ref), "the folder is a link", next="replace the link by the folder itself"
+            )
+        return Version(ref, self.storage)
+
+    def _is_folder(self, key: str) -> bool:
+        return self.storage.path(key).is_dir()
+
+    def _nowhere(self, ref: Ref, why: str) -> LineageError:
+        run = ref.run if ref.run in self.runs() else None
+        names = [str(known_ref) for known_ref in self.refs(run, ref.kind)]
+        there_are = f"; there are {', '.join(names[-5:])}" if names else ""
+        next = "quiver ls" if any(self.refs()) else "run a recipe with this store first"
+        return LineageError(str(ref), why + there_are, next=next)
+
+    # -- lineage and checks
+
+    def verify(self, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
+        """Check every byte of one version, or of all: how many were checked, and the errors."""
+        checked = [self.resolve(ref)] if ref else list(self.refs())
+        errors: list[QuiverError] = []
+        for version_ref in checked:
+            try:
+                self._verify(self._version(version_ref))
+            except QuiverError as error:
+                if error.next == f"quiver verify {version_ref}":  # that is what was asked already
+                    self._add_users(error, version_ref)
+                errors.append(error)
+        return len(checked), errors
+
+    def _verify(self, version: Version) -> None:
+        version.verify()
+        unlisted = version.files.unlisted()
+        if unlisted:
+            error = version.corrupt(unlisted[0], "is no file of this version")
+            error.next = shlex.join(["rm", str(version.files.path(unlisted[0]))])
+            raise error
+        if version.ref.kind != "policy":
+            try:
+                schema_module(version.ref.kind).check(version.table())
+            except SchemaError as error:
+                raise version.corrupt(error.object, error.message) from error
+        for parent in version.manifest.inputs:
+            self._verify_parent(version, parent)
+
+    def _verify_parent(self, version: Version, parent: Input) -> None:
+        ref = refs.parse(parent.ref)
+        if not self._is_folder(ref.folder):
+            raise LineageError(
+                str(version.ref),
+                f"its input {ref} is gone",
+                next=f"restore {self.path / ref.folder} from a copy; without it {version.ref} is "
+                "whole, but not its lineage",
+            )
+        if self.open(ref).manifest.content_hash != parent.content_hash:
+            raise LineageError(
+                str(version.ref),
+                f"input {ref} is not what it was",
+                next=f"make {version.ref.kind} anew of what {ref} is now",
+            )
+
+    def _add_users(self, error: QuiverError, ref: Ref) -> None:
+        """Say in `error` what refers to `ref`, whose bytes are not those written, and that only
+        making it anew helps."""
+        users = [
+            f"tag {name}"
+            for name in self._tag_names(ref.run)
+            if self.tagged(ref.run, name) == str(ref)
+        ]
+        for other in self.refs():
+            with contextlib.suppress(QuiverError):  # a torn one is told by itself
+                manifest = self._version(other).manifest
+                refers = any(
+                    entry.ref == str(ref) for entry in (*manifest.inputs, *manifest.models)
+                )
+                if refers and other != ref:
+                    users.append(str(other))
+        error.state = (
+            "no other version is touched by this; what refers to this one: "
+            f"{', '.join(users) or 'nothing'}."
+        )
+        error.next = f"delete {self.path / ref.folder} and run the stage that made it again"
+
+    # -- tags
+
+    def _tag(self, run: str, name: str) -> Tag:
+        return Tag(self.storage, refs.check_name(run, "run"), name)
+
+    def _tag_names(self, run: str) -> list[str]:
+        return [name for name in self.storage.list(f"{run}/tags") if refs.NAME.fullmatch(name)]
+
+    def tag(
+        self,
+        run: str,
+        name: str,
+        ref: str | Ref,
+        expected: str | None = "*",
+        *,
+        why: str = "",
+        key: str = "",
+        about: dict[str, Any] | None = None,
+    ) -> Ref:
+        """Point tag `name` of `run` at `ref`, and say in its journal why, on what the decision was
+        made, and what it was (`key`).
+
+        ConflictError unless the tag now holds `expected` ("*": whatever it holds). Nothing is done
+        where an entry with this `key` is there already: what was decided once stays decided. With a
+        `key` a tag that stays where it is gets an entry too.
+        """
+        check_name(name)
+        target = self.resolve(ref, run)
+        with storage_errors(f"{run} tag {name}"):
+            self._tag(run, name).move(str(target), expected, why, key, about or {})
+        return target
+
+    def tagged(self, run: str, name: str) -> str | None:
+        """The reference that tag `name` of `run` holds; None where there is no such tag."""
+        return self._tag(run, check_name(name)).ref()
+
+    def history(self, run: str, name: str) -> list[Entry]:
+        """What became of tag `name` of `run`, oldest first; empty for a tag that never moved.
+        CorruptError."""
+        return self._tag(run, check_name(name)).history()
+
+
+def _marker() -> str:
+    return json.dumps({"format": FORMAT, "id": str(uuid.uuid4())})

@@ -1,0 +1,121 @@
+"""The index of a kind: found in it what the manifests say, trusted no further, made anew from them."""
+
+import builtins
+import json
+import shutil
+
+import pytest
+
+from quiver.stages.common.store import Store
+from quiver.stages.common.store import storage as storage_module
+from tests.stages.common.store.test_store import Settings, commit
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """Keys of the objects that are read."""
+    keys = []
+    real = storage_module.Storage.read
+
+    def read(self, key):
+        keys.append(key)
+        return real(self, key)
+
+    monkeypatch.setattr(storage_module.Storage, "read", read)
+    return keys
+
+
+def test_finding_opens_as_few_files_with_many_versions_as_with_few(store, reads):
+    counts = []
+    for number in (3, 12):
+        while len(store.numbers("a", "logprobs")) < number:
+            commit(store, Settings(seed=len(store.numbers("a", "logprobs"))), shards=1)
+        version = store.open("a/logprobs@2")
+        reads.clear()
+        assert store.find("a", "logprobs", version.manifest.run_key).ref == version.ref
+        assert store.find("a", "logprobs", "0" * 64) is None
+        counts.append(len(reads))
+    assert counts == [3, 3], "the index twice, and the one manifest"
+
+
+def test_a_commit_opens_as_few_files_with_many_versions_as_with_few(store, reads, monkeypatch):
+    counts = []
+    opened = []
+    real = builtins.open
+    monkeypatch.setattr(
+        builtins,
+        "open",
+        lambda path, *rest, **more: opened.append(path) or real(path, *rest, **more),
+    )
+    for number in (3, 12):
+        while len(store.numbers("a", "logprobs")) < number:
+            commit(store, Settings(seed=len(store.numbers("a", "logprobs"))), shards=1)
+        reads.clear()
+        opened.clear()
+        commit(store, Settings(seed=100 + number), shards=1)
+        counts.append((len(reads), len(opened)))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("damage", ["lost", "torn", "flipped", "older"])
+def test_it_is_made_anew_from_the_manifests(store, damage):
+    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
+    path = store.path / "a/logprobs/.index/versions"
+    before = path.read_text()
+    if damage == "lost":
+        shutil.rmtree(path.parent)
+    elif damage == "torn":
+        path.write_text(before[: len(before) // 2])
+    elif damage == "flipped":
+        path.write_text(before.replace(versions[1].manifest.run_key, "f" * 64))
+        shutil.copytree(versions[2].files.folder, versions[2].files.folder.with_name("v000009"))
+        shutil.rmtree(versions[2].files.folder.with_name("v000009"))
+    else:
+        lines = before.splitlines()
+        path.write_text(
+            "\n".join([*lines[:2], json.dumps({"format": 1, "modified": 1, "count": 2})])
+        )
+    for version in versions:
+        found = Store(store.path).find("a", "logprobs", version.manifest.run_key)
+        assert found.ref == version.ref
+    entries = {entry.number: entry.run_key for _, entry in store.entries("a")}
+    assert entries == {v.ref.version: v.manifest.run_key for v in versions}
+
+
+def test_versions_that_come_or_go_by_hand_are_seen(store):
+    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
+    folder = versions[1].files.folder
+    run_key = versions[1].manifest.run_key
+    elsewhere = store.path.with_name("elsewhere")
+    shutil.move(folder, elsewhere)
+    assert store.find("a", "logprobs", run_key) is None
+    shutil.move(elsewhere, folder)
+    assert store.find("a", "logprobs", run_key).ref == versions[1].ref
+
+
+def test_a_manifest_that_was_torn_and_mended_is_seen(store):
+    version = commit(store, shards=1)
+    run_key = version.manifest.run_key
+    path = version.files.folder / "manifest.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50])
+    ((_, entry),) = store.entries("a")
+    assert entry.error.startswith("E-CORRUPT a/logprobs@1")
+    assert store.find("a", "logprobs", run_key) is None
+    shutil.rmtree(store.path / "a/logprobs/.index")
+    assert store.find("a", "logprobs", run_key) is None
+    path.write_bytes(whole)
+    assert store.find("a", "logprobs", run_key).ref == version.ref
+    ((_, entry),) = store.entries("a")
+    assert entry.error == "" and entry.rows == 2
+
+
+def test_a_store_that_can_not_be_written_is_read(store, monkeypatch):
+    version = commit(store, shards=1)
+    assert not (store.path / "a/logprobs/.index").exists(), "nobody has asked yet"
+
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(storage_module, "make_folder", refuse)
+    assert store.find("a", "logprobs", version.manifest.run_key).ref == version.ref

@@ -1,0 +1,187 @@
+"""Leases: who has one, who may take it over, and what a process that was asleep can not do."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from quiver.schemas.errors import QuiverError
+from quiver.stages.common.store import leases as module
+from quiver.stages.common.store import storage as storage_module
+from quiver.stages.common.store.leases import Leases
+from quiver.stages.common.store.storage import Storage
+from tests.stages.common.store.test_sharing import KIND, require_one, work_on, write_all
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def leases(tmp_path) -> Leases:
+    return Leases(Storage(tmp_path), "leases")
+
+
+@pytest.fixture
+def short_lived(monkeypatch):
+    """Leases that live for half a second, renewed five times in it."""
+    monkeypatch.setattr(module, "SECONDS_TO_LIVE", 0.5)
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_RENEWALS", 0.1)
+
+
+def elsewhere(leases):
+    """The same leases as another process would see them."""
+    return Leases(leases.storage, leases.prefix)
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def test_one_has_it_until_it_is_released(leases):
+    lease = leases.take("work")
+    assert lease.is_held() and elsewhere(leases).take("work") is None
+    assert leases.holder("work").owner.pid == os.getpid()
+    lease.release()
+    assert leases.holder("work") is None
+    again = elsewhere(leases).take("work")
+    assert again.is_held() and not lease.is_held()
+
+
+def take_in_child(leases, start=None):
+    """A process that takes the lease, if it can, and stays; and what says whether it could."""
+    reader, writer = os.pipe()
+
+    def take():
+        if start is not None:
+            start.wait()
+        os.write(writer, b"+" if elsewhere(leases).take("work") else b"-")
+        time.sleep(60)
+
+    child = FORK.Process(target=take, daemon=True)
+    child.start()
+    os.close(writer)
+    return child, reader
+
+
+def end(child, reader):
+    child.kill()
+    child.join()
+    os.close(reader)
+
+
+def test_of_many_that_take_over_from_the_dead_one_does(leases):
+    holder, reader = take_in_child(leases)
+    assert os.read(reader, 1) == b"+"
+    for _ in range(5):
+        end(holder, reader)
+        start = FORK.Barrier(6)
+        children = [take_in_child(leases, start) for _ in range(6)]
+        answers = [os.read(answer, 1) for _, answer in children]
+        assert sorted(answers) == [b"+"] + [b"-"] * 5
+        holder, reader = children.pop(answers.index(b"+"))
+        for child in children:
+            end(*child)
+    end(holder, reader)
+
+
+def test_whoever_renews_keeps_it_and_whoever_is_stopped_loses_it(leases, short_lived):
+    child, reader = take_in_child(leases)
+    assert os.read(reader, 1) == b"+"
+    for _ in range(15):
+        assert leases.take("work") is None, "it is renewed"
+        time.sleep(0.1)
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_until(lambda: leases.take("work") is not None)
+    end(child, reader)
+
+
+def test_a_lease_torn_by_a_power_loss_is_free(leases):
+    leases.take("work").release()
+    key = leases.key("work", 2)
+    leases.storage.put_if_absent(key, b'{"owner": {"bo')
+    assert leases.take("work").key == leases.key("work", 3)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace here")
+@pytest.mark.skipif(not shutil.which("unshare"), reason="no unshare")
+def test_equal_process_numbers_in_two_namespaces_are_two_processes(leases, short_lived):
+    """A process of a container has the number of another one here: it is not dead for that."""
+    code = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from quiver.stages.common.store import leases, storage\n"
+        "leases.SECONDS_BETWEEN_RENEWALS = 0.1\n"
+        "lease = leases.Leases(storage.Storage(Path(sys.argv[1])), 'leases').take('work')\n"
+        "print(os.getpid(), flush=True); time.sleep(60)\n"
+    )
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", code, str(leases.storage.root)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout.readline() == "1\n"
+            assert leases.top("work").owner.pid == 1 and not leases.top("work").owner.is_visible
+            for _ in range(10):
+                assert leases.take("work") is None
+                time.sleep(0.1)
+        finally:
+            process.kill()
+    wait_until(lambda: leases.take("work") is not None)
+
+
+def _commit_asleep(store, queue):
+    """Write all, and fall asleep right before the version is renamed into place."""
+    real = storage_module.publish
+
+    def publish(folder, target):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return real(folder, target)
+
+    storage_module.publish = publish
+    try:
+        with work_on(store, share=False) as work:
+            work.claim(2)
+            write_all(work, 2)
+            work.commit()
+        queue.put(str(work.done.ref))
+    except QuiverError as error:
+        queue.put(error.code)
+
+
+def test_a_commit_that_slept_too_long_makes_no_second_version(store, short_lived):
+    """Its look at the lease was in time; the rename comes after another has committed."""
+    queue = FORK.Queue()
+    child = FORK.Process(target=_commit_asleep, args=(store, queue), daemon=True)
+    child.start()
+
+    def is_stopped():
+        status = open(f"/proc/{child.pid}/stat").read()
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    wait_until(is_stopped)
+    time.sleep(module.SECONDS_TO_LIVE)
+    with work_on(store, share=False) as work:
+        write_all(work, 2)
+        work.commit()
+    os.kill(child.pid, signal.SIGCONT)
+    assert queue.get(timeout=20) == "a/logprobs@1"
+    child.join()
+    require_one(store)
+
+
+def test_nothing_of_leases_stays_after_a_commit(store):
+    with work_on(store, share=False) as work:
+        write_all(work, 1)
+        assert [path.name for path in (store.path / KIND / ".staging").glob("*.leases/*")] == [
+            "work"
+        ]
+        work.commit()
+    require_one(store)

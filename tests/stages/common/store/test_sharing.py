@@ -1,0 +1,291 @@
+"""Shared work on the level of shards: whose each is, what a death leaves, two commits at once, and
+who may not join."""
+
+import os
+
+import pyarrow as pa
+import pytest
+
+from quiver.schemas.errors import BusyError, ConfigError, OutcomeUnknownError
+from quiver.stages.common.store import storage
+from quiver.stages.common.store.sharing import Finished
+from tests.stages.common.store.test_store import Settings, table
+from tests.writing import begin
+
+KIND = "a/logprobs"
+
+
+def work_on(store, share=True, **options):
+    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {}}
+    return begin(store, "a", "logprobs", **{**about, **options}, share=share)
+
+
+def staged(store, name):
+    """The path of a shard or a note in the staging place."""
+    (path,) = (store.path / KIND / ".staging").glob(f"*/{name}")
+    return path
+
+
+def write_all(work, count):
+    for index in work.unfinished(count):
+        work.write(index, table(2 * index))
+
+
+def require_one(store):
+    assert store.numbers("a", "logprobs") == [1] and store.verify() == (1, [])
+    assert list((store.path / KIND / ".staging").iterdir()) == []
+
+
+def test_one_takes_ahead_only_what_leaves_the_others_something(store):
+    with work_on(store) as one, work_on(store) as two:
+        first, second = one.claim(4), two.claim(4)
+        taken = {first.take(), first.take()}
+        assert len(taken) == 2 and None not in taken, "three are free, and one other is there"
+        other = second.take()
+        assert other in set(range(4)) - taken
+        assert second.take() is None and first.take() is None, "the last is for who has none"
+        index = min(taken)
+        one.write(index, table(2 * index))
+        assert first.unfinished() == second.unfinished() == sorted({0, 1, 2, 3} - {index})
+
+
+def test_where_a_process_starts_follows_from_its_rank(store):
+    with work_on(store) as one, work_on(store) as two, work_on(store) as three:
+        begun = {work.claim(9).take() for work in (one, two, three)}
+    assert begun == {0, 3, 6}
+
+
+def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
+    with work_on(store) as slow, work_on(store, patience=0.0) as quick:
+        taken = [slow.claim(3).take() for _ in range(2)]
+        order = []
+        for index in quick.unfinished(3):
+            order.append(index)
+            quick.write(index, table(2 * index))
+        assert order[0] not in taken and sorted(order) == [0, 1, 2]
+        quick.commit()
+        with pytest.raises(Finished):
+            slow.write(taken[0], table(2))
+    require_one(store)
+
+
+def test_the_first_of_two_shards_stays(store):
+    """A slow process writes a shard that another has finished: the file is not touched, nor its
+    note."""
+    with work_on(store) as slow, work_on(store, patience=0.0) as quick:
+        assert slow.claim(1).take() == 0 and quick.claim(1).take() == 0
+        quick.write(0, table(0))
+        path, note = staged(store, "part-00000.arrow"), staged(store, "part-00000.arrow.json")
+        before = path.stat().st_ino, path.read_bytes(), note.read_bytes()
+        slow.write(0, table(50))
+        assert (path.stat().st_ino, path.read_bytes(), note.read_bytes()) == before
+        assert [entry.name for entry in path.parent.iterdir()] == ["part-00000.arrow"]
+
+
+def test_a_death_between_shard_and_note_leaves_the_shard(store):
+    with work_on(store) as work:
+        work.claim(1).take()
+        work.write(0, table(0))
+        inode = staged(store, "part-00000.arrow").stat().st_ino
+        staged(store, "part-00000.arrow.json").unlink()
+    with work_on(store) as work:
+        write_all(work, 1)
+        version = work.commit()
+    assert version.files.path("part-00000.arrow").stat().st_ino == inode
+    require_one(store)
+
+
+@pytest.mark.parametrize("name", ["part-00000.arrow", "part-00000.arrow.json"])
+def test_what_was_damaged_is_done_again_before_the_commit(store, name):
+    with work_on(store) as work:
+        done = []
+        for index in work.unfinished(2):
+            done.append(index)
+            work.write(index, table(2 * index))
+            if len(done) == 2:
+                path = staged(store, name)
+                flipped = bytearray(path.read_bytes())
+                flipped[len(flipped) // 2] ^= 1
+                path.write_bytes(flipped)
+        assert sorted(done) == [0, 0, 1]
+        work.commit()
+    require_one(store)
+
+
+def test_of_two_commits_at_once_one_wins(store, monkeypatch):
+    """The second takes over when the first is about to rename its folder; both have seen no such
+    version."""
+    real, committed = storage.publish, []
+
+    def publish(folder, target):
+        if not committed:
+            committed.append(None)
+            two.writer.shards.commit_lease = two.staging.leases.take("commit", from_living=True)
+            committed[0] = two.commit().ref
+        return real(folder, target)
+
+    with work_on(store, patience=0.0) as two, work_on(store, patience=0.0) as one:
+        write_all(one, 2)
+        two.claim(2)
+        monkeypatch.setattr(storage, "publish", publish)
+        one.commit()
+        pytest.fail("it has not noticed the other")
+    assert one.done.ref == two.done.ref == committed[0]
+    assert store.written == {"a/logprobs@1"}
+    require_one(store)
+
+
+def test_another_version_between_takes_its_number_and_nothing_else(store, monkeypatch):
+    real = storage.publish
+
+    def publish(folder, target):
+        monkeypatch.setattr(storage, "publish", real)
+        with work_on(store, None, config=Settings(seed=1)) as other:
+            other.write(0, table(0))
+            other.commit()
+        return real(folder, target)
+
+    with work_on(store) as work:
+        write_all(work, 1)
+        monkeypatch.setattr(storage, "publish", publish)
+        assert work.commit().ref.version == 2
+    assert store.verify() == (2, [])
+
+
+def test_seconds_are_summed_and_the_total_is_the_longest(store):
+    with work_on(store) as one, work_on(store) as two:
+        first, second = one.claim(2), two.claim(2)
+        one.seconds.update({"score": 2.0, "load": 0.5})
+        two.seconds.update({"score": 1.0})
+        one.writer._started_at -= 100
+        two.notes["rows"] = 3
+        for work, index in ((one, first.take()), (two, second.take())):
+            work.write(index, table(2 * index))
+        assert [part.get("rows") for part in one.parts()] == [None, 3]
+        assert not first.more()
+        manifest = one.commit().manifest
+    assert (manifest.seconds["score"], manifest.seconds["load"]) == (3.0, 0.5)
+    assert 100 < manifest.seconds["total"] < 160
+    assert manifest.metrics["workers"] == 2
+
+
+def test_one_alone_and_those_that_share_keep_out_of_each_others_way(store, monkeypatch):
+    monkeypatch.setattr("quiver.stages.common.store.writer._JOIN_SECONDS", 0.1)
+    alone = f"process {os.getpid()} is at this very work alone"
+    shared = f"process {os.getpid()} is at this very work and others that share it"
+    with work_on(store, share=False), pytest.raises(BusyError, match=alone), work_on(store):
+        pass
+    with (
+        work_on(store),
+        pytest.raises(BusyError, match=shared) as caught,
+        work_on(store, share=False),
+    ):
+        pass
+    assert "start all of them with share" in caught.value.next
+    with work_on(store), pytest.raises(BusyError) as caught, work_on(store, share=None):
+        pass
+    assert "share" not in caught.value.next, "where it would be of no use"
+
+
+def test_an_error_after_the_others_have_committed_is_none(store, caplog):
+    with work_on(store) as quick, work_on(store) as late:
+        write_all(quick, 1)
+        quick.commit()
+        raise RuntimeError("the engine is gone")
+    assert late.done.ref == quick.done.ref
+    assert "a/logprobs@1 was finished by others; here: the engine is gone" in caplog.text
+    require_one(store)
+
+
+def test_an_unclear_outcome_of_ones_own_commit_is_said(store, monkeypatch):
+    """The version is visible, but not because of another: nobody may claim that it will stay."""
+    real = storage.sync
+
+    def failing(path):
+        if path.name == "logprobs" and list(path.glob("v*")):
+            raise OSError(5, "Input/output error")
+        real(path)
+
+    with pytest.raises(OutcomeUnknownError, match="v000001: it is visible"), work_on(store) as work:
+        write_all(work, 1)
+        monkeypatch.setattr(storage, "sync", failing)
+        work.commit()
+
+
+def test_what_can_not_be_shared_says_so(store):
+    with pytest.raises(ConfigError, match="only one process can"), work_on(store, force=True):
+        pass
+
+
+def die_after(store, share, act):
+    """A process of its own does `act(work)`, and then dies as by kill -9."""
+    pid = os.fork()
+    if not pid:
+        with work_on(store, share) as work:
+            act(work)
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def test_shards_that_the_dead_held_are_free(store):
+    die_after(store, True, lambda work: work.claim(2).take())
+    with work_on(store) as work:
+        shards = work.claim(2)
+        assert {shards.take(), shards.take()} == {0, 1}
+
+
+def test_one_alone_knows_what_is_left_after_each_shard(store):
+    """Also of a work that an earlier attempt began: what was finished then is no part of it."""
+    die_after(store, False, lambda work: (work.claim(4), work.write(2, table(4))))
+    with work_on(store, False) as work:
+        shards, left = work.claim(4), []
+        for index in shards:
+            left.append(shards.unfinished())
+            work.write(index, table(2 * index))
+        assert left == [[0, 1, 3], [1, 3], [3]] and shards.unfinished() == []
+
+
+def first_shard(work):
+    shards = work.claim(3)
+    index = shards.take()
+    work.seconds["score"] = 100.0
+    work.write(index, table(2 * index))
+
+
+def test_what_the_dead_told_is_forgotten_where_nobody_else_lives(store):
+    """Their shards stay; what they said of their seconds would count among those of this
+    attempt."""
+    die_after(store, True, first_shard)
+    with work_on(store) as work:
+        assert [part["shards"] for part in work.parts()] == [0]
+        write_all(work, 3)
+        manifest = work.commit().manifest
+    assert "score" not in manifest.seconds and manifest.metrics["workers"] == 1
+    require_one(store)
+
+
+def test_what_was_told_stays_while_one_of_them_lives(store):
+    with work_on(store) as living:
+        die_after(store, True, first_shard)
+        shards = living.claim(3)
+        index = shards.take()
+        living.write(index, table(2 * index))
+        with work_on(store) as late:
+            assert [part["shards"] for part in late.parts()] == [0, 1, 1]
+
+
+def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):
+    """Its writer had planned longer shards, and died between the file and the note that makes it
+    count."""
+
+    def dies(work):
+        work.claim(1).take()
+        work.writer._write_shard(0, table(0, rows=3))
+
+    die_after(store, True, dies)
+    with work_on(store) as work:
+        assert pa.ipc.open_file(staged(store, "part-00000.arrow")).read_all().num_rows == 3
+        write_all(work, 2)
+        version = work.commit()
+    assert version.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
+    require_one(store)
