@@ -32,53 +32,51 @@ class Answers:
     def check(self, completion: Completion) -> None:
         """SchemaError or NumericError unless the completion is whole, and of a row that was asked
         for and has no answer."""
-        index = completion.index
+        index, ids, logprobs, finish_reason, _ = completion
+        row = f"row {printable(index)}"
         if index not in self.unanswered:
             problem = "answered twice" if index in self._asked else "never asked for"
-            raise self._error(SchemaError, f"row {printable(index)} was {problem}")
+            raise self._error(f"{row} was {problem}")
         self.unanswered.remove(index)
-        problem = self._problem(completion)
-        if problem:
-            raise self._error(SchemaError, f"row {index}: {problem}")
-        logprobs = completion.logprobs
+        for name, array, dtype in (
+            ("completion_ids", ids, "int32"),
+            ("logprobs", logprobs, "float32"),
+        ):
+            shape = type(array).__name__
+            if isinstance(array, np.ndarray):
+                shape = f"{array.dtype} {array.ndim}-dimensional"
+            if shape != f"{dtype} 1-dimensional":
+                raise self._error(f"{row}: {name} is {shape}, expected a flat array of {dtype}")
+        if len(ids) != len(logprobs):
+            raise self._error(f"{row}: {len(ids)} ids but {len(logprobs)} logprobs")
+        if len(ids) > self._max_tokens:
+            raise self._error(f"{row}: {len(ids)} ids, max_tokens is {self._max_tokens}")
+        outside = ids[(ids < 0) | (ids >= self._vocabulary_size)]
+        if len(outside):
+            raise self._error(
+                f"{row}: id {outside[0]} is outside the vocabulary of {self._vocabulary_size}"
+            )
+        if finish_reason not in FINISH_REASONS:
+            raise self._error(
+                f"{row}: finish_reason {printable(repr(finish_reason))}, expected one of "
+                f"{', '.join(FINISH_REASONS)}"
+            )
         impossible = logprobs[~np.isfinite(logprobs) | (logprobs > 1e-4)]
         if len(impossible):
-            problem = f"logprob {impossible[0]}, expected a finite number of at most 0"
-            raise self._error(NumericError, f"row {index}: {problem}")
+            raise self._error(
+                f"{row}: logprob {impossible[0]}, expected a finite number of at most 0",
+                NumericError,
+            )
 
     def require_all(self) -> None:
         """SchemaError where a row has no answer."""
         if self.unanswered:
-            problem = (
+            raise self._error(
                 f"{len(self.unanswered)} of {len(self._asked)} rows were never answered, the first "
                 f"is row {min(self.unanswered)}"
             )
-            raise self._error(SchemaError, problem)
 
-    def _problem(self, completion: Completion) -> str:
-        """What is wrong with types, lengths, ids and reason; empty where nothing is."""
-        for name, dtype in (("completion_ids", np.int32), ("logprobs", np.float32)):
-            array = getattr(completion, name)
-            shape = type(array).__name__
-            if isinstance(array, np.ndarray):
-                if array.dtype == dtype and array.ndim == 1:
-                    continue
-                shape = f"{array.dtype} {list(array.shape)}"
-            return f"{name} is {shape}, expected a flat array of {np.dtype(dtype)}"
-        ids = completion.completion_ids
-        if len(ids) != len(completion.logprobs):
-            return f"{len(ids)} ids but {len(completion.logprobs)} logprobs"
-        if len(ids) > self._max_tokens:
-            return f"{len(ids)} ids, max_tokens is {self._max_tokens}"
-        outside = ids[(ids < 0) | (ids >= self._vocabulary_size)]
-        if len(outside):
-            return f"id {outside[0]} is outside the vocabulary of {self._vocabulary_size}"
-        if completion.finish_reason not in FINISH_REASONS:
-            reason = printable(repr(completion.finish_reason))
-            return f"finish_reason {reason}, expected one of {', '.join(FINISH_REASONS)}"
-        return ""
-
-    def _error(self, kind: type[QuiverError], message: str) -> QuiverError:
+    def _error(self, message: str, kind: type[QuiverError] = SchemaError) -> QuiverError:
         return kind(
             f"engine {self._engine}",
             message,

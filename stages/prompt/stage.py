@@ -82,21 +82,20 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     _fill_in(config, source)  # refuses a source that is not the planned one
     group_ids = _group_ids(config, source)
     chosen = choose(len(group_ids), config.limit, config.seed, config.iteration)
-    shards = [
-        chosen[start : start + ROWS_PER_SHARD] for start in range(0, len(chosen), ROWS_PER_SHARD)
-    ]
+    starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
     with (
         writer.phase("render"),
         closing(Renderer(config, policy, _read_template(config))) as renderer,
     ):
-        for index in writer.unfinished(len(shards)):
-            writer.write(index, render_rows(source, shards[index], group_ids, renderer))
-            log.info("prompts: shard %d of %d", index + 1, len(shards))
+        for index in writer.unfinished(len(starts)):
+            rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
+            writer.write(index, render_rows(source, rows, group_ids, renderer))
+            log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
-        tables = [writer.read(index).select(columns) for index in range(len(shards))]
+        tables = [writer.read(index).select(columns) for index in range(len(starts))]
         prompts = pa.concat_tables(tables)
-        starts = assistant_starts(prompts.column("messages"), renderer)
+        answer_starts = assistant_starts(prompts.column("messages"), renderer)
     rendered_ids = set(prompts.column("group_id").to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
@@ -115,7 +114,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             },
             "source_rows": source.table.num_rows,
             "dropped_group_ids": dropped,
-            "assistant_starts": starts,
+            "assistant_starts": answer_starts,
         },
         status={"kept": prompts.num_rows, "dropped": len(dropped)},
     )
@@ -197,17 +196,17 @@ def _group_ids(config: Config, source: sources.Source) -> list[str]:
         digits = max(6, len(str(num_rows - 1)))
         return [f"{config.group_prefix}{row:0{digits}d}" for row in range(num_rows)]
     names: dict[str, int] = {}
-    for row, value in enumerate(source.table.column(config.group_id).to_pylist()):
-        name = f"{config.group_prefix}{value}"
+    for row, cell in enumerate(source.table.column(config.group_id).to_pylist()):
+        name = f"{config.group_prefix}{cell}"
         problem = bad_text(name)
-        if value in (None, ""):
+        if cell in (None, ""):
             problem = "is empty"
         elif name in names:
             problem = f"stands in row {names[name] + 1} too"
         if problem:
             raise ConfigError(
                 f"source {printable(source.name)} row {row + 1}",
-                f"group id {printable(repr(value))} {problem}",
+                f"group id {printable(repr(cell))} {problem}",
                 next="make the group ids unique, or leave prompt.group_id out",
             )
         names[name] = row
