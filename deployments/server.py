@@ -14,8 +14,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -31,11 +31,13 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError, printable
+from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.reward.servers.config import is_loopback
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 """Where the server keeps who holds a concurrency slot. By default that is its memory: what is held
 when it dies stays held."""
+_LEASE_STORAGE = "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"
 _CORS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 """Prefect's default lets any page that the user's browser shows use a server on loopback."""
 _START_SECONDS = 120
@@ -74,44 +76,42 @@ def check_api() -> str:
     if settings.get("concurrency", {}).get("lease_storage", LEASES) != LEASES:
         log.warning(
             "this server forgets who holds a slot when it is killed; start it with %s",
-            _lease_variable(),
+            f"{_LEASE_STORAGE}={LEASES}",
         )
     return url
 
 
 def _refuse_open(url: str, settings: dict[str, Any]) -> None:
-    named = urlsplit(url)
-    hosts = [named.hostname or "", settings.get("api", {}).get("host", "")]
-    if is_loopback(
-        hosts[0]
-    ):  # a process of this machine, whose command may say another address than its settings
-        hosts += listening(named.port or 80)
-    exposed = next((each for each in hosts if each and not is_loopback(each)), None)
-    if exposed:
-        raise SecurityError(
-            f"Prefect API {printable(url)}",
-            f"listens on {printable(exposed)} and answers without credentials: whoever reaches it "
-            "runs code on every worker",
-            next=f"PREFECT_SERVER_API_AUTH_STRING=user:password {_START} --host "
-            f"{printable(exposed)}, and "
-            "PREFECT_API_AUTH_STRING=user:password for workers and this command; or --host "
-            "127.0.0.1",
-        )
+    address = urlsplit(url)
+    hosts = [address.hostname or "", settings.get("api", {}).get("host", "")]
+    if is_loopback(hosts[0]):  # on this machine; its command may say another host than its settings
+        hosts += listening(address.port or 80)
+    for host in filter(None, hosts):
+        if not is_loopback(host):
+            raise SecurityError(
+                f"Prefect API {printable(url)}",
+                f"listens on {printable(host)} and answers without credentials: whoever reaches it "
+                "runs code on every worker",
+                next=f"PREFECT_SERVER_API_AUTH_STRING=user:password {_START} --host "
+                f"{printable(host)}, and PREFECT_API_AUTH_STRING=user:password for workers and "
+                "this command; or --host 127.0.0.1",
+            )
 
 
 def listening(port: int) -> list[str]:
-    """The addresses of this machine on which somebody listens at `port`, as Linux tells them."""
-    found = []
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        for line in table.read_text().splitlines()[1:] if table.exists() else []:
-            (address, _, number), state = line.split()[1].partition(":"), line.split()[3]
+    """The addresses of this machine on which a process listens at `port`, as Linux tells them."""
+    addresses = []
+    for table in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")):
+        rows = table.read_text().splitlines()[1:] if table.exists() else []
+        for row in rows:
+            _, local, _, state, *_ = row.split()
+            address, _, number = local.partition(":")
             if state == _LISTEN and int(number, 16) == port:
-                raw = bytes.fromhex(address)  # words of four bytes, each in this machine's order
-                ip = ipaddress.ip_address(
-                    b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
-                )
-                found.append(str(getattr(ip, "ipv4_mapped", None) or ip))
-    return found
+                # words of four bytes, each in this machine's order
+                words = struct.iter_unpack("=I", bytes.fromhex(address))
+                ip = ipaddress.ip_address(b"".join(struct.pack(">I", *word) for word in words))
+                addresses.append(str(getattr(ip, "ipv4_mapped", None) or ip))
+    return addresses
 
 
 def _check_credentials(shown: str) -> dict[str, Any]:
@@ -131,10 +131,6 @@ def _check_credentials(shown: str) -> dict[str, Any]:
         ) from None
 
 
-def _lease_variable() -> str:
-    return f"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE={LEASES}"
-
-
 # -- a server of our own
 
 
@@ -143,79 +139,50 @@ def own_server(port: int) -> Iterator[str]:
     """A real server on loopback, and this process as its client: until the block ends, or the
     process does, even by kill -9."""
     host = "127.0.0.1"
+    url = f"http://{host}:{port}/api"
     with socket.socket() as probe:
         if probe.connect_ex((host, port)) == 0:
             raise ConfigError(
                 f"port {port}",
                 "is taken: maybe a Prefect server runs there already",
-                next=f"export PREFECT_API_URL=http://{host}:{port}/api, or choose another --port",
+                next=f"export PREFECT_API_URL={url}, or choose another --port",
             )
-    url, name = f"http://{host}:{port}/api", Path(PREFECT_HOME.value()) / f"server-{port}.log"
-    name.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        host,
-        "--port",
-        str(port),
-    ]
-    own = {"PREFECT_API_URL": url, _CORS: f"http://{host}:{port},http://localhost:{port}"}
-    environment = {**os.environ, **own, **dict([_lease_variable().split("=")])}
-    with name.open("wb") as told:
-        server = subprocess.Popen(
-            command, env=environment, stdout=told, stderr=told, start_new_session=True
+    log_file = Path(PREFECT_HOME.value()) / f"server-{port}.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    environment = {
+        **os.environ,
+        "PREFECT_API_URL": url,
+        _CORS: f"http://{host}:{port},http://localhost:{port}",
+        _LEASE_STORAGE: LEASES,
+    }
+    with log_file.open("wb") as output:
+        server = Process(
+            [sys.executable, "-m", *_START.split(), "--host", host, "--port", str(port)],
+            orphan_grace=5,
+            env=environment,
+            stdout=output,
+            stderr=output,
         )
     try:
-        _end_with_this_process(server.pid)
-        _wait_for(server, url, name)
+        _wait_for(server, url, log_file)
         os.environ["PREFECT_API_URL"] = url  # of what is started from here
         with temporary_settings({PREFECT_API_URL: url}):
             yield url
     finally:
         os.environ.pop("PREFECT_API_URL", None)
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-
-
-def _end_with_this_process(group: int) -> None:
-    """A shell waits on a pipe that only this process holds open, and ends `group` when that
-    closes."""
-    waiting, _ = os.pipe()
-    command = ["sh", "-c", f"read _; kill -- -{group}; sleep 5; kill -9 -- -{group}"]
-    subprocess.Popen(
-        command,
-        stdin=waiting,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    os.close(waiting)
+        server.end(grace=10)
 
 
 def _wait_for(server: subprocess.Popen, url: str, log_file: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while True:
+    while server.poll() is None and time.monotonic() < deadline:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
                 return
-        if server.poll() is not None or time.monotonic() > deadline:
-            what = (
-                "ended"
-                if server.poll() is not None
-                else f"did not answer within {_START_SECONDS} s"
-            )
-            raise ResourceError(
-                "Prefect server",
-                f"{what}; its last words are in {log_file}",
-                next=f"tail {log_file}",
-            )
         time.sleep(0.2)
+    how = "ended" if server.poll() is not None else f"did not answer within {_START_SECONDS} s"
+    raise ResourceError(
+        "Prefect server",
+        f"{how}; its last words are in {log_file}",
+        next=f"tail {log_file}",
+    )

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Generic, TypeVar
 
-from quiver.stages.common.child import GRACE_SECONDS, Stopped
+from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS, Stopped
 
 _T = TypeVar("_T")
 _STOP: ContextVar[threading.Event | None] = ContextVar("quiver_stop", default=None)

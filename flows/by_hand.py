@@ -33,7 +33,7 @@ def tell_version(call: Call, outcome: Outcome) -> None:
     raises."""
 
     def events() -> list[dict[str, Any]]:
-        from .assets import version_events
+        from .pages.events import version_events
 
         return version_events(call, outcome)
 
@@ -45,7 +45,7 @@ def tell_moved(name: str, entry: Entry) -> None:
     """Tell that the tag `name` = run/kind@tag moved. Never raises."""
 
     def events() -> list[dict[str, Any]]:
-        from .assets import moved_event
+        from .pages.events import moved_event
 
         return [moved_event(name, entry)]
 

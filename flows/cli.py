@@ -19,8 +19,8 @@ from typer.main import get_command
 from quiver.schemas.errors import ConfigError, QuiverError, unexpected
 
 from .commands import listing, placing, running, versions
+from .commands.next_step import complete, options_in
 from .commands.shared import CALLED, keep_stdout, say
-from .next_step import complete, options_in
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (

@@ -30,9 +30,9 @@ from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry, previous
 
 from .approval import Answer, Candidate, require_server, reviewed
-from .artifacts import link_report
-from .assets import announce_move, told
 from .evaluation import measure, require_held_out
+from .pages import link_report
+from .pages.events import announce_move, payload_of
 from .placement import check_placement
 from .post_train import choose_reference, improve
 from .promotion import Promotion, decide, entry_of, judge, roll_back
@@ -104,7 +104,12 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
         entry.about["decision"],
         printable(entry.why, 1000),
     )
-    return {"run": recipe.run, "tag": recipe.promotion.tag, **told(entry), "iterations": iterations}
+    return {
+        "run": recipe.run,
+        "tag": recipe.promotion.tag,
+        **payload_of(entry),
+        "iterations": iterations,
+    }
 
 
 def _spent(night: Night) -> tuple[Entry, list[dict[str, Any]]]:

@@ -2,16 +2,17 @@
 place is taken over.
 
 Prefect's workers leave their flow processes running when they are killed. A thread asks every
-second whether the parent still is the one that it began with; when not, the flow gets SIGTERM, as
-on a cancel, and so ends its stage; if it can not end (it tells the server so first, which may be
-gone as well), SIGKILL follows, and the stage's process sees its lifeline close. Whoever died before
-the thread began, while this process was still importing, no longer listens at the port that he gave
-it for commands.
+second whether the parent still is the first one; when not, the flow gets SIGTERM, as on a cancel,
+and so ends its stage; if it can not end (it tells the server so first, which may be gone as well),
+SIGKILL follows, and the stage's keeper sees its lifeline close. A worker that died before the
+thread began, while this process was still importing, no longer listens at the port that it gave
+this process for commands.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -28,7 +29,7 @@ def end_with_the_parent() -> None:
 
 
 def _watch(parent: int) -> None:
-    if _is_there():
+    if _worker_listens():
         while os.getppid() == parent:
             time.sleep(POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -36,24 +37,13 @@ def _watch(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _is_there() -> bool:
-    """Whether the worker listens where it said when it started this process; true where it said
-    nothing."""
-    given = (
-        Path("/proc/self/environ").read_bytes().split(b"\0")
-    )  # Prefect takes it out of os.environ
-    port = next(
-        (
-            int(entry.partition(b"=")[2])
-            for entry in given
-            if entry.startswith(b"PREFECT__CONTROL_PORT=")
-        ),
-        None,
-    )
-    if port is None:
-        return True
+def _worker_listens() -> bool:
+    """Whether the worker listens at the port that it gave this process; true where it gave none."""
+    environment = Path("/proc/self/environ").read_bytes()  # Prefect takes it out of os.environ
+    port = re.search(rb"(?:^|\0)PREFECT__CONTROL_PORT=(\d+)", environment)
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        if port:
+            socket.create_connection(("127.0.0.1", int(port[1])), timeout=10).close()
     except OSError as error:
         return not isinstance(error, ConnectionRefusedError)
     return True

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import BusyError, ConfigError, ResourceError
-from quiver.stages.common.child import Stopped
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.prewarm import prewarm
 from quiver.stages.common.runtime.runner import Call, Outcome, find, run_call
+from quiver.stages.common.runtime.subprocesses import Stopped
 
 from .recipe import Recipe
 from .slots import slots

@@ -31,8 +31,8 @@ from quiver.schemas.errors import (
     ResourceError,
     printable,
 )
-from quiver.stages.common.child import Stopped
 from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 
 from .placement import GivenUp, Place, require_server

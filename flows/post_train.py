@@ -40,9 +40,9 @@ from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.logprobs.average import Config as AverageConfig
 
 from .ahead import Ahead
-from .artifacts import link_report
-from .artifacts.iterations import Curve
 from .evaluation import measure, numbers
+from .pages import link_report
+from .pages.iterations import Curve
 from .placement import check_placement
 from .recipe import Recipe
 from .tasks import check_rewards, perform, tagged
@@ -141,7 +141,14 @@ def sample(
     config = recipe.generate_config(iteration)
     next_configs = {} if recipe.overlap else {"optimize": recipe.optimize_config()}
     rollouts = _stage(
-        recipe, "generate", iteration, forced, config, next_configs=next_configs, prompts=prompts.ref, policy=policy
+        recipe,
+        "generate",
+        iteration,
+        forced,
+        config,
+        next_configs=next_configs,
+        prompts=prompts.ref,
+        policy=policy,
     )
     rewards = _stage(recipe, "reward", iteration, forced, recipe.reward, rollouts=rollouts.ref)
     made = {"prompt": prompts, "generate": rollouts, "reward": rewards}
@@ -208,7 +215,14 @@ def update(
     config = recipe.optimize_config()
     next_configs = _next_configs(recipe, iteration)
     updated = _stage(
-        recipe, "optimize", iteration, forced, config, next_configs=next_configs, policy=policy, **refs
+        recipe,
+        "optimize",
+        iteration,
+        forced,
+        config,
+        next_configs=next_configs,
+        policy=policy,
+        **refs,
     )
     seconds["optimize"] = updated.seconds
     return {**own, "policy": updated.ref, "evaluation": None, "seconds": seconds}
@@ -235,7 +249,9 @@ def _stage(
     **refs: str | list[str],
 ) -> Outcome:
     label, force = f"{name} {iteration}/{recipe.iterations}", name in forced
-    return perform(recipe, label, name, config, refs, recipe.run, force, iteration, next_configs=next_configs)
+    return perform(
+        recipe, label, name, config, refs, recipe.run, force, iteration, next_configs=next_configs
+    )
 
 
 def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from prefect.context import FlowRunContext, TaskRunContext
 
 from quiver.stages.common.runtime.runner import Call
 
-from .artifacts.shown import attempt
-from .artifacts.text import key, quoted
+from .pages.failures import attempt
+from .pages.text import key, quoted
 
 SECONDS_BETWEEN = 5.0
 _GRACE_SECONDS = 2.0

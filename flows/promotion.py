@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from pydantic import Field, field_validator
 
 from quiver.schemas.errors import ConflictError, LineageError
-from quiver.stages.common import tags
 from quiver.stages.common.config import Config
-from quiver.stages.common.store import Store
+from quiver.stages.common.store import Store, tags
 from quiver.stages.evaluate.estimators import Estimate, lower_bound
 
 

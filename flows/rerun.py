@@ -15,7 +15,8 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import parse
-from quiver.stages.common.runtime.runner import Call, Outcome, find as find_finished
+from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.runner import find as find_finished
 from quiver.stages.common.store import Store
 from quiver.stages.reward.override import load as load_override
 

@@ -23,8 +23,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.child import Stopped
 from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.runtime.subprocesses import Stopped
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _POLL_SECONDS = 0.2

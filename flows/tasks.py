@@ -30,7 +30,7 @@ from quiver.stages.reward.stage import check_functions
 
 from . import logs
 from .ahead import is_ahead, is_stopped
-from .artifacts import publish
+from .pages import publish
 from .placement import GivenUp, Place, next_stages, place_of, run_when_free
 from .progress import progress
 from .recipe import Placement, Recipe

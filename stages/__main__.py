@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from quiver.schemas.errors import QuiverError, unexpected
-from quiver.stages.common.child import watch_lifeline
 from quiver.stages.common.config import parse
 from quiver.stages.common.runtime.prewarm import HINT_NAME
 from quiver.stages.common.runtime.runner import Call, perform, quiver_version
@@ -38,15 +37,10 @@ def main() -> int:
     parser.add_argument("stage", choices=sorted(MODULES))
     parser.add_argument("--call", type=Path, required=True)
     parser.add_argument("--answer", type=Path, required=True)
-    parser.add_argument(
-        "--lifeline", type=int, help="file descriptor; this process dies when its other end closes"
-    )
     arguments = parser.parse_args()
     # at Python's own setting, walks over what imports made are a third of their time
     gc.set_threshold(100_000, 50, 100)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if arguments.lifeline is not None:
-        watch_lifeline(arguments.lifeline)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("quiver.stages").setLevel(logging.INFO)
     import_beforehand(arguments.stage, arguments.call.with_name(HINT_NAME))

@@ -85,6 +85,15 @@ def test_a_project_with_flows_stages_and_schemas_of_its_own(python, project):
     assert listed.stdout == '{"versions": []}\n', listed.stderr
 
 
+def test_the_templates_of_the_report_are_in_the_wheel(python, project):
+    code = (
+        "from quiver.stages.report.plots import Panel, draw; "
+        "print(draw([Panel('loss', [(1, 0.5, 0.0)])], 'step').svg[:4])"
+    )
+    done = run(python, "-c", code, cwd=project)
+    assert done.stdout == "<svg\n", done.stderr
+
+
 def test_the_name_alone_loads_nothing(tmp_path):
     code = (
         "import sys, quiver; dir(quiver); "

@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from quiver.flows.cli import app
-from quiver.flows.next_step import Called, complete
+from quiver.flows.commands.next_step import Called, complete
 from tests.test_architecture import FILES, ROOT
 
 COMMANDS = get_command(app).commands

@@ -18,7 +18,7 @@ import torch
 from tokenizers import processors
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged

@@ -42,8 +42,8 @@ def run(
     from ..embedded import guard_embedded_server
     from ..placement import check_placement
     from ..post_train import STAGES, post_train
-    from ..summary import summary
     from ..tasks import tagged
+    from .summary import summary
 
     if first and first not in STAGES:
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from ..next_step import Called, default_store
+from .next_step import Called, default_store
 
 if TYPE_CHECKING:
     from quiver.stages.common.store import Store

@@ -11,7 +11,7 @@ import typer
 from quiver.schemas.errors import printable
 from quiver.schemas.refs import Ref, check_name
 
-from ..next_step import complete, options_in
+from .next_step import complete, options_in
 from .shared import CALLED, Debug, Json, Reference, StorePath, open_store, say
 
 
@@ -22,7 +22,7 @@ def ls(
     debug: Debug = False,
 ) -> None:
     """List the versions."""
-    from ..inspect_store import listing
+    from .inspect_store import listing
 
     rows = listing(open_store(store), run)
     lines = [
@@ -42,7 +42,7 @@ def show(
     """A version's manifest and first rows."""
     import json as codec
 
-    from ..inspect_store import rows
+    from .inspect_store import rows
 
     version = open_store(store).open(ref)
     manifest, found = version.manifest.model_dump(mode="json", by_alias=True), rows(version, n)
@@ -57,7 +57,7 @@ def lineage(
     ref: Reference, store: StorePath = None, json: Json = False, debug: Debug = False
 ) -> None:
     """What a version was made of, down to the sources."""
-    from ..inspect_store import lineage as trace
+    from quiver.stages.report.lineage import lineage as trace
 
     def tree(node: dict[str, Any], depth: int = 0) -> list[str]:
         mark = " (above)" if node.get("seen") else " (expired)" if node.get("expired") else ""
@@ -76,7 +76,7 @@ def diff(
     debug: Debug = False,
 ) -> None:
     """What differs between two versions of one kind: config, models, metrics, rows."""
-    from ..inspect_store import diff as compare
+    from .inspect_store import diff as compare
 
     found = compare(open_store(store), first, second)
     lines = [
@@ -151,7 +151,7 @@ def history(
     debug: Debug = False,
 ) -> None:
     """What a tag pointed at, when and why; what it was refused, too."""
-    from ..inspect_store import history as of_tag
+    from .inspect_store import history as of_tag
 
     entries = of_tag(open_store(store), name)
     lines = [

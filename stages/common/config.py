@@ -15,9 +15,8 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.plugins import ROOMS
 
-ROOMS = ("schemas", "stages", "flows", "deployments")
-"""The packages below `quiver`. Before it was the one import name, each had its own."""
 _RUNTIME = "runtime knob: not part of the run_key"
 _T = TypeVar("_T")
 Runtime = Annotated[_T, _RUNTIME]

@@ -1,91 +1,133 @@
-"""Code that a recipe names: `module:function` or `file.py:function`, with the hash of the file that
-holds it.
+"""Code that a recipe names: `module:function` or `file.py:function`, with a hash of its source.
 
-Only a recipe may name code; a path is never taken from data. The hash covers that one file, not
-what it imports.
+Only a recipe may name code; a path is never taken from data. The hash covers the file and those of
+its neighbours that it imports, found by parsing: what it imports under a name that is computed, and
+installed packages, are not covered.
 
+    path = locate("rewards/mine.py:politeness", "reward.functions[0].use")     # runs nothing
+    fingerprint(path)
     function, sha256 = load("rewards/mine.py:politeness", "reward.functions[0].use")
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from importlib.machinery import PathFinder
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.config import ROOMS
 from quiver.stages.common.store import storage
 
-_imported_as: dict[str, str] = {}
+ROOMS = ("schemas", "stages", "flows", "deployments")
+"""The packages below `quiver`. Before it was the one import name, each had its own."""
+_OUR_FOLDERS = [Path(__file__).resolve().parents[2] / room for room in ROOMS]
+_INSTALLED = {"site-packages", "dist-packages"}
+_loading = threading.RLock()
+_hash_when_imported: dict[Path, str] = {}
 
 
-def load(name: str, field: str, wanted: type = Callable) -> tuple[Any, str]:
-    """The function (or the `wanted`) that `name` points at and the sha256 of its source file.
-    ConfigError names `field`."""
-    kind = "function" if wanted is Callable else wanted.__name__
-    holder, colon, attribute = name.rpartition(":")
-    if not colon or not holder or not attribute:
-        raise ConfigError(
-            f"{field} {printable(repr(name))}",
-            f"expected module:{kind} or file.py:{kind}",
-            next=f"correct {field}",
-        )
-    module = _module(holder, field)
-    found = getattr(module, attribute, None)
-    if not isinstance(found, wanted):
-        listed = (
-            inspect.isfunction if wanted is Callable else lambda value: isinstance(value, wanted)
-        )
-        names = [key for key, value in vars(module).items() if listed(value)]
-        near = difflib.get_close_matches(attribute, names, 1, 0.5)
-        hint = (
-            f"; did you mean {near[0]}?"
-            if near
-            else f"; it has {', '.join(sorted(names)) or f'no {kind}'}"
-        )
+def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
+    """The function (or the object of class `kind`) that `name` points at, and its `fingerprint`.
+
+    ConfigError names `field`.
+    """
+    kind_name = "function" if kind is Callable else kind.__name__
+    path = locate(name, field, kind_name)
+    holder, _, attribute = name.rpartition(":")
+    module = _import(holder, path, field)
+    plugin = getattr(module, attribute, None)
+    if not isinstance(plugin, kind):
+        choices = [
+            key
+            for key, member in vars(module).items()
+            if (inspect.isfunction(member) if kind is Callable else isinstance(member, kind))
+        ]
+        listed = f"; it has {', '.join(sorted(choices)) or f'no {kind_name}'}"
         raise ConfigError(
             f"{field} {printable(name)}",
-            f"{holder} has no {kind} {attribute}{hint}",
+            f"{holder} has no {kind_name} {attribute}{did_you_mean(attribute, choices, listed)}",
             next=f"correct {field}",
         )
-    return found, hash_of(module)
+    return plugin, fingerprint(Path(module.__file__))
 
 
-def hash_of(module: ModuleType) -> str:
-    """sha256 of the module's file; empty where it has none."""
-    path = getattr(module, "__file__", None)
-    return storage.sha256(Path(path)) if path else ""
+def locate(name: str, field: str, kind_name: str = "function") -> Path:
+    """The source file of `file.py:function` or `module:function`. No code of a user's runs.
 
-
-def _module(holder: str, field: str) -> ModuleType:
-    path = Path(holder).expanduser().absolute()
-    if holder.endswith(".py") and not path.is_file():
+    ConfigError names `field`.
+    """
+    holder, _, attribute = name.rpartition(":")
+    if not holder or not attribute:
         raise ConfigError(
-            f"{field} {printable(holder)}", f"there is no file {path}", next=f"correct {field}"
+            f"{field} {printable(repr(name))}",
+            f"expected module:{kind_name} or file.py:{kind_name}",
+            next=f"correct {field}",
         )
-    try:
-        if holder.endswith(".py"):
-            return _from_file(path)
-        if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
-            sys.path.append(os.getcwd())
-        return _imported(_current_name(holder))
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        what = f"can not be imported: {type(error).__name__}: {printable(error)}"
-        command = (
-            ["python", holder] if holder.endswith(".py") else ["python", "-c", f"import {holder}"]
-        )
-        raise ConfigError(f"{field} {printable(holder)}", what, next=shlex.join(command)) from error
+    if holder.endswith(".py"):
+        path = Path(holder).expanduser().absolute()
+        if not path.is_file():
+            raise ConfigError(
+                f"{field} {printable(holder)}", f"there is no file {path}", next=f"correct {field}"
+            )
+        return path
+    if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
+        sys.path.append(os.getcwd())
+    spec = _find_spec(_current_name(holder))
+    if spec is None or not spec.has_location:
+        raise _not_importable(holder, ModuleNotFoundError(f"No module named {holder!r}"), field)
+    return Path(spec.origin).absolute()
+
+
+def fingerprint(path: Path) -> str:
+    """sha256 of the source file `path`; with those of the neighbours that it imports, if any.
+
+    A neighbour is a module beside the file or in its package.
+    """
+    hashes = {source: storage.sha256(source) for source in _sources(path)}
+    if len(hashes) == 1:
+        return hashes[path]
+    names = {os.path.relpath(source, path.parent): sha256 for source, sha256 in hashes.items()}
+    return hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()
+
+
+def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about an unknown `name`: the choice that is spelled most like it."""
+    near = difflib.get_close_matches(name, choices, 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else otherwise
+
+
+# -- where a module is
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    """The spec of module `name`; unlike importlib's own, found without importing its packages."""
+    top, *submodules = name.split(".")
+    if top == "quiver":  # our packages may be imported: they hold nothing but docstrings
+        with suppress(ModuleNotFoundError):
+            return importlib.util.find_spec(name)
+        return None
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, _OldNames)]
+    specs = (finder.find_spec(top, None) for finder in finders)
+    spec = next((spec for spec in specs if spec is not None), None)
+    for submodule in submodules:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(submodule, list(spec.submodule_search_locations))
+    return spec
 
 
 def _current_name(name: str) -> str:
@@ -94,53 +136,95 @@ def _current_name(name: str) -> str:
     Older recipes say `deployments.recipes.larger` where it is `quiver.deployments.recipes.larger`
     today. They mean ours, unless a module of exactly that name stands elsewhere.
     """
-    room = name.partition(".")[0]
-    if room not in ROOMS:
+    if name.partition(".")[0] not in ROOMS:
         return name
-    spec = PathFinder.find_spec(room)
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    our_folder = Path(__file__).parents[2] / room
-    if not folders or any(Path(folder).resolve() == our_folder.resolve() for folder in folders):
+    spec = _find_spec(name)
+    if spec is None:
         return f"quiver.{name}"
+    places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or [])
+    return f"quiver.{name}" if any(_is_ours(Path(place)) for place in places) else name
+
+
+def _is_ours(path: Path) -> bool:
+    return any(path.resolve().is_relative_to(folder) for folder in _OUR_FOLDERS)
+
+
+# -- what a file imports
+
+
+def _sources(path: Path) -> list[Path]:
+    """`path`, and all neighbours that it imports, they import, and so on."""
+    sources = [path]
+    for source in sources:  # grows on the way
+        sources += [neighbour for neighbour in _neighbours(source) if neighbour not in sources]
+    return sources
+
+
+def _neighbours(path: Path) -> list[Path]:
+    """Files beside `path` or in its package that its import statements run, each once."""
+    if path.suffix != ".py" or _is_ours(path) or _INSTALLED & set(path.parts):
+        return []
     try:
-        is_theirs = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        is_theirs = False
-    return name if is_theirs else f"quiver.{name}"
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # importing it will tell
+        return []
+    project = path.parent
+    while (project / "__init__.py").is_file():
+        project = project.parent
+    neighbours: list[Path] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module.split(".") if node.module else []
+            modules = [[*package, alias.name] for alias in node.names]
+        else:
+            continue
+        for names in modules:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                package_folder = path.parents[node.level - 1]
+                neighbours += [package_folder / "__init__.py", *_files_of(package_folder, names)]
+            elif names[0] not in sys.stdlib_module_names:
+                neighbours += _files_of(path.parent, names) or _files_of(project, names)
+    return [
+        neighbour
+        for neighbour in dict.fromkeys(neighbours)
+        if neighbour.is_file() and not _is_ours(neighbour) and not _INSTALLED & set(neighbour.parts)
+    ]
 
 
-def _imported(name: str) -> ModuleType:
-    """The module as its file is now: a process that lives long must not score with the code of
-    yesterday.
-
-    Nor one that starts anew: bytecode that is older than its source is stale, though it names the
-    same second and size.
-    """
-    if name not in sys.modules:
-        _forget_stale_bytecode(name)
-    module = importlib.import_module(name)
-    sha256 = hash_of(module)
-    if _imported_as.setdefault(name, sha256) != sha256:
-        _imported_as[name] = sha256
-        Path(importlib.util.cache_from_source(module.__file__)).unlink(
-            missing_ok=True
-        )  # it knows whole seconds only
-        module = importlib.reload(module)
-    return module
+def _files_of(folder: Path, names: list[str]) -> list[Path]:
+    """The files in `folder` that importing module `names` runs: each package's `__init__.py`, and
+    the module's own."""
+    sources = []
+    for name in names:
+        initial = folder / name / "__init__.py"
+        module = folder / f"{name}.py"
+        if initial.is_file():
+            sources.append(initial)
+        elif module.is_file():
+            return [*sources, module]
+        folder = folder / name
+    return sources
 
 
-def _forget_stale_bytecode(name: str) -> None:
-    found = importlib.util.find_spec(name)
-    source, cached = (Path(getattr(found, key, None) or os.devnull) for key in ("origin", "cached"))
-    if (
-        source.is_file()
-        and cached.is_file()
-        and source.stat().st_mtime_ns > cached.stat().st_mtime_ns
-    ):
-        cached.unlink()
+# -- importing
 
 
-def _from_file(path: Path) -> ModuleType:
+def _import(holder: str, path: Path, field: str) -> ModuleType:
+    """The module as its files are now: a process that lives long must not score with the code of
+    yesterday."""
+    with _loading, _old_names():
+        try:
+            _forget_changed(_sources(path))
+            if holder.endswith(".py"):
+                return _import_file(path)
+            return importlib.import_module(_current_name(holder))
+        except Exception as error:  # importing runs the user's code, which may raise anything
+            raise _not_importable(holder, error, field) from error
+
+
+def _import_file(path: Path) -> ModuleType:
     """A module of its own for each file and content: neither an edited file nor its copy elsewhere
     is mistaken for another."""
     name = f"{path.stem}_{storage.sha256(path)[:12]}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
@@ -156,3 +240,77 @@ def _from_file(path: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def _forget_changed(sources: list[Path]) -> None:
+    """Where one of `sources` has changed since it was imported, have all of them imported anew.
+
+    Bytecode that is older than its source is stale, though it names the same second and size.
+    """
+    hashes = {source: storage.sha256(source) for source in sources}
+    changed = any(
+        _hash_when_imported.get(source, sha256) != sha256 for source, sha256 in hashes.items()
+    )
+    _hash_when_imported.update(hashes)
+    for source in sources:
+        bytecode = Path(importlib.util.cache_from_source(str(source)))
+        with suppress(FileNotFoundError):
+            if changed or source.stat().st_mtime_ns > bytecode.stat().st_mtime_ns:
+                bytecode.unlink()
+    if changed:
+        paths = set(map(str, sources))
+        names = [
+            name
+            for name, module in sys.modules.items()
+            if getattr(module, "__file__", None) in paths
+        ]
+        below = tuple(f"{name}." for name in names)  # a package's modules would hang in the old one
+        for name in list(sys.modules):
+            if name in names or name.startswith(below):
+                del sys.modules[name]
+
+
+def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
+    command = ["python", holder] if holder.endswith(".py") else ["python", "-c", f"import {holder}"]
+    return ConfigError(
+        f"{field} {printable(holder)}",
+        f"can not be imported: {type(error).__name__}: {printable(error)}",
+        next=shlex.join(command),
+    )
+
+
+class _OldNames:
+    """Finds `stages.optimize` as the very module `quiver.stages.optimize`.
+
+    For users' files that were written before `quiver` was the one import name.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return None if _current_name(name) == name else ModuleSpec(name, self)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(f"quiver.{spec.name}")
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs again; the import system has put the old name's spec into the module."""
+        module.__spec__ = module.__spec__.loader_state
+
+
+@contextmanager
+def _old_names() -> Iterator[None]:
+    """Within it old names can be imported; after it `sys.modules` holds none of them.
+
+    First in the list, since the path's own finder would find their files a second time.
+    """
+    finder = _OldNames()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name, module in list(sys.modules.items()):
+            is_old = name.partition(".")[0] in ROOMS
+            if is_old and getattr(module, "__name__", "").startswith("quiver."):
+                del sys.modules[name]

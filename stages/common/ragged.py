@@ -6,21 +6,22 @@ read-only memory: writing into it in place kills the process (SIGSEGV), or chang
 data in silence when the column lies on the heap. So clone, convert (`.long()`) or move
 (`.to(device)`) before any `_`-method; nothing in this module writes in place into `values`.
 
-    completions = Ragged.from_arrow(table["completion_ids"])     # row i is values[offsets[i]:offsets[i+1]]
+    completions = Ragged.from_arrow(table["completion_ids"])
+    completions[i]                             # values[offsets[i] : offsets[i + 1]]
     completions.lengths; completions.take(torch.tensor([3, 1])); completions.to_arrow()
-    Mapped.from_arrow(table["completion_ids"])                   # the same, but nothing is read before it is looked at
+    Mapped.from_arrow(table["completion_ids"]) # the same, but nothing is read before it is needed
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 import torch
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -55,32 +56,21 @@ class Ragged:
     def from_arrow(cls, column: pa.ChunkedArray | pa.Array) -> Ragged:
         """A list column of numbers. One chunk is not copied; several are joined by one copy.
         ValueError for any null."""
-        chunks = [
-            c
-            for c in (column.chunks if isinstance(column, pa.ChunkedArray) else [column])
-            if len(c)
-        ]
-        parts = [_chunk(chunk) for chunk in chunks]
-        if len(parts) == 1:
-            return cls(*parts[0])
-        if not parts:
-            return cls(
-                torch.from_numpy(np.empty(0, column.type.value_type.to_pandas_dtype())),
-                torch.zeros(1, dtype=torch.int64),
-            )
-        lengths = torch.cat([offsets.diff() for _, offsets in parts])
-        return cls(torch.cat([values for values, _ in parts]), _offsets(lengths))
+        chunks = _chunks(column)
+        if len(chunks) == 1:
+            return cls(*chunks[0])
+        lengths = torch.cat([offsets.diff() for _, offsets in chunks])
+        return cls.from_lengths(torch.cat([values for values, _ in chunks]), lengths)
 
     def to_arrow(self) -> pa.Array:
         """A list array whose lists and items are not null. The values are shared, not copied, where
         they lie on the CPU."""
         values = pa.array(self.values.detach().cpu().numpy())
-        wide = len(self.values) > np.iinfo(np.int32).max
-        offsets = pa.array(self.offsets.cpu().numpy(), pa.int64() if wide else pa.int32())
-        kind, array = (pa.large_list, pa.LargeListArray) if wide else (pa.list_, pa.ListArray)
-        return array.from_arrays(
-            offsets, values, type=kind(pa.field("item", values.type, nullable=False))
-        )
+        field = pa.field("item", values.type, nullable=False)
+        offsets = self.offsets.cpu().numpy()
+        if len(values) > np.iinfo(np.int32).max:
+            return pa.LargeListArray.from_arrays(offsets, values, type=pa.large_list(field))
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=pa.list_(field))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -91,8 +81,7 @@ class Ragged:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        bounds = self.offsets.tolist()
-        return (self.values[start:end] for start, end in itertools.pairwise(bounds))
+        return iter(self.values.split(self.lengths.tolist()))
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -111,32 +100,29 @@ class Ragged:
     def positions(self, indices: torch.Tensor) -> torch.Tensor:
         """Where the values of rows `indices` [b] lie in `values`, row after row: [n] int64."""
         lengths = self.lengths[indices]
-        ends = lengths.cumsum(0)
-        shift = (self.offsets[indices] - (ends - lengths)).repeat_interleave(lengths)
+        starts_here = lengths.cumsum(0) - lengths
+        shift = (self.offsets[indices] - starts_here).repeat_interleave(lengths)
         return shift + torch.arange(len(shift), device=shift.device)
 
     def take(self, indices: torch.Tensor) -> Ragged:
         """Rows `indices` [b] in that order; a row may be taken twice. Neighbours are taken as one,
         and all rows are a view."""
-        offsets, breaks = _offsets(self.lengths[indices]), (indices.diff() != 1).nonzero()[:, 0]
+        offsets = _offsets(self.lengths[indices])
+        breaks = (indices.diff() != 1).nonzero()[:, 0]
         if len(breaks) >= len(indices) / 4:
             return Ragged(self.values[self.positions(indices)], offsets)
-        edges = indices.new_tensor([-1, len(indices) - 1])
-        first, last = (
-            indices[torch.cat([edges[:1], breaks]) + 1],
-            indices[torch.cat([breaks, edges[1:]])],
-        )
-        runs = zip(self.offsets[first].tolist(), self.offsets[last + 1].tolist(), strict=True)
-        parts = [self.values[start:end] for start, end in runs]
-        return Ragged(parts[0] if len(parts) == 1 else torch.cat(parts), offsets)
+        first = indices[F.pad(breaks + 1, (1, 0))]
+        last = indices[F.pad(breaks, (0, 1), value=len(indices) - 1)]
+        bounds = zip(self.offsets[first].tolist(), self.offsets[last + 1].tolist(), strict=True)
+        runs = [self.values[start:end] for start, end in bounds]
+        return Ragged(runs[0] if len(runs) == 1 else torch.cat(runs), offsets)
 
     def views(self, rows: np.ndarray) -> list[np.ndarray]:
         """The values of each of `rows` [b], not copied; on the CPU."""
-        values, offsets = self.values.numpy(), self.offsets.numpy()
-        return [
-            values[start:end]
-            for start, end in zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
-        ]
+        values = self.values.numpy()
+        offsets = self.offsets.numpy()
+        bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
+        return [values[start:end] for start, end in bounds]
 
     def segment_sum(self) -> torch.Tensor:
         """[B, …] sum of each row; 0 for an empty one. Differentiable."""
@@ -159,69 +145,53 @@ class Mapped(Ragged):
 
     def __init__(
         self,
-        chunks: Sequence[torch.Tensor],
+        chunks: list[np.ndarray],
         chunk_of: np.ndarray,
         starts: np.ndarray,
         lengths: np.ndarray,
     ) -> None:
         """Row i is `chunks[chunk_of[i]][starts[i] : starts[i] + lengths[i]]`. [B] int64 each."""
-        self.__dict__.update(
-            offsets=_offsets(torch.from_numpy(lengths)),
-            _chunks=chunks,
-            _chunk_of=chunk_of,
-            _starts=starts,
-        )
+        offsets = _offsets(torch.from_numpy(lengths))
+        # past the dataclass, which is frozen and would set `values`
+        vars(self).update(offsets=offsets, _chunks=chunks, _chunk_of=chunk_of, _starts=starts)
 
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray | pa.Array) -> Mapped:
         """A list column of numbers, however many chunks it has. ValueError for any null."""
-        chunks = [
-            c
-            for c in (column.chunks if isinstance(column, pa.ChunkedArray) else [column])
-            if len(c)
-        ]
-        parts = [_chunk(chunk) for chunk in chunks]
-        values = [part for part, _ in parts] or [Ragged.from_arrow(column).values]
-        starts = [offsets[:-1] for _, offsets in parts] or [torch.zeros(0, dtype=torch.int64)]
-        lengths = [offsets.diff() for _, offsets in parts] or starts
-        chunk_of = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
-        return cls(values, chunk_of, torch.cat(starts).numpy(), torch.cat(lengths).numpy())
+        chunks = _chunks(column)
+        return cls(
+            [values.numpy() for values, _ in chunks],
+            np.repeat(np.arange(len(chunks)), [len(offsets) - 1 for _, offsets in chunks]),
+            np.concatenate([offsets[:-1] for _, offsets in chunks]),
+            np.concatenate([offsets.diff() for _, offsets in chunks]),
+        )
 
     @cached_property
     def values(self) -> torch.Tensor:
         """[N] all rows' values, joined."""
         views = self.views(np.arange(len(self)))
-        return torch.from_numpy(
-            np.concatenate(views) if views else self._chunks[0].numpy()[:0].copy()
-        )
+        return torch.from_numpy(np.concatenate(views or [self._chunks[0][:0]]))
 
     def __getitem__(self, row: int) -> torch.Tensor:
         row = range(len(self))[row]
-        start = int(self._starts[row])
-        return self._chunks[self._chunk_of[row]][start : start + int(self.lengths[row])]
+        start = self._starts[row]
+        values = self._chunks[self._chunk_of[row]][start : start + int(self.lengths[row])]
+        return torch.from_numpy(values)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (self[row] for row in range(len(self)))
 
     def views(self, rows: np.ndarray) -> list[np.ndarray]:
-        arrays, starts = self._arrays, self._starts[rows]
-        places = zip(
-            self._chunk_of[rows].tolist(),
-            starts.tolist(),
-            (starts + self.lengths.numpy()[rows]).tolist(),
-            strict=True,
-        )
-        return [arrays[chunk][start:end] for chunk, start, end in places]
-
-    @cached_property
-    def _arrays(self) -> list[np.ndarray]:
-        return [chunk.numpy() for chunk in self._chunks]
+        chunk_of = self._chunk_of[rows].tolist()
+        starts = self._starts[rows]
+        ends = starts + self.lengths.numpy()[rows]
+        places = zip(chunk_of, starts.tolist(), ends.tolist(), strict=True)
+        return [self._chunks[chunk][start:end] for chunk, start, end in places]
 
     def take(self, indices: torch.Tensor) -> Mapped:
         rows = indices.numpy()
-        return Mapped(
-            self._chunks, self._chunk_of[rows], self._starts[rows], self.lengths.numpy()[rows]
-        )
+        lengths = self.lengths.numpy()[rows]
+        return Mapped(self._chunks, self._chunk_of[rows], self._starts[rows], lengths)
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:
@@ -230,19 +200,23 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def _chunk(chunk: pa.Array) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and offsets of one list array, which may be a slice of a longer one."""
-    if chunk.null_count:
-        raise ValueError(f"{chunk.null_count} rows are null; a ragged column has none")
-    width = np.int64 if pa.types.is_large_list(chunk.type) else np.int32
-    offsets = np.frombuffer(chunk.buffers()[1], width)[
-        chunk.offset : chunk.offset + len(chunk) + 1
-    ].astype(np.int64)
-    values = chunk.values[offsets[0] : offsets[-1]]
-    if values.null_count:
-        raise ValueError(f"{values.null_count} items are null; a ragged column has none")
-    if not len(values):
-        return torch.from_numpy(np.empty(0, values.type.to_pandas_dtype())), torch.from_numpy(
-            offsets - offsets[0]
-        )
-    return torch.from_dlpack(values), torch.from_numpy(offsets - offsets[0])
+def _chunks(column: pa.ChunkedArray | pa.Array) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Values and offsets of each chunk of a list column that has rows; of an empty column, those of
+    one chunk without rows. A chunk may be a slice of a longer array."""
+    arrays = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    arrays = [array for array in arrays if len(array)] or [pa.array([], column.type)]
+    chunks = []
+    for array in arrays:
+        if array.null_count:
+            raise ValueError(f"{array.null_count} rows are null; a ragged column has none")
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        values = array.values[offsets[0] : offsets[-1]]
+        if values.null_count:
+            raise ValueError(f"{values.null_count} items are null; a ragged column has none")
+        offsets = torch.from_numpy(offsets - offsets[0])
+        if len(values):
+            chunks.append((torch.from_dlpack(values), offsets))
+        else:
+            no_values = np.empty(0, values.type.to_pandas_dtype())
+            chunks.append((torch.from_numpy(no_values), offsets))
+    return chunks

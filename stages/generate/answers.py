@@ -44,9 +44,10 @@ class Answers:
         ):
             shape = type(array).__name__
             if isinstance(array, np.ndarray):
-                shape = f"{array.dtype} {array.ndim}-dimensional"
-            if shape != f"{dtype} 1-dimensional":
-                raise self._error(f"{row}: {name} is {shape}, expected a flat array of {dtype}")
+                if array.dtype == dtype and array.ndim == 1:
+                    continue
+                shape = f"{array.dtype} {list(array.shape)}"
+            raise self._error(f"{row}: {name} is {shape}, expected a flat array of {dtype}")
         if len(ids) != len(logprobs):
             raise self._error(f"{row}: {len(ids)} ids but {len(logprobs)} logprobs")
         if len(ids) > self._max_tokens:

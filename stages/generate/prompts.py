@@ -83,6 +83,4 @@ def select_prompts(config: Config, prompts: Version, policy: Version) -> Selecti
 def context_limit(config: Config, policy: Version) -> int:
     """Most ids of prompt and completion together."""
     no_limit = int(np.iinfo(np.int32).max)
-    return min(
-        checkpoints.context_length(policy) or no_limit, config.max_model_len or no_limit
-    )
+    return min(checkpoints.context_length(policy) or no_limit, config.max_model_len or no_limit)

@@ -67,7 +67,12 @@ class Shards:
         while self.claim.more():
             if not requests.open_shard():
                 continue
-            for completion in self._answered(engine, requests):
+            completions = engine.generate(requests)
+            while True:
+                with self._writer.phase("generate"):
+                    completion = next(completions, None)
+                if completion is None:
+                    break
                 answers.check(completion)
                 self._add(completion, tokenizer)
                 if time.monotonic() - logged_at > _SECONDS_BETWEEN_LINES:
@@ -93,9 +98,9 @@ class Shards:
             lengths.append(pc.list_value_length(table.column("completion_ids")).to_numpy())
         all_lengths = np.concatenate(lengths)
         speeds = [
-            part["tokens"] / max(part["seconds"]["generate"], 1e-9)
-            for part in self._writer.parts()
-            if part.get("tokens")
+            worker["tokens"] / max(worker["seconds"]["generate"], 1e-9)
+            for worker in self._writer.parts()
+            if worker.get("tokens")
         ]
         mean_length = round(float(all_lengths.mean()), 3) if len(all_lengths) else 0.0
         metrics = {
@@ -104,16 +109,6 @@ class Shards:
             "mean_completion_tokens": mean_length,
         }
         return metrics, dict(sorted(reasons.items()))
-
-    def _answered(self, engine: Engine, requests: Requests) -> Iterator[Completion]:
-        """The engine's answers, the time that they take counted as phase `generate`."""
-        completions = engine.generate(requests)
-        while True:
-            with self._writer.phase("generate"):
-                completion = next(completions, None)
-            if completion is None:
-                return
-            yield completion
 
     def _add(self, completion: Completion, tokenizer: PreTrainedTokenizerFast) -> None:
         self._num_tokens += len(completion.completion_ids)

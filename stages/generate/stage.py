@@ -83,7 +83,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if not len(rows):
         shards.write_empty()
     elif shards.claim.more():
-        setup = engine_setup(config, policy, selection.longest, _adapter_base(plan, policy))
+        setup = engine_setup(config, policy, selection.longest)
+        options = engines.engine_options(config.engine, config.options)
+        if isinstance(options, VllmOptions) and options.lora:
+            setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))
         _sample(config, setup, writer, shards)
     metrics, status = shards.summary()
     engine_infos: list[dict[str, Any]] = []
@@ -100,9 +103,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer.finish(metrics=metrics, status=status, device=engine.get("device", "cpu"))
 
 
-def engine_setup(
-    config: Config, policy: Version, longest: int, base: Version | None = None
-) -> engines.Setup:
+def engine_setup(config: Config, policy: Version, longest: int) -> engines.Setup:
     """What the engine is made from, for rows of at most `longest` ids. `max_model_len` is a power
     of two, or half as much more, or the limit: it changes seldom with the prompts."""
     stop_ids = set(config.sampling.stop_token_ids)
@@ -120,27 +121,16 @@ def engine_setup(
         dtype=config.dtype,
         device=config.device,
         options=config.options,
-        base=base,
         longest=longest,
     )
-
-
-def _adapter_base(plan: Plan, policy: Version) -> Version | None:
-    """What an engine with `options.lora` loads beside the policy's adapter, both checked; None for
-    all others."""
-    options = engines.engine_options(plan.config.engine, plan.config.options)
-    if not (isinstance(options, VllmOptions) and options.lora):
-        return None
-    base = checkpoints.adapter_base(plan.store, policy)
-    if base is not None:
-        verify_model(base)
-        policy.verify(f"{checkpoints.ADAPTER_FOLDER}/")
-    return base
 
 
 def _sample(config: Config, setup: engines.Setup, writer: Writer, shards: Shards) -> None:
     """Start the engine, and let it make all shards that are missing."""
     policy = setup.policy
+    if setup.base is not None:
+        verify_model(setup.base)
+        policy.verify(f"{checkpoints.ADAPTER_FOLDER}/")
     for entry in policy.manifest.files:
         # a file that is missing or cut is named at once, before anything is imported
         if "/" not in entry.name and policy.files.size(entry.name) != entry.bytes:

@@ -26,7 +26,7 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, Version
 
 if TYPE_CHECKING:
-    from .stage import Config
+    from .config import Config
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
 
 from . import advantages

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
 
 from . import critic, losses

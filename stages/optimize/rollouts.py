@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError
-from quiver.stages.common.forward.attention import Sequences, prompt_numbers
+from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
@@ -74,7 +74,10 @@ def load(config: Config, algorithm: Algorithm, store: Store, inputs: dict[str, V
         raise _nothing(versions, 0, 0)
     for own in versions:
         check_rows(
-            own.table, str(own.rollouts.ref), own.inputs["policy"], ahead=config.bootstrap_length
+            own.table,
+            str(own.rollouts.ref),
+            own.inputs["policy"],
+            with_next_state=config.bootstrap_length,
         )
     table = pa.concat_tables([own.table for own in versions])
     scores = torch.where(_mask(pc.equal(table["finish_reason"], "abort")), torch.nan, scores)

@@ -22,16 +22,10 @@ import torch
 from torch import nn
 
 from quiver.schemas.errors import ConfigError, NumericError
-from quiver.stages.common.forward.kernels import choose_kernel
 from quiver.stages.common.forward.packing import Piece, minibatches
-from quiver.stages.common.forward.policy import (
-    Policy,
-    choose_mode,
-    score,
-    score_and_judge,
-    token_budget,
-)
+from quiver.stages.common.forward.policy import Policy, score, score_and_judge, token_budget
 from quiver.stages.common.forward.precision import narrow, resolve
+from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
 from . import audit, bf16, critic
 from .algorithms import Algorithm, part
@@ -189,7 +183,7 @@ class Trainer:
         self.wrapped = (
             self.policy if self.narrow else accelerator.prepare_model(self.policy)
         )  # see _reduce
-        self.policy.merge()  # after whatever moves weights
+        self.policy.fuse()  # after whatever moves weights
         self.kernel = (
             choose_kernel(self.policy, self._micros(self.active)[0], batch.data)
             if self.active

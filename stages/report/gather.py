@@ -1,23 +1,24 @@
-"""What a report tells of a run, read from its versions: the line of policies, what each learned
-from, and how they were measured.
+"""What is told of a run, read from its versions: the line of policies, what each learned from, and
+how they were measured. The HTML file and Prefect's pages render it.
 
 The line ends at the run's latest policy and goes back to the base model, into other runs where the
 run is a fork. Versions that are gone are left out, and counted.
 
-    found = gather(store, "arith")
-    found.iterations[-1].rewards.metrics["reward_mean"], found.evaluations[-1].metrics["score"]
+    gathered = gather(store, "arith")
+    gathered.iterations[-1].rewards.metrics["reward_mean"]
+    gathered.evaluations[-1].metrics["score"]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from quiver.schemas.errors import LineageError
+from quiver.schemas.errors import LineageError, QuiverError
 from quiver.schemas.manifest import Manifest
+from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store
-from quiver.stages.common.work import is_made_alike
 
 STEP_COLUMNS = ("loss", "grad_norm", "approx_kl", "clip_fraction", "entropy", "learning_rate")
 _UPDATES_BYTES = 4 * 1024 * 1024
@@ -27,7 +28,6 @@ _UPDATES_BYTES = 4 * 1024 * 1024
 class Iteration:
     """One policy that optimize made, and the newest of what it learned from."""
 
-    number: int
     policy: Manifest
     prompts: Manifest | None
     rollouts: Manifest | None
@@ -35,115 +35,157 @@ class Iteration:
     steps: list[dict[str, Any]]
     """The rows of its updates: `step` and `STEP_COLUMNS`."""
 
-    def made(self) -> Iterator[tuple[str, Manifest]]:
-        """Stage and version, in the order in which they were made."""
-        for manifest in (self.prompts, self.rollouts, self.rewards, self.policy):
-            if manifest is not None:
-                yield manifest.stage, manifest
+    @property
+    def number(self) -> int:
+        """The version of its policy."""
+        return self.policy.version
+
+    @property
+    def versions(self) -> list[Manifest]:
+        """Those that are there, in the order in which they were made."""
+        versions = (self.prompts, self.rollouts, self.rewards, self.policy)
+        return [manifest for manifest in versions if manifest]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By stage."""
+        return {manifest.stage: manifest.seconds.get("total", 0.0) for manifest in self.versions}
+
+    @property
+    def length_share(self) -> float | None:
+        """The share of the completions that ended at the token limit."""
+        if self.rollouts is None or not self.rollouts.rows:
+            return None
+        return self.rollouts.status.get("length", 0) / self.rollouts.rows
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """All that a report tells."""
+    """All that is told of a run."""
 
     run: str
     base: Manifest
     iterations: list[Iteration]
     evaluations: list[Manifest]
     """Those of the run that measured what its latest one did, by number of the policy."""
-    gone: list[str] = field(default_factory=list)
+    gone: list[str]
     """References that are named and no longer there."""
+
+
+class Manifests:
+    """The manifests of a store; of a version that is not there the reference is noted in `gone`.
+    `passed_over`: the errors that count as not being there."""
+
+    def __init__(self, store: Store, passed_over: type[QuiverError] = LineageError) -> None:
+        self.store = store
+        self.gone: set[str] = set()
+        self._passed_over = passed_over
+
+    def open(self, ref: str | None) -> Manifest | None:
+        """The manifest of `ref`, if it is there."""
+        if ref is None:
+            return None
+        try:
+            return self.store.open(ref).manifest
+        except self._passed_over:
+            self.gone.add(ref)
+            return None
+
+    def input(self, manifest: Manifest | None, role: str) -> Manifest | None:
+        """What has this role among the inputs of `manifest`; of several, the first."""
+        for entry in manifest.inputs if manifest else ():
+            if entry.role.partition(".")[0] == role:
+                return self.open(entry.ref)
+        return None
+
+    def line(self, policy: Manifest) -> Iterator[Manifest]:
+        """`policy` and those that it was trained from, newest first, as far as they are there."""
+        earlier: Manifest | None = policy
+        while earlier:
+            yield earlier
+            earlier = self.input(earlier, "policy") if earlier.stage == "optimize" else None
+
+    def steps(self, policy: Manifest) -> list[dict[str, Any]]:
+        """The rows of the updates that made `policy`: `step` and `STEP_COLUMNS`."""
+        updates = self.open(policy.metrics.get("updates"))
+        if updates is None or updates.rows == 0:
+            return []
+        columns = ["step", *STEP_COLUMNS]
+        return self.store.open(updates.ref).head(columns, _UPDATES_BYTES).to_pylist()
+
+    def comparable(self, evaluation: Manifest, candidates: Iterable[Manifest]) -> list[Manifest]:
+        """Those of `candidates` that measured what `evaluation` did: the same prompts, scored in
+        the same way."""
+        prompts, rewards = self._measured(evaluation)
+        if not prompts or not rewards:
+            return []
+        alike = []
+        for candidate in candidates:
+            its_prompts, its_rewards = self._measured(candidate)
+            if its_prompts != prompts or candidate.config != evaluation.config:
+                continue
+            if its_rewards and is_made_alike(its_rewards, rewards):
+                alike.append(candidate)
+        return alike
+
+    def _measured(self, evaluation: Manifest) -> tuple[str | None, Manifest | None]:
+        """Hash of the prompts, and what scored the answers."""
+        rollouts = self.input(evaluation, "rollouts")
+        prompts = rollouts.input("prompts") if rollouts else None
+        return prompts.content_hash if prompts else None, self.input(evaluation, "rewards")
 
 
 def latest(store: Store, run: str) -> str:
     """The newest policy and evaluation of a run: what a report over it must know. LineageError: it
     has no policy."""
-    if not store.numbers(run, "policy"):
+    policies = list(store.refs(run, "policy"))
+    evaluations = list(store.refs(run, "evaluations"))
+    if not policies:
         raise LineageError(f"run {run}", "has no policy to tell of", next="quiver ls")
-    kinds = ("policy", "evaluations")
-    return " ".join(
-        f"{run}/{kind}@{numbers[-1]}" for kind in kinds if (numbers := store.numbers(run, kind))
-    )
+    return " ".join(map(str, [policies[-1], *evaluations[-1:]]))
 
 
 def gather(store: Store, run: str) -> Gathered:
     """Read it all. LineageError: the run has no policy."""
     latest(store, run)
-    gone: list[str] = []
-
-    def opened(ref: str | None) -> Manifest | None:
-        try:
-            return store.open(ref).manifest if ref else None
-        except LineageError:
-            gone.append(ref)
-            return None
-
-    def of(manifest: Manifest | None, role: str) -> Manifest | None:
-        """What has this role among the inputs; of several, the first."""
-        entries = manifest.inputs if manifest else ()
-        return opened(
-            next((entry.ref for entry in entries if entry.role.partition(".")[0] == role), None)
-        )
-
-    policy, iterations = store.open(f"{run}/policy@latest").manifest, []
-    while policy.stage == "optimize":
-        rollouts = of(policy, "rollouts")
-        steps = _steps(store, opened(policy.metrics.get("updates")))
-        iterations.append(
-            Iteration(
-                policy.version,
-                policy,
-                of(rollouts, "prompts"),
-                rollouts,
-                of(policy, "rewards"),
-                steps,
+    manifests = Manifests(store)
+    policies = list(manifests.line(store.open(f"{run}/policy@latest").manifest))
+    iterations = []
+    for policy in reversed(policies):
+        if policy.stage == "optimize":
+            rollouts = manifests.input(policy, "rollouts")
+            iteration = Iteration(
+                policy=policy,
+                prompts=manifests.input(rollouts, "prompts"),
+                rollouts=rollouts,
+                rewards=manifests.input(policy, "rewards"),
+                steps=manifests.steps(policy),
             )
-        )
-        before = of(policy, "policy")
-        if before is None:
-            break
-        policy = before
-    return Gathered(run, policy, iterations[::-1], _evaluations(store, run, of), sorted(set(gone)))
+            iterations.append(iteration)
+    evaluations = _evaluations(manifests, run)
+    return Gathered(run, policies[-1], iterations, evaluations, sorted(manifests.gone))
 
 
-def _steps(store: Store, updates: Manifest | None) -> list[dict[str, Any]]:
-    if updates is None or updates.rows == 0:
+def _evaluations(manifests: Manifests, run: str) -> list[Manifest]:
+    """Those that measured what the latest one did; of each policy the newest."""
+    versions = manifests.store.versions(run, "evaluations")
+    measured = [version.manifest for version in versions if version.manifest.model("policy")]
+    if not measured:
         return []
-    return store.open(updates.ref).head(["step", *STEP_COLUMNS], _UPDATES_BYTES).to_pylist()
-
-
-def _evaluations(
-    store: Store, run: str, of: Callable[[Manifest | None, str], Manifest | None]
-) -> list[Manifest]:
-    """Those that measured what the latest one did, on the same prompts, scored in the same way; of
-    one policy the newest."""
-    found = [
-        manifest
-        for ref in store.refs(run, "evaluations")
-        if (manifest := store.open(ref).manifest).model("policy")
-    ]
-
-    if not found:
-        return []
-
-    def measured(manifest: Manifest) -> tuple[str | None, Manifest | None]:
-        """Hash of the prompts, and what scored the answers."""
-        sampled = of(manifest, "rollouts")
-        asked = sampled.input("prompts") if sampled else None
-        return asked.content_hash if asked else None, of(manifest, "rewards")
-
-    *earlier, last = found
-    prompts, scored = measured(last)
-    same = {}
-    for manifest in earlier if prompts and scored else []:
-        other_prompts, other_scored = measured(manifest)
-        alike = other_scored is not None and is_made_alike(other_scored, scored)
-        if other_prompts == prompts and manifest.config == last.config and alike:
-            same[manifest.model("policy").ref] = manifest
-    same[last.model("policy").ref] = last
-    return sorted(same.values(), key=policy_number)
+    *earlier, last = measured
+    shown = [*manifests.comparable(last, earlier), last]
+    by_policy = {evaluation.model("policy").ref: evaluation for evaluation in shown}
+    return sorted(by_policy.values(), key=policy_number)
 
 
 def policy_number(evaluation: Manifest) -> int:
     """The version of the policy that was measured."""
     return int(evaluation.model("policy").ref.rpartition("@")[2])
+
+
+def metric(manifest: Manifest | None, *names: str) -> Any:
+    """What stands at this path of a version's metrics; None where there is none."""
+    metrics: Any = manifest.metrics if manifest else None
+    for name in names:
+        metrics = metrics.get(name) if isinstance(metrics, dict) else None
+    return metrics

@@ -1,22 +1,26 @@
 """Small line charts as SVG text: nothing is fetched, nothing is installed for it.
 
-    svg([Panel("mean reward", [(1, 0.2, 0.0), (2, 0.5, 0.0)])], "iteration")
+    picture = draw([Panel("mean reward", [(1, 0.2, 0.0), (2, 0.5, 0.0)])], "iteration")
+    picture.svg, picture.words                   # "<svg …", "mean reward 0.2 → 0.5"
 
-`said` says the same in words, for whoever sees no picture.
+`chart.svg.j2` draws; here is where everything stands.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
-from xml.sax.saxutils import escape
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from . import templates
 from .words import number
 
 MOST_POINTS = 200
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 180, 66, 14, 30, 26
-_INK, _LINE, _GRID = "#334155", "#2563eb", "#e2e8f0"
+# edges of a curve within its panel, in pixels; an SVG's y grows downwards
+_LEFT = 66
+_RIGHT = 346
+_TOP = 30
+_BOTTOM = 154
 
 
 class Panel(NamedTuple):
@@ -27,87 +31,81 @@ class Panel(NamedTuple):
     points: Sequence[tuple[int, float | None, float]]
 
 
-def thinned(panels: Sequence[Panel]) -> list[Panel]:
-    """Those panels that have a value, with the points that have one: at most `MOST_POINTS`."""
-    shown = [panel._replace(points=_thinned(panel.points)) for panel in panels]
-    return [panel for panel in shown if panel.points]
+class Picture(NamedTuple):
+    """Panels as SVG, and the same in words for whoever sees no picture."""
+
+    svg: str
+    words: str
 
 
-def said(panels: Sequence[Panel]) -> str:
-    """`mean reward 0.2 → 0.5`, panel by panel."""
-    return "; ".join(
+def score_panel(evaluations: Iterable[tuple[int, Mapping[str, Any]]]) -> Panel:
+    """Held-out scores with their standard errors, given (x, metrics)."""
+    points = [(x, metrics["score"], metrics["stderr"] or 0.0) for x, metrics in evaluations]
+    return Panel("held-out score", points)
+
+
+def step_panels(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[Panel]:
+    """One panel a column of an updates table, over `step`."""
+    return [Panel(name, [(row["step"], row[name], 0.0) for row in rows]) for name in columns]
+
+
+def draw(panels: Sequence[Panel], x_name: str) -> Picture | None:
+    """Two panels a row, on a ground of their own, since a page may be dark or light. A panel
+    without any value is left out; None where no panel has one."""
+    thinned = [Panel(panel.title, _thinned(panel.points)) for panel in panels]
+    drawn = [panel for panel in thinned if panel.points]
+    if not drawn:
+        return None
+    svg = templates.render(
+        "chart.svg.j2",
+        charts=[_chart(panel) for panel in drawn],
+        x_name=x_name,
+        left=_LEFT,
+        right=_RIGHT,
+        bottom=_BOTTOM,
+    )
+    words = (
         f"{panel.title} {number(panel.points[0][1])} → {number(panel.points[-1][1])}"
-        for panel in panels
+        for panel in drawn
     )
-
-
-def svg(panels: list[Panel], x_name: str) -> str:
-    """The picture itself, on a ground of its own, since a page may be dark or light."""
-    across = min(2, len(panels))
-    width, height = across * _WIDTH, math.ceil(len(panels) / across) * _HEIGHT
-    drawn = "".join(
-        f'<g transform="translate({index % across * _WIDTH} '
-        f'{index // across * _HEIGHT})">{_panel(panel, x_name)}</g>'
-        for index, panel in enumerate(panels)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 '
-        f'{width} {height}" '
-        f'font-family="system-ui, sans-serif" font-size="11" fill="{_INK}">'
-        f'<rect width="{width}" height="{height}" rx="6" fill="#ffffff"/>{drawn}</svg>'
-    )
+    return Picture(svg, "; ".join(words))
 
 
 def _thinned(points: Sequence[tuple[int, float | None, float]]) -> list[tuple[int, float, float]]:
     """Those with a finite value, at most `MOST_POINTS`, evenly spaced, first and last among
     them."""
-    known = [point for point in points if point[1] is not None and math.isfinite(point[1])]
-    if len(known) <= MOST_POINTS:
-        return known
-    return [known[index * (len(known) - 1) // (MOST_POINTS - 1)] for index in range(MOST_POINTS)]
+    finite = [point for point in points if point[1] is not None and math.isfinite(point[1])]
+    if len(finite) <= MOST_POINTS:
+        return finite
+    last = len(finite) - 1
+    return [finite[index * last // (MOST_POINTS - 1)] for index in range(MOST_POINTS)]
 
 
-def _panel(panel: Panel, x_name: str) -> str:
-    xs = [x for x, _, _ in panel.points]
-    low = min(y - error for _, y, error in panel.points)
-    high = max(y + error for _, y, error in panel.points)
-    levels = (low, (low + high) / 2, high) if high > low else (low,)
-    room = (high - low) * 0.05 or 1.0
-    low, high = low - room, high + room
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+def _chart(panel: Panel) -> dict[str, Any]:
+    """What the template draws of one panel, in pixels."""
+    first_x = panel.points[0][0]
+    last_x = panel.points[-1][0]
+    lowest = min(y - error for _, y, error in panel.points)
+    highest = max(y + error for _, y, error in panel.points)
+    margin = (highest - lowest) * 0.05 or 1.0
+    floor = lowest - margin
+    y_range = highest + margin - floor
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        across = (x - xs[0]) / (xs[-1] - xs[0]) if xs[-1] > xs[0] else 0.5
-        return round(_LEFT + across * (right - _LEFT), 1), round(
-            bottom - (y - low) / (high - low) * (bottom - _TOP), 1
-        )
+    def across(x: float) -> float:
+        share = (x - first_x) / (last_x - first_x) if last_x > first_x else 0.5
+        return round(_LEFT + share * (_RIGHT - _LEFT), 1)
 
-    parts = [
-        f'<text x="{_LEFT}" y="18" font-size="13" font-weight="600">{escape(panel.title)}</text>'
-    ]
-    for y in levels:
-        place = at(xs[0], y)[1]
-        parts.append(f'<path d="M{_LEFT} {place}H{right}" stroke="{_GRID}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{place + 4}" text-anchor="end">{y:.3g}</text>')
-    for x, anchor in (
-        {xs[0]: "start", xs[-1]: "end"}.items() if len(xs) > 1 else {xs[0]: "middle"}.items()
-    ):
-        parts.append(
-            f'<text x="{at(x, low)[0]}" y="{_HEIGHT - 9}" text-anchor="{anchor}">{escape(x_name)} '
-            f"{x}</text>"
-        )
-    for x, y, error in panel.points:
-        if error:
-            (place, above), (_, below) = at(x, y + error), at(x, y - error)
-            parts.append(
-                f'<path d="M{place} {above}V{below}" stroke="{_LINE}" stroke-opacity="0.5"/>'
-            )
-    places = [at(x, y) for x, y, _ in panel.points]
-    line = " ".join(f"{x},{y}" for x, y in places)
-    parts.append(
-        f'<polyline points="{line}" fill="none" stroke="{_LINE}" stroke-width="2" '
-        'stroke-linejoin="round"/>'
-    )
-    if len(places) <= 30:
-        parts += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{_LINE}"/>' for x, y in places]
-    return "".join(parts)
+    def down(y: float) -> float:
+        return round(_BOTTOM - (y - floor) / y_range * (_BOTTOM - _TOP), 1)
+
+    levels = [lowest, (lowest + highest) / 2, highest] if highest > lowest else [lowest]
+    anchors = {first_x: "start", last_x: "end"} if len(panel.points) > 1 else {first_x: "middle"}
+    return {
+        "title": panel.title,
+        "levels": [(down(y), f"{y:.3g}") for y in levels],
+        "ends": [(across(x), anchor, x) for x, anchor in anchors.items()],
+        "error_bars": [
+            (across(x), down(y + error), down(y - error)) for x, y, error in panel.points if error
+        ],
+        "points": [(across(x), down(y)) for x, y, _ in panel.points],
+    }

@@ -15,78 +15,120 @@ from quiver.stages.common.store import Store, Version
 
 MOST_BYTES = 12 * 1024 * 1024
 ROWS = 10
+_TEXTS = ["rollout_id", "group_id", "completion_text", "completion_ids", "finish_reason"]
 
 
-def head(version: Version, columns: list[str]) -> pa.Table:
-    """These columns of the first shards."""
+class Samples(NamedTuple):
+    """Up to `ROWS` rollouts of a version."""
+
+    rows: list[dict[str, Any]]
+    """Their columns; `prompt`, the last message or the rendered prompt (the group's id where the
+    prompts are gone); and, where rewards were asked for, `reward` and `parts`."""
+    candidates: int
+    """How many they were chosen from."""
+    rows_read: int
+
+    def among(self, rows: int) -> str:
+        """What they could be chosen from, where that is less than all `rows` of the version."""
+        if self.rows_read == rows:
+            return ""
+        return f" among the first {self.rows_read:,} of {rows:,}"
+
+
+class Compared(NamedTuple):
+    """A held-out prompt, answered by two policies."""
+
+    prompt: str
+    before: str
+    score_before: float | None
+    after: str
+    score_after: float | None
+
+
+def evenly(store: Store, rollouts: Version) -> Samples:
+    """Rollouts from the beginning to the end, evenly spaced."""
+    texts = _head(rollouts, _TEXTS)
+    rows = [_row(texts, index) for index in _evenly_spaced(len(texts))]
+    _add_prompts(store, rollouts, rows)
+    return Samples(rows, len(texts), len(texts))
+
+
+def best_and_worst(store: Store, rewards: Version) -> Samples:
+    """Rollouts by falling reward: all, or half of them from each end. LineageError: they are
+    gone."""
+    rollouts = store.open(rewards.manifest.input("rollouts").ref)
+    texts = _head(rollouts, _TEXTS)
+    scores = _head(rewards, ["rollout_id", "reward", "parts"])
+    # by id, never by position
+    text_rows = pc.index_in(scores["rollout_id"], value_set=texts["rollout_id"].combine_chunks())
+    values = scores["reward"].to_numpy()
+    scored = np.flatnonzero(~np.isnan(values) & text_rows.is_valid().to_numpy())
+    ranked = scored[np.argsort(-values[scored], kind="stable")].tolist()
+    chosen = ranked if len(ranked) <= ROWS else ranked[: ROWS // 2] + ranked[-(ROWS // 2) :]
+    rows = [_row(texts, text_rows[index].as_py()) | _row(scores, index) for index in chosen]
+    _add_prompts(store, rollouts, rows)
+    return Samples(rows, len(ranked), min(len(texts), len(scores)))
+
+
+def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Compared]:
+    """The first answers to some held-out prompts, evenly chosen, of two evaluations. LineageError:
+    their rollouts are gone."""
+    answers_before = _first_answers(store, before)
+    answers_after = _first_answers(store, after)
+    both = [group for group in answers_after if group in answers_before]
+    chosen = [both[index] for index in _evenly_spaced(len(both))]
+    prompts = _prompts(store, store.open(after.input("rollouts").ref), chosen)
+    return [
+        Compared(prompts.get(group, group), *answers_before[group], *answers_after[group])
+        for group in chosen
+    ]
+
+
+def _add_prompts(store: Store, rollouts: Version, rows: list[dict[str, Any]]) -> None:
+    prompts = _prompts(store, rollouts, [row["group_id"] for row in rows])
+    for row in rows:
+        row["prompt"] = prompts.get(row["group_id"], row["group_id"])
+
+
+def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, str]:
+    """What these groups were asked; nothing where the prompts are gone."""
+    columns = ["group_id", "messages", "prompt_text"]
+    try:
+        table = _head(store.open(rollouts.manifest.input("prompts").ref), columns)
+    except LineageError:
+        return {}
+    matches = pc.is_in(table["group_id"], value_set=pa.array(groups, pa.string()))
+    prompts = {}
+    for index in pc.indices_nonzero(matches).to_pylist():
+        prompt = _row(table, index)
+        messages = prompt["messages"]
+        text = messages[-1]["content"] if messages else prompt["prompt_text"]
+        prompts[prompt["group_id"]] = text
+    return prompts
+
+
+def _first_answers(store: Store, evaluation: Manifest) -> dict[str, tuple[str, float | None]]:
+    """By group the text and the score of its first sample."""
+    rollouts = store.open(evaluation.input("rollouts").ref)
+    texts = _head(rollouts, ["group_id", "sample_index", "completion_text"])
+    scores = _head(store.open(evaluation.ref), ["group_id", "sample_index", "score"])
+    first = pc.field("sample_index") == 0
+    scores = {row["group_id"]: row["score"] for row in scores.filter(first).to_pylist()}
+    return {
+        row["group_id"]: (row["completion_text"], scores.get(row["group_id"]))
+        for row in texts.filter(first).to_pylist()
+    }
+
+
+def _head(version: Version, columns: list[str]) -> pa.Table:
     return version.head(columns, MOST_BYTES)
 
 
-def row(table: pa.Table, index: int) -> dict[str, Any]:
+def _row(table: pa.Table, index: int) -> dict[str, Any]:
     """One row as plain values. (`take` would first copy the whole column into one piece.)"""
     return table.slice(index, 1).to_pylist()[0]
 
 
-def evenly(count: int) -> list[int]:
-    """Up to `ROWS` positions of `count`, evenly spaced."""
+def _evenly_spaced(count: int) -> list[int]:
+    """Up to `ROWS` positions of `count`."""
     return sorted({index * count // ROWS for index in range(ROWS)}) if count else []
-
-
-def positions(table: pa.Table, column: str, wanted: list[str]) -> dict[str, int]:
-    """Where in `table` the wanted values of a column stand; those that do not are left out."""
-    found = pc.index_in(table[column], value_set=pa.array(wanted, pa.string()))
-    where = pc.indices_nonzero(pc.is_valid(found)).to_pylist()
-    return {wanted[found[index].as_py()]: index for index in where}
-
-
-def questions(store: Store, manifest: Manifest, groups: list[str]) -> dict[str, str]:
-    """By group of these rollouts: the last message of its prompt, or the rendered prompt. Empty
-    where the prompts are gone."""
-    entry = manifest.input("prompts")
-    try:
-        prompts = head(store.open(entry.ref), ["group_id", "messages", "prompt_text"])
-    except LineageError:
-        return {}
-    return {
-        group: _question(row(prompts, at))
-        for group, at in positions(prompts, "group_id", groups).items()
-    }
-
-
-def _question(prompt: dict[str, Any]) -> str:
-    return prompt["messages"][-1]["content"] if prompt["messages"] else prompt["prompt_text"]
-
-
-class Ranked(NamedTuple):
-    """The rollouts of most and of least reward, as rows of two tables that belong together by
-    `rollout_id`."""
-
-    rewards: pa.Table
-    texts: pa.Table
-    places: list[tuple[int, int]]
-    """Where the chosen ones stand in `rewards` and in `texts`, by falling reward: all, or half from
-    each end."""
-    known: int
-    """How many have a reward."""
-
-
-def best_and_worst(
-    rewards: Version, sampled: Version, columns: list[str], count: int = ROWS
-) -> Ranked:
-    """Up to `count` rollouts of `sampled`, with these columns (`rollout_id` among them), ranked by
-    `rewards`."""
-    texts, paid = head(sampled, columns), head(rewards, ["rollout_id", "reward", "parts"])
-    places = pc.index_in(
-        paid["rollout_id"], value_set=texts["rollout_id"].combine_chunks()
-    )  # by id, never by position
-    values = paid["reward"].to_numpy()
-    known = np.flatnonzero(~np.isnan(values) & places.is_valid().to_numpy())
-    ranked = known[np.argsort(-values[known], kind="stable")].tolist()
-    half = count // 2
-    chosen = ranked if len(ranked) <= count else ranked[:half] + ranked[-half:]
-    return Ranked(paid, texts, [(index, places[index].as_py()) for index in chosen], len(ranked))
-
-
-def among(shown: int, whole: int) -> str:
-    """Which rows a view could choose from, where these are not all."""
-    return "" if shown == whole else f" among the first {shown:,} of {whole:,}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
-def rounded(value: Any) -> Any:
+def rounded(cell: Any) -> Any:
     """A number with four significant digits, for tables; all else as it is."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return float(f"{cell:.4g}") if isinstance(cell, float) else cell
 
 
-def number(value: float | None) -> str:
+def number(amount: float | None) -> str:
     """The same as text; a dash where there is none."""
-    return "–" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if amount is None:
+        return "–"
+    return f"{amount:,}" if isinstance(amount, int) else f"{amount:.4g}"
 
 
 def measured(score: float, stderr: float | None) -> str:
@@ -20,17 +23,24 @@ def measured(score: float, stderr: float | None) -> str:
     return f"{number(score)} ± {'–' if stderr is None else f'{stderr:.2g}'}"
 
 
-def counted(count: int, what: str) -> str:
+def score_of(metrics: Mapping[str, Any]) -> str:
+    """The same of the metrics of an evaluation."""
+    return measured(metrics["score"], metrics["stderr"])
+
+
+def counted(count: int, noun: str) -> str:
     """`1 step`, `2,048 steps`."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def size(count: int) -> str:
+def size(num_bytes: int) -> str:
     """Bytes as a person reads them: `13.1 kB`."""
-    amount, units = float(count), iter(("B", "kB", "MB", "GB"))
-    unit = next(units)
-    for larger in units:
-        if amount < 1000:
-            break
-        amount, unit = amount / 1000, larger
-    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+    if num_bytes < 1000:
+        return f"{num_bytes} B"
+    amount = num_bytes / 1000
+    unit = "kB"
+    for larger in ("MB", "GB"):
+        if amount >= 1000:
+            amount /= 1000
+            unit = larger
+    return f"{amount:.1f} {unit}"

@@ -27,7 +27,7 @@ from quiver.schemas.refs import Ref
 from quiver.schemas.rewards import names_of
 from quiver.stages.common import config as common
 from quiver.stages.common.store import Store
-from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from .measures import summary
 from .scoring import LARGEST

@@ -1,18 +1,18 @@
 """What a scorer is: something that says of each row a number, nothing, or why it failed. A failure
 never becomes a number.
 
-There are three kinds: functions (`workers`), models (`models`) and servers (`servers`). The stage
+There are three kinds: functions (`pool`), models (`models`) and servers (`servers`). The stage
 knows them by this protocol alone. This module is light, because each worker imports it.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.plugins import did_you_mean
 
 OFFERED = ("prompts", "completions", "completion_ids", "finish_reason", "rollout_ids")
 LARGEST = 3.4028234663852886e38  # of a float32
@@ -21,6 +21,9 @@ EXTRA_BYTES = 10_000
 Batch = Mapping[str, list[Any]]
 """Lists of equal length, one item a row: OFFERED, and the user's columns by their names. Not to be
 changed in place."""
+Notice = Callable[[str, str, str], None]
+"""Hears of a failed row at once: name of the scorer, rollout_id, error. What it raises ends the
+scoring."""
 
 
 class Part(NamedTuple):
@@ -42,10 +45,6 @@ class Scorer(Protocol):
 
     name: str
     """Its column."""
-    weight: float
-    """Factor of its part in the reward."""
-    fingerprint: str
-    """Which code or model scores: enters the run_key."""
     seconds: float
     """Time that scoring took so far, summed over processes."""
 
@@ -66,10 +65,8 @@ def as_extra(beside: Any) -> str:
     to be. ValueError, RecursionError: it is no JSON."""
     text = json.dumps(beside, ensure_ascii=False, allow_nan=False)
     if len(text.encode(errors="replace")) > EXTRA_BYTES:
-        text = json.dumps(
-            {"cut": True, "length": len(text), "start": text[: EXTRA_BYTES // 8]},
-            ensure_ascii=False,
-        )
+        shortened = {"cut": True, "length": len(text), "start": text[: EXTRA_BYTES // 8]}
+        text = json.dumps(shortened, ensure_ascii=False)
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -77,11 +74,10 @@ def require_columns(name: str, needs: Iterable[str], columns: Iterable[str]) -> 
     """ConfigError unless everything that reward function `name` needs is offered, or a column."""
     columns = sorted(columns)
     for missing in sorted(set(needs) - {*OFFERED, *columns}):
-        near = difflib.get_close_matches(missing, [*columns, *OFFERED], 1, 0.5)
         raise ConfigError(
             f"reward function {name}",
             f"needs {missing}, which is neither a column of the prompts "
             f"({printable(', '.join(columns)) or 'none'}) nor one of "
-            f"{', '.join(OFFERED)}" + (f"; did you mean {near[0]}?" if near else ""),
+            f"{', '.join(OFFERED)}{did_you_mean(missing, [*columns, *OFFERED])}",
             next="rename the column or the parameter, give it a default, or set it in arguments",
         )

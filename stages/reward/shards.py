@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from quiver.schemas.errors import RewardError, printable
 from quiver.schemas.rewards import names_of
-from quiver.stages.common.work import ROWS_PER_SHARD, Work
+from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import tables
 from .measures import failures
@@ -20,7 +20,7 @@ from .scoring import Batch, Part, Scorer
 from .together import Allowance, TooMany, score_all
 
 if TYPE_CHECKING:
-    from .stage import Config
+    from .config import Config
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,15 @@ class Shards:
     def __init__(
         self,
         config: Config,
-        work: Work,
+        writer: Writer,
         rollouts: pa.Table,
         prompts: pa.Table,
         earlier: pa.Table | None,
     ) -> None:
         """`earlier`: rewards from which rows are taken over."""
-        self._config, self._work, self._rollouts = config, work, rollouts
+        self._config = config
+        self._writer = writer
+        self._rollouts = rollouts
         self._prompts = prompts.select(
             ["group_id", "messages", "prompt_text", "columns"]
         ).combine_chunks()
@@ -51,7 +53,7 @@ class Shards:
             else aligned(earlier, rollouts, config.part_names, self._extras)
         )
         self._starts = range(0, max(1, rollouts.num_rows), ROWS_PER_SHARD)
-        self._claims = work.claims(len(self._starts))
+        self._shards = writer.claim(len(self._starts))
         self._counted: set[int] = set()
         """Shards whose failures the allowance knows."""
 
@@ -62,14 +64,14 @@ class Shards:
         try:
             self._count_failures(allowance)
             columns = self._prompts.schema.field("columns").type
-            for scorer in scorers if self._claims.unfinished() else ():
+            for scorer in scorers if self._shards.unfinished() else ():
                 scorer.require([field.name for field in columns])
-            while self._claims.more():
+            while self._shards.more():
                 score_all(scorers, self._batches(allowance), allowance, self._write)
             self._count_failures(allowance)
         except TooMany:
             raise self._too_many(allowance) from None
-        return pa.concat_tables([self._work.read(index) for index in range(len(self._starts))])
+        return pa.concat_tables([self._writer.read(index) for index in range(len(self._starts))])
 
     def _part(self, table: pa.Table | pa.Array, index: int) -> Any:
         return table.slice(self._starts[index], ROWS_PER_SHARD)
@@ -84,13 +86,13 @@ class Shards:
     def _count_failures(self, allowance: Allowance) -> None:
         """Tell the allowance of what failed in shards that an earlier attempt, or another process,
         has finished."""
-        found = set(range(len(self._starts))) - {*self._claims.unfinished(), *self._counted}
+        found = set(range(len(self._starts))) - {*self._shards.unfinished(), *self._counted}
         for index in sorted(found):
             try:
-                for failure in failures(self._work.read(index)):
+                for failure in failures(self._writer.read(index)):
                     allowance.notice(*failure)
             except TooMany:
-                self._work.drop(
+                self._writer.drop(
                     index
                 )  # as if it had been scored here: it is done again when the scorer is mended
                 raise
@@ -99,7 +101,7 @@ class Shards:
             self._counted.add(index)
 
     def _batches(self, allowance: Allowance) -> Iterator[tuple[int, Batch]]:
-        for index in iter(self._claims.take, None):
+        for index in iter(self._shards.take, None):
             self._count_failures(allowance)
             rows = self._rows(index)
             if len(rows) == 0:
@@ -118,8 +120,8 @@ class Shards:
         if self._earlier is not None:
             table = merged(self._part(self._earlier, index), table)
         self._counted.add(index)
-        self._work.told["scorers"] = self._own_seconds()
-        self._work.write(index, table)
+        self._writer.notes["scorers"] = self._own_seconds()
+        self._writer.write(index, table)
         log.info("rewards: shard %d of %d", index + 1, len(self._starts))
 
     def _own_seconds(self) -> dict[str, float]:
@@ -127,8 +129,8 @@ class Shards:
 
     def seconds(self) -> dict[str, float]:
         """Time in each scorer, summed over its processes and over those that share the work."""
-        self._work.told["scorers"] = self._own_seconds()
-        told = [part.get("scorers", {}) for part in self._work.parts()]
+        self._writer.notes["scorers"] = self._own_seconds()
+        told = [part.get("scorers", {}) for part in self._writer.parts()]
         return {
             tables.OVERLONG: 0.0,
             **{name: sum(each.get(name, 0.0) for each in told) for name in self._own_seconds()},
@@ -142,9 +144,9 @@ class Shards:
             (kind for kind, found in kinds.items() if name in {each.name for each in found}),
             "function",
         )
-        finished = sum(self._work.has(index) for index in range(len(self._starts)))
+        finished = sum(self._writer.has(index) for index in range(len(self._starts)))
         return RewardError(
-            f"{self._work.run}/rewards",
+            f"{self._writer.run}/rewards",
             f"{len(allowance.failed)} of {self._rollouts.num_rows} rows failed so far, more than "
             "reward.max_invalid allows; first: "
             f"{kind} {name}, rollout {printable(rollout)}: {error}",

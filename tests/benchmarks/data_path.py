@@ -69,7 +69,7 @@ def _make(arguments: argparse.Namespace, rows: int) -> None:
 
 def _read(arguments: argparse.Namespace, rows: int) -> None:
     """The steps of `quiver.stages.optimize.stage._learn` up to the model."""
-    from quiver.stages.common.forward.attention import make_layout
+    from quiver.stages.common.forward.layout import make_layout
     from quiver.stages.common.forward.packing import pack
     from quiver.stages.common.forward.policy import pieces_of
     from quiver.stages.common.store import Store

@@ -249,7 +249,9 @@ def _transformers(arguments: argparse.Namespace) -> None:
     _, policy, prompts = _inputs(arguments)
     tokenizer = AutoTokenizer.from_pretrained(policy.files.folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(policy.files.folder, dtype=getattr(torch, DTYPE)).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        policy.files.folder, dtype=getattr(torch, DTYPE)
+    ).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     asked = prompts.table().column("prompt_ids").to_pylist()
     rows = [ids for ids in asked for _ in range(SAMPLES)][

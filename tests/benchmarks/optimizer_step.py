@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.stages.common.child import ENVIRONMENT
+from quiver.stages.common.runtime.prewarm import ENVIRONMENT
 
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
@@ -217,7 +217,7 @@ def _memory() -> dict[str, float]:
 def _quiver(arguments: argparse.Namespace) -> None:
     import torch
 
-    from quiver.stages.common.forward.attention import Sequences
+    from quiver.stages.common.forward.layout import Sequences
     from quiver.stages.common.models.loading import load_model
     from quiver.stages.common.ragged import Ragged
     from quiver.stages.common.store import Store

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.pool import Pool
-from quiver.stages.reward.pool.scorer import FunctionConfig, FunctionScorer
+from quiver.stages.reward.pool.scorer import FunctionScorer
 
 from .side_by_side import machine, table
 

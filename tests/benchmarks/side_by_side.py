@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from quiver.stages.common.child import ENVIRONMENT
+from quiver.stages.common.runtime.prewarm import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"

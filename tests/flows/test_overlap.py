@@ -13,8 +13,8 @@ import pytest
 from quiver.flows.ahead import Ahead, is_stopped
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.child import Stopped
 from quiver.stages.common.runtime.runner import Call, run_stage
+from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 from tests.flows.conftest import (
     RECIPE,

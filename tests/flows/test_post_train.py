@@ -14,9 +14,9 @@ import pyarrow as pa
 import pytest
 from safetensors.torch import load_file, save_file
 
+from quiver.flows.commands.summary import next_commands
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
-from quiver.flows.summary import next_commands
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
 from quiver.stages.common.models.checkpoints import run as run_policy

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from quiver.flows.slots import gpus_needed, slots, visible_gpus
-from quiver.stages.common.child import Stopped
 from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.runtime.subprocesses import Stopped
 
 GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
 OPTIMIZE = Call("optimize", {}, "store")

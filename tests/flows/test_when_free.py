@@ -12,8 +12,8 @@ import pytest
 
 from quiver.flows.placement import Place, run_at, run_when_free
 from quiver.schemas.errors import BusyError
-from quiver.stages.common.child import Stopped
 from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.runtime.subprocesses import Stopped
 from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
 
 SLOW = """

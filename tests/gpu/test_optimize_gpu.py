@@ -10,7 +10,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quiver.stages.common.forward.attention import Sequences, block_attention, make_layout
+from quiver.stages.common.forward.attention import block_attention
+from quiver.stages.common.forward.layout import Sequences, make_layout
 from quiver.stages.common.forward.packing import make_pieces
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.runtime.runner import Call, run_call
@@ -82,9 +83,9 @@ def test_bfloat16_passes_the_audit_and_keeps_float32_weights(store, policy):
     done = optimize(store, policy, made, "cuda")
     assert done.manifest.metrics["precision"] == "bf16"
     assert 0 < done.manifest.metrics["audit"]["mean_gap"] < 0.1
-    assert {tensor.dtype for tensor in load_file(done.files.folder / "model.safetensors").values()} == {
-        torch.float32
-    }
+    assert {
+        tensor.dtype for tensor in load_file(done.files.folder / "model.safetensors").values()
+    } == {torch.float32}
 
 
 @pytest.mark.usefixtures("exact_products")

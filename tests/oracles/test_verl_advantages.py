@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import advantages, critic
 from quiver.stages.optimize.stage import Config

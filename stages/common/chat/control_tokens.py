@@ -16,7 +16,7 @@ text that it can not spell, and ids that the caller lets stand for their text (`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Render = Callable[[list[str]], str]
-_MARKS = (
-    *range(0xE000, 0xF8FF),
-    *range(0x10300, 0x10320),
-)  # private use; Old Italic for tokenizers that strip those
+# private use; Old Italic for tokenizers that strip those
+_MARKS = (*range(0xE000, 0xF8FF), *range(0x10300, 0x10320))
 _RARE = "\U0010fffd 𐎠 𪛖 ᚠ 🜁"  # where none of these is spelled, "unknown" stands for them
 
 
@@ -56,51 +54,53 @@ class Guard:
         """`closes`: prompts end as the tokenizer's post-processor ends them (encoder-decoder models
         read whole sequences). `plain`: added tokens that any content may hold."""
         self._json = tokenizer.backend_tokenizer.to_str()
-        self._encoder = self._clone()
-        added = {
-            id: token.content for id, token in self._encoder.get_added_tokens_decoder().items()
+        self._encoder = self._new_encoder()
+        self._unknown = set()
+        if tokenizer.unk_token_id in _ids(self._encoder, _RARE):
+            self._unknown = {tokenizer.unk_token_id}
+        added_tokens = {
+            id: token.content
+            for id, token in self._encoder.get_added_tokens_decoder().items()
+            if token.content.replace("▁", "").strip() and id not in plain
         }
-        named = {
-            id: text
-            for id, text in added.items()
-            if text.replace("▁", "").strip() and id not in plain
-        }
-        unknown = (
-            set(self._encode(self._encoder, _RARE)) if tokenizer.unk_token_id is not None else set()
-        )
-        self._unknown = unknown & {tokenizer.unk_token_id}
-        self.control = frozenset(named) - self._unknown
-        texts = sorted(map(re.escape, named.values()), key=len, reverse=True)
-        self._typed = re.compile(f"(?=({'|'.join(texts)}))" if texts else r"(?!)", re.DOTALL)
-        self._start, end = self._frame()
-        self._end = end if closes else []
-        self._neutral: dict[tuple, list[int]] = {}
+        self._control_ids = set(added_tokens) - self._unknown
+        texts = sorted(map(re.escape, added_tokens.values()), key=len, reverse=True)
+        pattern = f"(?=(?:{'|'.join(texts)}))." if texts else r"(?!)"
+        self._token_start = re.compile(pattern, re.DOTALL)
+        """Matches the first character of an added token's text."""
+        self._neutral_controls: dict[tuple, list[int]] = {}
+        # what the post-processor puts before and after a text
+        bare = _ids(self._encoder, "a")
+        framed = self._encoder.encode("a").ids
+        starts = range(len(framed) - len(bare) + 1)
+        start = next((i for i in starts if framed[i : i + len(bare)] == bare), 0)
+        self._start = framed[:start]
+        self._end = framed[start + len(bare) :] if closes else []
 
     def encode(
         self, name: str, roles: tuple[str, ...], contents: list[str], render: Render
     ) -> Rendering:
         """`render(contents)` as ids with the control ids of a neutral rendering, no others.
         SecurityError names the prompt."""
-        expected = self._expected(roles, contents, render)
+        neutral = ["x" if content.strip() else " " * bool(content) for content in contents]
+        key = (roles, *neutral)
+        if key not in self._neutral_controls:
+            self._neutral_controls[key] = self._controls(_ids(self._encoder, render(neutral)))
+        expected = self._neutral_controls[key]
         text = render(contents)
-        ids = self._encode(self._encoder, text)
-        typed = any(self._typed.search(content) for content in contents)
-        if self.controls(ids) != expected or (typed and self._unknown):
-            marks = self._choose_marks([text, *contents])
-            ways = (self._mark_tokens, self._mark_all) if len(marks) == 2 else ()
-            attempts = (self._attempt(contents, render, marks, put) for put in ways)
-            found = next(
-                (each for each in attempts if each and self.controls(each.ids) == expected), None
-            )
-            if found is None:
-                raise SecurityError(
-                    name,
-                    "its text would become control tokens of the template, and no spelling was "
-                    "found that would not",
-                    next="take the row out of the source, or give prompt_ids",
-                )
-            text, ids = found
-        return Rendering(text, self.framed(ids))
+        ids = _ids(self._encoder, text)
+        typed = any(self._token_start.search(content) for content in contents)
+        if self._controls(ids) == expected and not (typed and self._unknown):
+            return Rendering(text, self.framed(ids))
+        for spelled in self._spellings(contents, render, text):
+            if self._controls(spelled.ids) == expected:
+                return Rendering(spelled.text, self.framed(spelled.ids))
+        raise SecurityError(
+            name,
+            "its text would become control tokens of the template, and no spelling was found that "
+            "would not",
+            next="take the row out of the source, or give prompt_ids",
+        )
 
     def decode(self, ids: list[int]) -> str:
         """Ids as text, control tokens included."""
@@ -110,110 +110,86 @@ class Guard:
         """Where in `text` its tokens end, rising."""
         return [end for _, end in self._encoder.encode(text, add_special_tokens=False).offsets]
 
-    def controls(self, ids: list[int]) -> list[int]:
-        """The control ids among `ids`, in order."""
-        return [id for id in ids if id in self.control]
-
     def framed(self, ids: list[int]) -> list[int]:
         """`ids` with exactly one start (BOS) where the tokenizer puts one by itself, whether or not
         the template wrote it."""
-        start, end = self._start, self._end
-        while start and ids[: len(start)] == start:
-            ids = ids[len(start) :]
-        return start + ids + (end if ids[-len(end) :] != end else []) if end else start + ids
+        while self._start and ids[: len(self._start)] == self._start:
+            ids = ids[len(self._start) :]
+        if self._end and ids[-len(self._end) :] == self._end:
+            return self._start + ids
+        return self._start + ids + self._end
 
-    # -- the neutral rendering
+    def _controls(self, ids: list[int]) -> list[int]:
+        """The control ids among `ids`, in order."""
+        return [id for id in ids if id in self._control_ids]
 
-    def _expected(self, roles: tuple[str, ...], contents: list[str], render: Render) -> list[int]:
-        neutral = ["x" if content.strip() else " " if content else "" for content in contents]
-        key = (roles, *neutral)
-        if key not in self._neutral:
-            self._neutral[key] = self.controls(self._encode(self._encoder, render(neutral)))
-        return self._neutral[key]
+    def _spellings(self, contents: list[str], render: Render, text: str) -> Iterator[Rendering]:
+        """Renderings of `contents` with marks put into them, where template and tokenizer carry
+        these: first behind the first character of each added token's text, then between all
+        characters. `text` is the plain rendering."""
+        used = set(text).union(*contents)
+        normalizer = self._encoder.normalizer
 
-    # -- spelling what was typed
-
-    def _attempt(
-        self, contents: list[str], render: Render, marks: list[str], put: Callable
-    ) -> Rendering | None:
-        """The rendering with marks put into the contents; None where the template or the tokenizer
-        does not carry them."""
-        first, second = (
-            render([put(content, mark) for content in contents]).replace(mark, "") for mark in marks
-        )
-        ids = self._encode(
-            self._splitting(marks[0]), render([put(content, marks[0]) for content in contents])
-        )
-        canonical = self._encode(self._encoder, first)
-        spelled = not self._unknown.isdisjoint(ids) or _bare(self.decode(ids)) == _bare(
-            self.decode(canonical)
-        )
-        return Rendering(first, ids) if first == second and spelled else None
-
-    def _mark_tokens(self, content: str, mark: str) -> str:
-        """`content` with a mark after the first character of each added token's text in it."""
-        cuts = [match.start() + 1 for match in self._typed.finditer(content)]
-        return mark.join(
-            content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)], strict=True)
-        )
-
-    def _mark_all(self, content: str, mark: str) -> str:
-        """`content` with a mark between all characters and around them; white space at its ends
-        stays outside."""
-        core = content.strip()
-        return content.replace(core, mark + mark.join(core) + mark, 1) if core else content
-
-    def _choose_marks(self, texts: list[str]) -> list[str]:
-        """Two characters that are in none of `texts` and that the tokenizer's normalizer leaves
-        alone."""
-        used, normalizer = set().union(*texts), self._encoder.normalizer
-        free = (chr(code) for code in _MARKS if chr(code) not in used)
-
-        def kept(mark: str) -> bool:
+        def is_free(mark: str) -> bool:
+            """Whether no text holds it, and the tokenizer's normalizer leaves it alone."""
+            if mark in used:
+                return False
             normal = normalizer.normalize_str(f"a{mark}b") if normalizer else mark
-            return mark in normal or self._seen(mark) in normal
+            return mark in normal or self._as_split(mark) in normal
 
-        return list(islice(filter(kept, free), 2))
+        def mark_tokens(content: str, mark: str) -> str:
+            return self._token_start.sub(lambda match: match[0] + mark, content)
+
+        def mark_all(content: str, mark: str) -> str:
+            core = content.strip()  # white space at its ends stays outside
+            return content.replace(core, mark + mark.join(core) + mark, 1) if core else content
+
+        marks = list(islice(filter(is_free, map(chr, _MARKS)), 2))
+        if len(marks) < 2:
+            return
+        for put_marks in (mark_tokens, mark_all):
+            first, second = (
+                render([put_marks(content, mark) for content in contents]) for mark in marks
+            )
+            text = first.replace(marks[0], "")
+            if text != second.replace(marks[1], ""):
+                continue
+            ids = _ids(self._splitter(marks[0]), first)
+            canonical_ids = _ids(self._encoder, text)
+            reads_the_same = _bare(self.decode(ids)) == _bare(self.decode(canonical_ids))
+            if reads_the_same or not self._unknown.isdisjoint(ids):
+                yield Rendering(text, ids)
 
     # -- tokenizers
 
-    def _clone(self) -> Tokenizer:
-        made = Tokenizer.from_str(self._json)
+    def _new_encoder(self) -> Tokenizer:
+        encoder = Tokenizer.from_str(self._json)
         # a tokenizer.json may carry both, and a prompt is never cut in silence
-        made.no_truncation()
-        made.no_padding()
-        return made
+        encoder.no_truncation()
+        encoder.no_padding()
+        return encoder
 
-    def _seen(self, mark: str) -> str:
+    @lru_cache(maxsize=4)  # noqa: B019  a guard lives as long as its stage
+    def _splitter(self, mark: str) -> Tokenizer:
+        """The tokenizer, splitting at `mark` and dropping it. After its own pre-tokenizer: that may
+        add a space to each text."""
+        encoder = self._new_encoder()
+        split = pre_tokenizers.Split(Regex(re.escape(self._as_split(mark))), behavior="removed")
+        steps = [encoder.pre_tokenizer, split] if encoder.pre_tokenizer else [split]
+        encoder.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        return encoder
+
+    def _as_split(self, mark: str) -> str:
         """`mark` as a byte-level tokenizer's splitter sees it: each byte as a character; elsewhere
         as it is."""
         if '"ByteLevel"' not in self._json:
             return mark
-        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
-            mark
-        )[0][0]
+        splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return splitter.pre_tokenize_str(mark)[0][0]
 
-    @lru_cache(maxsize=4)  # noqa: B019  a guard lives as long as its stage
-    def _splitting(self, mark: str) -> Tokenizer:
-        """The tokenizer, splitting at `mark` and dropping it. After its own pre-tokenizer: that may
-        add a space to each text."""
-        made = self._clone()
-        split = pre_tokenizers.Split(Regex(re.escape(self._seen(mark))), behavior="removed")
-        own = made.pre_tokenizer
-        made.pre_tokenizer = pre_tokenizers.Sequence([own, split]) if own else split
-        return made
 
-    def _encode(self, encoder: Tokenizer, text: str) -> list[int]:
-        return encoder.encode(text, add_special_tokens=False).ids
-
-    def _frame(self) -> tuple[list[int], list[int]]:
-        """What the post-processor puts before and after a text."""
-        bare, framed = (
-            self._encoder.encode("a", add_special_tokens=added).ids for added in (False, True)
-        )
-        starts = range(len(framed) - len(bare) + 1)
-        at = next((i for i in starts if framed[i : i + len(bare)] == bare), 0)
-        return framed[:at], framed[at + len(bare) :]
+def _ids(encoder: Tokenizer, text: str) -> list[int]:
+    return encoder.encode(text, add_special_tokens=False).ids
 
 
 def _bare(text: str) -> str:

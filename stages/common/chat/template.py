@@ -5,13 +5,14 @@ jinja2's sandbox keeps a template from files and attributes, not from eating tim
 process of its own does.
 
     with Template(source, variables) as template:
-        text = template.render("prompt sum-0017", [{"role": "user", "content": "3 + four?"}],
-        add_generation_prompt=True)
+        messages = [{"role": "user", "content": "3 + four?"}]
+        text = template.render("prompt sum-0017", messages, add_generation_prompt=True)
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.runtime.subprocesses import Process
 
 MEMORY = 2 * 1024**3
 _WORKER = Path(__file__).with_name("jinja_worker.py")
@@ -38,25 +40,22 @@ class Template:
     ) -> None:
         """`variables`: what the template sees beside `messages`. `name`: what errors about the
         template itself call it."""
-        self._seconds, self._name, self._closed = seconds, name, False
-        self._first = {
-            "template": source,
-            "variables": variables,
-            "seconds": seconds,
-            "bytes": MEMORY,
-        }
+        self._name = name
+        self._template = {"template": source, "variables": variables, "seconds": seconds}
+        self._closed = False
         self._start()
 
     def _start(self) -> None:
-        self._child = subprocess.Popen(
+        self._child = Process(
             [sys.executable, "-I", str(_WORKER)],
+            limits={resource.RLIMIT_AS: MEMORY},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
         )
         try:
-            self._ask(self._name, self._first)
+            self._ask(self._name, self._template)
         except BaseException:
             self.close()
             raise
@@ -70,8 +69,7 @@ class Template:
     def close(self) -> None:
         """End the child and wait for it."""
         self._closed = True
-        self._child.kill()
-        self._child.communicate()
+        self._child.end(grace=0)
 
     def render(self, name: str, messages: Messages, **variables: Any) -> str:
         """The text of `messages`, with other `variables` for this once. ConfigError names the
@@ -80,7 +78,7 @@ class Template:
             self._start()
         return self._ask(name, {**variables, "messages": messages})
 
-    def _ask(self, name: str, question: Any) -> str:
+    def _ask(self, name: str, question: dict[str, Any]) -> str:
         try:
             self._child.stdin.write(json.dumps(question) + "\n")
             self._child.stdin.flush()
@@ -88,21 +86,20 @@ class Template:
         except BrokenPipeError:
             line = ""
         answer = json.loads(line) if line else {"error": self._death()}
-        wrong = bad_text(
-            answer.get("text", "").replace("\0", "")
-        )  # what a policy wrote may hold a NUL
+        text = answer.get("text", "")
+        wrong = bad_text(text.replace("\0", ""))  # what a policy wrote may hold a NUL
         if wrong or "error" in answer:
             raise ConfigError(
                 name,
                 f"the chat template failed: {printable(answer.get('error', f'its text {wrong}'))}",
                 next="correct the template or the row",
             )
-        return answer["text"]
+        return text
 
     def _death(self) -> str:
         code = self._child.wait()
         if code == -signal.SIGALRM:
-            return f"it did not end within {self._seconds:g} seconds"
+            return f"it did not end within {self._template['seconds']:g} seconds"
         return f"its process ended with code {code} (limit: {MEMORY // 1024**2} MiB of memory)"
 
 
@@ -110,11 +107,7 @@ def bad_text(text: str) -> str:
     """What keeps `text` from being rendered: NUL or a lone surrogate. Empty when nothing does."""
     if "\0" in text:
         return f"has a NUL character in its text, at position {text.index(chr(0))}"
-    surrogate = (
-        next((c for c in text if "\ud800" <= c <= "\udfff"), None) if not text.isascii() else None
-    )
-    return (
-        f"has a lone surrogate {surrogate!a} in its text, at position {text.index(surrogate)}"
-        if surrogate
-        else ""
-    )
+    for position, character in enumerate("" if text.isascii() else text):
+        if "\ud800" <= character <= "\udfff":
+            return f"has a lone surrogate {character!a} in its text, at position {position}"
+    return ""

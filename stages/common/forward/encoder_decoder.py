@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.packing import Piece
 
 
@@ -47,65 +47,71 @@ class Pairs:
 
 
 def make_pairs(
-    pieces: Sequence[Piece], data: Sequences, start: int, device: torch.device | str = "cpu"
+    pieces: Sequence[Piece], sequences: Sequences, start: int, device: torch.device | str = "cpu"
 ) -> Pairs:
     """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start
     id."""
     rows = torch.tensor([row for piece in pieces for row in piece.rows])
-    completions = data.completions.take(rows)
-    prompts, prompt_mask = _pad([data.prompts[piece.rows[0]] for piece in pieces])
+    counts = torch.tensor([len(piece.rows) for piece in pieces])
+    completions = sequences.completions.take(rows)
     first = torch.tensor([start])
-    inputs, input_mask = _pad([torch.cat([first, row[:-1]]) for row in completions])
-    sizes = torch.tensor([len(piece.rows) for piece in pieces])
-    places, filled = prompts.numel() + inputs.numel(), int(prompt_mask.sum() + input_mask.sum())
+    prompts, prompt_mask = _pad([sequences.prompts[piece.rows[0]] for piece in pieces])
+    inputs, input_mask = _pad([torch.cat([first, ids[:-1]]) for ids in completions])
+    num_places = prompts.numel() + inputs.numel()
+    num_ids = int(prompt_mask.sum() + input_mask.sum())
     return Pairs(
         prompts=prompts.to(device),
         prompt_mask=prompt_mask.to(device),
-        owners=torch.arange(len(pieces)).repeat_interleave(sizes).to(device),
+        owners=torch.arange(len(pieces)).repeat_interleave(counts).to(device),
         inputs=inputs.to(device),
         input_mask=input_mask.to(device),
         rows=rows,
         predictors=input_mask.flatten().nonzero()[:, 0].to(device),
         targets=completions.values.long().to(device),
-        temperature=data.temperature[rows].repeat_interleave(completions.lengths).to(device),
-        filling=(places - filled, places),
+        temperature=sequences.temperature[rows].repeat_interleave(completions.lengths).to(device),
+        filling=(num_places - num_ids, num_places),
     )
 
 
-def _pad(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as one tensor [b, T], filled up at the end with 0, and the mask of what is not filling,
     from the lengths."""
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.zeros(mask.shape, dtype=torch.int64)
-    ids[mask] = torch.cat(list(rows)).long()
+    ids[mask] = torch.cat(rows).long()
     return ids, mask.long()
 
 
 def pack_pairs(
-    rows: Sequence[int], prompts: Sequence[int], data: Sequences, budget: int
+    rows: Sequence[int], prompts: Sequence[int], sequences: Sequences, budget: int
 ) -> list[list[Piece]]:
     """Rollouts sorted by length, cut where prompts and decoder rows with their padding would exceed
     `budget` tokens; those with equal `prompts` numbers share theirs. Longest micro-batch first; a
     rollout that is longer than the budget stands alone."""
-    widths, lengths = data.prompts.lengths.tolist(), data.completions.lengths.tolist()
-    bins: list[dict[int, list[int]]] = []
-    count = longest = widest = 0
-    for row in sorted(rows, key=lambda row: (-lengths[row], -widths[row], prompts[row], row)):
-        members = bins[-1] if bins else {}
-        count, longest, widest = count + 1, max(longest, lengths[row]), max(widest, widths[row])
-        if bins and len({*members, prompts[row]}) * widest + count * longest <= budget:
-            members.setdefault(prompts[row], []).append(row)
-        else:
-            bins.append({prompts[row]: [row]})
-            count, longest, widest = 1, lengths[row], widths[row]
-    return [
-        [
-            Piece(tuple(each), widths[each[0]] + sum(lengths[row] for row in each))
-            for each in members.values()
-        ]
-        for members in bins
-    ]
+    prompt_lengths = sequences.prompts.lengths.tolist()
+    lengths = sequences.completions.lengths.tolist()
+    micros: list[dict[int, list[int]]] = []  # the rollouts of each prompt number
+    members: dict[int, list[int]] = {}
+    count = longest = longest_prompt = 0
+    for row in sorted(
+        rows, key=lambda row: (-lengths[row], -prompt_lengths[row], prompts[row], row)
+    ):
+        count += 1
+        longest_prompt = max(longest_prompt, prompt_lengths[row])
+        num_prompts = len(members.keys() | {prompts[row]})
+        if not micros or num_prompts * longest_prompt + count * longest > budget:
+            members = {}
+            micros.append(members)
+            count = 1
+            longest = lengths[row]
+            longest_prompt = prompt_lengths[row]
+        members.setdefault(prompts[row], []).append(row)
+
+    def piece(rows: list[int]) -> Piece:
+        return Piece(tuple(rows), prompt_lengths[rows[0]] + sum(lengths[row] for row in rows))
+
+    return [[piece(rows) for rows in members.values()] for members in micros]
 
 
 def decoder_states(model: nn.Module, pairs: Pairs) -> torch.Tensor:
@@ -121,12 +127,3 @@ def decoder_states(model: nn.Module, pairs: Pairs) -> torch.Tensor:
         use_cache=False,
     )
     return output.last_hidden_state.flatten(0, 1)[pairs.predictors]
-
-
-def own_logits(
-    model: nn.Module, prompt: torch.Tensor, completion: torch.Tensor, start: int
-) -> torch.Tensor:
-    """[n, V] logits that the whole model gives for one completion [n], the only one in the batch;
-    nothing is padded."""
-    inputs = torch.cat([torch.tensor([start], device=completion.device), completion[:-1]])
-    return model(input_ids=prompt[None], decoder_input_ids=inputs[None], use_cache=False).logits[0]

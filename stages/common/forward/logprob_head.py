@@ -18,11 +18,13 @@ from torch.nn import functional as F
 
 from quiver.stages.common.forward.cpu.projections import product_dtype
 
-CHUNK_BYTES, GPU_CHUNK_BYTES = 64 * 1024 * 1024, 512 * 1024 * 1024
-"""Size of one chunk of logits, on a GPU in float32; it wants a thousand positions at once, or
-reading the weight takes longest."""
+CHUNK_BYTES = 64 * 1024 * 1024
+"""Size of one chunk of logits on a CPU."""
+GPU_CHUNK_BYTES = 512 * 1024 * 1024
+"""The same on a GPU, in float32; it needs a thousand positions at once, or reading the weight takes
+longest."""
 TILE_BYTES = 2 * 1024 * 1024
-"""Size of the part of a chunk that a CPU makes float32 at once: what is done to it then stays in
+"""Size of the tile of a chunk that a CPU makes float32 at once: what is done to it then stays in
 the cache."""
 KEPT_BYTES = 128 * 1024 * 1024
 """Most bytes of probabilities that are kept from the forward pass to the backward pass."""
@@ -46,9 +48,8 @@ class Shaping:
         Granite's `logits_scaling`, and T5's d_model ** -0.5, which it takes only where the head is
         (or once was) the embedding itself."""
         text = config.get_text_config()
-        scale = (getattr(text, "logit_scale", None) or 1.0) / (
-            getattr(text, "logits_scaling", None) or 1.0
-        )
+        scale = getattr(text, "logit_scale", None) or 1.0
+        scale /= getattr(text, "logits_scaling", None) or 1.0
         tied = text.tie_word_embeddings and text.model_type in ("umt5", "switch_transformers")
         if getattr(text, "scale_decoder_outputs", tied):
             scale *= text.d_model**-0.5
@@ -81,55 +82,43 @@ def completion_logprobs(
     bias = getattr(head, "bias", None)
     if offset is not None:
         bias = offset if bias is None else bias + offset
-    kept = KEPT_BYTES if torch.is_grad_enabled() else 0
-    return _Head.apply(hidden, head.weight, bias, targets, temperature, shaping or Shaping(), kept)
-
-
-def _parts(hidden: torch.Tensor, vocabulary: int) -> list[tuple[slice, list[slice]]]:
-    """Rows of each chunk of `hidden`, in its dtype, and of the chunk's tiles in it; on a GPU a
-    chunk is one tile. On a CPU all rows are one chunk where their probabilities can all be kept."""
-    if hidden.device.type == "cpu":
-        row = hidden.itemsize * vocabulary
-        chunk = (KEPT_BYTES if len(hidden) * row <= KEPT_BYTES else CHUNK_BYTES) // row
-        tile = TILE_BYTES // (4 * vocabulary)
-    else:
-        chunk = tile = GPU_CHUNK_BYTES // (4 * vocabulary)
-    chunk = max(1, chunk // _GRAIN * _GRAIN or chunk)
-    return [(part, _cut(part.stop - part.start, max(1, tile))) for part in _cut(len(hidden), chunk)]
-
-
-def _cut(length: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+    kept_bytes = KEPT_BYTES if torch.is_grad_enabled() else 0
+    return _Head.apply(
+        hidden, head.weight, bias, targets, temperature, shaping or Shaping(), kept_bytes
+    )
 
 
 class _Head(torch.autograd.Function):
+    """A chunk's logits are made by one product; what follows it is done tile by tile, in place."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, shaping, room):
+    def forward(ctx, hidden, weight, bias, targets, temperature, shaping, kept_bytes):
         dtype = product_dtype(hidden)
-        ctx.shaping, ctx.kept = shaping, []  # of the first chunks, the probabilities
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        ctx.shaping = shaping
+        ctx.probabilities = []  # of the first chunks
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
+        temperature = temperature[:, None]
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        for part, tiles in _parts(hidden, len(weight)):
-            logits, own = (
-                _product(hidden[part], weight),
-                (targets[part, None], temperature[part, None]),
-            )
-            room -= logits.nbytes
-            keep = room >= 0 and shaping.softcap is None
-            for rows in tiles:
-                target, heat = (each[rows] for each in own)
-                wide, _ = _shaped(logits[rows], bias, heat, shaping)
-                normal = F.log_softmax(wide, -1)
-                logprobs[part][rows] = normal.gather(1, target)[:, 0]
-                torch.exp(normal, out=wide)
+        chunk_rows, tile_rows = _sizes(hidden, len(weight))
+        for chunk in _slices(0, len(hidden), chunk_rows):
+            logits = _product(hidden[chunk], weight)
+            kept_bytes -= logits.nbytes
+            keep = kept_bytes >= 0 and shaping.softcap is None
+            tiles = logits.split(tile_rows)
+            for rows, tile in zip(_slices(chunk.start, chunk.stop, tile_rows), tiles, strict=True):
+                shaped, _ = _shape(tile, bias, temperature[rows], shaping)
+                table = F.log_softmax(shaped, -1)
+                logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
+                probabilities = torch.exp(table, out=shaped)
                 # not a product of vectors: autocast would round it to bfloat16
-                entropy[part][rows] = -normal.mul_(wide).sum(-1)
+                entropy[rows] = -table.mul_(probabilities).sum(-1)
                 if keep:
-                    logits[rows] = wide
+                    tile.copy_(probabilities)
             if keep:
-                ctx.kept.append(logits)
+                ctx.probabilities.append(logits)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, logprobs)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -139,49 +128,74 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, targets, temperature, logprobs = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = grad_bias = None
-        kept, ctx.kept = ctx.kept[::-1], []
-        heat, below = (
-            temperature[:, None],
-            torch.expm1(logprobs[:, None]),
-        )  # p − 1, exact also where p is near 1
-        factor = -grad[:, None] / heat * ctx.shaping.scale
+        grad_weight = None
+        grad_bias = None
+        probabilities = ctx.probabilities[::-1]
+        ctx.probabilities = []
+        target_minus_one = torch.expm1(logprobs[:, None])  # p − 1, exact also where p is near 1
+        factors = -grad[:, None] / temperature * ctx.shaping.scale
+        chunk_rows, tile_rows = _sizes(hidden, len(weight))
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, tiles in _parts(hidden, len(weight)):
-                known = bool(kept)
-                delta = kept.pop() if known else _product(hidden[part], weight)
-                own = targets[part, None], heat[part], below[part], factor[part]
-                for rows in tiles:
-                    target, hot, less, times = (each[rows] for each in own)
-                    if known:
-                        wide, slope = delta[rows].float(), None
+            for chunk in _slices(0, len(hidden), chunk_rows):
+                is_kept = bool(probabilities)
+                grad_logits = probabilities.pop() if is_kept else _product(hidden[chunk], weight)
+                tiles = zip(
+                    _slices(chunk.start, chunk.stop, tile_rows),
+                    grad_logits.split(tile_rows),
+                    strict=True,
+                )
+                for rows, tile in tiles:
+                    factor = factors[rows]
+                    if is_kept:
+                        slope = tile.float()
                     else:
-                        wide, slope = _shaped(delta[rows], bias, hot, ctx.shaping)
-                        wide = F.softmax(wide, -1)
-                    wide.scatter_(1, target, less)
-                    wide *= times if slope is None else times * slope
-                    delta[rows] = wide
+                        shaped, cap_slope = _shape(tile, bias, temperature[rows], ctx.shaping)
+                        slope = F.softmax(shaped, -1)
+                        if cap_slope is not None:
+                            factor = factor * cap_slope
+                    slope.scatter_(1, targets[rows, None], target_minus_one[rows])
+                    slope *= factor
+                    tile.copy_(slope)
                     if needs_bias:
-                        grad_bias = _plus(grad_bias, wide.sum(0))
+                        grad_bias = _add(grad_bias, slope.sum(0))
                 if needs_hidden:
-                    torch.mm(delta, weight, out=grad_hidden[part])
+                    torch.mm(grad_logits, weight, out=grad_hidden[chunk])
                 if needs_weight:
-                    grad_weight = _plus(grad_weight, delta.T @ hidden[part])
-        kinds = ctx.dtypes
-        results = [
-            None if value is None else value.to(kind)
-            for value, kind in zip((grad_hidden, grad_weight, grad_bias), kinds, strict=True)
+                    grad_weight = _add(grad_weight, grad_logits.T @ hidden[chunk])
+        gradients = [
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(
+                (grad_hidden, grad_weight, grad_bias), ctx.dtypes, strict=True
+            )
         ]
-        return (*results, None, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
-def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+def _sizes(hidden: torch.Tensor, vocabulary: int) -> tuple[int, int]:
+    """Rows of a chunk of `hidden`, in its dtype, and of a chunk's tile; on a GPU a chunk is one
+    tile. On a CPU all rows are one chunk where their probabilities can all be kept."""
+    if hidden.device.type == "cpu":
+        row_bytes = hidden.itemsize * vocabulary
+        fits = len(hidden) * row_bytes <= KEPT_BYTES
+        chunk_rows = (KEPT_BYTES if fits else CHUNK_BYTES) // row_bytes
+        tile_rows = TILE_BYTES // (4 * vocabulary)
+    else:
+        chunk_rows = tile_rows = GPU_CHUNK_BYTES // (4 * vocabulary)
+    chunk_rows = chunk_rows // _GRAIN * _GRAIN or chunk_rows
+    return max(1, chunk_rows), max(1, tile_rows)
+
+
+def _slices(start: int, stop: int, step: int) -> list[slice]:
+    return [slice(low, min(low + step, stop)) for low in range(start, stop, step)]
+
+
+def _add(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
     """Sum over chunks in float32; a few rows at a time, because a sum of two dtypes makes a whole
     copy of the narrow one first."""
     if total is None:
         return more.float()
-    for rows, added in zip(total.split(_ROWS), more.split(_ROWS), strict=True):
-        rows.add_(added)
+    for rows, more_rows in zip(total.split(_ROWS), more.split(_ROWS), strict=True):
+        rows.add_(more_rows)
     return total
 
 
@@ -191,8 +205,8 @@ def _product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.mm(hidden, weight.T)
 
 
-def _shaped(
-    logits, bias, temperature, shaping: Shaping
+def _shape(
+    logits: torch.Tensor, bias: torch.Tensor | None, temperature: torch.Tensor, shaping: Shaping
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits [c, V] in float32, shaped, over the temperature [c, 1]; and, with a softcap, d capped
     / d uncapped. Float32 logits are changed in place."""
@@ -201,10 +215,10 @@ def _shaped(
         logits += bias
     if shaping.scale != 1.0:
         logits *= shaping.scale
-    slope = None
+    cap_slope = None
     if shaping.softcap is not None:
         logits = torch.tanh(logits / shaping.softcap)
-        slope = 1 - logits**2
+        cap_slope = 1 - logits**2
         logits *= shaping.softcap
     logits /= temperature
-    return logits, slope
+    return logits, cap_slope

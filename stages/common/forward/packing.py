@@ -37,48 +37,50 @@ def make_pieces(
     numbers mean equal prompt ids.
     """
     pieces: list[Piece] = []
-    open_piece: dict[int, int] = {}
+    last_piece_of: dict[int, int] = {}
     for row in rows:
-        extra = completion_tokens[row] - 1
-        at = open_piece.get(prompts[row])
-        if at is not None and pieces[at].tokens + extra <= budget:
-            pieces[at] = Piece((*pieces[at].rows, row), pieces[at].tokens + extra)
+        tokens = completion_tokens[row] - 1
+        index = last_piece_of.get(prompts[row])
+        if index is not None and pieces[index].tokens + tokens <= budget:
+            piece = pieces[index]
+            pieces[index] = Piece((*piece.rows, row), piece.tokens + tokens)
         else:
-            open_piece[prompts[row]] = len(pieces)
-            pieces.append(Piece((row,), prompt_tokens[row] + extra))
+            last_piece_of[prompts[row]] = len(pieces)
+            pieces.append(Piece((row,), prompt_tokens[row] + tokens))
     return pieces
 
 
 def pack(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
     """Best-fit decreasing: each piece into the fullest micro-batch that still has room for it.
     Longest micro-batch first."""
-    bins: list[list[Piece]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    micros: list[list[Piece]] = []
+    free: list[tuple[int, int]] = []  # (tokens that still fit, index of the micro-batch), sorted
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        at = bisect.bisect_left(room, (piece.tokens, -1))
-        if at < len(room):
-            left, chosen = room.pop(at)
-            bins[chosen].append(piece)
+        fullest = bisect.bisect_left(free, (piece.tokens, -1))
+        if fullest < len(free):
+            tokens_left, index = free.pop(fullest)
+            micros[index].append(piece)
         else:
-            left, chosen = budget, len(bins)
-            bins.append([piece])
-        if left > piece.tokens:
-            bisect.insort(room, (left - piece.tokens, chosen))
-    return sorted(bins, key=lambda packed: -sum(piece.tokens for piece in packed))
+            tokens_left = budget
+            index = len(micros)
+            micros.append([piece])
+        if tokens_left > piece.tokens:
+            bisect.insort(free, (tokens_left - piece.tokens, index))
+    return sorted(micros, key=lambda micro: -sum(piece.tokens for piece in micro))
 
 
 def minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Rollouts 0 … len(groups)-1 cut into at most `count` parts of about equal size; a group stays
-    whole, in the order given.
+    """Rollouts 0 … len(groups)-1 cut into at most `count` mini-batches of about equal size; a group
+    stays whole, its rollouts in their order.
 
     `groups` lists the group of each rollout; the groups are taken in the order of their numbers.
     """
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    parts: list[list[int]] = [[] for _ in range(count)]
-    seen = 0
+    batches: list[list[int]] = [[] for _ in range(count)]
+    num_dealt = 0
     for group in sorted(members):
-        parts[min(seen * count // max(len(groups), 1), count - 1)].extend(members[group])
-        seen += len(members[group])
-    return [part for part in parts if part]
+        batches[num_dealt * count // len(groups)].extend(members[group])
+        num_dealt += len(members[group])
+    return [batch for batch in batches if batch]

@@ -2,12 +2,12 @@
 
 | name | weights | products of matrices |
 |---|---|---|
-| `fp32` | float32 | float32; on a CPU by the faster of torch's two libraries, where that is exact too |
-| `fp32_fast` | float32 | float32 in and out, inside as is fast: TF32 on a GPU; on a CPU oneDNN's, bfloat16 on processors with AMX |
+| `fp32` | float32 | float32; on a CPU by the faster of torch's two, where that is exact too |
+| `fp32_fast` | float32 | float32 in and out; inside TF32 on a GPU, oneDNN's fast ones on a CPU |
 | `bf16` | float32 | bfloat16 (autocast); norms and softmax in float32 |
 | `bf16_pure` | bfloat16 | bfloat16, and so is all that layers hand on |
 
-Whatever the name, logits become float32 before temperature and softmax. Which names a stage knows,
+oneDNN's fast products go through bfloat16 on processors with AMX. Whatever the name, logits become float32 before temperature and softmax. Which names a stage knows,
 its config says.
 """
 
@@ -36,11 +36,9 @@ def products(device: torch.device, *, fast: bool) -> AbstractContextManager[None
     not Intel's at half of oneDNN's speed; and what oneDNN does where less will do is float32 still,
     on processors without AMX.
     """
-    return (
-        fast_products(device)
-        if fast or (device.type == "cpu" and onednn_is_exact())
-        else nullcontext()
-    )
+    if fast or (device.type == "cpu" and onednn_is_exact()):
+        return fast_products(device)
+    return nullcontext()
 
 
 @cache
@@ -50,10 +48,11 @@ def onednn_is_exact() -> bool:
     draw = torch.Generator().manual_seed(0)
     with fast_products(torch.device("cpu")):
         for shape in ((64, 576, 192), (256, 576, 1536), (16, 4096, 1024)):
-            a, b = (torch.randn(size, generator=draw) for size in (shape[:2], shape[1:]))
+            a = torch.randn(shape[:2], generator=draw)
+            b = torch.randn(shape[1:], generator=draw)
             exact = a.double() @ b.double()
-            for found in (a @ b, (b.T @ a.T).T, torch.bmm(a[None], b[None])[0]):
-                if float((found - exact).norm() / exact.norm()) > 1e-6:
+            for product in (a @ b, (b.T @ a.T).T, torch.bmm(a[None], b[None])[0]):
+                if float((product - exact).norm() / exact.norm()) > 1e-6:
                     return False
     return True
 

@@ -129,7 +129,7 @@ def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None
         kinds=("policy",),
         first_number=0,
         only_number=0,
-        if_number_taken=(f"the run starts from another base model than {printable(config.model)}"),
+        if_number_taken=f"the run starts from another base model than {printable(config.model)}",
     )
 
 

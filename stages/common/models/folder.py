@@ -11,75 +11,79 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, SecurityError
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 log = logging.getLogger(__name__)
 
 
 def check_folder(folder: Path, name: str) -> None:
     """Raise unless `folder` is a whole model directory: ConfigError names what is missing,
     SecurityError what is refused."""
-    next = "complete the directory, or name another model"
+
+    def incomplete(problem: str) -> ConfigError:
+        next = "complete the directory, or name another model"
+        return ConfigError(f"model {name}", problem, next=next)
+
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model {name}", "config.json is missing", next=next)
+        raise incomplete("config.json is missing")
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except ValueError:
-        raise ConfigError(f"model {name}", "config.json is not JSON", next=next) from None
+        raise incomplete("config.json is not JSON") from None
     if "auto_map" in config:
-        what = "config.json asks to run code that the model brings (auto_map)"
         raise SecurityError(
-            f"model {name}", what, next="take auto_map out of config.json, or name another model"
+            f"model {name}",
+            "config.json asks to run code that the model brings (auto_map)",
+            next="take auto_map out of config.json, or name another model",
         )
     index = folder / "model.safetensors.index.json"
+    weights = sorted(folder.glob("*.safetensors"))
     if index.is_file():
-        shards = _shards(index, name, next)
+        shards = _read_index(index)
+        if shards is None:
+            raise incomplete(f"{index.name} is no index of weight files")
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
-            raise ConfigError(
-                f"model {name}",
-                f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}",
-                next=next,
+            raise incomplete(
+                f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}"
             )
-    elif not any(folder.glob("*.safetensors")):
+    elif not weights:
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
-            help = "save its weights as safetensors, or name another model"
             raise SecurityError(
-                f"model {name}", "pickled weights only; safetensors are needed", next=help
+                f"model {name}",
+                "pickled weights only; safetensors are needed",
+                next="save its weights as safetensors, or name another model",
             )
-        raise ConfigError(f"model {name}", "no *.safetensors", next=next)
-    if not any(
-        (folder / file).is_file()
-        for file in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
-    ):
-        raise ConfigError(f"model {name}", "the tokenizer's files are missing", next=next)
-    for path in sorted(folder.glob("*.safetensors")):
-        _check_safetensors(path, name, next)
+        raise incomplete("no *.safetensors")
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        raise incomplete("the tokenizer's files are missing")
+    for path in weights:
+        if not _is_safetensors(path):
+            raise incomplete(f"{path.name} is cut or not a safetensors file")
 
 
-def _shards(index: Path, name: str, next: str) -> list[str]:
-    """The weight files that an index names."""
+def _read_index(index: Path) -> list[str] | None:
+    """The weight files that an index names; None where it is not an index."""
     try:
-        found = set(json.loads(index.read_bytes())["weight_map"].values())
-        if all(isinstance(shard, str) for shard in found):
-            return sorted(found)
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        return sorted(shards) if all(isinstance(shard, str) for shard in shards) else None
     except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    raise ConfigError(f"model {name}", f"{index.name} is no index of weight files", next=next)
+        return None
 
 
-def _check_safetensors(path: Path, name: str, next: str) -> None:
+def _is_safetensors(path: Path) -> bool:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "numpy") as opened:
-            opened.keys()
+        with safe_open(path, "numpy") as tensors:
+            tensors.keys()
     except (SafetensorError, OSError):
-        raise ConfigError(
-            f"model {name}", f"{path.name} is cut or not a safetensors file", next=next
-        ) from None
+        return False
+    return True
 
 
 def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
@@ -109,11 +113,8 @@ def count_parameters(folder: Path) -> int:
     from safetensors import safe_open
 
     total = 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "numpy") as opened:
-            for key in opened.keys():  # noqa: SIM118  not a dict
-                size = 1
-                for length in opened.get_slice(key).get_shape():
-                    size *= length
-                total += size
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "numpy") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  not a dict
+                total += math.prod(tensors.get_slice(key).get_shape())
     return total

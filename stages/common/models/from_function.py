@@ -21,7 +21,7 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.schemas.manifest import digest
-from quiver.stages.common import plugins as dotted
+from quiver.stages.common import plugins
 
 _FUNCTION = re.compile(r"(?!package:).+:[A-Za-z_]\w*")
 _FIELD = "policy.model"
@@ -36,7 +36,7 @@ def is_function(name: str) -> bool:
 def load(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., None], str]:
     """The function, and the sha256 of its name, the bytes of its file and the arguments (plain
     JSON). ConfigError."""
-    function, sha256 = dotted.load(name, _FIELD)
+    function, sha256 = plugins.load(name, _FIELD)
     return function, digest([name.rpartition(":")[2], sha256, arguments])
 
 

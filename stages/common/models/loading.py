@@ -64,18 +64,14 @@ def load_model(
         trust_remote_code=False,
         use_safetensors=True,
     )
-    modules = list(model.modules())
-    for module in modules:
+    for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    configs = [config for each in modules for config in _configs(getattr(each, "config", None))]
-    for holder in (
-        *configs,
-        *modules,
-    ):  # layers copy the rates of their config, or read them from it
-        for name, value in vars(holder).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(holder, name, 0.0)
+        # layers copy the rates of their config, or read them from it
+        for holder in (module, *_configs(getattr(module, "config", None))):
+            for name, rate in vars(holder).items():
+                if "drop" in name and isinstance(rate, float):
+                    setattr(holder, name, 0.0)
     return model.to(device).eval()
 
 
@@ -85,18 +81,18 @@ def _configs(config: object) -> Iterator[PreTrainedConfig]:
 
     if isinstance(config, PreTrainedConfig):
         yield config
-        for part in vars(config).values():
-            yield from _configs(part)
+        for inner in vars(config).values():
+            yield from _configs(inner)
 
 
 def restore_dropout(model: PreTrainedModel, version: Version) -> None:
     """Make the config's dropout rates those of `version` again, for saving: they are not this
     project's to change."""
     original = type(model.config).from_pretrained(version.files.folder)
-    for own, before in zip(_configs(model.config), _configs(original), strict=True):
-        for name, value in vars(before).items():
+    for config, before in zip(_configs(model.config), _configs(original), strict=True):
+        for name, rate in vars(before).items():
             if "drop" in name:
-                setattr(own, name, value)
+                setattr(config, name, rate)
 
 
 def decoder_start_id(model: PreTrainedModel) -> int:
@@ -112,10 +108,12 @@ def decoder_start_id(model: PreTrainedModel) -> int:
     )
 
 
-def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = False) -> None:
+def check_rows(
+    table: pa.Table, name: str, version: Version, *, with_next_state: bool = False
+) -> None:
     """Refuse rollouts `name` with rows that have no probability (greedy ones: ConfigError) or that
-    the model of `version` can not read (SchemaError). `ahead`: the state after the last id is asked
-    for too."""
+    the model of `version` can not read (SchemaError). `with_next_state`: the state after the last
+    id is asked for too."""
     if not len(table):
         return
     greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
@@ -125,34 +123,33 @@ def check_rows(table: pa.Table, name: str, version: Version, *, ahead: bool = Fa
             f"{greedy} rows were sampled at temperature 0, where no token has a probability",
             next="generate at temperature > 0",
         )
-    prompts, completions = (
-        pc.list_value_length(table[column]) for column in ("prompt_ids", "completion_ids")
-    )
-    if pc.min(prompts).as_py() == 0:
+    prompt_lengths = pc.list_value_length(table["prompt_ids"])
+    completion_lengths = pc.list_value_length(table["completion_ids"])
+    if pc.min(prompt_lengths).as_py() == 0:
         raise SchemaError(
             name,
             "a prompt has no ids, so nothing predicts its completion's first token",
             next="generate from prompts that have ids",
         )
-    size, longest = vocabulary_size(version), context_length(version)
+    vocabulary = vocabulary_size(version)
     for column in ("prompt_ids", "completion_ids"):
-        largest = max(
-            (pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks), default=0
-        )
-        if largest >= size:
+        largest_ids = [pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks]
+        if max(largest_ids) >= vocabulary:
             raise SchemaError(
                 name,
-                f"{column} holds {largest}, the policy knows ids below {size}",
+                f"{column} holds {max(largest_ids)}, the policy knows ids below {vocabulary}",
                 next="take a policy with the tokenizer that made them",
             )
     if is_encoder_decoder(version):  # a context each
-        most = max(pc.max(prompts).as_py(), pc.max(completions).as_py() + ahead)
+        longest_completion = pc.max(completion_lengths).as_py() + with_next_state
+        longest = max(pc.max(prompt_lengths).as_py(), longest_completion)
     else:
-        most = pc.max(pc.add(prompts, completions)).as_py()
-    if longest is not None and most > longest:
+        longest = pc.max(pc.add(prompt_lengths, completion_lengths)).as_py()
+    context = context_length(version)
+    if context is not None and longest > context:
         raise SchemaError(
             name,
-            f"a rollout has {most} tokens, the policy reads {longest}",
+            f"a rollout has {longest} tokens, the policy reads {context}",
             next="generate with a lower max_tokens",
         )
 
@@ -173,8 +170,7 @@ def is_memory_error(error: BaseException) -> bool:
     RuntimeError."""
     import torch
 
-    said = any(
-        words in str(error)
-        for words in ("not enough memory", "can't allocate memory", "Cannot allocate memory")
-    )
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or said
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    phrases = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
+    return any(phrase in str(error) for phrase in phrases)

@@ -73,11 +73,11 @@ def prepare(who: str, device: str = "auto") -> Build:
         raise ConfigError(
             who, f"{build.name} is installed, device is {device}", next='set device = "auto"'
         )
-    for name, value in {**_ALWAYS, **(_ON_CPU if build.cpu else {})}.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(
-        os.environ["VLLM_LOGGING_LEVEL"].upper()
-    )  # it logs before it reads its own setting
+    defaults = _ALWAYS | _ON_CPU if build.cpu else _ALWAYS
+    for name, default in defaults.items():
+        os.environ.setdefault(name, default)
+    # it logs before it reads its own setting
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     if build.cpu:
         make_first_calls()  # it computes the cosines of all positions once, for good
     return build
@@ -87,26 +87,27 @@ def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsiz
     """Key/value cache for `sequences` of `length` tokens of the model in config.json, at most 40 %
     of the free memory; vLLM queues what does not fit."""
     config = {**config, **config.get("text_config", {})}
+    layers = config.get("num_hidden_layers", 1)
     heads = config.get("num_attention_heads", 1)
+    key_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or config.get("hidden_size", 1) // heads
-    layers, kept = config.get("num_hidden_layers", 1), config.get("num_key_value_heads") or heads
-    sequence = 2 * layers * kept * width * itemsize * (length + CPU_BLOCK)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(sequence + _GIB // 16, min(sequence * sequences, int(0.4 * free)))
+    sequence_bytes = 2 * layers * key_heads * width * itemsize * (length + CPU_BLOCK)
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(sequence_bytes + _GIB // 16, min(sequence_bytes * sequences, int(0.4 * free_bytes)))
 
 
 @contextmanager
-def fatal(who: str, what: str, next: str) -> Iterator[None]:
+def fatal(who: str, problem: str, next: str) -> Iterator[None]:
     """Any error of the engine is a ResourceError: after one, it may hang or answer nonsense."""
     try:
         yield
     except QuiverError:
         raise
     except Exception as error:
-        log.debug("vLLM %s", what, exc_info=True)
+        log.debug("vLLM %s", problem, exc_info=True)
         raise ResourceError(
             who,
-            f"{what}: {type(error).__name__}: {printable(error)}",
+            f"{problem}: {type(error).__name__}: {printable(error)}",
             state="finished shards are kept; nothing else was written.",
             next=next,
         ) from error

@@ -5,7 +5,7 @@ will need, and waits.
     ...
     with take_prewarmed("generate") or StageProcess("generate") as child:
         child.send(call)
-        code, last_lines = follow(child.process, "generate", on_line)
+        code, last_lines = child.follow(on_line)
         answer = child.answer()
 
 A process decides nothing before its call. Where a prewarmed one is gone, or was not needed, no harm
@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from quiver.stages.common.child import started
+from quiver.schemas.errors import ResourceError
+
+from .subprocesses import Process
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -71,8 +75,15 @@ class StageProcess:
             command = [python or sys.executable, "-u", "-P", "-m", "quiver.stages", stage]
             command += ["--call", str(self._call_path), "--answer", str(self._answer_path)]
             offline = {} if online else {"HF_HUB_OFFLINE": "1"}
-            environment = {**os.environ, **ENVIRONMENT, **offline, **(env or {})}
-            self.process = stack.enter_context(started(command, environment))
+            self.stage = stage
+            self.process = Process(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT, **offline, **(env or {})},
+            )
+            stack.enter_context(self.process)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> StageProcess:
@@ -87,6 +98,28 @@ class StageProcess:
         with suppress(BrokenPipeError):  # it died meanwhile, and `follow` says how
             self.process.stdin.write(b"\n")
             self.process.stdin.close()
+
+    def follow(
+        self,
+        on_line: Callable[[str], None],
+        timeout: float | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, list[str]]:
+        """Exit code and last lines, once it has ended; `on_line` is given each line as it comes.
+        Stopped, ResourceError after `timeout` seconds."""
+        last_lines: deque[str] = deque(maxlen=5)
+        try:
+            for line in self.process.lines(timeout, stopped):
+                last_lines.append(line)
+                on_line(line)
+        except TimeoutError as error:
+            raise ResourceError(
+                f"stage {self.stage}",
+                f"still running after its limit of {timeout:g} s; it was ended",
+                state="finished shards and all versions are kept.",
+                next="raise placement.timeout_seconds, then run the same command again",
+            ) from error
+        return self.process.wait(), list(last_lines)
 
     def answer(self) -> dict[str, Any] | None:
         """What it said when it ended; None where it came to another end."""

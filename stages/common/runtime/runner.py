@@ -31,7 +31,6 @@ from quiver.schemas.errors import (
     printable,
 )
 from quiver.schemas.refs import Ref
-from quiver.stages.common.child import follow
 from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import open_staging
@@ -205,7 +204,7 @@ def run_call(
     prewarmed = None if env else take_prewarmed(call.stage, python, online)
     with prewarmed or StageProcess(call.stage, python, online, env) as child:
         child.send(call.to_json())
-        code, last_lines = follow(child.process, call.stage, on_line, timeout, stopped)
+        code, last_lines = child.follow(on_line, timeout, stopped)
         answer = child.answer()
     if answer is None:
         raise ResourceError(

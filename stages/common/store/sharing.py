@@ -19,7 +19,6 @@ from typing import Any
 
 from .leases import Lease, Leases
 
-
 LEAST_PATIENCE_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 _COMMIT = "commit"

@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.plugins import did_you_mean
+
 from . import answers, verifiers
 from .embedding import model_hash, similarity
 from .programs import code, sandbox_is_there
@@ -38,23 +41,16 @@ def exact_match(
     >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7]), exact_match(["so <answer>Yes</answer>"], ["yes"], "tag", True)
     ([1.0, 0.0], [1.0])
     """
-    if extract not in _EXTRACT:
-        raise ValueError(f"extract must be {', '.join(_EXTRACT)}, got {extract!r}")
-    found = [_EXTRACT[extract](text) for text in completions]
+    extractors = {"text": str, "tag": answers.tagged, "boxed": answers.boxed}
+    if extract not in extractors:
+        raise ValueError(f"extract must be {', '.join(extractors)}, got {extract!r}")
     fold = str.casefold if ignore_case else str
-    return [
-        None
-        if want is None
-        else float(got is not None and fold(got.strip()) == fold(str(want).strip()))
-        for got, want in zip(found, answer, strict=True)
-    ]
 
+    def score(text: str, right: Any) -> float:
+        extracted = extractors[extract](text)
+        return float(extracted is not None and fold(extracted.strip()) == fold(str(right).strip()))
 
-_EXTRACT: dict[str, Callable[[str], str | None]] = {
-    "text": str,
-    "tag": answers.tagged,
-    "boxed": answers.boxed,
-}
+    return answers.score_each(score, completions, answer)
 
 
 def numeric(
@@ -73,20 +69,16 @@ def numeric(
     >>> numeric(["7 + 5 = 12.", "about 0.5", "twelve", "1,000"], [12, "1/2", 12, None])
     [1.0, 1.0, 0.0, None]
     """
-    return [
-        None if want is None else _numeric(text, want, tolerance)
-        for text, want in zip(completions, answer, strict=True)
-    ]
 
+    def score(text: str, right: Any) -> float:
+        right_number = answers.last_number(str(right))
+        if right_number is None:
+            raise ValueError(f"the answer {right!r} holds no number")
+        number = answers.last_number(text)
+        bound = Fraction(tolerance) * max(1, abs(right_number))
+        return float(number is not None and abs(number - right_number) <= bound)
 
-def _numeric(text: str, want: Any, tolerance: float) -> float:
-    wanted = answers.last_number(str(want))
-    if wanted is None:
-        raise ValueError(f"the answer {want!r} holds no number")
-    found = answers.last_number(text)
-    return float(
-        found is not None and abs(found - wanted) <= Fraction(tolerance) * max(1, abs(wanted))
-    )
+    return answers.score_each(score, completions, answer)
 
 
 def choice(
@@ -105,19 +97,19 @@ def choice(
     >>> choice(["The answer is (B).", r"\boxed{C}", "**a**", "A or B"], ["B", 2, "B", "A"])
     [1.0, 1.0, 0.0, 0.0]
     """
-    found = [answers.chosen(text, choices) for text in completions]
-    return [
-        None if want is None else float(got == _letter(want, choices))
-        for got, want in zip(found, answer, strict=True)
-    ]
 
+    def letter_of(right: Any) -> str:
+        if isinstance(right, int) and 0 <= right < len(choices):
+            return choices[right]
+        letter = right.strip().upper() if isinstance(right, str) else ""
+        if len(letter) == 1 and letter in choices.upper():
+            return letter
+        raise ValueError(f"the answer {right!r} is neither a letter of {choices} nor a place in it")
 
-def _letter(want: Any, choices: str) -> str:
-    if isinstance(want, int) and 0 <= want < len(choices):
-        return choices[want]
-    if isinstance(want, str) and len(want.strip()) == 1 and want.strip().upper() in choices.upper():
-        return want.strip().upper()
-    raise ValueError(f"the answer {want!r} is neither a letter of {choices} nor a place in it")
+    def score(text: str, right: Any) -> float:
+        return float(answers.chosen(text, choices) == letter_of(right))
+
+    return answers.score_each(score, completions, answer)
 
 
 def format(
@@ -139,9 +131,9 @@ def format(
             f"match must be full or search, flags letters of imsx, got {match!r} and {flags!r}"
         )
     bits = sum((getattr(re, letter.upper()) for letter in set(flags)), re.RegexFlag(0))
-    wanted = re.compile(_THINK_ANSWER if pattern == "think_answer" else pattern, bits)
-    test = {"full": wanted.fullmatch, "search": wanted.search}[match]
-    return [float(test(text) is not None) for text in completions]
+    form = re.compile(_THINK_ANSWER if pattern == "think_answer" else pattern, bits)
+    matches = form.fullmatch if match == "full" else form.search
+    return [float(matches(text) is not None) for text in completions]
 
 
 def length(
@@ -215,8 +207,12 @@ def repetition(completion_ids: Sequence[Sequence[int]], n: int = 4) -> list[floa
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}")
-    made = [[tuple(ids[at : at + n]) for at in range(len(ids) - n + 1)] for ids in completion_ids]
-    return [len(set(grams)) / len(grams) - 1 if grams else 0.0 for grams in made]
+
+    def score(ids: Sequence[int]) -> float:
+        grams = [tuple(ids[start : start + n]) for start in range(len(ids) - n + 1)]
+        return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+    return [score(ids) for ids in completion_ids]
 
 
 class Shipped(NamedTuple):
@@ -226,11 +222,16 @@ class Shipped(NamedTuple):
     version: int
     description: str
     arguments: dict[str, str]
-    ready: Callable[[dict[str, Any]], None] = lambda _: None
+    check_system: Callable[[dict[str, Any]], None] = lambda _: None
     """Raises where the function can not work on this system with these arguments: asked before
     anything is generated."""
-    holds: Callable[[dict[str, Any]], str] = lambda _: ""
+    hash_files: Callable[[dict[str, Any]], str] = lambda _: ""
     """Hash of the files that the arguments name and that decide the numbers."""
+
+    def fingerprint(self, arguments: dict[str, Any]) -> str:
+        """What decides the numbers: its version, and the hash of those files where it has any."""
+        hashed = self.hash_files(arguments)
+        return f"quiver:{self.version}:{hashed}" if hashed else f"quiver:{self.version}"
 
 
 FUNCTIONS: dict[str, Shipped] = {
@@ -301,7 +302,7 @@ FUNCTIONS: dict[str, Shipped] = {
             "pooling": "mean or cls",
             "cut": "true: read long texts in part",
         },
-        holds=model_hash,
+        hash_files=model_hash,
     ),
     "code": Shipped(
         code,
@@ -321,3 +322,16 @@ FUNCTIONS: dict[str, Shipped] = {
         sandbox_is_there,
     ),
 }
+
+
+def shipped(use: str) -> Shipped:
+    """The function of that name that comes with Quiver. ConfigError."""
+    if use not in FUNCTIONS:
+        hint = did_you_mean(use, FUNCTIONS, f"; there are {', '.join(FUNCTIONS)}")
+        raise ConfigError(
+            f"reward function {printable(use)}",
+            f"no function of that name comes with Quiver{hint}; your own is module:function or "
+            "file.py:function",
+            next="quiver rewards",
+        )
+    return FUNCTIONS[use]

@@ -8,7 +8,9 @@ when there is none.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _LONGEST = 1000  # characters; what is longer is no answer, and exact arithmetic on it would be slow
@@ -17,7 +19,7 @@ _NUMBER = re.compile(
     rf"(?P<whole>{_DIGITS})(?P<decimals>\.[0-9]+)?(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w))?"
     r"(?:/(?P<below>[0-9]+)(?![0-9/]))?"
 )
-_SAID = re.compile(r"answer(?:\s+is|\s*:)[\s*:]*", re.IGNORECASE)
+_ANNOUNCED = re.compile(r"answer(?:\s+is|\s*:)[\s*:]*", re.IGNORECASE)
 _ENDED = re.compile(r"\s*(?:$|[)\]}.:,;*$\\–-]|(?:because|since|as)\b)")
 _AROUND = " \t\n*_`.()[]{}$\"'"
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -33,21 +35,15 @@ def numbers(text: str) -> list[Fraction]:
     >>> [str(n) for n in numbers("5-3 = 2, not -3.50 or 1,000 or 1/2")]
     ['5', '3', '2', '-7/2', '1000', '1/2']
     """
-    return [value for match in _NUMBER.finditer(text) if (value := _value(match)) is not None]
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    if len(match[0]) > _LONGEST:
-        return None
-    whole, decimals, below = (
-        match["whole"].replace(",", ""),
-        match["decimals"] or "",
-        match["below"],
-    )
-    if below is not None and int(below) == 0:
-        return None
-    size = Fraction(whole + decimals + (match["exponent"] or "")) / (int(below) if below else 1)
-    return -size if match["sign"] in ("-", "−") else size
+    fractions = []
+    for match in _NUMBER.finditer(text):
+        denominator = int(match["below"] or 1) if len(match[0]) <= _LONGEST else 0
+        if denominator:
+            digits = match["whole"].replace(",", "")
+            decimal = f"{digits}{match['decimals'] or ''}{match['exponent'] or ''}"
+            sign = -1 if match["sign"] in ("-", "−") else 1
+            fractions.append(sign * Fraction(decimal) / denominator)
+    return fractions
 
 
 def last_number(text: str) -> Fraction | None:
@@ -65,12 +61,12 @@ def boxed(text: str) -> str | None:
     >>> boxed(r"first \boxed{1}, then \boxed{x^{2}}"), boxed(r"\boxed{never closed")
     ('x^{2}', None)
     """
-    start = text.rfind(r"\boxed{")
-    depth = 0
-    for at in range(start + len(r"\boxed"), len(text) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    _, opening, tail = text.rpartition(r"\boxed{")
+    depth = 1
+    for position, character in enumerate(tail if opening else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[start + len(r"\boxed{") : at].strip()
+            return tail[:position].strip()
     return None
 
 
@@ -81,7 +77,8 @@ def tagged(text: str) -> str | None:
     >>> tagged("<answer>6</answer> no, <answer> 7 </answer>"), tagged("7")
     ('7', None)
     """
-    return next((found.strip() for found in reversed(_TAGGED.findall(text))), None)
+    contents = _TAGGED.findall(text)
+    return contents[-1].strip() if contents else None
 
 
 def chosen(text: str, choices: str = "ABCD") -> str | None:
@@ -91,9 +88,22 @@ def chosen(text: str, choices: str = "ABCD") -> str | None:
     >>> chosen("I thought A, but the answer is **b**."), chosen("B) Paris"), chosen("A or B")
     ('B', 'B', None)
     """
-    said = list(_SAID.finditer(text))
-    rest = text[said[-1].end() :].splitlines()[:1] if said else None
-    places = [boxed(text), tagged(text), rest[0] if rest else None, text]
-    place = next(found for found in places if found is not None)
-    letter, tail = place.strip(_AROUND)[:1].upper(), place.strip(_AROUND)[1:]
-    return letter if letter and letter in choices.upper() and _ENDED.match(tail) else None
+    announced = None
+    announcements = list(_ANNOUNCED.finditer(text))
+    if announcements:
+        announced = next(iter(text[announcements[-1].end() :].splitlines()), None)
+    places = [boxed(text), tagged(text), announced, text]
+    place = next(place for place in places if place is not None).strip(_AROUND)
+    letter = place[:1].upper()
+    is_choice = letter and letter in choices.upper() and _ENDED.match(place[1:])
+    return letter if is_choice else None
+
+
+def score_each(
+    score: Callable[[str, Any], float], completions: Sequence[str], answer: Sequence[Any]
+) -> list[float | None]:
+    """`score` of each completion and its row's answer; None where that is null."""
+    return [
+        None if right is None else score(text, right)
+        for text, right in zip(completions, answer, strict=True)
+    ]

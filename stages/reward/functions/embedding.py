@@ -11,7 +11,11 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .answers import score_each
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
 _BATCH = 32
@@ -41,13 +45,12 @@ def similarity(
     """
     if pooling not in ("mean", "cls"):
         raise ValueError(f"pooling must be mean or cls, got {pooling!r}")
-    wanted = [None if want is None else str(want) for want in answer]
     if not completions:
         return []
-    texts = sorted({*(text for text in wanted if text is not None), *completions}, key=len)
-    found = dict(zip(texts, _embed(texts, model, pooling, cut), strict=True))
-    pairs = zip(completions, wanted, strict=True)
-    return [None if want is None else float(found[text] @ found[want]) for text, want in pairs]
+    answers = [None if right is None else str(right) for right in answer]
+    texts = sorted({*completions, *answers} - {None}, key=len)
+    embeddings = dict(zip(texts, _embed(texts, model, pooling, cut), strict=True))
+    return score_each(lambda a, b: float(embeddings[a] @ embeddings[b]), completions, answers)
 
 
 def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tensor:
@@ -55,39 +58,42 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
     import torch
 
     tokenizer, encoder, longest = _load(model)
-    ids = [
-        tokenizer(text, truncation=cut, max_length=longest if cut else None)["input_ids"]
-        for text in texts
-    ]
-    over = max((len(row) for row in ids), default=0)
-    if over > longest:
+    options = {"truncation": True, "max_length": longest} if cut else {}
+    rows = [tokenizer(text, **options)["input_ids"] for text in texts]
+    length = max(map(len, rows))
+    if length > longest:
         raise ValueError(
-            f"a text has {over} tokens, the embedding model reads {longest}; arguments = {{ cut = "
-            f"true }} reads so far"
+            f"a text has {length} tokens, the embedding model reads {longest}; arguments = {{ cut "
+            "= true }} reads so far"
         )
-    found = []
-    for start in range(0, len(ids), _BATCH):  # sorted by length, so little is padded
-        batch = tokenizer.pad({"input_ids": ids[start : start + _BATCH]}, return_tensors="pt")
+    embeddings = []
+    for start in range(0, len(rows), _BATCH):  # sorted by length, so little is padded
+        batch = tokenizer.pad({"input_ids": rows[start : start + _BATCH]}, return_tensors="pt")
         with torch.inference_mode():
             states = encoder(**batch).last_hidden_state.float()
         mask = batch["attention_mask"][..., None]
-        found.append(states[:, 0] if pooling == "cls" else (states * mask).sum(1) / mask.sum(1))
-    return torch.nn.functional.normalize(torch.cat(found), dim=-1)
+        means = (states * mask).sum(1) / mask.sum(1)
+        embeddings.append(states[:, 0] if pooling == "cls" else means)
+    return torch.nn.functional.normalize(torch.cat(embeddings), dim=-1)
 
 
 def model_hash(arguments: dict[str, Any]) -> str:
     """Hash of the model that `arguments` name; empty where they name none. ConfigError,
     SecurityError: it is not whole."""
     from quiver.schemas.manifest import digest
-    from quiver.stages.common.models.checkpoints import find_folder, folder_as_model
+    from quiver.stages.common.models.checkpoints import folder_as_model
 
     if not arguments.get("model"):
         return ""
     name = str(arguments["model"])
-    about = folder_as_model(
-        "similarity", name, find_folder(name, None, "reward function similarity: model")
-    )
-    return digest([about.weights, about.tokenizer])
+    entry = folder_as_model("similarity", name, _find_folder(name))
+    return digest([entry.weights, entry.tokenizer])
+
+
+def _find_folder(model: str) -> Path:
+    from quiver.stages.common.models.checkpoints import find_folder
+
+    return find_folder(model, None, "reward function similarity: model")
 
 
 @functools.cache
@@ -96,11 +102,10 @@ def _load(model: str) -> tuple[Any, Any, int]:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    from quiver.stages.common.models.checkpoints import find_folder
     from quiver.stages.common.models.mkl_warmup import make_first_calls
 
     make_first_calls()
-    folder = find_folder(model, None, "reward function similarity: model")
+    folder = _find_folder(model)
     options = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     encoder = AutoModel.from_pretrained(

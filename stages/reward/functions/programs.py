@@ -85,46 +85,45 @@ def code(
     """
     from quiver.stages.reward.sandbox import Limits
 
-    rows = len(completions)
-    _refuse_columns(
-        isolation=isolation,
-        sandbox_python=sandbox_python,
-        sandbox_url=sandbox_url,
-        sandbox_token=sandbox_token,
-    )
-    _refuse_columns(all=all, timeout_seconds=timeout_seconds, memory_mib=memory_mib)
-    spoken = [language] * rows if isinstance(language, str) else language
-    entries = [entry] * rows if isinstance(entry, str) else entry
-    read = [
-        None if given is None else read_tests(given, name or "", tongue)
-        for given, name, tongue in zip(tests, entries, spoken, strict=True)
-    ]
-    limits = Limits(seconds=timeout_seconds, memory_mib=memory_mib)
-    if not rows:
-        return []
-    run = _runner(isolation, sandbox_python, sandbox_url, sandbox_token)
-    with ThreadPoolExecutor(min(rows, _cores())) as pool:
-        waiting = [
-            None if wanted is None else pool.submit(_score, extract(text), wanted, run, limits, all)
-            for text, wanted in zip(completions, read, strict=True)
-        ]
-        try:
-            return [None if one is None else one.result() for one in waiting]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _refuse_columns(**arguments: Any) -> None:
-    """A column of the data that bears an argument's name would come as a list; where programs run
-    is the recipe's to say."""
-    for name, value in arguments.items():
-        if not isinstance(value, str | int | float):
+    # a column of the data that bears an argument's name comes as a list, and where programs run is
+    # the recipe's to say
+    settings = {
+        "isolation": isolation,
+        "sandbox_python": sandbox_python,
+        "sandbox_url": sandbox_url,
+        "sandbox_token": sandbox_token,
+        "all": all,
+        "timeout_seconds": timeout_seconds,
+        "memory_mib": memory_mib,
+    }
+    for name, setting in settings.items():
+        if not isinstance(setting, str | int | float):
             raise ConfigError(
                 "reward function code",
                 f"{name} must be set in arguments, not by a column",
                 next=f"set {name}",
             )
+    num_rows = len(completions)
+    languages = [language] * num_rows if isinstance(language, str) else language
+    entries = [entry] * num_rows if isinstance(entry, str) else entry
+    rows = [
+        None if column is None else read_tests(column, name or "", spoken)
+        for column, name, spoken in zip(tests, entries, languages, strict=True)
+    ]
+    limits = Limits(seconds=timeout_seconds, memory_mib=memory_mib)
+    if not num_rows:
+        return []
+    run = _runner(isolation, sandbox_python, sandbox_url, sandbox_token)
+    with ThreadPoolExecutor(min(num_rows, len(os.sched_getaffinity(0)))) as pool:
+        scores = [
+            None if row is None else pool.submit(_score, extract(text), row, run, limits, all)
+            for text, row in zip(completions, rows, strict=True)
+        ]
+        try:
+            return [None if score is None else score.result() for score in scores]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def extract(completion: str) -> str:
@@ -150,7 +149,7 @@ class Tests(NamedTuple):
     entry: str
 
 
-def read_tests(given: Any, entry: str = "", language: str = "python") -> Tests:
+def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
     """What a column holds, as `code` describes it. ValueError when it holds no tests.
 
     >>> read_tests([{"input": "1 2", "output": "3"}]).cases
@@ -163,46 +162,50 @@ def read_tests(given: Any, entry: str = "", language: str = "python") -> Tests:
             f"language must be python, got {printable(language)}; set it in arguments if that "
             "column means another"
         )
-    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):
-        given = json.loads(given)
-    if isinstance(given, dict):
-        entry = entry or given.get("fn_name") or ""
-        pairs = [given.get(name, given.get(name + "s")) for name in ("input", "output")]
-        if not (isinstance(pairs[0], list) and isinstance(pairs[1], list)) or len(pairs[0]) != len(
-            pairs[1]
-        ):
+    if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
+        column = json.loads(column)
+    if isinstance(column, dict):
+        entry = entry or column.get("fn_name") or ""
+        inputs, outputs = (column.get(key, column.get(key + "s")) for key in ("input", "output"))
+        both = isinstance(inputs, list) and isinstance(outputs, list)
+        if not both or len(inputs) != len(outputs):
             raise ValueError(
-                f"tests with the keys {', '.join(map(printable, given))}, expected inputs and "
+                f"tests with the keys {', '.join(map(printable, column))}, expected inputs and "
                 "outputs, as many of each"
             )
-        given = [{"input": one, "output": other} for one, other in zip(*pairs, strict=True)]
-    if isinstance(given, str):
-        return Tests([], [], given, entry)
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"tests must be a list of tests, or text, got {printable(repr(given))}")
-    if isinstance(given[0], str):
-        return Tests([], [], "\n".join(given), entry)
-    if any(not isinstance(case, dict) or not {"input", "output"} <= set(case) for case in given):
+        pairs = zip(inputs, outputs, strict=True)
+        column = [{"input": input, "output": output} for input, output in pairs]
+    if isinstance(column, str):
+        return Tests([], [], column, entry)
+    if not isinstance(column, list) or not column:
+        raise ValueError(f"tests must be a list of tests, or text, got {printable(repr(column))}")
+    if isinstance(column[0], str):
+        return Tests([], [], "\n".join(column), entry)
+    if any(not isinstance(case, dict) or not {"input", "output"} <= set(case) for case in column):
         raise ValueError("a test must have input and output")
     if entry:
-        return Tests([], [_call(case["input"], case["output"]) for case in given], "", entry)
-    return Tests([(_text(case["input"]), _text(case["output"])) for case in given], [], "", "")
+        return Tests([], [_read_call(case["input"], case["output"]) for case in column], "", entry)
+    return Tests(
+        [(_as_text(case["input"]), _as_text(case["output"])) for case in column], [], "", ""
+    )
 
 
-def _text(value: Any) -> str:
-    if value is None:
+def _as_text(stream: Any) -> str:
+    if stream is None:
         raise ValueError("a test must have input and output")
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "\n".join(map(str, stream)) if isinstance(stream, list) else str(stream)
 
 
-def _call(given: Any, wanted: Any) -> tuple[list[Any], Any]:
-    if isinstance(given, str):  # then the wanted value is JSON text too
-        return [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
-    if not isinstance(given, list):
+def _read_call(input: Any, output: Any) -> tuple[list[Any], Any]:
+    """The arguments of a call, and the value that it must return."""
+    if isinstance(input, str):  # then the output is JSON text too
+        lines = filter(str.strip, input.splitlines())
+        return [json.loads(line) for line in lines], json.loads(output)
+    if not isinstance(input, list):
         raise ValueError(
-            f"the input of a call must be a list of arguments, got {printable(repr(given))}"
+            f"the input of a call must be a list of arguments, got {printable(repr(input))}"
         )
-    return given, wanted
+    return input, output
 
 
 # -- runs
@@ -220,46 +223,51 @@ def _runner(isolation: str, python: str, url: str, token: str) -> Run:
     return functools.partial(run_program, isolation=isolation, python=python)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _score(program: str, tests: Tests, run: Run, limits: Limits, all: bool) -> float:
-    passed, total = (_compare if tests.cases else _judge)(program, tests, run, limits, all)
+    judge = _compare_outputs if tests.cases else _run_harness
+    passed, total = judge(program, tests, run, limits, all)
     return float(passed == total) if all else passed / total
 
 
-def _compare(program: str, tests: Tests, run: Run, limits: Limits, all: bool) -> tuple[int, int]:
+def _compare_outputs(
+    program: str, tests: Tests, run: Run, limits: Limits, all: bool
+) -> tuple[int, int]:
     """Run the program on each stdin; how many outputs are right, and how many tests there are."""
     passed = 0
-    for stdin, wanted in tests.cases:
-        room = dataclasses.replace(limits, output_kib=limits.output_kib + len(wanted) // 256)
-        finished = run(program, stdin=stdin, limits=room)
-        right = finished.exit_code == 0 and finished.stdout.split() == wanted.split()
-        passed += right
-        if finished.timed_out or (all and not right):
+    for stdin, expected in tests.cases:
+        output_kib = limits.output_kib + len(expected) // 256
+        finished = run(
+            program, stdin=stdin, limits=dataclasses.replace(limits, output_kib=output_kib)
+        )
+        is_right = finished.exit_code == 0 and finished.stdout.split() == expected.split()
+        passed += is_right
+        if finished.timed_out or (all and not is_right):
             break
     return passed, len(tests.cases)
 
 
-def _judge(program: str, tests: Tests, run: Run, limits: Limits, all: bool) -> tuple[int, int]:
+def _run_harness(
+    program: str, tests: Tests, run: Run, limits: Limits, all: bool
+) -> tuple[int, int]:
     """Have the tests' text or calls run by the harness; how many passed, and how many there are."""
     judge, candidate = _harness()
-    about = {
+    job = {
         "tests": tests.text,
         "calls": tests.calls,
         "entry": tests.entry,
         "seconds": limits.seconds,
         "all": all,
+        "program": program,
+        "candidate": candidate,
     }
-    job = json.dumps({**about, "program": program, "candidate": candidate})
-    steps = (
-        len(tests.calls) + tests.text.count("\n") + tests.text.count(";") + 3
-    )  # at most; the harness times each
-    whole = dataclasses.replace(limits, seconds=min(limits.seconds * steps, _DAY))
-    finished = run(judge, stdin=job, limits=whole)
-    total, begun, verdicts = finished.stdout.partition("\n")
-    if not begun:
+    # at most; the harness times each
+    steps = len(tests.calls) + tests.text.count("\n") + tests.text.count(";") + 3
+    seconds = min(limits.seconds * steps, _DAY)
+    finished = run(
+        judge, stdin=json.dumps(job), limits=dataclasses.replace(limits, seconds=seconds)
+    )
+    total, has_started, verdicts = finished.stdout.partition("\n")
+    if not has_started:
         raise ResourceError(
             "sandbox",
             f"the harness did not start: {printable(finished.stderr[-200:]) or finished.killed_by}",
@@ -274,9 +282,7 @@ def _judge(program: str, tests: Tests, run: Run, limits: Limits, all: bool) -> t
 @functools.cache
 def _harness() -> tuple[str, str]:
     folder = Path(__file__).with_name("harness")
-    return tuple(
-        (folder / name).read_text(encoding="utf-8") for name in ("judge.py", "candidate.py")
-    )
+    return tuple((folder / name).read_text("utf-8") for name in ("judge.py", "candidate.py"))
 
 
 def sandbox_is_there(arguments: dict[str, Any]) -> None:

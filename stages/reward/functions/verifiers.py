@@ -16,6 +16,8 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError
 
+from .answers import score_each
+
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
 _BOXED_INTEGER = re.compile(r"\\boxed\{\s*(-?[0-9]{1,15})\s*\}")
 _LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
@@ -38,44 +40,32 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
     >>> math([r"so \boxed{\frac{1}{2}}", r"$x + 1$", "41"], ["0.5", "1 + x", 42])
     [1.0, 1.0, 0.0]
     """
-    return [
-        None if want is None else _math(text, str(want).strip())
-        for text, want in zip(completions, answer, strict=True)
-    ]
+    return score_each(_math, completions, answer)
 
 
-def _math(text: str, want: str) -> float:
-    plain = (
-        _BOXED_INTEGER.findall(text)
-        if _INTEGER.fullmatch(want) and text.count(r"\boxed") == 1
-        else []
-    )
+def _math(text: str, right: Any) -> float:
+    right = str(right).strip()
     # most answers are whole numbers; reading them as LaTeX costs a hundred times as much and says
     # the same
-    if plain:
-        return float(int(plain[0]) == int(want))
+    if _INTEGER.fullmatch(right) and text.count(r"\boxed") == 1:
+        boxed = _BOXED_INTEGER.search(text)
+        if boxed:
+            return float(int(boxed[1]) == int(right))
+    expected = _right_answer(right)
     from math_verify import verify
 
-    return float(verify(_gold(want), _parse(text), timeout_seconds=None))
+    return float(verify(expected, _parse(text), timeout_seconds=None))
 
 
 @functools.lru_cache(4096)  # all rollouts of a prompt have one answer
-def _gold(want: str) -> list[Any]:
-    found = _parse(want if _LATEX.search(want) else f"${want}$")
-    if not found:
-        raise ValueError(f"the answer {want!r} holds no mathematics")
-    return found
+def _right_answer(right: str) -> list[Any]:
+    formulas = _parse(right if _LATEX.search(right) else f"${right}$")
+    if not formulas:
+        raise ValueError(f"the answer {right!r} holds no mathematics")
+    return formulas
 
 
 def _parse(text: str) -> list[Any]:
-    parse = _math_verify()
-    return parse(
-        text, parsing_timeout=None
-    )  # its own limit is a signal of the main thread; the row's limit is outside
-
-
-@functools.cache
-def _math_verify() -> Any:
     try:
         from math_verify import parse
     except ImportError:
@@ -84,10 +74,9 @@ def _math_verify() -> Any:
             "math-verify is not installed",
             next="pip install 'quiver-rl[rewards]'",
         ) from None
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its time limits are off
-    return parse
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that time limits are off
+    # its own limit is a signal of the main thread; the row's limit is outside
+    return parse(text, parsing_timeout=None)
 
 
 def json_schema(
@@ -111,62 +100,59 @@ def json_schema(
     if find not in ("auto", "text", "fenced"):
         raise ValueError(f"find must be auto, text or fenced, got {find!r}")
     schemas = [schema] * len(completions) if isinstance(schema, dict | str) else schema
-    return [
-        None if rule is None else _json(text, rule, find)
-        for text, rule in zip(completions, schemas, strict=True)
-    ]
+    return score_each(functools.partial(_json, find=find), completions, schemas)
 
 
-def _json(text: str, rule: Any, find: str) -> float:
+def _json(text: str, schema: Any, find: str) -> float:
     blocks = _FENCED.findall(text) if find != "text" else []
     if find == "fenced" and not blocks:
         return 0.0
     try:
-        value = json.loads(
-            blocks[-1] if blocks else text, object_pairs_hook=_unique, parse_constant=_refused
+        document = json.loads(
+            blocks[-1] if blocks else text,
+            object_pairs_hook=_refuse_key_twice,
+            parse_constant=_refuse_constant,
         )
-        return float(
-            _validator(rule if isinstance(rule, str) else json.dumps(_present(rule))).is_valid(
-                value
-            )
-        )
-    except (json.JSONDecodeError, _NotStrict, RecursionError):
+    except (ValueError, RecursionError):
+        return 0.0
+    schema = schema if isinstance(schema, str) else json.dumps(_without_nulls(schema))
+    try:
+        return float(_validator(schema).is_valid(document))
+    except RecursionError:
         return 0.0
 
 
-class _NotStrict(ValueError):
-    """JSON that readers understand differently."""
+def _refuse_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise ValueError("a key stands twice")
+    return members
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise _NotStrict
-    return dict(pairs)
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
-def _refused(constant: str) -> Any:
-    raise _NotStrict(constant)
-
-
-def _present(rule: Any) -> Any:
+def _without_nulls(schema: Any) -> Any:
     """A schema as it was before Arrow gave every struct every key, null where there was none."""
-    if isinstance(rule, dict):
-        return {key: _present(value) for key, value in rule.items() if value is not None}
-    return [_present(value) for value in rule] if isinstance(rule, list) else rule
+    if isinstance(schema, dict):
+        return {key: _without_nulls(rule) for key, rule in schema.items() if rule is not None}
+    return [_without_nulls(rule) for rule in schema] if isinstance(schema, list) else schema
 
 
 @functools.lru_cache(1024)
-def _validator(rule: str) -> Any:
+def _validator(schema_text: str) -> Any:
     try:
         from jsonschema import validators
         from referencing import Registry
     except ImportError:
-        message = "jsonschema is not installed"
         raise ConfigError(
-            "reward function json_schema", message, next="pip install 'quiver-rl[rewards]'"
+            "reward function json_schema",
+            "jsonschema is not installed",
+            next="pip install 'quiver-rl[rewards]'",
         ) from None
     try:
-        schema = json.loads(rule)
+        schema = json.loads(schema_text)
     except json.JSONDecodeError as error:
         raise ValueError(f"the schema is not JSON: {error}") from None
     kind = validators.validator_for(schema, validators.Draft202012Validator)

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Config, Runtime
 from quiver.stages.common.models import checkpoints, vllm_env
 
@@ -182,6 +183,20 @@ def check(config: ModelConfig) -> Found:
         vllm_env.find_build(who(config))
     pad = {**about, **about.get("text_config", {})}.get("pad_token_id")
     return Found(folder, labels, _choose_label(config, labels), limit, pad, _read_template(config))
+
+
+def model_entry(config: ModelConfig) -> Model:
+    """Its entry in the manifest. ConfigError, SecurityError: it is not there, or not whole."""
+    model = check(config)
+    entry = checkpoints.folder_as_model(f"reward:{config.name}", config.model, model.folder)
+    if model.template is None:
+        return entry
+    return entry.model_copy(update={"template": digest(model.template)})
+
+
+def fingerprint(entry: Model) -> str:
+    """Hash of weights, tokenizer and template: another model scores anew."""
+    return f"sha256:{digest([entry.weights, entry.tokenizer, entry.template])}"
 
 
 def who(config: ModelConfig) -> str:

@@ -23,11 +23,13 @@ import torch
 from torch import nn
 
 from quiver.schemas.errors import ConfigError, ResourceError, printable
-from quiver.stages.common.forward.attention import Sequences, hidden_states, make_layout, set_mode
+from quiver.stages.common.forward.attention import hidden_states, set_mode
+from quiver.stages.common.forward.layout import Sequences, make_layout
 from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
 from quiver.stages.common.forward.packing import pack
-from quiver.stages.common.forward.policy import depends_on_length, pieces_of, token_budget
+from quiver.stages.common.forward.policy import pieces_of, token_budget
 from quiver.stages.common.forward.precision import products
+from quiver.stages.common.forward.verify import depends_on_length
 from quiver.stages.common.models.loading import is_memory_error
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged

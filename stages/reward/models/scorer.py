@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
-from quiver.schemas.manifest import Model, canonical, digest
+from quiver.schemas.manifest import canonical
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 from quiver.stages.reward.scoring import Batch, Part
@@ -77,23 +77,6 @@ class ModelScorer:
         SecurityError."""
         self.config, self.name, self.weight, self.seconds = config, config.name, config.weight, 0.0
         self.found, self._prefill, self._closed = check(config), prefill, False
-
-    @cached_property
-    def about(self) -> Model:
-        """Its entry in the manifest."""
-        about = checkpoints.folder_as_model(
-            f"reward:{self.name}", self.config.model, self.found.folder
-        )
-        return (
-            about
-            if self.found.template is None
-            else about.model_copy(update={"template": digest(self.found.template)})
-        )
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash of weights, tokenizer and template: another model scores anew."""
-        return f"sha256:{digest([self.about.weights, self.about.tokenizer, self.about.template])}"
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:

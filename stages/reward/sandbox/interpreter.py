@@ -35,49 +35,36 @@ def find(python: str = "") -> Interpreter:
     its environment."""
     if not python:
         executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-        base = {
-            "base": sys.base_prefix,
-            "platbase": sys.base_exec_prefix,
-        }  # not of a virtual environment around it
-        names = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
-        return Interpreter(
-            (executable, "-S"), _shown([*names, executable], sysconfig.get_config_var("LIBDIR"))
-        )
+        # not of a virtual environment around it
+        base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+        paths = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
+        shown = _shown([*paths, executable], sysconfig.get_config_var("LIBDIR"))
+        return Interpreter((executable, "-S"), shown)
     try:
-        done = subprocess.run(
+        answer = subprocess.run(
             [python, "-I", "-c", _ASK], capture_output=True, text=True, check=True, timeout=60
-        )
-        names, libraries = json.loads(done.stdout)
+        ).stdout
+        paths, library_folder = json.loads(answer)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ConfigError(
             f"interpreter {printable(python)}",
             f"can not be used for programs: {type(error).__name__}: {printable(error)}",
             next="name the path of an interpreter (sandbox_python of the function code)",
         ) from error
-    return Interpreter(
-        (os.path.abspath(python),), _shown([*names, *_links(os.path.abspath(python))], libraries)
-    )
+    executable = os.path.abspath(python)
+    # a virtual environment's python links to another, and that may link on
+    links = [executable]
+    while os.path.islink(links[-1]) and len(links) < 40:
+        folder = os.path.dirname(links[-1])
+        links.append(os.path.normpath(os.path.join(folder, os.readlink(links[-1]))))
+    return Interpreter((executable,), _shown([*paths, *links], library_folder))
 
 
-def _links(path: str) -> list[str]:
-    """`path`, what it links to, what that links to, and so on: a virtual environment's python is
-    such a chain."""
-    found = [path]
-    while os.path.islink(found[-1]) and len(found) < 40:
-        found.append(
-            os.path.normpath(os.path.join(os.path.dirname(found[-1]), os.readlink(found[-1])))
-        )
-    return found
-
-
-def _shown(names: list[str], libraries: str | None) -> tuple[str, ...]:
-    """`names`, the interpreter's shared library, and the system's libraries; links beside what they
+def _shown(paths: list[str], library_folder: str | None) -> tuple[str, ...]:
+    """`paths`, the interpreter's shared library, and the system's libraries; links beside what they
     point at."""
-    own = glob.glob(os.path.join(libraries, "libpython3*.so*")) if libraries else []
-    found = {
-        path
-        for name in (*names, *own, *_SYSTEM)
-        for path in (name, os.path.realpath(name))
-        if os.path.exists(path)
-    }
-    return tuple(sorted(found))
+    libraries = glob.glob(os.path.join(library_folder, "libpython3*.so*")) if library_folder else []
+    shown = set()
+    for path in (*paths, *libraries, *_SYSTEM):
+        shown.update(filter(os.path.exists, (path, os.path.realpath(path))))
+    return tuple(sorted(shown))

@@ -19,7 +19,7 @@ import os
 import time
 from dataclasses import asdict
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from quiver.schemas.errors import ConfigError, RemoteError, printable
@@ -35,10 +35,9 @@ ANSWER_SECONDS = 30.0
 """How long an answer may take beyond the program's own limit."""
 PAUSE_SECONDS = 0.5
 """Before the second attempt; doubled before each further one."""
-_KINDS = {"stdout": str, "stderr": str, "exit_code": int, "timed_out": bool}
 
 
-class _AgainError(Exception):
+class _PassingError(Exception):
     """A failure that may pass."""
 
 
@@ -56,25 +55,30 @@ def run_program(
     from quiver.stages.reward.servers.config import is_loopback
 
     limits = limits or Limits()
-    body = {"language": "python", "code": program, "stdin": stdin, "limits": asdict(limits)}
-    headers = {"Accept-Encoding": "identity"} | (
-        {"Authorization": f"Bearer {secret(token)}"} if token else {}
-    )
+    bearer = secret(token)
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
             "sandbox_url", f"must be an http or https URL, got {printable(url)}", next="correct it"
         )
-    if token and url.startswith("http://") and not is_loopback(urlsplit(url).hostname or ""):
-        what = f"the token would go to {printable(urlsplit(url).hostname)} in the clear"
-        raise ConfigError("sandbox_url", what, next="use https")
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    if bearer:
+        headers["Authorization"] = f"Bearer {bearer}"
+        host = urlsplit(url).hostname or ""
+        if url.startswith("http://") and not is_loopback(host):
+            raise ConfigError(
+                "sandbox_url",
+                f"the token would go to {printable(host)} in the clear",
+                next="use https",
+            )
+    request = {"language": "python", "code": program, "stdin": stdin, "limits": asdict(limits)}
     patience = httpx.Timeout(limits.seconds + ANSWER_SECONDS, connect=CONNECT_SECONDS)
     with httpx.Client(timeout=patience, trust_env=False, headers=headers) as client:
         for attempt in range(1, ATTEMPTS + 1):
-            began = time.monotonic()
+            started = time.monotonic()
             try:
-                answer = _ask(client, url, body, limits)
-                return _read(answer, time.monotonic() - began, url)
-            except _AgainError as error:
+                body = _ask(client, url, json.dumps(request), limits)
+                return _read(body, time.monotonic() - started, url)
+            except _PassingError as error:
                 if attempt == ATTEMPTS:
                     raise _remote_error(url, f"{error}, {ATTEMPTS} times") from error
                 time.sleep(PAUSE_SECONDS * 2 ** (attempt - 1))
@@ -112,47 +116,45 @@ def secret(token: str) -> str:
     return os.environ[name]
 
 
-def _ask(client: httpx.Client, url: str, body: dict[str, Any], limits: Limits) -> bytes:
-    """The answer's body. _AgainError where another attempt may help."""
+def _ask(client: httpx.Client, url: str, request: str, limits: Limits) -> bytes:
+    """The answer's body. _PassingError where another attempt may help."""
     import httpx
 
     most = 2 * 6 * limits.output_kib * 1024 + 65536  # both outputs, each character escaped
     deadline = time.monotonic() + limits.seconds + ANSWER_SECONDS
     try:
-        with client.stream(
-            "POST", url, content=json.dumps(body), headers={"Content-Type": "application/json"}
-        ) as answer:
-            if answer.status_code == 429 or answer.status_code >= 500:
-                raise _AgainError(f"status {answer.status_code}")
-            if answer.status_code != 200 or "content-encoding" in answer.headers:
-                raise _remote_error(
-                    url,
-                    f"status {answer.status_code}, expected 200 and an answer that is not "
-                    "compressed",
-                )
-            data = b""
-            for part in answer.iter_raw():
-                data += part
-                if len(data) > most:
+        with client.stream("POST", url, content=request) as answer:
+            status = answer.status_code
+            if status == 429 or status >= 500:
+                raise _PassingError(f"status {status}")
+            if status != 200 or "content-encoding" in answer.headers:
+                why = f"status {status}, expected 200 and an answer that is not compressed"
+                raise _remote_error(url, why)
+            body = bytearray()
+            for chunk in answer.iter_raw():
+                body += chunk
+                if len(body) > most:
                     raise _remote_error(url, f"the answer is longer than {most} bytes")
                 if time.monotonic() > deadline:
-                    raise _AgainError("the answer takes too long")
-            return data
+                    raise _PassingError("the answer takes too long")
+            return bytes(body)
     except httpx.HTTPError as error:
-        raise _AgainError(f"{type(error).__name__}: {printable(error)}") from error
+        raise _PassingError(f"{type(error).__name__}: {printable(error)}") from error
 
 
-def _read(data: bytes, seconds: float, url: str) -> Finished:
+def _read(body: bytes, seconds: float, url: str) -> Finished:
     try:
-        answer = json.loads(data)
+        answer = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise _remote_error(url, f"the answer is not JSON: {printable(error)}") from error
     if not isinstance(answer, dict):
         raise _remote_error(url, f"the answer is {type(answer).__name__}, expected an object")
-    for name, kind in _KINDS.items():
-        if type(answer.get(name)) is not kind:
-            found = printable(repr(answer.get(name)))
-            raise _remote_error(url, f"{name} must be {kind.__name__}, got {found}")
+    kinds = {"stdout": str, "stderr": str, "exit_code": int, "timed_out": bool}
+    for name, kind in kinds.items():
+        member = answer.get(name)
+        if type(member) is not kind:
+            why = f"{name} must be {kind.__name__}, got {printable(repr(member))}"
+            raise _remote_error(url, why)
     killed_by = "time" if answer["timed_out"] else None
     return Finished(answer["exit_code"], answer["stdout"], answer["stderr"], killed_by, seconds)
 

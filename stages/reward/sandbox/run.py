@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 import marshal
+import math
 import os
 import selectors
 import signal
@@ -31,12 +32,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
+from quiver.stages.common.runtime.subprocesses import Process
 
 from . import interpreter
 from .launcher import seccomp
@@ -44,9 +47,8 @@ from .launcher import seccomp
 Isolation = Literal["full", "process"]
 _LAUNCHER = Path(__file__).with_name("launcher")
 _MIB = 1 << 20
-_PATIENCE_SECONDS = (
-    90  # beyond the program's own limit; the launcher gives up by itself before that
-)
+# beyond the program's own limit; the launcher gives up by itself before that
+_PATIENCE_SECONDS = 90
 # What a script expects of `python script.py` and -S leaves out (-S keeps installed packages out of
 # sight); no name is left behind.
 _START = """\
@@ -84,20 +86,19 @@ class Limits:
     """How much is kept of its stdout, and of its stderr; the rest is read and thrown away."""
 
     def __post_init__(self) -> None:
-        least = {
+        for name, least in {
             "seconds": 0.01,
             "memory_mib": 64,
             "processes": 2,
             "files_mib": 1,
             "open_files": 16,
             "output_kib": 1,
-        }
-        for name, low in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not low <= value <= 1 << 20:
+        }.items():
+            number = getattr(self, name)
+            if not isinstance(number, int | float) or not least <= number <= 1 << 20:
                 raise ConfigError(
                     f"limits.{name}",
-                    f"must be between {low} and {1 << 20}, got {value!r}",
+                    f"must be between {least} and {1 << 20}, got {number!r}",
                     next=f"correct limits.{name}",
                 )
 
@@ -147,26 +148,26 @@ def run_program(
     if not sys.platform.startswith("linux"):
         raise _refused("Linux", f"this is {sys.platform}")
     limits = limits or Limits()
-    found = interpreter.find(python)
-    if isolation == "full":
-        done = _launch(_job(program, stdin, limits, found, ""), limits)
-    else:
-        with tempfile.TemporaryDirectory(prefix="quiver-", ignore_cleanup_errors=True) as folder:
-            done = _launch(_job(program, stdin, limits, found, folder), limits)
-    return _finished(*done)
+    # with "full" the program lives in a root of its own
+    place = nullcontext("")
+    if isolation == "process":
+        place = tempfile.TemporaryDirectory(prefix="quiver-", ignore_cleanup_errors=True)
+    chosen = interpreter.find(python)
+    with place as folder:
+        return _launch(_job(program, stdin, limits, chosen, folder), limits)
 
 
 def _job(
-    program: str, stdin: str, limits: Limits, found: interpreter.Interpreter, folder: str
+    program: str, stdin: str, limits: Limits, chosen: interpreter.Interpreter, folder: str
 ) -> dict[str, Any]:
-    """What the launcher is told; `folder` is empty for isolation "full", where the program lives in
-    a root of its own."""
-    home = os.path.join(folder, "tmp") if folder else "/tmp"
+    """What the launcher is told; `folder` is empty for isolation "full"."""
+    home = os.path.join(folder or "/", "tmp")
     if folder:
         os.mkdir(home)
     return {
-        "isolation": "process" if folder else "full",
-        "command": [*found.command, "-c", _START],
+        "full": not folder,
+        "command": [*chosen.command, "-c", _START],
+        "paths": list(chosen.paths),
         "environment": {
             "PATH": "/usr/bin:/bin",
             "HOME": home,
@@ -178,13 +179,12 @@ def _job(
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONHASHSEED": "0",  # the same program on the same input does the same
         },
-        "paths": list(found.paths),
         "folder": folder,
         "cwd": home,
         "program": program.encode(errors="surrogatepass"),
         "stdin": stdin.encode(errors="surrogatepass"),
         "seconds": float(limits.seconds),
-        "cpu_seconds": int(-(-limits.seconds // 1)),
+        "cpu_seconds": math.ceil(limits.seconds),
         "memory_bytes": limits.memory_mib * _MIB,
         "tmp_bytes": limits.files_mib * _MIB,
         "processes": limits.processes,
@@ -192,106 +192,83 @@ def _job(
     }
 
 
-def _launch(job: dict[str, Any], limits: Limits) -> tuple[dict[str, Any], str, str]:
-    """Start the launcher with a job and wait for it: its report, and the program's stdout and
-    stderr, cut."""
+def _launch(job: dict[str, Any], limits: Limits) -> Finished:
+    """Start the launcher with a job and wait for its report, and for the program's output."""
     report_read, report_write = os.pipe()
-    life_read, life_write = os.pipe()
-    with tempfile.TemporaryFile() as file, open(report_read, "rb", buffering=0) as report:
+    with tempfile.TemporaryFile() as file, open(report_read, "rb", buffering=0) as pipe:
         try:
             file.write(marshal.dumps(job))
             file.seek(0)
-            base = interpreter.find().command[0]
-            child = subprocess.Popen(
-                [base, "-I", "-S", str(_LAUNCHER), str(report_write), str(life_read)],
+            launcher = Process(
+                [interpreter.find().command[0], "-I", "-S", str(_LAUNCHER), str(report_write)],
+                is_keeper=True,
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(report_write, life_read),
-                start_new_session=True,
+                pass_fds=(report_write,),
                 cwd="/",
                 env={},
             )
-        except BaseException:
-            os.close(life_write)
-            raise
         finally:
             os.close(report_write)
-            os.close(life_read)
         try:
-            said = _read([report, child.stdout, child.stderr], limits)
+            pipes = [pipe, launcher.stdout, launcher.stderr]
+            answer, stdout, stderr = _read(pipes, limits)
         finally:
-            os.close(life_write)  # the launcher then ends everything, if it has not yet
-            _end(child)
-    answer, stdout, stderr = said
+            code = launcher.end(grace=0)
+    stderr_text = stderr.decode(errors="replace")
     if not answer:
-        raise _failed(
-            f"its launcher died with exit code {child.returncode}: "
-            f"{printable(stderr.decode(errors='replace'))}"
-        )
-    return marshal.loads(answer), stdout.decode(errors="replace"), stderr.decode(errors="replace")
+        raise _failed(f"its launcher died with exit code {code}: {printable(stderr_text)}")
+    report = marshal.loads(answer)
+    if "refused" in report:
+        layer, number, why = report["refused"]
+        if number == errno.ENOSPC:
+            why = "none are left, or none allowed, by /proc/sys/user"
+        raise _refused(layer, why)
+    if "failed" in report:
+        raise _failed(printable(report["failed"]))
+    code = report["exit_code"]
+    killed_by = report["killed_by"]
+    if killed_by is None and code < 0:
+        killed_by = "cpu" if -code == signal.SIGXCPU else signal.Signals(-code).name
+    stdout_text = stdout.decode(errors="replace")
+    return Finished(code, stdout_text, stderr_text, killed_by, report["seconds"])
 
 
-def _read(files: list[Any], limits: Limits) -> list[bytes]:
-    """All that comes from the files until each is closed, of each at most as much as is kept."""
-    kept = {file: bytearray() for file in files}
+def _read(pipes: list[BinaryIO], limits: Limits) -> list[bytes]:
+    """All that comes from the pipes until each is closed, of each at most as much as is kept."""
+    texts = {pipe: bytearray() for pipe in pipes}
     deadline = time.monotonic() + limits.seconds + _PATIENCE_SECONDS
     with selectors.DefaultSelector() as selector:
-        for file in files:
-            selector.register(file, selectors.EVENT_READ)
+        for pipe in pipes:
+            selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map():
             ready = selector.select(deadline - time.monotonic())
             if not ready:
                 raise _failed("its launcher hangs")
             for key, _ in ready:
-                data = os.read(key.fd, 65536)
-                if not data:
+                chunk = os.read(key.fd, 65536)
+                if not chunk:
                     selector.unregister(key.fileobj)
-                room = limits.output_kib * 1024 - len(kept[key.fileobj])
-                kept[key.fileobj] += data[: max(0, room)]
-    return [bytes(kept[file]) for file in files]
-
-
-def _end(child: subprocess.Popen) -> None:
-    try:
-        child.wait(5)
-    except subprocess.TimeoutExpired:
-        child.kill()  # whoever it started dies with it
-        child.wait()
-    child.stdout.close()
-    child.stderr.close()
-
-
-def _finished(report: dict[str, Any], stdout: str, stderr: str) -> Finished:
-    if "refused" in report:
-        name, number, why = report["refused"]
-        raise _refused(
-            name,
-            "none are left, or none allowed, by /proc/sys/user" if number == errno.ENOSPC else why,
-        )
-    if "failed" in report:
-        raise _failed(printable(report["failed"]))
-    code, killed_by = report["exit_code"], report["killed_by"]
-    if killed_by is None and code < 0:
-        killed_by = "cpu" if -code == signal.SIGXCPU else signal.Signals(-code).name
-    return Finished(code, stdout, stderr, killed_by, report["seconds"])
+                text = texts[key.fileobj]
+                text += chunk[: max(0, limits.output_kib * 1024 - len(text))]
+    return [bytes(text) for text in texts.values()]
 
 
 def _failed(why: str) -> ResourceError:
     return ResourceError("sandbox", why, state="the program was not judged.", next="run again")
 
 
-def _refused(name: str, why: str) -> SecurityError:
+def _refused(layer: str, why: str) -> SecurityError:
     return SecurityError(
         "sandbox",
-        f'the system does not permit the layer {name}: {printable(why)}; isolation = "process" '
+        f'the system does not permit the layer {layer}: {printable(why)}; isolation = "process" '
         "asks for less",
         state="no program was run.",
         next="permit user namespaces (sysctl user.max_user_namespaces, "
-        "kernel.unprivileged_userns_clone, "
-        "kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile), use a "
-        "remote sandbox, or set "
-        'isolation = "process" in arguments, which protects neither files nor network',
+        "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a "
+        "container its seccomp profile), use a remote sandbox, or set isolation = "
+        '"process" in arguments, which protects neither files nor network',
     )
 
 
@@ -303,15 +280,13 @@ def describe(isolation: Isolation = "full", python: str = "") -> dict[str, str]:
     if finished.stdout != "ready\n":
         raise _failed(f"a program that does nothing failed: {printable(finished.stderr[-200:])}")
     if isolation == "process":
-        return dict.fromkeys(("user", "files", "network", "processes"), "those of the user") | {
-            "calls": "all"
-        }
+        layers = dict.fromkeys(("user", "files", "network", "processes"), "those of the user")
+        return {**layers, "calls": "all"}
+    unfiltered = f"all: there is no filter for {os.uname().machine}"
     return {
         "user": "nobody" if os.geteuid() == 0 else f"uid {os.geteuid()}, shown as nobody",
         "files": "a root in memory, read-only, with the interpreter alone; /tmp",
         "network": "none",
         "processes": "a namespace of their own, counted",
-        "calls": "filtered"
-        if seccomp.supported()
-        else f"all: there is no filter for {os.uname().machine}",
+        "calls": "filtered" if seccomp.supported() else unfiltered,
     }

@@ -18,18 +18,22 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from contextlib import suppress
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError
+from quiver.schemas.manifest import digest
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
 
 from .dialects import judge
 from .dialects.rows import fields
 
+VERSION = 1
+"""Of what the client makes of an answer: a higher one makes rewards anew."""
 TOKEN = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 _SHORTEST = 8  # characters of a token: a shorter one would be found by chance in a server's text
 _BELONGS = {
@@ -142,23 +146,24 @@ class ServerConfig(Base):
 
     @model_validator(mode="before")
     @classmethod
-    def _nothing_secret(cls, data: Any) -> Any:
+    def _nothing_secret(cls, section: Any) -> Any:
         """First, and with the whole section as its input, so that no message shows what was
         written."""
-        if not isinstance(data, dict):
-            return data
-        token, urls = data.get("token", ""), data.get("urls", ())
+        if not isinstance(section, dict):
+            return section
+        token = section.get("token", "")
         refuse_token(token)
+        needs_tls = bool(token) and not section.get("allow_plain_http")
+        urls = section.get("urls", ())
         for url in urls if isinstance(urls, list | tuple) else [urls]:
-            refuse_url(
-                url,
-                bool(token) and not data.get("allow_plain_http"),
-                ", or set allow_plain_http = true",
-            )
-        defaults = {"name": data.get("dialect", "")}
-        if data.get("dialect") == "openai-judge":
+            refuse_url(url, needs_tls, ", or set allow_plain_http = true")
+        defaults = {"name": section.get("dialect", "")}
+        if section.get("dialect") == "openai-judge":
             defaults |= {"rubric": judge.RUBRIC, "score_pattern": judge.PATTERN}
-        return {**data, **{key: value for key, value in defaults.items() if not data.get(key)}}
+        return {
+            **section,
+            **{name: text for name, text in defaults.items() if not section.get(name)},
+        }
 
     @field_validator("range")
     @classmethod
@@ -180,15 +185,20 @@ class ServerConfig(Base):
 
     @model_validator(mode="after")
     def _fits(self) -> ServerConfig:
+        set_fields = self.model_dump(exclude_defaults=True)
         for name, dialects in _BELONGS.items():
-            if self.dialect not in dialects and getattr(self, name) != type(self).model_fields[
-                name
-            ].get_default(call_default_factory=True):
+            if self.dialect not in dialects and name in set_fields:
                 raise ValueError(
                     f"{name} belongs to dialect {' and '.join(dialects)}, not to {self.dialect}: "
                     "leave it out"
                 )
-        _check_key(self.dialect, self.score_key)
+        key = self.score_key
+        if self.dialect == "openrlhf" and key not in ("", "rewards", "scores"):
+            raise ValueError(f"score_key must be rewards or scores for openrlhf, got {key!r}")
+        if self.dialect == "vllm-classify" and not re.fullmatch(r"[0-9]{0,6}", key):
+            raise ValueError(
+                f"score_key must be the number of a class for vllm-classify, got {key!r}"
+            )
         if self.dialect == "openai-judge" and not (self.model and self.range):
             raise ValueError(
                 "openai-judge needs model, its name on the server, and range, the scores that the "
@@ -196,20 +206,18 @@ class ServerConfig(Base):
             )
         if self.rescale and not self.range:
             raise ValueError("rescale needs range, whose ends become 0 and 1")
-        for name, allowed in {
-            "message_template": {"role", "content"},
-            "reply_template": set(),
-        }.items():
-            if unknown := sorted(fields(getattr(self, name)) - allowed):
-                raise ValueError(f"{name} knows no {{{unknown[0]}}}; it may have {sorted(allowed)}")
+        allowed = {"message_template": {"role", "content"}, "reply_template": set()}
+        for name, names in allowed.items():
+            if unknown := sorted(fields(getattr(self, name)) - names):
+                raise ValueError(f"{name} knows no {{{unknown[0]}}}; it may have {sorted(names)}")
         return self
 
 
-def _check_key(dialect: str, key: str) -> None:
-    if dialect == "openrlhf" and key not in ("", "rewards", "scores"):
-        raise ValueError(f"score_key must be rewards or scores for openrlhf, got {key!r}")
-    if dialect == "vllm-classify" and key and not re.fullmatch(r"[0-9]{1,6}", key):
-        raise ValueError(f"score_key must be the number of a class for vllm-classify, got {key!r}")
+def fingerprint(config: ServerConfig) -> str:
+    """Hash of everything in the section that decides what the server says of a row."""
+    no_matter = {"name", "weight", "extra", "fingerprint"}
+    decides = {name: setting for name, setting in config.key().items() if name not in no_matter}
+    return f"server:{digest([VERSION, decides])}"
 
 
 def refuse_token(token: Any, name: str = "token") -> None:
@@ -227,16 +235,13 @@ def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
 
     `otherwise`: what may be done instead of taking https.
     """
-    try:
-        parts = (
-            urlsplit(url)
-            if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url
-            else None
-        )
-        host, _ = (parts.hostname, parts.port) if parts else (None, None)
-    except ValueError:
-        parts = host = None
-    if parts is None or not host or parts.scheme not in ("http", "https") or "\\" in parts.netloc:
+    host = None
+    if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url:
+        with suppress(ValueError):
+            parts = urlsplit(url)
+            _ = parts.port  # which is read only now
+            host = parts.hostname
+    if not host or parts.scheme not in ("http", "https") or "\\" in parts.netloc:
         raise ValueError("a URL must be http://HOST:PORT/PATH or https://…, without spaces")
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError(
@@ -266,13 +271,12 @@ def secret(reference: str, owner: str) -> str:
         )
     name = reference.removeprefix("env:")
     token = os.environ.get(name, "")
-    if len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
-        what = (
-            "is not set"
-            if not token
-            else f"holds no token: at least {_SHORTEST} ASCII characters, no spaces"
-        )
-        raise ConfigError(
-            owner, f"environment variable {name} {what}", next=f"set {name} in the environment"
-        )
-    return token
+    if not token:
+        problem = "is not set"
+    elif len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
+        problem = f"holds no token: at least {_SHORTEST} ASCII characters, no spaces"
+    else:
+        return token
+    raise ConfigError(
+        owner, f"environment variable {name} {problem}", next=f"set {name} in the environment"
+    )

@@ -17,7 +17,6 @@ wrong on a wire, in one place.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import email.utils
 import functools
 import logging
@@ -25,7 +24,8 @@ import random
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import httpx
@@ -38,20 +38,15 @@ if TYPE_CHECKING:
     from .config import ServerConfig
 
 log = logging.getLogger(__name__)
-for _chatty in (
-    "httpx",
-    "httpcore",
-):  # a line a request, and at DEBUG the headers that servers send
+for _chatty in ("httpx", "httpcore"):  # a line a request, and at DEBUG the headers of servers
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 _T = TypeVar("_T")
-_PASSING = {408, 409, 425, 429, *range(500, 600)} - {501, 505}
+_MAY_PASS = {408, 409, 425, 429, *range(500, 600)} - {501, 505}
 _ABOUT_ROWS = {400, 413}
 _LONGEST_PAUSE = 30.0  # seconds of back-off
-_POLL = 0.05  # seconds between looks at resting hosts
-_TOLD, _TELLING = (
-    2000,
-    1.0,
-)  # bytes of a refusal that are read to show its beginning, and seconds that this may take
+_POLL_SECONDS = 0.05  # between looks at resting hosts
+_REFUSAL_BYTES = 2000  # of a refusal that are read to show its beginning
+_REFUSAL_SECONDS = 1.0  # that this may take
 
 
 class RefusedError(Exception):
@@ -69,94 +64,38 @@ class ExhaustedError(Exception):
 
 class _FailedError(Exception):
     """An attempt failed in a way that may pass. `after`: seconds until the server wants to be asked
-    again."""
+    again. `busy`: it only asked for time."""
 
     def __init__(
-        self, cause: str, *, after: float | None = None, busy: bool = False, answered: bool = True
+        self, cause: str, *, after: float = 0.0, busy: bool = False, answered: bool = True
     ) -> None:
         super().__init__(cause)
-        self.after, self.busy, self.answered = after, busy, answered
+        self.after = after
+        self.busy = busy
+        self.answered = answered
 
 
 @dataclass
 class Host:
-    """One URL, and how it has been doing."""
+    """One URL, and how it has been doing. Times are in monotonic seconds."""
 
     url: httpx.URL
     failures: int = 0
     """In a row."""
     rest_until: float = 0.0
-    """Monotonic seconds: it failed too often."""
+    """It failed too often."""
     busy_until: float = 0.0
-    """Monotonic seconds: it asked for that time itself."""
+    """It asked for that time itself."""
 
     @property
     def free_at(self) -> float:
         """When it may be asked again."""
         return max(self.rest_until, self.busy_until)
 
-
-@dataclass
-class Hosts:
-    """Takes hosts in turn, leaves out those that rest, and keeps the pace between requests."""
-
-    config: ServerConfig
-    all: list[Host] = field(default_factory=list)
-    turn: int = 0
-    next_slot: float = 0.0
-
-    @property
-    def working(self) -> bool:
-        """Whether some host has not failed too often."""
-        return any(host.failures < self.config.breaker_failures for host in self.all)
-
-    async def pace(self) -> None:
-        """Wait for a place in the rate that the recipe allows."""
-        if self.config.requests_per_second:
-            now = time.monotonic()
-            slot = max(now, self.next_slot)
-            self.next_slot = slot + 1 / self.config.requests_per_second
-            await asyncio.sleep(slot - now)
-
-    async def take(self, deadline: float) -> Host | None:
-        """The next host that does not rest, waited for; None when none will be there before
-        `deadline`."""
-        while True:
-            now = time.monotonic()
-            for _ in self.all:
-                host = self.all[self.turn % len(self.all)]
-                self.turn += 1
-                if host.free_at <= now:
-                    if host.failures >= self.config.breaker_failures:
-                        host.rest_until = (
-                            now + self.config.breaker_seconds
-                        )  # this request tries it, for all
-                    return host
-            wake = min(host.free_at for host in self.all)
-            if wake >= deadline:
-                return None
-            await asyncio.sleep(min(wake - now, _POLL))
-
-    def worked(self, host: Host) -> None:
-        """A good answer: nothing is held against the host."""
-        host.failures, host.rest_until = 0, 0.0
-
-    def failed(self, host: Host, failure: _FailedError) -> None:
-        """One more failure in a row; a busy server only asked for time."""
-        now = time.monotonic()
-        host.busy_until = max(host.busy_until, now + (failure.after or 0.0))
-        if failure.busy:
-            return
-        host.failures += 1
-        if host.failures == self.config.breaker_failures:
-            log.warning(
-                "reward server %s: %s failed %d times in a row and rests",
-                self.config.name,
-                host.url,
-                host.failures,
-            )
-        if host.failures >= self.config.breaker_failures:
-            host.rest_until = now + self.config.breaker_seconds
+    def reset(self) -> None:
+        """It works: no failure is held against it."""
+        self.failures = 0
+        self.rest_until = 0.0
 
 
 class Transport:
@@ -167,9 +106,7 @@ class Transport:
         """ConfigError: a URL that no request can have."""
         self.config = config
         try:
-            self.hosts = Hosts(
-                config, [Host(found) for url in urls if (found := httpx.URL(url)).host]
-            )
+            self._hosts = [Host(url) for url in map(httpx.URL, urls) if url.host]
         except (httpx.InvalidURL, ValueError) as error:
             raise ConfigError(
                 f"reward server {config.name}", f"urls: {printable(error)}", next="correct the URL"
@@ -182,7 +119,13 @@ class Transport:
         self._token = token
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._random = random.Random()
+        self._turn = 0
+        self._next_slot = 0.0
+
+    @property
+    def has_working_host(self) -> bool:
+        """Whether some host has not failed too often."""
+        return any(host.failures < self.config.breaker_failures for host in self._hosts)
 
     def connection(self) -> httpx.AsyncHTTPTransport:
         """Connections for one worker, one a host: a pool shared by many workers spends most of its
@@ -191,9 +134,8 @@ class Transport:
         The layer below httpx's client: it knows no cookies, redirects, proxies or environment, so
         none has to be turned off.
         """
-        return httpx.AsyncHTTPTransport(
-            verify=_tls(), trust_env=False, limits=httpx.Limits(max_connections=len(self.hosts.all))
-        )
+        limits = httpx.Limits(max_connections=len(self._hosts))
+        return httpx.AsyncHTTPTransport(verify=_tls(), trust_env=False, limits=limits)
 
     def hide(self, text: str) -> str:
         """`text` without the token, before anyone sees or cuts it."""
@@ -214,133 +156,162 @@ class Transport:
         MalformedError. `deadline`: in monotonic seconds, by default `total_seconds` after the first
         attempt got its place.
         """
-        failure, tries, waits = _FailedError("no host was free in time", answered=False), 0, 0
+        failure = _FailedError("no host was free in time", answered=False)
+        failures = 0
+        attempts = 0
         while True:
-            await self.hosts.pace()
+            await self._wait_for_slot()
             deadline = deadline or time.monotonic() + self.config.total_seconds
-            host = await self.hosts.take(deadline)
+            host = await self._take_host(deadline)
             if host is None:
                 raise ExhaustedError(f"{failure} (all hosts rest)", failure.answered)
+            headers = {**self._headers, "Idempotency-Key": key}
+            timeouts = {"timeout": {"connect": self.config.connect_seconds}}
+            request = httpx.Request(
+                "POST", host.url, headers=headers, content=body, extensions=timeouts
+            )
             try:
-                answer = read(await self._attempt(connection, host, body, key, deadline))
-                self.hosts.worked(host)
+                answer = read(await self._attempt(connection, request, deadline))
+                host.reset()
                 return answer
             except RefusedError:
-                self.hosts.worked(host)
+                host.reset()
                 raise
             except MalformedError as error:
-                failure = _FailedError(
-                    f"the answer {error}" if str(error).startswith("is ") else str(error)
-                )
+                text = str(error)
+                failure = _FailedError(f"the answer {text}" if text.startswith("is ") else text)
             except _FailedError as error:
                 failure = error
-            self.hosts.failed(host, failure)
-            tries, waits = tries + (not failure.busy), waits + 1
-            pause = self._random.uniform(
-                0, min(_LONGEST_PAUSE, self.config.backoff_seconds * 2 ** min(waits - 1, 20))
-            )
-            if tries > self.config.retries or time.monotonic() + pause >= deadline:
-                raise ExhaustedError(f"{failure} ({waits} attempts)", failure.answered)
+            self._note_failure(host, failure)
+            failures += not failure.busy
+            longest = self.config.backoff_seconds * 2 ** min(attempts, 20)
+            attempts += 1
+            pause = random.uniform(0, min(_LONGEST_PAUSE, longest))
+            if failures > self.config.retries or time.monotonic() + pause >= deadline:
+                raise ExhaustedError(f"{failure} ({attempts} attempts)", failure.answered)
             await asyncio.sleep(pause)
 
+    # -- hosts
+
+    async def _wait_for_slot(self) -> None:
+        """Wait for a place in the rate that the recipe allows."""
+        if self.config.requests_per_second:
+            now = time.monotonic()
+            slot = max(now, self._next_slot)
+            self._next_slot = slot + 1 / self.config.requests_per_second
+            await asyncio.sleep(slot - now)
+
+    async def _take_host(self, deadline: float) -> Host | None:
+        """The next host that does not rest, waited for; None when none will be there before
+        `deadline`."""
+        while True:
+            now = time.monotonic()
+            for _ in self._hosts:
+                host = self._hosts[self._turn % len(self._hosts)]
+                self._turn += 1
+                if host.free_at <= now:
+                    if host.failures >= self.config.breaker_failures:
+                        # this request tries it, for all
+                        host.rest_until = now + self.config.breaker_seconds
+                    return host
+            free_at = min(host.free_at for host in self._hosts)
+            if free_at >= deadline:
+                return None
+            await asyncio.sleep(min(free_at - now, _POLL_SECONDS))
+
+    def _note_failure(self, host: Host, failure: _FailedError) -> None:
+        now = time.monotonic()
+        host.busy_until = max(host.busy_until, now + failure.after)
+        if failure.busy:
+            return
+        host.failures += 1
+        if host.failures == self.config.breaker_failures:
+            log.warning(
+                "reward server %s: %s failed %d times in a row and rests",
+                self.config.name,
+                host.url,
+                host.failures,
+            )
+        if host.failures >= self.config.breaker_failures:
+            host.rest_until = now + self.config.breaker_seconds
+
+    # -- one attempt
+
     async def _attempt(
-        self,
-        connection: httpx.AsyncHTTPTransport,
-        host: Host,
-        body: bytes,
-        key: str,
-        deadline: float,
+        self, connection: httpx.AsyncHTTPTransport, request: httpx.Request, deadline: float
     ) -> bytes:
         """The body of one good answer, within the time for one."""
         seconds = max(0.0, min(self.config.read_seconds, deadline - time.monotonic()))
         try:
             async with asyncio.timeout(seconds):
-                return await self._exchange(connection, host, body, key)
+                response = await connection.handle_async_request(request)
+                try:
+                    if not response.is_success:
+                        raise await self._refusal(request, response)
+                    return await self._read_body(response)
+                finally:
+                    await response.aclose()
         except TimeoutError:
             raise _FailedError(f"no whole answer within {seconds:g} s", answered=False) from None
         except RemoteError:  # an OSError too, and the one that is final
             raise
         except (httpx.HTTPError, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise self._fatal(
-                    host, "its certificate is not trusted", "correct the server's certificate"
+                raise self._final(
+                    request, "its certificate is not trusted", "correct the server's certificate"
                 ) from None
-            raise _FailedError(
-                f"{type(error).__name__}: {printable(self.hide(str(error)), 120)}", answered=False
-            ) from None
+            cause = f"{type(error).__name__}: {printable(self.hide(str(error)), 120)}"
+            raise _FailedError(cause, answered=False) from None
 
-    async def _exchange(
-        self, connection: httpx.AsyncHTTPTransport, host: Host, body: bytes, key: str
-    ) -> bytes:
-        headers = {**self._headers, "Idempotency-Key": key}
-        timeouts = {"timeout": {"connect": self.config.connect_seconds}}
-        request = httpx.Request(
-            "POST", host.url, headers=headers, content=body, extensions=timeouts
-        )
-        response = await connection.handle_async_request(request)
-        try:
-            if not response.is_success:
-                raise await self._status(host, response)
-            encoding = response.headers.get("content-encoding", "identity").strip().lower()
-            if encoding not in ("", "identity"):
-                raise _FailedError("the answer is compressed, which was not asked for")
-            return await self._body(response)
-        finally:
-            await response.aclose()
-
-    async def _body(self, response: httpx.Response) -> bytes:
-        declared, limit = response.headers.get("content-length", ""), self.config.max_bytes
+    async def _read_body(self, response: httpx.Response) -> bytes:
+        encoding = response.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            raise _FailedError("the answer is compressed, which was not asked for")
+        limit = self.config.max_bytes
+        declared = response.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise _FailedError(f"the answer has {declared} bytes, more than max_bytes = {limit}")
-        found = bytearray()
+        body = bytearray()
         async for chunk in response.aiter_raw():
-            found += chunk
-            if len(found) > limit:
+            body += chunk
+            if len(body) > limit:
                 raise _FailedError(f"the answer has more than max_bytes = {limit} bytes")
-        return bytes(found.replace(self._token.encode(), b"***") if self._token else found)
+        return bytes(body.replace(self._token.encode(), b"***") if self._token else body)
 
-    async def _status(self, host: Host, response: httpx.Response) -> Exception:
+    async def _refusal(self, request: httpx.Request, response: httpx.Response) -> Exception:
+        """The error for an answer whose status is not good."""
         status = response.status_code
         if response.has_redirect_location or 300 <= status < 400:
-            return self._fatal(
-                host,
-                f"answered {status}: a redirect is not followed",
-                "name the final address in urls",
-            )
-        told = bytearray()
-        with contextlib.suppress(
-            TimeoutError, httpx.HTTPError
-        ):  # the status says what to do; its text only helps people
-            async with asyncio.timeout(_TELLING):
+            cause = f"answered {status}: a redirect is not followed"
+            return self._final(request, cause, "name the final address in urls")
+        beginning = bytearray()
+        # the status says what to do; its text only helps people
+        with suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(_REFUSAL_SECONDS):
                 async for chunk in response.aiter_raw():
-                    told += chunk
-                    if len(told) >= _TOLD:
+                    beginning += chunk
+                    if len(beginning) >= _REFUSAL_BYTES:
                         break
-        text = self.hide(told.decode(errors="replace")).strip()
+        text = self.hide(beginning.decode(errors="replace")).strip()
         cause = f"answered {status}: {printable(text, 120) or 'no text'}"
-        if status in _PASSING:
-            return _FailedError(
-                cause,
-                after=_retry_after(response.headers.get("retry-after", "")),
-                busy=status == 429,
-            )
+        if status in _MAY_PASS:
+            after = _retry_after(response.headers.get("retry-after", ""))
+            return _FailedError(cause, after=after, busy=status == 429)
         if status in _ABOUT_ROWS:
             return RefusedError(cause)
-        help = {
+        hints = {
             401: "correct the token",
             403: "correct the token",
             404: "correct the path in urls, or model",
         }
-        return self._fatal(
-            host,
-            cause,
-            help.get(status, "correct the server's section in the recipe, or the server"),
-        )
+        otherwise = "correct the server's section in the recipe, or the server"
+        return self._final(request, cause, hints.get(status, otherwise))
 
-    def _fatal(self, host: Host, cause: str, next: str) -> RemoteError:
+    def _final(self, request: httpx.Request, cause: str, next: str) -> RemoteError:
+        """The error for what can not pass."""
         return RemoteError(
             f"reward server {self.config.name}",
-            f"{host.url}: {cause}",
+            f"{request.url}: {cause}",
             state="finished shards are kept.",
             next=next,
         )
@@ -352,8 +323,8 @@ def _tls() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def _retry_after(text: str) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or a date; None where it says nothing
+def _retry_after(text: str) -> float:
+    """Seconds that a Retry-After header asks for, as a number or a date; 0 where it says nothing
     that can be read."""
     text = text.strip()
     if text.isdecimal():
@@ -361,4 +332,4 @@ def _retry_after(text: str) -> float | None:
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
-        return None
+        return 0.0

@@ -1,8 +1,38 @@
-"""Code that a recipe names: which file it comes from."""
+"""Code that a recipe names: which file it comes from, and which hash it has."""
 
-from quiver.stages.common.plugins import load
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.plugins import fingerprint, load, locate
 
 CODE = "def where():\n    return __file__\n"
+EXPLODING = "raise SystemExit('this file was run')\n"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """An empty folder as working directory; what is imported from it is forgotten at the end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    modules = set(sys.modules)
+    yield tmp_path
+    for name in sys.modules.keys() - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+# -- load
 
 
 def test_copies_of_a_file_are_modules_of_their_own(tmp_path):
@@ -25,3 +55,197 @@ def test_an_edited_file_is_read_again(tmp_path):
         path.write_text(f"def f():\n    return {number}\n")
         answers.append(load(f"{path}:f", "field")[0]())
     assert answers == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["mine.py:f", "mine:f", "package.mine:f"])
+@pytest.mark.parametrize("helper", ["helper.py", "helper/__init__.py", "helper/deep.py"])
+def test_an_edited_neighbour_is_read_again(project, name, helper):
+    """Of the same length and in the same second, which a bytecode file can not tell apart."""
+    module = helper.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    own_file = name.partition(":")[0].removesuffix(".py").replace(".", "/") + ".py"
+    write(project, {own_file: f"import {module}\n\ndef f():\n    return {module}.NUMBER\n"})
+    if own_file != "mine.py":
+        write(project, {"package/__init__.py": ""})
+    answers = []
+    for number in (1, 2, 1):
+        write(project, {helper: f"NUMBER = {number}\n"})
+        function, sha256 = load(name, "field")
+        answers.append((function(), sha256))
+    assert [number for number, _ in answers] == [1, 2, 1]
+    assert answers[0][1] == answers[2][1] != answers[1][1]
+
+
+# -- locate
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("mine.py:f", "mine.py"),
+        ("mine:f", "mine.py"),
+        ("package:f", "package/__init__.py"),
+        ("package.mine:f", "package/mine.py"),
+        ("package.deep.mine:f", "package/deep/mine.py"),
+        ("bare.folder.mine:f", "bare/folder/mine.py"),
+        ("stages.mine:f", "stages/mine.py"),
+    ],
+)
+def test_locating_runs_nothing(project, name, file):
+    package = ["package/__init__.py", "package/deep/__init__.py", "stages/__init__.py"]
+    write(project, dict.fromkeys([*package, file], EXPLODING))
+    assert locate(name, "field") == project / file
+
+
+def test_modules_of_ours_are_located_by_both_names(project):
+    path = locate("quiver.deployments.recipes.larger:rows", "field")
+    assert path.name == "larger.py"
+    assert locate("deployments.recipes.larger:rows", "field") == path
+    write(project, {"deployments/__init__.py": EXPLODING})
+    assert locate("deployments.recipes.larger:rows", "field") == path
+    write(project, {"deployments/recipes/larger.py": "", "deployments/recipes/__init__.py": ""})
+    theirs = project / "deployments/recipes/larger.py"
+    assert locate("deployments.recipes.larger:rows", "field") == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mine", "expected module:function or file.py:function"),
+        (":f", "expected module:function"),
+        ("mine.py:", "expected module:function"),
+        ("gone.py:f", "there is no file"),
+        ("gone:f", "No module named 'gone'"),
+        ("empty.gone.deep:f", "No module named 'empty.gone.deep'"),
+        ("empty:f", "No module named 'empty'"),
+        ("quiver.gone.deep:f", "No module named 'quiver.gone.deep'"),
+        ("stages.gone:f", "No module named 'stages.gone'"),
+    ],
+)
+def test_what_is_not_there_is_told(project, name, message):
+    (project / "empty").mkdir()
+    for ask in (locate, load):
+        with pytest.raises(ConfigError, match=message) as error:
+            ask(name, "reward.functions[0].use")
+        assert error.value.object.startswith("reward.functions[0].use")
+
+
+# -- fingerprint
+
+
+def test_a_file_alone_has_the_hash_of_its_bytes(project):
+    code = "import json, random\nimport numpy as np\nfrom pathlib import Path\nimport gone\n"
+    write(project, {"mine.py": code, "random.py": "", "other.py": "import mine"})
+    assert fingerprint(project / "mine.py") == hashlib.sha256(code.encode()).hexdigest()
+    write(project, {"mine.py": "def f(:\n"})
+    assert fingerprint(project / "mine.py") == hashlib.sha256(b"def f(:\n").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("statement", "neighbour"),
+    [
+        ("import helper", "package/helper.py"),
+        ("import helper.deep as h", "package/helper/deep.py"),
+        ("from helper import x", "package/helper.py"),
+        ("from helper import deep", "package/helper/deep.py"),
+        ("from helper import *", "package/helper/__init__.py"),
+        ("from . import helper", "package/helper.py"),
+        ("from . import x", "package/__init__.py"),
+        ("from .helper import x", "package/helper.py"),
+        ("from .code import x", "package/code.py"),
+        ("from .. import sibling", "sibling.py"),
+        ("from package.helper import x", "package/helper.py"),
+        ("import package.helper", "package/__init__.py"),
+        ("def f():\n    from .helper import x\n", "package/helper.py"),
+        ("try:\n    import helper\nexcept ImportError:\n    pass\n", "package/helper.py"),
+        ("import between", "package/helper.py"),
+    ],
+)
+def test_a_neighbour_that_is_imported_counts(project, statement, neighbour):
+    code = {"package/__init__.py": "", "package/mine.py": statement, "package/unused.py": "1"}
+    write(project, {**code, "between.py": "import package.helper, package.mine", neighbour: "1"})
+    path = project / "package/mine.py"
+    before = fingerprint(path)
+    assert before != hashlib.sha256(statement.encode()).hexdigest()
+    write(project, {"package/unused.py": "2"})
+    assert fingerprint(path) == before
+    write(project, {neighbour: "2"})
+    assert fingerprint(path) != before
+    write(project, {neighbour: "1"})
+    project.joinpath("package").rename(project / "moved")
+    if "package" not in statement and "between" not in statement:
+        assert fingerprint(project / "moved/mine.py") == before, "wherever the folder lies"
+
+
+def test_installed_packages_and_ours_are_no_neighbours(project):
+    folder = "env/lib/python3.11/site-packages/theirs"
+    names = {f"{folder}/__init__.py": "from .b import x", f"{folder}/b.py": "x = 1"}
+    write(project, {**names, "mine.py": "import theirs\nfrom stages.optimize import algorithms\n"})
+    for name in (f"{folder}/__init__.py", "mine.py"):
+        path = project / name
+        assert fingerprint(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    ours = locate("quiver.stages.optimize.algorithms:x", "field")
+    assert fingerprint(ours) == hashlib.sha256(ours.read_bytes()).hexdigest()
+
+
+# -- names of before `quiver` was the one import name
+
+OLD_NAMES = """
+import stages.common
+from schemas.errors import ConfigError
+from stages.common.config import Config
+from stages.common import ragged
+import helper
+
+def f():
+    return ConfigError, Config, ragged, stages.common
+"""
+
+
+def old_names() -> set[str]:
+    rooms = ("schemas", "stages", "flows", "deployments")
+    return {name for name in sys.modules if name.partition(".")[0] in rooms}
+
+
+@pytest.mark.parametrize("name", ["mine.py:f", "mine:f"])
+def test_old_names_are_the_very_same_modules(project, name):
+    import quiver.stages.common.config
+    import quiver.stages.common.ragged
+
+    write(project, {"mine.py": OLD_NAMES, "helper.py": "from stages.common.config import ROOMS\n"})
+    before = old_names()
+    function, _ = load(name, "field")
+    common = quiver.stages.common
+    assert function() == (ConfigError, common.config.Config, common.ragged, common)
+    assert common.config.__spec__.name == "quiver.stages.common.config"
+    assert old_names() == before
+    assert not any("OldNames" in type(finder).__name__ for finder in sys.meta_path)
+
+
+def test_old_names_in_a_checkout_too(project):
+    """Where the working directory holds our rooms, their files are not imported a second time."""
+    write(project, {"mine.py": OLD_NAMES.replace("import helper", "")})
+    code = (
+        "import sys; from quiver.stages.common.plugins import load; "
+        f"f, _ = load({str(project / 'mine.py')!r} + ':f', 'field'); "
+        "print(f()[0].__module__, sorted(n for n in sys.modules if n.startswith('stages')))"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "quiver.schemas.errors []\n", done.stderr
+
+
+def test_a_package_of_theirs_goes_before_an_old_name(project):
+    write(project, {"stages/__init__.py": "", "stages/rows.py": "def f():\n    return 'theirs'\n"})
+    write(project, {"mine.py": "from stages.rows import f\n"})
+    assert load("mine.py:f", "field")[0]() == "theirs"
+    assert {"stages", "stages.rows"} <= set(sys.modules)
+
+
+def test_an_old_name_that_is_gone_is_told(project):
+    write(project, {"mine.py": "from stages.gone import f\n"})
+    before = old_names()
+    with pytest.raises(ConfigError, match=r"No module named .quiver\.stages\.gone."):
+        load("mine.py:f", "field")
+    assert old_names() == before

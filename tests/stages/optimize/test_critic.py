@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import advantages, critic, losses

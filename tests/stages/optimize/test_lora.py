@@ -89,7 +89,8 @@ def _by_peft(base, policy):
     of this project."""
     loader = AutoModelForCausalLM if base.ref.run == "llama" else AutoModelForSeq2SeqLM
     return PeftModel.from_pretrained(
-        loader.from_pretrained(base.files.folder, dtype=torch.float32), policy.files.folder / "adapter"
+        loader.from_pretrained(base.files.folder, dtype=torch.float32),
+        policy.files.folder / "adapter",
     ).eval()
 
 

@@ -35,7 +35,10 @@ def test_two_iterations_of_one_step_are_one_of_two_bit_for_bit(store, policy, ma
     second = _run(store, first, made, _config(epochs=1, audit={"enabled": False}, **common))
     assert second.manifest.metrics["step"] == 2
     for folder in ("model.safetensors", "optimizer/state.safetensors"):
-        one, other = load_file(together.files.folder / folder), load_file(second.files.folder / folder)
+        one, other = (
+            load_file(together.files.folder / folder),
+            load_file(second.files.folder / folder),
+        )
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 

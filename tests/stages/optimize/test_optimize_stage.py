@@ -57,7 +57,9 @@ def test_the_next_policy_loads_and_keeps_the_tokenizer(store, policy, made):
     assert json.loads((done.files.folder / "config.json").read_bytes()) == json.loads(
         (policy.files.folder / "config.json").read_bytes()
     )
-    assert sorted(path.name for path in done.files.folder.glob("*.safetensors")) == ["model.safetensors"]
+    assert sorted(path.name for path in done.files.folder.glob("*.safetensors")) == [
+        "model.safetensors"
+    ]
     assert {path.suffix for path in (done.files.folder / "optimizer").iterdir()} == {
         ".safetensors",
         ".json",

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from transformers import FuyuConfig, FuyuForCausalLM
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.attention import Sequences
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.loading import load_model, restore_dropout
 from quiver.stages.common.ragged import Ragged

@@ -5,7 +5,8 @@ import pytest
 
 from quiver.schemas import fields, prompts, rollouts
 from quiver.stages.common.config import Config
-from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
+from tests.writing import begin
 
 
 @pytest.fixture

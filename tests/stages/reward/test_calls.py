@@ -14,7 +14,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.reward.pool import calls
-from quiver.stages.reward.pool.calls import Function, call, call_together, read
+from quiver.stages.reward.pool.calls import Function, call, call_together, describe, read
 from quiver.stages.reward.scoring import EXTRA_BYTES, Part, require_columns
 
 COLUMNS = {
@@ -27,8 +27,7 @@ COLUMNS = {
 
 
 def loaded(function, extra=False, **arguments) -> Function:
-    takes, needs = calls._parameters(function, "f")
-    return Function(function, arguments, takes, needs, "", extra)
+    return Function(function, arguments, describe(function, "f", arguments), extra)
 
 
 def parts(function, columns=COLUMNS, extra=False, **arguments) -> list[Part]:
@@ -37,10 +36,10 @@ def parts(function, columns=COLUMNS, extra=False, **arguments) -> list[Part]:
     asked = {
         name: values
         for name, values in columns.items()
-        if found.takes is None or name in found.takes
+        if found.about.takes is None or name in found.about.takes
     }
     rows = len(columns["completions"])
-    if not found.waits:
+    if not found.about.is_async:
         return call(found, lambda: copy.deepcopy(asked), rows)
     told: dict[int, Part] = {}
     asyncio.run(call_together(found, copy.deepcopy(asked), rows, 2, 5.0, told.__setitem__))
@@ -344,16 +343,16 @@ def test_extra_is_always_json_of_bounded_size(rest):
 
 
 def test_shipped_functions_are_found_by_name_and_misspelt_ones_explained():
-    assert calls.load("numeric", "numeric", {}).fingerprint == "quiver:1"
+    assert calls.load("numeric", "numeric", {}).about.fingerprint == "quiver:1"
     with pytest.raises(ConfigError, match="did you mean numeric"):
         calls.load("numerc", "n", {})
     with pytest.raises(ConfigError, match="did you mean tolerance"):
         calls.load("numeric", "n", {"tolerence": 0.1})
     with pytest.raises(ConfigError, match="needs target, which is neither"):
-        require_columns("length", calls.load("length", "length", {}).needs, ["answer"])
-    require_columns("length", calls.load("length", "length", {"target": 5}).needs, [])
+        require_columns("length", calls.load("length", "length", {}).about.needs, ["answer"])
+    require_columns("length", calls.load("length", "length", {"target": 5}).about.needs, [])
 
 
 def test_positional_only_parameters_are_refused():
     with pytest.raises(ConfigError, match="positional-only"):
-        calls._parameters(lambda completions, /: [], "f")
+        describe(lambda completions, /: [], "f", {})

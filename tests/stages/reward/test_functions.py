@@ -182,7 +182,7 @@ def test_another_embedding_model_under_the_same_name_is_another_function(tmp_pat
     folder = shutil.copytree(find_folder(MINILM, None, "model"), tmp_path / "model")
 
     def fingerprint() -> str:
-        return load("similarity", "similarity", {"model": str(folder)}).fingerprint
+        return load("similarity", "similarity", {"model": str(folder)}).about.fingerprint
 
     first = fingerprint()
     assert first.startswith("quiver:1:") and fingerprint() == first

@@ -19,7 +19,7 @@ from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.generate.stage import run as generate
 from quiver.stages.prompt.stage import Config as PromptConfig
 from quiver.stages.prompt.stage import run as make_prompts
-from quiver.stages.reward.models.config import ModelConfig, check
+from quiver.stages.reward.models.config import ModelConfig, check, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import load
 from quiver.stages.reward.stage import Config, open_scorers
 from tests import tiny
@@ -248,7 +248,8 @@ def test_a_template_file_may_ask_the_question(model, opened, tmp_path):
     assert scorer.score(batch_of(["7"]))[0].value == pytest.approx(
         float(logits.softmax(-1)[ord("Y")]), abs=ATOL
     )
-    assert scorer.about.template != opened(folder, kind="token", token="Y").about.template
+    usual = opened(folder, kind="token", token="Y")
+    assert model_entry(scorer.config).template != model_entry(usual.config).template
 
 
 def test_where_inputs_end_with_the_pad_token_the_logit_must_be_chosen(model, opened):
@@ -349,9 +350,9 @@ def test_checks_load_no_torch(model):
     folder = model()
     code = (
         "import sys; from quiver.stages.reward.models.scorer import load; from "
-        "quiver.stages.reward.models.config import ModelConfig\n"
+        "quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry\n"
         f"scorer = load(ModelConfig(model={str(folder)!r})); scorer.require([]); "
-        "print(scorer.fingerprint)\n"
+        "print(fingerprint(model_entry(scorer.config)))\n"
         "scorer.close(); print('torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -471,15 +472,19 @@ def test_prompts_of_plain_text_are_refused_with_the_way_out(model, opened, sampl
 # -- which model it is
 
 
-def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, opened, tmp_path):
+def fingerprint_of(folder, **config) -> str:
+    return fingerprint(model_entry(ModelConfig(model=str(folder), **config)))
+
+
+def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, tmp_path):
     folder = model()
-    first = opened(folder).fingerprint
+    first = fingerprint_of(folder)
     copied = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
-    assert opened(copied).fingerprint == first
-    assert opened(model(name="other", seed=1)).fingerprint != first
-    assert opened(model("zephyr", name="words")).fingerprint != first
+    assert fingerprint_of(copied) == first
+    assert fingerprint_of(model(name="other", seed=1)) != first
+    assert fingerprint_of(model("zephyr", name="words")) != first
     (tmp_path / "own.jinja").write_text(FAMILIES["zephyr"].template)
-    assert opened(folder, template=str(tmp_path / "own.jinja")).fingerprint != first
+    assert fingerprint_of(folder, template=str(tmp_path / "own.jinja")) != first
     other = {"model": str(model(name="other", seed=1)), "fingerprint": first}
     with (
         pytest.raises(ConfigError, match="fingerprint expected"),

@@ -17,7 +17,7 @@ import pytest
 
 from quiver.schemas.errors import RemoteError, ResourceError
 from quiver.stages.reward.scoring import Part
-from quiver.stages.reward.servers.config import ServerConfig
+from quiver.stages.reward.servers.config import ServerConfig, fingerprint
 from quiver.stages.reward.servers.scorer import ServerScorer
 from tests.stages.reward.fake_server import FakeServer, reply, scored
 from tests.stages.reward.test_dialects import mutated
@@ -556,7 +556,7 @@ def test_a_token_that_the_server_repeats_is_told_to_nobody(monkeypatch, caplog):
                 told.append(repr(client.score(batch(1))))
             except RemoteError as error:
                 told.append(str(error))
-            told.append(repr([client.fingerprint, client.config, vars(client)]))
+            told.append(repr([fingerprint(client.config), client.config, vars(client)]))
             assert server.asked[0].headers["authorization"] == f"Bearer {CANARY}"
     assert len(told) == 20 and "***" in told[0]
     assert [text for text in told if CANARY in text] == []

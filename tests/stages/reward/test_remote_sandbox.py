@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError
 from quiver.stages.common.config import parse
+from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.functions.programs import code
-from quiver.stages.reward.pool.scorer import FunctionConfig
 from quiver.stages.reward.sandbox import Finished, Limits, remote, run_program
 from quiver.stages.reward.stage import Config, check_functions
 

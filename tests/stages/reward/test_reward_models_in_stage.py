@@ -7,7 +7,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, RewardError
 from quiver.stages.common.config import parse
-from quiver.stages.reward.models.config import ModelConfig
+from quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import load
 from quiver.stages.reward.stage import Config, run
 from tests.stages.reward.reward_models import make_model
@@ -39,8 +39,9 @@ def test_a_models_part_is_its_value_and_the_manifest_names_it(store, rollouts, t
         assert row["reward"] == pytest.approx(row["parts"]["numeric"] + 0.5 * part.value, abs=1e-5)
         assert json.loads(row["extra"]["rm"])["LABEL_1"] == pytest.approx(part.value, abs=1e-5)
     scorer.close()
-    assert version.manifest.model("reward:rm").weights == scorer.about.weights
-    assert version.manifest.config["models"][0]["fingerprint"] == scorer.fingerprint
+    entry = model_entry(scorer.config)
+    assert version.manifest.model("reward:rm").weights == entry.weights
+    assert version.manifest.config["models"][0]["fingerprint"] == fingerprint(entry)
     assert version.manifest.metrics["functions"]["rm"]["seconds"] > 0
 
 

@@ -12,8 +12,9 @@ from quiver.schemas.errors import ConfigError, LineageError, NumericError, Rewar
 from quiver.stages.common.config import parse
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward.functions import overlong_penalty
+from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import Part
-from quiver.stages.reward.stage import Config, FunctionConfig, check_functions, run
+from quiver.stages.reward.stage import Config, check_functions, run
 from quiver.stages.reward.tables import weigh
 
 MINE = """

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from quiver.schemas.errors import ConfigError, RemoteError
 from quiver.stages.common import config as common
 from quiver.stages.common.config import parse
-from quiver.stages.reward.servers.config import ServerConfig
+from quiver.stages.reward.servers.config import ServerConfig, fingerprint
 from quiver.stages.reward.servers.scorer import ServerScorer
 from quiver.stages.reward.stage import Config, run
 from tests.stages.reward.fake_server import FakeServer, reply
@@ -121,7 +121,7 @@ def test_a_host_that_no_request_can_have_is_refused_before_any(host):
 
 def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
     monkeypatch.setenv("REWARD_KEY", CANARY)
-    first = ServerScorer(section()).fingerprint
+    first = fingerprint(section())
     for same in (
         {"name": "x"},
         {"weight": 2},
@@ -131,7 +131,7 @@ def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
         {"token": "env:REWARD_KEY"},
         {"allow_plain_http": True},
     ):
-        assert ServerScorer(section(**same)).fingerprint == first
+        assert fingerprint(section(**same)) == first
     for other in (
         {"revision": "2"},
         {"urls": ["http://127.0.0.1:8701"]},
@@ -139,7 +139,7 @@ def test_the_fingerprint_is_of_what_decides_the_number(monkeypatch):
         {"columns": []},
         {"dialect": "slime"},
     ):
-        assert ServerScorer(section(**other)).fingerprint != first
+        assert fingerprint(section(**other)) != first
 
 
 def test_columns_that_are_sent_must_be_there():

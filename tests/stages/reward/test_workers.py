@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError
+from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool import jobs, pool
 from quiver.stages.reward.pool.pool import Pool
-from quiver.stages.reward.pool.scorer import FunctionConfig, FunctionScorer
+from quiver.stages.reward.pool.scorer import FunctionScorer
 from quiver.stages.reward.scoring import Part
 
 FAULTS = '''
@@ -203,11 +204,7 @@ def children() -> list[int]:
             command, folder = path.read_bytes(), os.readlink(path.with_name("cwd"))
         except OSError:
             continue
-        if (
-            b"workers/worker.py" in command
-            and folder == os.getcwd()
-            and alive(int(path.parent.name))
-        ):
+        if b"pool/worker.py" in command and folder == os.getcwd() and alive(int(path.parent.name)):
             found.append(int(path.parent.name))
     return found
 
@@ -328,7 +325,7 @@ def test_a_pool_that_failed_itself_answers_no_further_call(folder, monkeypatch):
     def broken(*_):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(pool, "_say", broken)
+    monkeypatch.setattr(pool, "_log_printed", broken)
     with Pool(1) as one:
         for said in ("RuntimeError: broken", "were closed"):
             with ThreadPoolExecutor(1) as thread, pytest.raises(QuiverError, match=said):
@@ -369,7 +366,8 @@ def test_a_killed_worker_leaves_nobody(empty):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_stage_that_ends_leaves_nobody(empty, end):
     code = """
-        from quiver.stages.reward.pool.scorer import FunctionConfig, FunctionScorer
+        from quiver.stages.reward.functions.config import FunctionConfig
+        from quiver.stages.reward.pool.scorer import FunctionScorer
         from quiver.stages.reward.pool.pool import Pool
         pool = Pool(2)
         rows = {"completions": ["good", "bad"], "rollout_ids": ["a", "b"]}

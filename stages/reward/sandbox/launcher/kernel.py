@@ -10,27 +10,34 @@ from __future__ import annotations
 import ctypes
 import os
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
-    0x20000,
-    0x4000000,
-    0x8000000,
-    0x10000000,
-    0x20000000,
-    0x40000000,
-)
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_RDONLY = 2, 4, 8, 1
-MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
-ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
-_AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
-_PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVS, _CAP_AMBIENT = (
-    1,
-    4,
-    22,
-    24,
-    36,
-    38,
-    47,
-)
+NEWNS = 0x20000
+NEWUTS = 0x4000000
+NEWIPC = 0x8000000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+ATTR_RDONLY = 1
+ATTR_NOSUID = 2
+ATTR_NODEV = 4
+ATTR_NOEXEC = 8
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_MNT_DETACH = 2
+_PR_SET_DUMPABLE = 4
+_PR_SET_SECCOMP = 22
+_PR_CAPBSET_DROP = 24
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT = 47
+_PR_CAP_AMBIENT_CLEAR_ALL = 4
+_SECCOMP_MODE_FILTER = 2
 _CAPABILITY_VERSION = 0x20080522
 _LAST_CAPABILITY = 63
 _SYS_MOUNT_SETATTR = 442  # the same on every architecture
@@ -40,28 +47,22 @@ _EINVAL = 22
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int) -> None:
-    if result < 0:
+def _check(status: int) -> None:
+    if status < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def unshare(flags: int) -> None:
     """Give this process namespaces of its own."""
-    _checked(_libc.unshare(flags))
+    _check(_libc.unshare(flags))
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """mount(2); `kind` None for bind mounts and changes of propagation."""
-    _checked(
-        _libc.mount(
-            source.encode(),
-            target.encode(),
-            kind and kind.encode(),
-            ctypes.c_ulong(flags),
-            options.encode(),
-        )
-    )
+    kind = kind and kind.encode()
+    flags = ctypes.c_ulong(flags)
+    _check(_libc.mount(source.encode(), target.encode(), kind, flags, options.encode()))
 
 
 class _MountAttr(ctypes.Structure):
@@ -70,60 +71,47 @@ class _MountAttr(ctypes.Structure):
 
 def restrict(target: str, attributes: int) -> None:
     """Add attributes to the mount at `target` and to all mounts below it (Linux 5.12)."""
-    wanted = _MountAttr(attributes, 0, 0, 0)
+    attr = _MountAttr(attributes, 0, 0, 0)
     path = ctypes.c_char_p(target.encode())
-    size = ctypes.c_size_t(ctypes.sizeof(wanted))
-    _checked(
-        _libc.syscall(
-            _SYS_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, ctypes.byref(wanted), size
-        )
-    )
+    size = ctypes.c_size_t(ctypes.sizeof(attr))
+    arguments = (_AT_FDCWD, path, _AT_RECURSIVE, ctypes.byref(attr), size)
+    _check(_libc.syscall(_SYS_MOUNT_SETATTR, *arguments))
 
 
 def pivot_root(new: str, old: str) -> None:
     """Make the mount `new` the root; the former root is then found at `old`, a folder in it."""
-    _checked(_libc.syscall(_SYS_PIVOT_ROOT, new.encode(), old.encode()))
+    _check(_libc.syscall(_SYS_PIVOT_ROOT, new.encode(), old.encode()))
 
 
 def detach(target: str) -> None:
     """Take the mount and all below it out of sight."""
-    _checked(_libc.umount2(target.encode(), _MNT_DETACH))
+    _check(_libc.umount2(target.encode(), _MNT_DETACH))
 
 
 def hostname(name: str) -> None:
-    _checked(_libc.sethostname(name.encode(), len(name)))
+    _check(_libc.sethostname(name.encode(), len(name)))
 
 
-def prctl(option: int, *values: int) -> None:
-    padded = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
-    _checked(_libc.prctl(option, *padded))
-
-
-def die_with_parent() -> None:
-    """SIGKILL when the parent ends, however it ends."""
-    prctl(_PDEATHSIG, 9)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
-    prctl(_CHILD_SUBREAPER, 1)
+def _prctl(option: int, *arguments: int) -> None:
+    padded = (*arguments, 0, 0, 0)[:4]
+    _check(_libc.prctl(option, *map(ctypes.c_ulong, padded)))
 
 
 def hide_memory() -> None:
     """Neither ptrace, nor /proc/PID/mem, nor a core file for processes without privileges."""
-    prctl(_DUMPABLE, 0)
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def no_new_privileges() -> None:
     """No file that is executed can give more rights, now or in any descendant."""
-    prctl(_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_bounding_set() -> None:
     """Give up, for good, what capabilities an exec could bring back."""
     for capability in range(_LAST_CAPABILITY + 1):
         try:
-            prctl(_CAPBSET_DROP, capability)
+            _prctl(_PR_CAPBSET_DROP, capability)
         except OSError as error:
             if error.errno == _EINVAL:  # the kernel knows no further ones
                 break
@@ -132,17 +120,18 @@ def drop_bounding_set() -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability."""
-    prctl(_CAP_AMBIENT, 4)  # PR_CAP_AMBIENT_CLEAR_ALL
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
-    _checked(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())))
+    none = (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)))
 
 
 class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-def filter_calls(program: bytes) -> None:
+def filter_calls(instructions: bytes) -> None:
     """Put a seccomp filter (classic BPF) on this process and all its descendants."""
-    held = _Program(len(program) // 8, program)
-    address = ctypes.cast(ctypes.byref(held), ctypes.c_void_p).value
-    prctl(_SECCOMP, 2, address)
+    program = _Program(len(instructions) // 8, instructions)
+    address = ctypes.cast(ctypes.byref(program), ctypes.c_void_p).value
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, address)

@@ -13,31 +13,27 @@ import os
 import kernel
 
 HOST = "/.host"
-_DEVICES = ("null", "zero", "random", "urandom")
 
 
 def build(paths: list[str], tmp_bytes: int) -> None:
     """Replace the root. `paths`: folders, files and symbolic links of the host, to be found at the
     same place."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    kernel.mount(
-        "tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,nr_inodes=4096"
-    )
+    kernel.mount("tmpfs", "/tmp", "tmpfs", flags, "mode=755,nr_inodes=4096")
     os.mkdir("/tmp" + HOST)
     kernel.pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
     os.mkdir("/tmp")  # before what is shown: an interpreter may lie below the host's /tmp
     options = f"mode=1777,size={tmp_bytes},nr_inodes=1024"
-    kernel.mount(
-        "tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, options
-    )
+    kernel.mount("tmpfs", "/tmp", "tmpfs", flags | kernel.MS_NOEXEC, options)
     shown: list[str] = []
     for path in sorted(paths):
-        if not any(path == other or path.startswith(other + "/") for other in shown):
+        if not any(path == folder or path.startswith(folder + "/") for folder in shown):
             _show(path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
             shown.append(path)
-    for name in _DEVICES:
-        _show(f"/dev/{name}", kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC)
+    for device in ("null", "zero", "random", "urandom"):
+        _show(f"/dev/{device}", kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NOEXEC)
     os.symlink("/tmp", "/dev/shm")
 
 
@@ -45,10 +41,8 @@ def seal() -> None:
     """Let go of the host's files and make the root read-only; /tmp stays writable."""
     kernel.detach(HOST)
     os.rmdir(HOST)
-    flags = (
-        kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-    )
-    kernel.mount("none", "/", None, flags)
+    flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
 
 
 def _show(path: str, attributes: int) -> None:

@@ -17,35 +17,99 @@ from __future__ import annotations
 import os
 import struct
 
-# name: (number on x86_64, number on aarch64); None where there is no such call
-_REFUSED: dict[str, tuple[int, int | None]] = {
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
-    "kcmp": (312, 272), "pidfd_getfd": (438, 438), "perf_event_open": (298, 241), "lookup_dcookie": (212, 18),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
-    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442), "swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "quotactl_fd": (443, 443),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262), "nfsservctl": (180, 42),
-    "unshare": (272, 97), "setns": (308, 268), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
-    "bpf": (321, 280), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
-    "msgget": (68, 186), "semget": (64, 190), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142),
-    "acct": (163, 89), "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171), "syslog": (103, 116), "personality": (135, 92), "vhangup": (153, 58),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None), "ioperm": (173, None),
-    "modify_ldt": (154, None), "uselib": (134, None),
-}  # fmt: skip
+# name, number on x86_64, number on aarch64 (- where there is no such call)
+_REFUSED = """
+ptrace 101 117
+process_vm_readv 310 270
+process_vm_writev 311 271
+process_madvise 440 440
+kcmp 312 272
+pidfd_getfd 438 438
+perf_event_open 298 241
+lookup_dcookie 212 18
+mount 165 40
+umount2 166 39
+pivot_root 155 41
+chroot 161 51
+open_tree 428 428
+move_mount 429 429
+fsopen 430 430
+fsconfig 431 431
+fsmount 432 432
+fspick 433 433
+mount_setattr 442 442
+swapon 167 224
+swapoff 168 225
+quotactl 179 60
+quotactl_fd 443 443
+name_to_handle_at 303 264
+open_by_handle_at 304 265
+fanotify_init 300 262
+nfsservctl 180 42
+unshare 272 97
+setns 308 268
+keyctl 250 219
+add_key 248 217
+request_key 249 218
+bpf 321 280
+userfaultfd 323 282
+io_uring_setup 425 425
+io_uring_enter 426 426
+io_uring_register 427 427
+memfd_create 319 279
+memfd_secret 447 447
+shmget 29 194
+msgget 68 186
+semget 64 190
+init_module 175 105
+finit_module 313 273
+delete_module 176 106
+kexec_load 246 104
+kexec_file_load 320 294
+reboot 169 142
+acct 163 89
+settimeofday 164 170
+clock_settime 227 112
+clock_adjtime 305 266
+adjtimex 159 171
+syslog 103 116
+personality 135 92
+vhangup 153 58
+sethostname 170 161
+setdomainname 171 162
+iopl 172 -
+ioperm 173 -
+modify_ldt 154 -
+uselib 134 -
+"""
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
-_IOCTL, _PRLIMIT = (16, 29), (302, 261)
+# numbers in the same order, of calls that are looked at more closely
+_IOCTL = (16, 29)
+_SOCKET = (41, 198)
+_SOCKETPAIR = (53, 199)
+_CLONE = (56, 220)
+_PRLIMIT = (302, 261)
+_CLONE3 = (435, 435)
 _NAMESPACES = 0x7E020000  # CLONE_NEW*, without CLONE_NEWTIME, whose bit is a signal's in clone
-_AF_UNIX, _TIOCSTI, _TIOCLINUX = 1, 0x5412, 0x541C
-_EPERM, _ENOSYS = 1, 38
+_AF_UNIX = 1
+_TIOCSTI = 0x5412
+_TIOCLINUX = 0x541C
 _X32 = 0x40000000
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in seccomp_data; of an argument the low half counts
+# classic BPF: load a word; jump where it equals, is at least, has a bit of; return
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_EPERM = 0x00050000 | 1
+_ENOSYS = 0x00050000 | 38
+# offsets in seccomp_data; of an argument the low half counts
+_NUMBER = 0
+_ARCH = 4
+_ARGUMENTS = 16
 
 
 def supported() -> bool:
@@ -55,7 +119,7 @@ def supported() -> bool:
 
 def program(machine: str) -> bytes:
     """The filter for an architecture, as uname names it; 8 bytes an instruction."""
-    at = list(_ARCHITECTURES).index(machine)
+    column = list(_ARCHITECTURES).index(machine)
     code = [
         _op(_LOAD, _ARCH),
         _op(_EQUAL, _ARCHITECTURES[machine], 1, 0),
@@ -64,23 +128,22 @@ def program(machine: str) -> bytes:
     ]
     if machine == "x86_64":
         code += [_op(_AT_LEAST, _X32, 0, 1), _op(_RETURN, _KILL)]
-    for numbers in _REFUSED.values():
-        if numbers[at] is not None:
-            code += _when(numbers[at], [_op(_RETURN, _ERRNO | _EPERM)])
-    code += _when(_CLONE3[at], [_op(_RETURN, _ERRNO | _ENOSYS)])
-    code += _when(_CLONE[at], _argument(0, [_op(_ANY_BIT, _NAMESPACES, 0, 1)], refuse=True))
+    for row in _REFUSED.split("\n")[1:-1]:
+        number = row.split()[1 + column]
+        if number != "-":
+            code += _when(int(number), [_op(_RETURN, _EPERM)])
+    code += _when(_CLONE3[column], [_op(_RETURN, _ENOSYS)])
+    code += _when(_CLONE[column], _refuse(0, [_op(_ANY_BIT, _NAMESPACES, 0, 1)]))
     for numbers in (_SOCKET, _SOCKETPAIR):
-        code += _when(numbers[at], _argument(0, [_op(_EQUAL, _AF_UNIX, 0, 1)], refuse=False))
-    code += _when(_PRLIMIT[at], _argument(0, [_op(_EQUAL, 0, 0, 1)], refuse=False))
-    code += _when(
-        _IOCTL[at],
-        _argument(1, [_op(_EQUAL, _TIOCSTI, 1, 0), _op(_EQUAL, _TIOCLINUX, 0, 1)], refuse=True),
-    )
+        code += _when(numbers[column], _allow(0, _AF_UNIX))
+    code += _when(_PRLIMIT[column], _allow(0, 0))
+    terminal = [_op(_EQUAL, _TIOCSTI, 1, 0), _op(_EQUAL, _TIOCLINUX, 0, 1)]
+    code += _when(_IOCTL[column], _refuse(1, terminal))
     return b"".join([*code, _op(_RETURN, _ALLOW)])
 
 
-def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    return struct.pack("=HBBI", code, if_true, if_false, value)
+def _op(code: int, operand: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, operand)
 
 
 def _when(number: int, block: list[bytes]) -> list[bytes]:
@@ -89,7 +152,13 @@ def _when(number: int, block: list[bytes]) -> list[bytes]:
     return [_op(_EQUAL, number, 0, len(block)), *block]
 
 
-def _argument(index: int, tests: list[bytes], *, refuse: bool) -> list[bytes]:
-    """Load an argument; what the tests find is refused, or alone allowed."""
-    found, else_ = (_ERRNO | _EPERM, _ALLOW) if refuse else (_ALLOW, _ERRNO | _EPERM)
-    return [_op(_LOAD, _ARGUMENTS + 8 * index), *tests, _op(_RETURN, found), _op(_RETURN, else_)]
+def _allow(index: int, allowed: int) -> list[bytes]:
+    """Allow a call whose argument `index` is this; refuse all others."""
+    test = _op(_EQUAL, allowed, 0, 1)
+    return [_op(_LOAD, _ARGUMENTS + 8 * index), test, _op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
+
+
+def _refuse(index: int, tests: list[bytes]) -> list[bytes]:
+    """Refuse a call whose argument `index` the tests find; allow all others."""
+    load = _op(_LOAD, _ARGUMENTS + 8 * index)
+    return [load, *tests, _op(_RETURN, _EPERM), _op(_RETURN, _ALLOW)]

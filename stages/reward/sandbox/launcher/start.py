@@ -1,9 +1,11 @@
 """Runs one program in a sandbox of its own; started as `python -I -S launcher REPORT LIFELINE` by
 quiver.stages.reward.sandbox.
 
-    launcher                waits: for the program, for its deadline, for the end of whoever asked (LIFELINE closes)
-    └── first process       pid 1 of the new namespaces: builds the root, waits, and takes everybody with it when it ends
-        └── the program     nobody, no privileges, limits, a filter of system calls; then the interpreter is executed
+    launcher                waits for the program, its deadline, the end of whoever asked (LIFELINE)
+    └── first process       pid 1 of the new namespaces: builds the root, waits, and takes
+        |                   everybody with it when it ends
+        └── program         nobody, no privileges, limits, a filter of system calls; then the
+                            interpreter is executed
 
 Stdin holds the job (marshal of a dict, see `sandbox.run`); stdout and stderr become the program's.
 REPORT gets one dict: how the program ended, or which layer the system refused, or what failed.
@@ -16,6 +18,7 @@ import marshal
 import os
 import resource
 
+import keeper
 import kernel
 import root
 import seccomp
@@ -50,13 +53,13 @@ def main(report: int, lifeline: int) -> None:
     with open(0, "rb", closefd=False) as file:
         job = marshal.load(file)
     try:
-        answer = supervise(job, lifeline)
+        outcome = supervise(job, lifeline)
     except Refused as error:
-        answer = {"refused": error.args}
+        outcome = {"refused": error.args}
     except OSError as error:
-        answer = {"failed": str(error)}
+        outcome = {"failed": str(error)}
     try:
-        os.write(report, marshal.dumps(answer))
+        os.write(report, marshal.dumps(outcome))
     except BrokenPipeError:  # whoever asked is gone, and can not tidy up
         if job["folder"]:
             import shutil  # slow to import
@@ -67,45 +70,47 @@ def main(report: int, lifeline: int) -> None:
 def supervise(job: dict, lifeline: int) -> dict:
     """Start the first process, wait for the end of the program or end it, and leave nobody
     behind."""
-    full = job["isolation"] == "full"
-    _offer_to_the_oom_killer()
-    privileged = os.geteuid() == 0
-    if full:
-        _unshare(privileged)
-    else:
-        kernel.adopt_orphans()
-    news, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _first(job, full, privileged, tell)
-    os.close(tell)
-    try:
-        return watch.until_it_ends(job, child, news, lifeline)
-    finally:
-        watch.end(child)
-
-
-# -- before the program
-
-
-def _offer_to_the_oom_killer() -> None:
-    """When the machine runs out of memory, programs go before the one who scores them."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+            file.write("1000")  # when memory runs out, programs go before the one who scores them
     except OSError:
         pass  # a system without it has no such order
+    job["privileged"] = os.geteuid() == 0
+    if job["full"]:
+        _unshare(job["privileged"])
+    else:
+        keeper.adopt_orphans()
+    news, tell = os.pipe()
+    first = os.fork()
+    if first == 0:
+        _first_process(job, tell)
+    os.close(tell)
+    try:
+        return watch.until_it_ends(job, first, news, lifeline)
+    finally:
+        watch.end(first)
 
 
 def _unshare(privileged: bool) -> None:
     """New user, network, IPC, UTS and (for children) process namespaces; a process outside must
     write the ids' map."""
     go, tell = os.pipe()
-    owner, user, group = os.getpid(), os.geteuid(), os.getegid()
+    owner = os.getpid()
+    user = os.geteuid()
+    group = os.getegid()
     mapper = os.fork()
     if mapper == 0:
         os.close(tell)
-        os._exit(_map_ids(go, owner, None if privileged else (user, group)))
+        # root is mapped beside nobody, so that it may set up what nobody can not read
+        both = f"0 0 1\n{NOBODY} {NOBODY} 1\n"
+        maps = {"uid_map": both, "gid_map": both}
+        if not privileged:  # any other user is shown as nobody
+            maps = {
+                "setgroups": "deny",
+                "uid_map": f"{NOBODY} {user} 1\n",
+                "gid_map": f"{NOBODY} {group} 1\n",
+            }
+        os._exit(_map_ids(go, owner, maps))
     os.close(go)
     try:
         with layer("user namespace"):
@@ -129,22 +134,10 @@ def _unshare(privileged: bool) -> None:
         kernel.hostname("sandbox")
 
 
-def _map_ids(go: int, owner: int, own: tuple[int, int] | None) -> int:
-    """Write the maps of the process `owner` as soon as it says so; an errno, or 0.
-
-    Root is mapped beside nobody, so that it may set up what nobody can not read. Any other user is
-    shown as nobody.
-    """
+def _map_ids(go: int, owner: int, maps: dict[str, str]) -> int:
+    """Write the maps of the process `owner` as soon as it says so; an errno, or 0."""
     if not os.read(go, 1):
         return 0
-    both = f"0 0 1\n{NOBODY} {NOBODY} 1\n"
-    maps = {"uid_map": both, "gid_map": both}
-    if own:
-        maps = {
-            "setgroups": "deny",
-            "uid_map": f"{NOBODY} {own[0]} 1\n",
-            "gid_map": f"{NOBODY} {own[1]} 1\n",
-        }
     try:
         for name, text in maps.items():
             with open(f"/proc/{owner}/{name}", "w") as file:
@@ -154,107 +147,101 @@ def _map_ids(go: int, owner: int, own: tuple[int, int] | None) -> int:
     return 0
 
 
-def _first(job: dict, full: bool, privileged: bool, tell: int) -> None:
-    """The first process. Never returns."""
-    said = "failed|the first process ended"
+def _first_process(job: dict, tell: int) -> None:
+    """Never returns."""
+    last_words = "failed|the first process ended"
     try:
-        kernel.die_with_parent()
+        keeper.die_with_parent()
         kernel.hide_memory()
         os.umask(0o022)
-        if full:
+        if job["full"]:
             with layer("mount namespace"):
                 kernel.unshare(kernel.NEWNS)
             with layer("file system of its own"):
                 root.build(job["paths"], job["tmp_bytes"])
-        program, stdin = _place(job)
-        if full:
+        program = job["folder"] + "/program.py"
+        with open(program, "wb") as file:
+            file.write(job["program"])
+        stdin_path = job["folder"] + "/stdin"
+        with open(stdin_path, "wb") as file:
+            file.write(job["stdin"])
+        stdin = os.open(stdin_path, os.O_RDONLY)
+        os.unlink(stdin_path)
+        if job["full"]:
             with layer("file system of its own"):
                 root.seal()
-        said = _run(job, full, privileged, (program, stdin), tell)
+        last_words = _run(job, program, stdin, tell)
     except Refused as error:
-        said = "|".join(["refused", *map(str, error.args)])
+        last_words = "|".join(["refused", *map(str, error.args)])
     except BaseException as error:
-        said = f"failed|{type(error).__name__}: {error}"
+        last_words = f"failed|{type(error).__name__}: {error}"
     finally:
-        _last_words(tell, said)
+        _say_and_end(tell, last_words)
 
 
-def _place(job: dict) -> tuple[str, int]:
-    """Write the program where it is run from; its path, and the open file of its stdin, which has
-    no name any more."""
-    path = job["folder"] + "/program.py"
-    with open(path, "wb") as file:
-        file.write(job["program"])
-    with open(job["folder"] + "/stdin", "wb") as file:
-        file.write(job["stdin"])
-    stdin = os.open(job["folder"] + "/stdin", os.O_RDONLY)
-    os.unlink(job["folder"] + "/stdin")
-    return path, stdin
-
-
-def _run(job: dict, full: bool, privileged: bool, files: tuple[str, int], tell: int) -> str:
+def _run(job: dict, program: str, stdin: int, tell: int) -> str:
     """Start the program and wait for it; what to tell. Orphans are its children's children and end
     as zombies here."""
     hear, fault = os.pipe()
-    program = os.fork()
-    if program == 0:
-        _become(job, full, privileged, files, fault)
+    child = os.fork()
+    if child == 0:
+        _become(job, program, stdin, fault)
     os.close(fault)
     with open(hear, "rb") as file:  # closed by a successful exec
-        wrong = file.read()
-    if wrong:
-        return wrong.decode().rstrip()
+        refusal = file.read()
+    if refusal:
+        return refusal.decode().rstrip()
     os.write(tell, b"started\n")
     while True:
         pid, status = os.wait()
-        if pid == program:
+        if pid == child:
             return f"ended|{os.waitstatus_to_exitcode(status)}"
 
 
-def _become(job: dict, full: bool, privileged: bool, files: tuple[str, int], fault: int) -> None:
+def _become(job: dict, program: str, stdin: int, fault: int) -> None:
     """The program: everything is given up, then the interpreter is executed. Never returns."""
-    said = ""
+    last_words = ""
     try:
         os.setsid()
-        os.dup2(files[1], 0)
+        os.dup2(stdin, 0)
         os.umask(0o077)
         os.chdir(job["cwd"])
         with layer("limits"):
-            _limit(job, full, privileged)
-        if full:
+            _limit(job)
+        if job["full"]:
             with layer("dropped uid"):
                 kernel.drop_bounding_set()
-                if privileged:
+                if job["privileged"]:
                     os.setgroups([])
                     os.setresgid(NOBODY, NOBODY, NOBODY)
                     os.setresuid(NOBODY, NOBODY, NOBODY)
                 kernel.drop_capabilities()
         with layer("no new privileges"):
             kernel.no_new_privileges()
-        if full and seccomp.supported():
+        if job["full"] and seccomp.supported():
             with layer("seccomp filter"):
                 kernel.filter_calls(seccomp.program(os.uname().machine))
-        os.execve(job["command"][0], [*job["command"], files[0]], job["environment"])
+        os.execve(job["command"][0], [*job["command"], program], job["environment"])
     except Refused as error:
-        said = "|".join(["refused", *map(str, error.args)])
+        last_words = "|".join(["refused", *map(str, error.args)])
     except BaseException as error:
-        said = f"failed|{type(error).__name__}: {error}"
+        last_words = f"failed|{type(error).__name__}: {error}"
     finally:
-        _last_words(fault, said)
+        _say_and_end(fault, last_words)
 
 
-def _last_words(pipe: int, said: str) -> None:
+def _say_and_end(pipe: int, last_words: str) -> None:
     """Say it, if anybody hears it, and end this process without another line of code."""
     try:
-        os.write(pipe, said.replace("\n", " ").encode(errors="replace") + b"\n")
+        os.write(pipe, last_words.replace("\n", " ").encode(errors="replace") + b"\n")
     finally:
         os._exit(1)
 
 
-def _limit(job: dict, full: bool, privileged: bool) -> None:
+def _limit(job: dict) -> None:
     """Limits of each process; the number of processes only where the user namespace counts them
     apart from others."""
-    wanted = {
+    limits = {
         resource.RLIMIT_AS: job["memory_bytes"],
         resource.RLIMIT_CORE: 1,  # at 0 the kernel still pipes a core to a handler of the host's
         resource.RLIMIT_FSIZE: job["tmp_bytes"],
@@ -264,17 +251,12 @@ def _limit(job: dict, full: bool, privileged: bool) -> None:
         resource.RLIMIT_RTPRIO: 0,
         resource.RLIMIT_CPU: job["cpu_seconds"],
     }
-    if full:
-        wanted[resource.RLIMIT_NPROC] = job["processes"] + (
-            0 if privileged else 2
-        )  # the two above it, where the uid is one
-    for kind, most in wanted.items():
+    if job["full"]:
+        above = 0 if job["privileged"] else 2  # the two above it, where the uid is one
+        limits[resource.RLIMIT_NPROC] = job["processes"] + above
+    for kind, soft in limits.items():
+        hard = soft + (kind == resource.RLIMIT_CPU)  # SIGXCPU tells, SIGKILL a second later ends it
         allowed = resource.getrlimit(kind)[1]
-        extra = (
-            1 if kind == resource.RLIMIT_CPU else 0
-        )  # SIGXCPU tells the reason, SIGKILL a second later ends it
-        soft, hard = (
-            n if allowed == resource.RLIM_INFINITY else min(n, allowed)
-            for n in (most, most + extra)
-        )
-        resource.setrlimit(kind, (soft, hard))
+        if allowed == resource.RLIM_INFINITY:
+            allowed = hard
+        resource.setrlimit(kind, (min(soft, allowed), min(hard, allowed)))

@@ -12,67 +12,71 @@ import os
 import select
 import time
 
+import keeper
+
 START_SECONDS = 60
 _POLL_MILLISECONDS = 50
 _SIGKILL = 9
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def until_it_ends(job: dict, child: int, news: int, lifeline: int) -> dict:
-    """Wait until the first process, `child`, has told how it ended, or until a limit is reached;
-    the launcher's report."""
+def until_it_ends(job: dict, first: int, news: int, lifeline: int) -> dict:
+    """Wait until the first process has told how the program ended, or until a limit is reached; the
+    launcher's report."""
     poll = select.poll()
     poll.register(news)
     poll.register(lifeline)
-    born, started, heard = time.monotonic(), None, b""
+    launched = time.monotonic()
+    started = None
+    unfinished = b""
     while True:
         ready = [handle for handle, _ in poll.poll(_POLL_MILLISECONDS)]
         now = time.monotonic()
         if news in ready:
-            data = os.read(news, 4096)
-            *lines, heard = (heard + data).split(b"\n")
+            chunk = os.read(news, 4096)
+            *lines, unfinished = (unfinished + chunk).split(b"\n")
             for line in lines:
-                kind, *values = line.decode(errors="replace").split("|")
+                kind, *details = line.decode(errors="replace").split("|")
                 if kind != "started":
-                    return _report(kind, values, now - (started or now))
+                    return _report(kind, details, now - (started or now))
                 started = now
-            if not data:
+            if not chunk:
                 return {"failed": "the first process of the sandbox died"}
         if lifeline in ready:
             return {"failed": "the process that asked is gone"}
         if started is None:
-            if now - born > START_SECONDS:
+            if now - launched > START_SECONDS:
                 return {"failed": f"the sandbox did not start within {START_SECONDS} s"}
         elif now - started > job["seconds"]:
-            return {"exit_code": -_SIGKILL, "killed_by": "time", "seconds": now - started}
-        elif sum(map(resident, descendants(child))) > job["memory_bytes"]:
-            return {"exit_code": -_SIGKILL, "killed_by": "memory", "seconds": now - started}
+            return _report("ended", [-_SIGKILL], now - started, "time")
+        elif sum(map(_resident_bytes, _descendants(first))) > job["memory_bytes"]:
+            return _report("ended", [-_SIGKILL], now - started, "memory")
 
 
-def _report(kind: str, values: list[str], seconds: float) -> dict:
+def _report(kind: str, details: list, seconds: float, killed_by: str | None = None) -> dict:
     if kind == "ended":
-        return {"exit_code": int(values[0]), "killed_by": None, "seconds": seconds}
+        return {"exit_code": int(details[0]), "killed_by": killed_by, "seconds": seconds}
     if kind == "refused":
-        return {"refused": (values[0], int(values[1]), values[2])}
-    return {"failed": values[0]}
+        return {"refused": (details[0], int(details[1]), details[2])}
+    return {"failed": details[0]}
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes below `pid`, parents first."""
-    found = [pid]
-    for parent in found:  # grows while it is walked
+def _descendants(pid: int) -> list[int]:
+    """The processes below `pid`, parents first. `keeper` looks at all processes to be sure; that
+    would be too slow for each turn."""
+    family = [pid]
+    for parent in family:  # grows while it is walked
         try:
             for thread in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{thread}/children") as file:
-                    found += map(int, file.read().split())
+                    family += map(int, file.read().split())
         except OSError:
             continue  # it ended meanwhile
-    return found[1:]
+    return family[1:]
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory that a process occupies; 0 when it is gone. Pages that forks share count for
-    each."""
+def _resident_bytes(pid: int) -> int:
+    """Memory that a process occupies; 0 when it is gone. Pages that forks share count for each."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * _PAGE
@@ -80,21 +84,9 @@ def resident(pid: int) -> int:
         return 0
 
 
-def end(child: int) -> None:
+def end(first: int) -> None:
     """Kill the first process, which ends its namespace, and whoever else is below this one; wait
     for all of them."""
-    os.kill(child, _SIGKILL)
-    os.waitpid(child, 0)  # returns when everybody in its process namespace is gone
-    while True:
-        for pid in descendants(os.getpid()):
-            try:
-                os.kill(pid, _SIGKILL)
-            except ProcessLookupError:
-                continue
-        try:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                time.sleep(
-                    0.001
-                )  # the kernel's list of children may miss one while others end: look again
-        except ChildProcessError:
-            return
+    os.kill(first, _SIGKILL)
+    os.waitpid(first, 0)  # returns when everybody in its process namespace is gone
+    keeper.kill_descendants()

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from quiver.stages.common.forward.policy import Policy, choose_mode, score
+from quiver.stages.common.forward.policy import Policy, score
 from quiver.stages.common.forward.precision import fast_products, narrow, products, resolve
-from tests.stages.common.forward import test_forward, test_seq2seq
+from quiver.stages.common.forward.verify import choose_mode
+from tests.stages.common.forward import test_encoder_decoder, test_policy
 
 CPU = torch.device("cpu")
 
 
 def _policy(kind: str, precision: str) -> tuple[Policy, list, object]:
     """A tiny model with that precision, micro-batches, and their rollouts."""
-    made = test_seq2seq if kind == "t5" else test_forward
+    made = test_encoder_decoder if kind == "t5" else test_policy
     data, groups = made._data()
     policy = Policy(made._model(kind), autocast=precision == "bf16", fast=precision == "fp32_fast")
     choose_mode(policy, data, groups, "shared")
@@ -93,7 +94,7 @@ def test_gradients_of_narrow_weights_add_up_in_float32():
 
 
 def test_narrow_rounds_weights_alone_and_gives_back_what_they_were():
-    model = test_forward._model("llama")
+    model = test_policy._model("llama")
     expected = {name: value.clone() for name, value in model.named_parameters()}
     before = narrow(model)
     assert model.lm_head.weight is model.base_model.embed_tokens.weight  # tied as they were

@@ -14,11 +14,12 @@ from transformers import (
 )
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.attention import Sequences
 from quiver.stages.common.forward.encoder_decoder import make_pairs, pack_pairs
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.logprob_head import Shaping
 from quiver.stages.common.forward.packing import Piece
-from quiver.stages.common.forward.policy import Policy, choose_mode, score
+from quiver.stages.common.forward.policy import Policy, score
+from quiver.stages.common.forward.verify import choose_mode
 from quiver.stages.common.ragged import Ragged
 
 PAD, EOS = 0, 2

@@ -5,13 +5,16 @@ import base64
 import logging
 import re
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
-from quiver.flows.artifacts import iterations, text
-from quiver.flows.artifacts.curves import picture
-from quiver.flows.artifacts.shown import attempt
+from quiver.flows.commands.summary import summary
+from quiver.flows.pages import iterations, text
+from quiver.flows.pages.failures import attempt
+from quiver.flows.pages.text import picture
 from quiver.flows.progress import progress
 from quiver.flows.tasks import describe
 from quiver.stages.common.runtime.runner import Call, Outcome
@@ -224,3 +227,28 @@ def test_without_a_run_of_prefect_there_is_no_page(store):
         on_line("generate: 1 of 2 rows")
         assert "progress" not in {thread.name for thread in threading.enumerate()}
     assert heard == ["generate: 1 of 2 rows"]
+
+
+def test_what_a_run_prints_at_its_end():
+    """Bars from the lowest to the highest mean reward; a single held-out prompt has no standard
+    error."""
+    baseline = {"score": 0.25, "stderr": None, "n": 1}
+    outcome = {
+        "baseline": baseline,
+        "iterations": [
+            {**done(1, 0.2), "rollouts": "tiny/rollouts@1"},
+            {**done(2, None), "rollouts": "tiny/rollouts@2"},
+            {
+                **done(3, 0.6, {"score": 0.5, "stderr": 0.125, "n": 4}),
+                "rollouts": "tiny/rollouts@3",
+            },
+        ],
+    }
+    recipe = SimpleNamespace(run="tiny", store="/my store")
+    said = summary(recipe, Path("recipe.toml"), [], outcome)
+    assert said[1:3] == ["store   /my store", "report  /my store/tiny/report.html"]
+    bars = {1: " 0.200 █", 2: "(none scored)", 3: f" 0.600 {'█' * 16}"}
+    for number, bar in bars.items():
+        assert f"{number:>9}  {bar:<26} tiny/policy@{number}" in said
+    assert "   before  0.250 ± – (standard error, n = 1)" in said
+    assert "after    3  0.500 ± 0.125 (standard error, n = 4)" in said

@@ -15,11 +15,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward import policy as forward
-from quiver.stages.common.forward.attention import Sequences, make_layout
+from quiver.stages.common.forward.layout import Sequences, make_layout
 from quiver.stages.common.forward.packing import pack
-from quiver.stages.common.forward.policy import Policy, choose_mode, pieces_of
+from quiver.stages.common.forward.policy import Policy, pieces_of
 from quiver.stages.common.ragged import Ragged
 
 SMALL = {
@@ -142,7 +140,7 @@ def test_a_window_leaves_no_fill_without_a_key(monkeypatch, short, rows):
 
 
 def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
-    monkeypatch.setattr("quiver.stages.common.forward.attention._MASK_ITEMS", 20_000)
+    monkeypatch.setattr("quiver.stages.common.forward.layout._MASK_ITEMS", 20_000)
     model, (data, groups) = _model("llama"), _data(longest=200)
     with torch.no_grad():
         expected = _reference(model, data)
@@ -151,107 +149,11 @@ def test_long_sequences_go_through_the_kernel_in_blocks(monkeypatch):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kind, wanted, expected",
-    [
-        ("llama", "shared", "shared"),
-        ("llama", "packed", "packed"),
-        ("mistral", "shared", "shared"),
-        ("gemma2", "shared", "single"),
-    ],
-)
-def test_choose_mode_takes_the_first_that_agrees(kind, wanted, expected):
-    data, groups = _data()
-    assert choose_mode(Policy(_model(kind), autocast=False), data, groups, wanted) == expected
-
-
-def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, caplog):
-    """A layout that forgets where completions go on is noticed, said, and not used."""
-
-    def broken(pieces, data, device="cpu", **more):
-        layout = make_layout(pieces, data, device, **more)
-        if any(len(piece.rows) > 1 for piece in pieces):
-            layout.positions.copy_(torch.arange(layout.positions.numel()) * 3)
-        return layout
-
-    monkeypatch.setattr(forward, "make_layout", broken)
-    data, groups = _data()
-    assert choose_mode(Policy(_model("llama"), autocast=False), data, groups, "shared") == "packed"
-    assert "'shared' is not right" in caplog.text
-
-
-def test_positions_that_depend_on_the_row_s_length_run_alone(caplog):
-    data, groups = _data()
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert (
-        choose_mode(
-            Policy(_model("llama", rope_parameters=rope), autocast=False), data, groups, "shared"
-        )
-        == "single"
-    )
-    assert "length of the row" in caplog.text
-
-
-def test_the_comparison_takes_short_rollouts_and_few_logits(monkeypatch):
-    torch.manual_seed(0)
-    lengths = [400, 20, 30, 300, 500]
-    rows = [torch.randint(97, (length,)) for length in lengths]
-    data, groups = (
-        Sequences(_ragged([rows[0][:4]] * 5), _ragged(rows), torch.ones(5)),
-        [0, 0, 0, 1, 2],
-    )
-    model, made = _model("llama"), []
-    model.lm_head.register_forward_hook(lambda module, inputs, logits: made.append(logits.shape[1]))
-    assert choose_mode(Policy(model, autocast=False), data, groups, "shared") == "shared"
-    assert sorted(made) == [20, 30, 256]
-
-
-def test_an_unknown_head_is_refused():
-    model, (data, groups) = _model("llama"), _data()
-    plain = model.forward
-
-    def scaled(*args, **kwargs):
-        output = plain(*args, **kwargs)
-        output.logits = output.logits * 2
-        return output
-
-    model.forward = scaled
-    with pytest.raises(ConfigError, match="last hidden state"):
-        choose_mode(Policy(model, autocast=False), data, groups, "shared")
-
-
-def test_no_mask_spans_the_whole_row():
-    data, groups = _data(longest=90)
-    layout = make_layout(pieces_of("shared", range(len(groups)), groups, data, 10_000), data)
-    area = sum(
-        block.queries.shape[0] * block.queries.shape[1] * block.keys.shape[1]
-        for block in layout.blocks
-    )
-    assert area < layout.ids.numel() ** 2 / 2.5
-    assert {
-        width % 8
-        for block in layout.blocks
-        for width in (block.queries.shape[1], block.keys.shape[1])
-    } == {0}
-    assert len(layout.ids[0]) == sum(len(data.prompts[row]) for row in (0, 3, 4, 8)) + sum(
-        len(row) - 1 for row in data.completions
-    )
-
-
-def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
-    model, (data, prompts) = _model("llama"), _data()
-    policy = Policy(model, autocast=False)
-    expected = [row.detach() for row in _reference(model, data)][:2]
-    expected[1] = expected[1] * float("nan")
-    assert not forward._gap(policy, "packed", data, prompts, [0, 1], expected) <= forward.TOLERANCE
-
-
 def test_a_freed_policy_keeps_nothing():
-    """Neither weights nor gradients, although modules, and products that were merged, still refer
-    to them."""
+    """Neither weights nor gradients, although modules, and fused projections, still refer to them."""
     model, (data, groups) = _model("llama"), _data()
     policy = Policy(model, autocast=False)
-    policy.merge()
+    policy.fuse()
     torch.stack(
         [row.sum() for row in _packed(policy, "shared", data, groups, 1000)]
     ).sum().backward()

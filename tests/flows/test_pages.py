@@ -18,17 +18,18 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from prefect.testing.utilities import prefect_test_harness
 
 from quiver.flows import progress as progress_module
-from quiver.flows.artifacts import link_report, publish, text
-from quiver.flows.artifacts.iterations import Curve
-from quiver.flows.assets import EVENT
+from quiver.flows.pages import link_report, publish, text
+from quiver.flows.pages.events import EVENT
+from quiver.flows.pages.iterations import Curve
 from quiver.flows.progress import progress
 from quiver.schemas import fields, prompts, rewards, rollouts
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.work import ROWS_PER_SHARD, begin
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.report import samples
-from tests.flows.test_artifacts_text import HOSTILE, drawn, lines
+from tests.flows.test_pages_text import HOSTILE, drawn, lines
+from tests.writing import begin
 
 pytestmark = pytest.mark.prefect
 

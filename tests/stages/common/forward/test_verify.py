@@ -1,7 +1,7 @@
-"""The kernel for sequences of any lengths: its runs, against transformers one rollout at a time,
-and when it is chosen.
+"""Which packing is chosen, and when the kernel for sequences of any lengths is: its runs, against
+transformers one rollout at a time.
 
-It runs on a GPU alone (tests/gpu has it itself). Here loops over its arguments, as its
+The kernel runs on a GPU alone (tests/gpu has it itself). Here loops over its arguments, as its
 documentation describes them, stand in.
 """
 
@@ -9,12 +9,110 @@ import pytest
 import torch
 import torch.nn.attention.varlen
 
-from quiver.stages.common.forward import kernels
-from quiver.stages.common.forward.attention import make_layout
-from quiver.stages.common.forward.kernels import choose_kernel, recorded, varlen_is_faster
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.forward import policy as policy_module
+from quiver.stages.common.forward import verify
+from quiver.stages.common.forward.layout import Sequences, make_layout
 from quiver.stages.common.forward.packing import make_pieces
-from quiver.stages.common.forward.policy import Policy, choose_mode
-from tests.stages.common.forward import test_forward as forward
+from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.forward.verify import (
+    choose_kernel,
+    choose_mode,
+    recorded,
+    varlen_is_faster,
+)
+from tests.stages.common.forward import test_policy as forward
+
+
+@pytest.mark.parametrize(
+    "kind, wanted, expected",
+    [
+        ("llama", "shared", "shared"),
+        ("llama", "packed", "packed"),
+        ("mistral", "shared", "shared"),
+        ("gemma2", "shared", "single"),
+    ],
+)
+def test_choose_mode_takes_the_first_that_agrees(kind, wanted, expected):
+    data, groups = forward._data()
+    assert (
+        choose_mode(Policy(forward._model(kind), autocast=False), data, groups, wanted) == expected
+    )
+
+
+def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, caplog):
+    """A layout that forgets where completions go on is noticed, said, and not used."""
+
+    def broken(pieces, data, device="cpu", **more):
+        layout = make_layout(pieces, data, device, **more)
+        if any(len(piece.rows) > 1 for piece in pieces):
+            layout.positions.copy_(torch.arange(layout.positions.numel()) * 3)
+        return layout
+
+    monkeypatch.setattr(policy_module, "make_layout", broken)
+    data, groups = forward._data()
+    assert (
+        choose_mode(Policy(forward._model("llama"), autocast=False), data, groups, "shared")
+        == "packed"
+    )
+    assert "'shared' is not right" in caplog.text
+
+
+def test_positions_that_depend_on_the_row_s_length_run_alone(caplog):
+    data, groups = forward._data()
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert (
+        choose_mode(
+            Policy(forward._model("llama", rope_parameters=rope), autocast=False),
+            data,
+            groups,
+            "shared",
+        )
+        == "single"
+    )
+    assert "length of the row" in caplog.text
+
+
+def test_the_comparison_takes_short_rollouts_and_few_logits(monkeypatch):
+    torch.manual_seed(0)
+    lengths = [400, 20, 30, 300, 500]
+    rows = [torch.randint(97, (length,)) for length in lengths]
+    data, groups = (
+        Sequences(forward._ragged([rows[0][:4]] * 5), forward._ragged(rows), torch.ones(5)),
+        [0, 0, 0, 1, 2],
+    )
+    model, made = forward._model("llama"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: made.append(logits.shape[1]))
+    assert choose_mode(Policy(model, autocast=False), data, groups, "shared") == "shared"
+    assert sorted(made) == [20, 30, 256]
+
+
+def test_an_unknown_head_is_refused():
+    model, (data, groups) = forward._model("llama"), forward._data()
+    plain = model.forward
+
+    def scaled(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ConfigError, match="last hidden state"):
+        choose_mode(Policy(model, autocast=False), data, groups, "shared")
+
+
+def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
+    model, (data, prompts) = forward._model("llama"), forward._data()
+    policy = Policy(model, autocast=False)
+    expected = [row.detach() for row in forward._reference(model, data)][:2]
+    expected[1] = expected[1] * float("nan")
+    assert (
+        not verify.largest_gap(policy, "packed", data.take([0, 1]), prompts[:2], expected)
+        <= verify.TOLERANCE
+    )
+
+
+# -- the kernel
 
 
 def by_loops(
@@ -123,7 +221,7 @@ def test_a_call_of_each_kind_is_kept():
 @pytest.mark.parametrize("times, expected", [([2.0, 1.0], True), ([1.0, 2.0], False)])
 def test_the_faster_one_is_taken(monkeypatch, loops, times, expected):
     measured = iter(times)
-    monkeypatch.setattr(kernels, "_seconds", lambda run: (run(), next(measured))[1])
+    monkeypatch.setattr(verify, "_seconds", lambda run: (run(), next(measured))[1])
     assert varlen_is_faster(*_calls()) is expected
 
 
@@ -135,7 +233,7 @@ def test_a_kernel_with_other_numbers_is_not_taken(monkeypatch, caplog, broken):
     }
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", wrong[broken])
     monkeypatch.setattr(
-        kernels, "_seconds", lambda run: pytest.fail("measured before it was found right")
+        verify, "_seconds", lambda run: pytest.fail("measured before it was found right")
     )
     assert not varlen_is_faster(*_calls())
     assert "varlen is wrong here" in caplog.text
@@ -148,7 +246,7 @@ def test_a_kernel_that_does_not_run_is_not_taken(caplog):
 
 
 def test_float32_goes_by_blocks(monkeypatch, loops):
-    monkeypatch.setattr(kernels, "_seconds", lambda run: pytest.fail("the kernel knows no float32"))
+    monkeypatch.setattr(verify, "_seconds", lambda run: pytest.fail("the kernel knows no float32"))
     assert not varlen_is_faster(*_calls(torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Merged products: the same numbers and gradients as the model's own, under the same names,
+"""Fused projections: the same numbers and gradients as the model's own, under the same names,
 whatever calls them."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from quiver.stages.common.forward.cpu.projections import merge
+from quiver.stages.common.forward.cpu.projections import fuse_projections
 
 SIZES = {
     "hidden_size": 16,
@@ -57,14 +57,14 @@ def _gradients(model: nn.Module, **options) -> dict[str, torch.Tensor]:
 def test_gradients_are_those_of_the_model_itself(kind, autocast, rtol, atol):
     model = _model(kind)
     expected = _gradients(copy.deepcopy(model), enabled=autocast)
-    assert len(merge(model).groups) == 2 * 2
+    assert len(fuse_projections(model).groups) == 2 * 2
     torch.testing.assert_close(_gradients(model, enabled=autocast), expected, rtol=rtol, atol=atol)
 
 
 def test_under_autocast_the_rounding_is_that_of_the_model_itself():
     model = _model("llama")
     plain = copy.deepcopy(model)
-    merge(model)
+    fuse_projections(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(
             model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=0
@@ -74,7 +74,7 @@ def test_under_autocast_the_rounding_is_that_of_the_model_itself():
 def test_weights_keep_their_names_and_a_saved_model_is_whole(tmp_path):
     model = _model("qwen2, with biases")
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    merge(model)
+    fuse_projections(model)
     torch.testing.assert_close(dict(model.state_dict()), expected, rtol=0, atol=0)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -84,11 +84,11 @@ def test_weights_keep_their_names_and_a_saved_model_is_whole(tmp_path):
 
 def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
     model = _model("llama")
-    merged, optimizer = merge(model), torch.optim.AdamW(model.parameters(), lr=0.1)
+    fused, optimizer = fuse_projections(model), torch.optim.AdamW(model.parameters(), lr=0.1)
     plain = copy.deepcopy(_model("llama"))
     own = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for _ in range(2):
-        with merged.casts(), torch.autocast("cpu", torch.bfloat16):
+        with fused.casts(), torch.autocast("cpu", torch.bfloat16):
             model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         _gradients(plain)
         for parameter, mine in zip(plain.parameters(), model.parameters(), strict=True):
@@ -96,7 +96,7 @@ def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
         optimizer.step()
         own.step()
         optimizer.zero_grad()
-    with merged.casts(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with fused.casts(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(
             model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=0
         )
@@ -104,25 +104,25 @@ def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
 
 def test_weights_that_were_moved_elsewhere_are_joined_again():
     model = _model("qwen2, with biases")
-    plain, merged = copy.deepcopy(model), merge(model)
+    plain, fused = copy.deepcopy(model), fuse_projections(model)
     for parameter, own in zip(model.parameters(), plain.parameters(), strict=True):
         parameter.data = parameter.data.clone()
         parameter.data *= 1.5
         own.data *= 1.5
-    with merged.casts(), torch.no_grad():
+    with fused.casts(), torch.no_grad():
         torch.testing.assert_close(
             model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-6
         )
 
 
-def test_a_model_that_is_merged_twice_has_one_group_that_both_keep_joined():
+def test_a_model_that_is_fused_twice_has_one_group_that_both_keep_joined():
     model = _model("llama")
-    plain, first, second = copy.deepcopy(model), merge(model), merge(model)
-    for merged in (first, second, first):
+    plain, first, second = copy.deepcopy(model), fuse_projections(model), fuse_projections(model)
+    for fused in (first, second, first):
         for parameter, own in zip(model.parameters(), plain.parameters(), strict=True):
             parameter.data = parameter.data * 1.1
             own.data *= 1.1
-        with merged.casts(), torch.no_grad():
+        with fused.casts(), torch.no_grad():
             torch.testing.assert_close(
                 model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=1e-5, atol=1e-6
             )
@@ -130,7 +130,7 @@ def test_a_model_that_is_merged_twice_has_one_group_that_both_keep_joined():
 
 def test_outside_of_casts_no_cast_is_kept():
     model = _model("llama")
-    plain, merged = copy.deepcopy(model), merge(model)
+    plain, fused = copy.deepcopy(model), fuse_projections(model)
 
     def logits(each: nn.Module) -> torch.Tensor:
         with (
@@ -144,7 +144,7 @@ def test_outside_of_casts_no_cast_is_kept():
         parameter.data.mul_(1.5)
     expected = logits(plain)
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
-    with merged.casts():
+    with fused.casts():
         torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
 
 
@@ -160,7 +160,7 @@ def test_siblings_that_read_another_input_compute_for_themselves():
 
     module, own, other = Cross(), torch.randn(3, 4), torch.randn(3, 4)
     expected = [module.q_proj(own), module.k_proj(other), module.v_proj(own)]
-    merge(module)
+    fuse_projections(module)
     torch.testing.assert_close(
         [module.q_proj(own), module.k_proj(other), module.v_proj(own)], expected
     )
@@ -183,9 +183,9 @@ def test_what_is_more_than_a_plain_linear_layer_is_left_alone():
 
     module = nn.Module()
     module.gate_proj, module.up_proj = Adapted(4, 4), nn.Linear(4, 4)
-    assert not merge(module).groups
+    assert not fuse_projections(module).groups
     module.gate_proj = nn.Linear(4, 4).requires_grad_(False)
-    assert not merge(module).groups
+    assert not fuse_projections(module).groups
 
 
 def test_nothing_is_left_in_the_mapped_file(tmp_path):
@@ -200,5 +200,5 @@ def test_nothing_is_left_in_the_mapped_file(tmp_path):
         ]
 
     assert mapped()
-    merge(model)
+    fuse_projections(model)
     assert not mapped()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,19 @@ def default_store() -> str:
     return os.environ.get("QUIVER_STORE", "store")
 
 
+def set_options(settings: Iterable[str]) -> list[str]:
+    """The recipe's settings as options of a command."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def options_in(commands: Mapping[str, Any]) -> Callable[[str], set[str]]:
     """The options of one of `commands` (as typer makes them), by its name; none of one that is not
     there."""
 
     def options_of(name: str) -> set[str]:
-        return (
-            {option for parameter in commands[name].params for option in parameter.opts}
-            if name in commands
-            else set()
-        )
+        if name not in commands:
+            return set()
+        return {option for parameter in commands[name].params for option in parameter.opts}
 
     return options_of
 
@@ -60,10 +63,8 @@ def complete(next: str, called: Called, options_of: Callable[[str], set[str]]) -
     words = [program(), *shlex.split(next)[1:]]
     if "RECIPE" in words and called.recipe:
         words[words.index("RECIPE")] = str(called.recipe)
-        words += [part for setting in called.settings for part in ("--set", setting)]
-    if "--store" in options_of(words[1]) - set(words) and called.store not in (
-        None,
-        default_store(),
-    ):
+        words += set_options(called.settings)
+    takes_store = "--store" in options_of(words[1]) and "--store" not in words
+    if takes_store and called.store not in (None, default_store()):
         words += ["--store", called.store]
     return shlex.join(words)

@@ -1,5 +1,5 @@
-"""Lean modules: the numbers and gradients of the model's own, less kept for the backward pass, and
-strangers left alone."""
+"""Recomputed norms and MLPs: the numbers and gradients of the model's own, less kept for the
+backward pass, and strangers left alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     LlamaConfig,
@@ -21,8 +19,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from quiver.stages.common.forward.attention import Block, _by_products
-from quiver.stages.common.forward.cpu.recompute import lean
+from quiver.stages.common.forward.attention import attend_by_products
+from quiver.stages.common.forward.cpu.recompute import recompute_norms_and_mlps
+from quiver.stages.common.forward.layout import Block
 
 SIZES = {
     "hidden_size": 16,
@@ -33,9 +32,9 @@ SIZES = {
 }
 IDS = torch.arange(24).view(2, 12)
 FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM, 2 * (2 + 1 + 1) + 1),
-    "qwen3, queries and keys normalized": (Qwen3Config, Qwen3ForCausalLM, 2 * (4 + 1 + 1) + 1),
-    "gemma, whose norm is another": (GemmaConfig, GemmaForCausalLM, 2 * (1 + 1)),
+    "llama": (LlamaConfig, LlamaForCausalLM, 2 * (2 + 1) + 1),
+    "qwen3, queries and keys normalized": (Qwen3Config, Qwen3ForCausalLM, 2 * (4 + 1) + 1),
+    "gemma, whose norm is another": (GemmaConfig, GemmaForCausalLM, 2 * 1),
 }
 
 
@@ -82,9 +81,9 @@ def _kept(compute) -> int:
 def test_gradients_are_those_of_the_model_itself(family, dtype, autocast, rtol, atol):
     model = _model(family, dtype)
     expected = _gradients(copy.deepcopy(model), autocast)
-    assert lean(model) == FAMILIES[family][2]
+    assert recompute_norms_and_mlps(model) == FAMILIES[family][2]
     torch.testing.assert_close(_gradients(model, autocast), expected, rtol=rtol, atol=atol)
-    assert lean(model) == 0
+    assert recompute_norms_and_mlps(model) == 0
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -92,7 +91,7 @@ def test_gradients_are_those_of_the_model_itself(family, dtype, autocast, rtol, 
 def test_norms_and_mlps_have_the_same_bits(name, autocast):
     model = _model("llama")
     parts = [copy.deepcopy(model), model]
-    lean(model)
+    recompute_norms_and_mlps(model)
     own, ours = (part.model.norm if name == "norm" else part.model.layers[0].mlp for part in parts)
     states = torch.randn(2, 7, 16)
     for enabled in (torch.enable_grad, torch.no_grad):
@@ -100,70 +99,9 @@ def test_norms_and_mlps_have_the_same_bits(name, autocast):
             assert torch.equal(ours(states), own(states))
 
 
-def _rotations(attention: nn.Module):
-    """The function by which `attention` rotates: its own, or the one that `lean` gave it."""
-    return attention.forward.__globals__["apply_rotary_pos_emb"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_queries_and_keys_are_turned_as_complex_numbers(dtype):
-    """Su et al. 2021, eq. 14: entries i and i + e / 2 of a head are one complex number, turned by
-    the position's angle."""
-    attention = _model("llama").model.layers[0].self_attn
-    lean(attention)
-    angles = torch.randn(1, 7, 4, dtype=torch.float64)
-    cos, sin = (each.repeat(1, 1, 2).float() for each in (angles.cos(), angles.sin()))
-    states = [
-        torch.randn(1, 7, heads, 8).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, 2)
-    ]
-    found = _rotations(attention)(*states, cos, sin)
-    slopes = [torch.randn(each.shape) for each in found]
-    gradients = torch.autograd.grad(found, states, slopes)
-    assert [each.dtype for each in found] == [torch.float32] * 2
-    assert [each.dtype for each in gradients] == [dtype] * 2
-    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
-    for own, turned, slope, gradient in zip(states, found, slopes, gradients, strict=True):
-        torch.testing.assert_close(
-            turned.double(), _turned(own.detach(), turns), rtol=1e-6, atol=1e-6
-        )
-        torch.testing.assert_close(
-            gradient,
-            _turned(slope, turns.conj()).to(dtype),
-            rtol=1e-6 if dtype.itemsize == 4 else 8e-3,
-            atol=1e-6,
-        )
-
-
-def _turned(states: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    found = torch.complex(*states.double().chunk(2, -1)) * turns
-    return torch.cat([found.real, found.imag], -1)
-
-
-def test_where_the_own_rotation_rounds_or_leaves_a_part_it_stays():
-    """Angles in bfloat16, as weights in bfloat16 have them, and angles for the first half of a
-    head."""
-    attention = _model("llama").model.layers[0].self_attn
-    own = _rotations(attention)
-    lean(attention)
-    states = [torch.randn(1, heads, 7, 8).bfloat16() for heads in (4, 2)]
-    angles = [torch.randn(1, 7, 8).bfloat16() for _ in range(2)]
-    for found, expected in zip(
-        _rotations(attention)(*states, *angles), own(*states, *angles), strict=True
-    ):
-        assert found.dtype == torch.bfloat16
-        assert torch.equal(found, expected)
-
-
-def test_a_rotation_by_another_formula_stays_as_it_is():
-    """Cohere's turns neighbours; the name of the function is the same."""
-    model = CohereForCausalLM(CohereConfig(vocab_size=32, **SIZES))
-    assert lean(model) == 2  # the MLPs
-    assert not any("forward" in vars(layer.self_attn) for layer in model.model.layers)
-
-
 def test_the_gradient_of_the_norm_is_that_of_finite_differences():
     norm = _model("llama").model.norm
-    lean(norm)
+    recompute_norms_and_mlps(norm)
     states, direction, step = torch.randn(5, 16), torch.randn(5, 16), 1e-2
     weights = torch.randn(5, 16)
     states.requires_grad_()
@@ -184,7 +122,7 @@ def test_less_is_kept():
     states = torch.randn(1, 64, 16, requires_grad=True)
     weights = 3 * 16 * 24 * 4
     before = [_kept(lambda: norm(states)), _kept(lambda: mlp(states))]
-    lean(model)
+    recompute_norms_and_mlps(model)
     after = [_kept(lambda: norm(states)), _kept(lambda: mlp(states))]
     assert before[0] - after[0] == 64 * 16 * 4
     assert before[1] - after[1] >= 2 * 64 * 24 * 4
@@ -214,7 +152,7 @@ class _Swapped(LlamaMLP):
 
 def test_what_computes_something_else_under_these_names_stays_as_it_is():
     modules = nn.ModuleList([_Shifted(16), _Silenced(16), _Swapped(LlamaConfig(**SIZES))])
-    assert lean(modules) == 0
+    assert recompute_norms_and_mlps(modules) == 0
     assert not any("forward" in vars(module) for module in modules)
 
 
@@ -231,7 +169,7 @@ def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
         torch.randn(2, 3, 16, 4).bfloat16(),
     )
     tensors = [each.requires_grad_() for each in (query, key, value)]
-    kept = _kept(lambda: _by_products(*tensors, _block(), None, 0.5))
+    kept = _kept(lambda: attend_by_products(*tensors, _block(), None, 0.5))
     assert kept == 2 * (2 * 6 * 8 * 16 + query.numel() + key.numel() + value.numel())
 
 
@@ -244,7 +182,9 @@ def test_the_gradients_of_attention_are_those_of_float64(dtype, tolerance):
     wide = [each.detach().double().requires_grad_() for each in tensors]
     mask = torch.zeros(8, 16).masked_fill_(torch.ones(8, 16).triu(9).bool(), float("-inf"))
     direction = torch.randn(2, 6, 8, 4).to(dtype)
-    found = torch.autograd.grad(_by_products(*tensors, _block(), None, 0.5), tensors, direction)
+    found = torch.autograd.grad(
+        attend_by_products(*tensors, _block(), None, 0.5), tensors, direction
+    )
     exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True)
     for gradient, expected in zip(
         found, torch.autograd.grad(exact, wide, direction.double()), strict=True

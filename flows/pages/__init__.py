@@ -8,47 +8,37 @@ dataset are read from its first shards alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from prefect.artifacts import LinkArtifact
+from prefect.events import emit_event
 
-from prefect.artifacts import Artifact, LinkArtifact
-
-from quiver.flows.assets import announce
 from quiver.flows.recipe import Recipe
 from quiver.stages.common.runtime.runner import Call, Outcome
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store import Store
 from quiver.stages.report import stage as report
 
-from . import evaluations, policies, rewards, rollouts
-from .shown import attempt
+from .events import version_events
+from .failures import attempt
 from .text import key
-
-VIEWS: dict[str, Callable[[Store, Version], list[Artifact]]] = {
-    "generate": rollouts.views,
-    "reward": rewards.views,
-    "optimize": policies.views,
-    "evaluate": evaluations.views,
-}
+from .views import VIEWS
 
 
 def link_report(recipe: Recipe) -> None:
     """Bring the report of the run up to date, and link to it from the page of the flow run. Never
     raises."""
-    with attempt(f"the report of {recipe.run}"):
+    run = recipe.run
+    with attempt(f"the report of {run}"):
         store = Store(recipe.store, create=False)
-        if not report.is_current(store, recipe.run):
-            report.write(store, recipe.run)
-        path = (store.path / recipe.run / report.FILE).absolute()
-        link = (
-            f"{recipe.report_url.rstrip('/')}/{recipe.run}/{report.FILE}"
-            if recipe.report_url
-            else path.as_uri()
-        )
-        about = f"All of {recipe.run} on one page: `{path}`"
+        path = report.path_of(store, run)
+        if not report.is_current(store, run):
+            report.write(store, run)
+        link = path.as_uri()
+        if recipe.report_url:
+            link = f"{recipe.report_url.rstrip('/')}/{run}/{report.FILE}"
         LinkArtifact(
-            key=key("report", recipe.run),
+            key=key("report", run),
             link=link,
-            link_text=f"report of {recipe.run}",
-            description=about,
+            link_text=f"report of {run}",
+            description=f"All of {run} on one page: `{path}`",
         ).create()
 
 
@@ -61,7 +51,8 @@ def publish(call: Call, outcome: Outcome) -> None:
     if outcome.cached:
         return
     with attempt(f"the event of {outcome.ref}"):
-        announce(call, outcome)
+        for event in version_events(call, outcome):
+            emit_event(**event)  # a thread of Prefect's sends it, and nobody waits for it
     if call.stage in VIEWS:
         with attempt(f"what there is to see of {outcome.ref}"):
             store = Store(call.store, create=False)

@@ -1,0 +1,311 @@
+"""The row: many prompts and completions side by side, and which tokens may look at which.
+
+A micro-batch is one row of N tokens without padding. Each piece puts its prompt into the row once,
+and after it the completions that follow this prompt, with positions that go on where the prompt
+ends. The last id of a completion is only ever a target, so it does not stand in the row.
+
+    two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
+
+    segment    A           x     y        B     z
+    ids        A0 A1 A2    x0 x1 y0 y1 y2 B0 B1 z0
+    index       0  1  2     3  4  5  6  7  8  9 10     into the row
+    position    0  1  2     3  4  3  4  5  0  1  2
+
+    target     x0 x1 x2    y0 y1 y2 y3    z0 z1        n = 9 completion tokens
+    predictor   2  3  4     2  5  6  7     9 10        index of the token before the target
+
+A span is a stretch of the row whose tokens attend to each other, and to the prefix in front of them
+if there is one. A rollout that is alone in its piece is one span:
+
+    span       A (0-2)        x (3-4)    y (5-7)       B z (8-10)
+    prefix     -              A (0-2)    A (0-2)       -
+
+Attention never makes a mask over the whole row. It runs over blocks of spans with similar lengths
+(`Block`), or over all spans by one kernel for sequences of any lengths (`Runs`); see attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from quiver.stages.common.forward.packing import Piece
+from quiver.stages.common.ragged import Ragged
+
+_MASK_ITEMS = 32 * 1024 * 1024
+"""The most items of one block's mask."""
+_LONG = 48
+"""A block's width is rounded up to a multiple of 32 from here on, and of 8 below: products of
+matrices are much faster so."""
+_SIMILAR = 0.75
+"""A span joins a block when it has at least this share of the keys of the block's longest span."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What the model reads of B rollouts, on the CPU."""
+
+    prompts: Ragged
+    completions: Ragged
+    temperature: torch.Tensor
+    """[B] float32"""
+
+    def take(self, rows: Sequence[int]) -> Sequences:
+        """Rollouts `rows`, in that order."""
+        index = torch.tensor(rows)
+        return Sequences(
+            self.prompts.take(index), self.completions.take(index), self.temperature[index]
+        )
+
+
+def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
+    """[B] equal numbers for rollouts of one group with the same prompt ids: those can share the
+    prompt."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    views = prompts.views(np.arange(len(prompts)))
+    return [
+        numbers.setdefault((group, ids.tobytes()), len(numbers))
+        for group, ids in zip(groups, views, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Spans that attend together. Row i of `queries` [n, q] and `keys` [n, k] points into the
+    row of tokens; short rows are filled up with index 0. Query t sees keys 0 … start[i] + t, so no
+    query that counts ever sees the fill at the end."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    start: torch.Tensor
+    """[n] length of the prefix."""
+    causal: bool
+    """True: no span has a prefix, queries and keys are the same tokens, and a plain causal mask
+    does."""
+    _masks: dict = field(default_factory=dict, compare=False)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[n, 1, q, k], 0 where a query may look and −inf elsewhere; made once a micro-batch.
+
+        With a window of w, a query sees the last w of those keys.
+        """
+        if (window, dtype) not in self._masks:
+            key_places = torch.arange(self.keys.shape[1], device=self.keys.device)
+            query_places = torch.arange(self.queries.shape[1], device=self.keys.device)
+            last_seen = self.start[:, None] + query_places
+            # fill that sees no key would have NaN as its gradient, and 0 · NaN is NaN
+            last_seen = last_seen.clamp(max=len(key_places) - 1)[..., None]
+            visible = key_places <= last_seen
+            if window is not None:
+                visible &= key_places > last_seen - window
+            zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            self._masks[window, dtype] = zeros.masked_fill_(~visible, float("-inf"))[:, None]
+        return self._masks[window, dtype]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All spans in the row's order, for a kernel that takes sequences of any lengths: the queries
+    of span i are the tokens query_ends[i] … query_ends[i + 1] − 1 of the row, its keys are the
+    tokens `keys`[key_ends[i]] … `keys`[key_ends[i + 1] − 1]."""
+
+    keys: torch.Tensor
+    """[K] int64 index into the row; a prompt's tokens stand once for each of its completions, and
+    once for itself."""
+    query_ends: torch.Tensor
+    """[s + 1] int32"""
+    key_ends: torch.Tensor
+    """[s + 1] int32"""
+    longest: tuple[int, int]
+    """The most queries and the most keys of one span."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One micro-batch as one row of N tokens, and where the n completion tokens of its rollouts are
+    predicted."""
+
+    ids: torch.Tensor
+    """[1, N] int64"""
+    positions: torch.Tensor
+    """[1, N] int64; the completions of a shared prompt all start at its length."""
+    blocks: tuple[Block, ...]
+    gather: torch.Tensor
+    """[N] where each token's output lies in the blocks' queries, row after row."""
+    rows: torch.Tensor
+    """[b] int64, on the CPU: rollouts in the order of their completion tokens below."""
+    predictors: torch.Tensor
+    """[n] index into the row: the token before the target."""
+    targets: torch.Tensor
+    """[n] int64"""
+    temperature: torch.Tensor
+    """[n] float32"""
+    runs: Runs | None = None
+    """Where they are given, attention goes by them and not by blocks."""
+
+    @property
+    def filling(self) -> tuple[int, int]:
+        """Places that only fill up, and places in all: nothing is padded here."""
+        return 0, self.ids.numel()
+
+
+@dataclass(frozen=True)
+class Spans:
+    """[s] int64 each, in the row's order. Span i is the lengths[i] tokens from starts[i] on; its
+    prefix is the prefix_lengths[i] tokens from prefix_starts[i] on, none where that is 0."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    prefix_starts: np.ndarray
+    prefix_lengths: np.ndarray
+
+
+def make_layout(
+    pieces: Sequence[Piece],
+    sequences: Sequences,
+    device: torch.device | str = "cpu",
+    *,
+    varlen: bool = False,
+) -> Layout:
+    """Lay out `pieces` as in the picture above, on `device`. `varlen`: with runs."""
+    counts = np.array([len(piece.rows) for piece in pieces])
+    rows = np.array([row for piece in pieces for row in piece.rows])
+    first_rollouts = _starts(counts)
+    prompt_lengths = sequences.prompts.lengths.numpy()[rows[first_rollouts]]
+    target_counts = sequences.completions.lengths.numpy()[rows]
+    input_lengths = target_counts - 1
+
+    # slices are copied several times faster than ids are gathered one by one
+    prompts = sequences.prompts.views(rows[first_rollouts])
+    completions = sequences.completions.views(rows)
+    inputs = [ids[:-1] for ids in completions]
+    segments = []
+    for prompt, first, count in zip(prompts, first_rollouts, counts, strict=True):
+        segments += [prompt, *inputs[first : first + count]]
+
+    completion_starts = _starts(input_lengths) + np.repeat(np.cumsum(prompt_lengths), counts)
+    prompt_ends = np.repeat(completion_starts[first_rollouts], counts)
+    predictors = _ranges(completion_starts - 1, target_counts)
+    predictors[_starts(target_counts)] = prompt_ends - 1  # of each completion's first id
+
+    spans = make_spans(counts, prompt_lengths, input_lengths)
+    shifts = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
+    blocks, gather = make_blocks(spans, device)
+    return Layout(
+        ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
+        positions=_tensor(np.arange(len(shifts)) - shifts, device)[None],
+        blocks=blocks,
+        gather=gather,
+        rows=torch.from_numpy(rows),
+        predictors=_tensor(predictors, device),
+        targets=_tensor(np.concatenate(completions, dtype=np.int64), device),
+        temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
+        runs=make_runs(spans, device) if varlen else None,
+    )
+
+
+def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np.ndarray) -> Spans:
+    """The spans of pieces with `counts` [p] rollouts and `prompt_lengths` [p] tokens in the prompt;
+    `input_lengths` [b] are the tokens of each completion in the row."""
+    first_rollouts = _starts(counts)
+    prompt_segments = first_rollouts + np.arange(len(counts))
+    lengths = np.insert(input_lengths, first_rollouts, prompt_lengths)
+    starts = _starts(lengths)
+    prefix_starts = np.insert(np.repeat(starts[prompt_segments], counts), first_rollouts, 0)
+    prefix_lengths = np.insert(np.repeat(prompt_lengths, counts), first_rollouts, 0)
+
+    # a rollout that is alone in its piece is one span without a prefix: prompt and completion
+    alone = prompt_segments[counts == 1]
+    lengths[alone] += lengths[alone + 1]
+    lengths[alone + 1] = 0
+    spans = np.array([starts, lengths, prefix_starts, prefix_lengths])
+    return Spans(*spans[:, lengths > 0])
+
+
+def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, ...], torch.Tensor]:
+    """`spans` as blocks, longest first, and the index that puts their outputs back in order."""
+    key_counts = spans.prefix_lengths + spans.lengths
+    causal = spans.prefix_lengths == 0
+    order = np.lexsort((-spans.starts, -key_counts, ~causal))  # the causal ones first
+    blocks = []
+    num_queries = 0
+    shifts = np.empty_like(spans.starts)  # from a token's index in the row to that in the blocks
+    for members in _cut(order, spans.lengths, key_counts, causal):
+        starts = spans.starts[members]
+        prefix_lengths = spans.prefix_lengths[members]
+        queries = _indices(starts, spans.lengths[members])
+        keys = queries
+        is_causal = bool(causal[members[0]])
+        if not is_causal:
+            keys = _indices(starts - prefix_lengths, key_counts[members])
+            column = np.arange(prefix_lengths.max())
+            prefix = spans.prefix_starts[members, None] + column
+            np.copyto(keys[:, : len(column)], prefix, where=column < prefix_lengths[:, None])
+        start = _tensor(prefix_lengths, device)
+        blocks.append(Block(_tensor(queries, device), _tensor(keys, device), start, is_causal))
+        shifts[members] = num_queries + np.arange(len(members)) * queries.shape[1] - starts
+        num_queries += queries.size
+    gather = np.arange(spans.lengths.sum()) + np.repeat(shifts, spans.lengths)
+    return tuple(blocks), _tensor(gather, device)
+
+
+def _cut(
+    order: np.ndarray, query_counts: np.ndarray, key_counts: np.ndarray, causal: np.ndarray
+) -> list[list[int]]:
+    """The spans of each block. A span may not join the block that the one before it is in where
+    the block is of the other sort, its first (its longest) span has many more keys, or its mask
+    would be too large."""
+    queries = query_counts.tolist()
+    keys = key_counts.tolist()
+    first = int(order[0])
+    blocks = [[first]]
+    most_queries = queries[first]
+    for span in order[1:].tolist():
+        most_queries = max(most_queries, queries[span])
+        mask_items = (len(blocks[-1]) + 1) * most_queries * keys[first]
+        is_similar = causal[span] == causal[first] and keys[span] >= _SIMILAR * keys[first]
+        if is_similar and mask_items <= _MASK_ITEMS:
+            blocks[-1].append(span)
+        else:
+            first = span
+            blocks.append([first])
+            most_queries = queries[first]
+    return blocks
+
+
+def make_runs(spans: Spans, device: torch.device | str) -> Runs:
+    """`spans` as runs: each one's prefix, then its own tokens."""
+    key_counts = spans.prefix_lengths + spans.lengths
+    starts = np.stack([spans.prefix_starts, spans.starts], 1).ravel()
+    lengths = np.stack([spans.prefix_lengths, spans.lengths], 1).ravel()
+    query_ends, key_ends = (
+        _tensor(np.append(0, counts.cumsum()).astype(np.int32), device)
+        for counts in (spans.lengths, key_counts)
+    )
+    longest = int(spans.lengths.max()), int(key_counts.max())
+    return Runs(_tensor(_ranges(starts, lengths), device), query_ends, key_ends, longest)
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """[n] where each of n stretches of `lengths` [n] starts when they stand one after another."""
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """start, start + 1, … for each of `lengths` [n] in turn: [Σ lengths] int64."""
+    return np.repeat(starts - _starts(lengths), lengths) + np.arange(lengths.sum())
+
+
+def _indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[n, width] start, start + 1, … in each row, 0 beyond its length."""
+    longest = int(lengths.max())
+    grain = 32 if longest >= _LONG else 8
+    column = np.arange(-(-longest // grain) * grain)
+    return (starts[:, None] + column) * (column < lengths[:, None])
+
+
+def _tensor(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)

@@ -1,0 +1,287 @@
+"""What is tried out on real rollouts before a stage relies on it: the packing and the attention
+kernel.
+
+`choose_mode` compares each way of packing with the model's own forward pass, one rollout at a time,
+and takes the fastest that agrees; so an architecture that the block attention does not suit costs
+speed, never correctness. `choose_kernel` measures, on a GPU in bfloat16, torch's fused kernels on
+blocks against one kernel for sequences of any lengths, on what attention is really given for the
+first micro-batch: the faster one is taken, if it gives the numbers of attention in float32.
+Everywhere else there are only blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.forward.attention import MODES, NAME, block_attention
+from quiver.stages.common.forward.layout import Layout, Sequences, make_layout
+from quiver.stages.common.forward.packing import Piece
+from quiver.stages.common.forward.policy import Policy, score
+
+TOLERANCE = 2e-3
+"""Nats: the largest difference in float32 between two ways of computing one logprob."""
+_ENOUGH_TOKENS = 16
+"""Completion tokens that a rollout of the comparison should have."""
+_MOST_TOKENS = 256
+"""The most completion tokens of a rollout that are compared."""
+_KERNEL_TOLERANCE = 0.02
+"""Largest error of an output or gradient, as a share of its norm: bfloat16 itself is near 0.005, a
+wrong key far above."""
+_REPEATS = 3
+log = logging.getLogger(__name__)
+
+
+# -- the packing
+
+
+@torch.no_grad()
+def choose_mode(
+    policy: Policy, sequences: Sequences, prompts: Sequence[int], preferred: str
+) -> str:
+    """Set and return the first mode from `preferred` on whose logprobs agree with the model's own.
+    ConfigError when none does.
+
+    The comparison is in float32, whatever the precision of the passes to come; so weights must
+    still be.
+    """
+    if preferred != "single" and policy.start is None and depends_on_length(policy.model.config):
+        log.warning(
+            "packing: the model's positions depend on the length of the row, so one rollout runs "
+            "at a time"
+        )
+        preferred = "single"
+    rows = _probe(sequences, prompts)
+    prompts = [prompts[row] for row in rows]
+    sequences = sequences.take(rows)
+    precision = policy.autocast, policy.fast
+    policy.autocast = policy.fast = False
+    try:
+        policy.set_mode("single")
+        expected = [_own_logprobs(policy, sequences, row) for row in range(len(rows))]
+        for mode in MODES[MODES.index(preferred) :]:
+            gap = largest_gap(policy, mode, sequences, prompts, expected)
+            if gap <= TOLERANCE:
+                return mode
+            log.warning(
+                "packing %r is not right for this model (logprobs differ by %.4f); trying the next",
+                mode,
+                gap,
+            )
+    finally:
+        policy.autocast, policy.fast = precision
+    raise ConfigError(
+        f"model {type(policy.model).__name__}",
+        "its logprobs can not be reproduced from its last hidden state and output embedding: "
+        f"they differ by {gap:.4f}",
+        next="use an architecture whose logits are output_embedding(last hidden state), scaled or "
+        "soft-capped at most",
+    )
+
+
+def depends_on_length(config) -> bool:
+    """Whether rotary frequencies change with the row's length, as in `dynamic` and `longrope`: a
+    packed row is a longer one."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    # one set for all layers, or one for each kind of layer
+    candidates = [parameters, *parameters.values()]
+    kinds = [rope.get("rope_type") for rope in candidates if isinstance(rope, dict)]
+    return "dynamic" in kinds or "longrope" in kinds
+
+
+def _probe(sequences: Sequences, prompts: Sequence[int]) -> list[int]:
+    """Up to three rollouts, as short as can be of those with enough tokens: two of one prompt where
+    there are two, and one of another."""
+    completion_tokens = sequences.completions.lengths.tolist()
+    tokens = (sequences.prompts.lengths + sequences.completions.lengths).tolist()
+
+    def preference(row: int) -> tuple[int, int]:
+        if completion_tokens[row] >= _ENOUGH_TOKENS:
+            return 0, tokens[row]
+        return 1, -completion_tokens[row]
+
+    rows_of: dict[int, list[int]] = {}
+    for row in sorted(range(len(prompts)), key=preference):
+        rows_of.setdefault(prompts[row], []).append(row)
+    prompt = max(rows_of, key=lambda prompt: min(len(rows_of[prompt]), 2))
+    rows = rows_of.pop(prompt)[:2]
+    rows_of_another = next(iter(rows_of.values()), [])
+    return rows + rows_of_another[:1]
+
+
+def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> torch.Tensor:
+    """Logprobs of one rollout's first tokens, [_MOST_TOKENS] at most, from the logits that the
+    whole model gives; on the CPU."""
+    model = policy.model
+    prompt = sequences.prompts[row].long().to(model.device)
+    completion = sequences.completions[row][:_MOST_TOKENS].long().to(model.device)
+    if policy.start is None:
+        ids = torch.cat([prompt, completion[:-1]])[None]
+        output = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion))
+    else:
+        ids = torch.cat([completion.new_tensor([policy.start]), completion[:-1]])[None]
+        output = model(input_ids=prompt[None], decoder_input_ids=ids, use_cache=False)
+    logits = output.logits[0, -len(completion) :].float()
+    logprobs = (logits / sequences.temperature[row]).log_softmax(-1)
+    return logprobs.gather(1, completion[:, None])[:, 0].cpu()
+
+
+def largest_gap(
+    policy: Policy,
+    mode: str,
+    sequences: Sequences,
+    prompts: Sequence[int],
+    expected: list[torch.Tensor],
+) -> float:
+    """The largest difference of the logprobs by `mode` to `expected`, those of the first tokens of
+    each rollout of `sequences`; infinity where the mode does not run."""
+    policy.set_mode(mode)
+    micros = policy.microbatches(range(len(prompts)), prompts, sequences, 1 << 30)
+    try:
+        logprobs = sequences.completions.with_values(score(policy, micros, sequences))
+    except (NotImplementedError, TypeError) as error:
+        log.warning("packing %r: %s", mode, error)
+        return float("inf")
+    gaps = [
+        (packed_logprobs[: len(own_logprobs)] - own_logprobs).abs().max()
+        for packed_logprobs, own_logprobs in zip(logprobs, expected, strict=True)
+    ]
+    # NaN wherever it stands, which Python's max would drop
+    return float(torch.stack(gaps).max())
+
+
+# -- the kernel
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer gave to attention: queries [1, H, N, e], keys and values [1, h, N, e], and the
+    options beside them."""
+
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    options: dict[str, Any]
+
+
+def choose_kernel(policy: Policy, pieces: Sequence[Piece], sequences: Sequences) -> str:
+    """Set and return the kernel of the policy's passes: `blocks`, `varlen`, or `model` where the
+    model attends in its own way.
+
+    With gradients, where they are enabled, the backward pass counts too. `pieces` are a
+    micro-batch.
+    """
+    policy.varlen = False
+    if policy.mode == "single" or policy.start is not None:
+        return "model"
+    if policy.device.type != "cuda":
+        return "blocks"
+    layout = make_layout(pieces, sequences, policy.device, varlen=True)
+    with policy.context():
+        with torch.no_grad(), recorded() as calls:
+            policy(replace(layout, runs=None))
+        policy.varlen = varlen_is_faster(list(calls.values()), layout)
+    return "varlen" if policy.varlen else "blocks"
+
+
+@contextmanager
+def recorded() -> Iterator[dict[tuple, Call]]:
+    """Inside, the first call of block attention of each kind is kept."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls: dict[tuple, Call] = {}
+
+    def record(module, queries, keys, values, attention_mask, *, layout, **options):
+        states = queries.detach(), keys.detach(), values.detach()
+        shapes = tuple(tensor.shape for tensor in states)
+        kind = shapes, options.get("sliding_window"), options.get("scaling")
+        calls.setdefault(kind, Call(states, options))
+        return block_attention(
+            module, queries, keys, values, attention_mask, layout=layout, **options
+        )
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, record)
+    try:
+        yield calls
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
+
+
+def varlen_is_faster(calls: Sequence[Call], layout: Layout) -> bool:
+    """Whether the kernel for any lengths is right in each of `calls` and takes less time for all;
+    `layout` has runs."""
+    if any(call.states[2].dtype != torch.bfloat16 for call in calls):
+        return False
+    layouts = {"blocks": replace(layout, runs=None), "varlen": layout}
+    seconds = {"blocks": 0.0, "varlen": 0.0}
+    try:
+        for call in calls:
+            error = _varlen_error(call, layouts)
+            if not error <= _KERNEL_TOLERANCE:  # NaN is not
+                log.warning(
+                    "attention: varlen is wrong here by %.3f of the norm; using blocks", error
+                )
+                return False
+            for kernel, kernel_layout in layouts.items():
+                seconds[kernel] += _seconds(partial(_pass, call, kernel_layout))
+    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        log.warning("attention: varlen does not run here (%s); using blocks", error)
+        return False
+    log.info(
+        "attention: blocks %.2f ms, varlen %.2f ms",
+        1e3 * seconds["blocks"],
+        1e3 * seconds["varlen"],
+    )
+    return seconds["varlen"] < seconds["blocks"]
+
+
+def _varlen_error(call: Call, layouts: dict[str, Layout]) -> float:
+    """Of output and gradients the largest difference to blocks in float32, as a share of its
+    norm."""
+    narrow = tuple(states.to(torch.bfloat16) for states in call.states)
+    wide = tuple(states.float() for states in narrow)
+    outputs = _pass(Call(narrow, call.options), layouts["varlen"])
+    with torch.autocast(wide[0].device.type, enabled=False):
+        exact = _pass(Call(wide, call.options), layouts["blocks"])
+    errors = [
+        (output.float() - expected).norm() / expected.norm()
+        for output, expected in zip(outputs, exact, strict=True)
+    ]
+    return float(torch.stack(errors).max())
+
+
+def _pass(call: Call, layout: Layout) -> list[torch.Tensor]:
+    """The output, and where gradients are enabled those of the states for the same random gradient
+    each time."""
+    with_gradients = torch.is_grad_enabled()
+    leaves = [states.detach().requires_grad_(with_gradients) for states in call.states]
+    output, _ = block_attention(None, *leaves, None, layout=layout, **call.options)
+    if not with_gradients:
+        return [output]
+    generator = torch.Generator(output.device).manual_seed(0)
+    grad = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The least of some runs after a first one, on the device."""
+    run()
+    seconds = []
+    for _ in range(_REPEATS):
+        _synchronize()
+        started = time.perf_counter()
+        run()
+        _synchronize()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,108 @@
+"""What a recipe says under [reward]: what scores rollouts, and what becomes of the parts."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator, model_validator
+
+from quiver.stages.common.config import Config as Base
+from quiver.stages.common.config import Runtime
+from quiver.stages.common.store.writer import ROWS_PER_SHARD
+
+from . import tables
+from .functions.config import FunctionConfig
+from .models.config import ModelConfig
+from .servers.config import ServerConfig
+
+SCORERS = ("functions", "models", "servers")
+"""The lists of scorers in Config, in the order of their parts."""
+
+
+class Overlong(Base):
+    """A penalty for completions that come near a length: 0 up to max_tokens − cache, falling
+    linearly to −1 at max_tokens."""
+
+    max_tokens: int = Field(ge=1)
+    """Completion tokens, end token included, from which the penalty is whole. Usually what
+    generation allows."""
+    cache: int = Field(ge=1)
+    """Tokens before `max_tokens` over which it grows."""
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of it in the reward."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Overlong:
+        if self.cache > self.max_tokens:
+            raise ValueError(
+                f"cache must be at most max_tokens = {self.max_tokens}, got {self.cache}"
+            )
+        return self
+
+
+class Config(Base):
+    """How rollouts are scored."""
+
+    functions: tuple[FunctionConfig, ...] = ()
+    """The reward is the weighted sum of all parts; a function that returns None is left out of
+    it."""
+    models: tuple[ModelConfig, ...] = ()
+    """Reward models, each with a part of its own."""
+    servers: tuple[ServerConfig, ...] = ()
+    """Servers that score over HTTP, each with a part of its own."""
+    reward_clip: tuple[float, float] | None = None
+    """Lowest and highest reward, applied to the sum before the overlong penalty."""
+    overlong: Overlong | None = None
+    """Penalty on long completions, added to the clipped sum; in `parts` as `overlong`. A row
+    without a reward stays without. None: off."""
+    max_invalid: Runtime[float] = Field(default=0.0, ge=0, le=1)
+    """Largest share of rows in which a function may fail before the stage does. Rewards that were
+    made with a larger one are refused too, not made anew; with a larger one the finished shards of
+    a stage that failed count."""
+    workers: Runtime[int | None] = Field(default=None, ge=1)
+    """Processes in which functions run. None: one a core."""
+    max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
+    """Private memory of each of these processes; beyond it a call fails with MemoryError. None: no
+    limit."""
+    batch_rows: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
+    """Most rows a call. What a function says of a row must not depend on the others in its call."""
+    patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
+    """Processes that share the work: how long an idle one waits for another's shard before it
+    scores that shard too. None: twice as long as the slowest shard took so far, and at least 30
+    s."""
+
+    @property
+    def scorers(self) -> tuple[FunctionConfig | ModelConfig | ServerConfig, ...]:
+        """Everything that scores, of every kind."""
+        return tuple(each for kind in SCORERS for each in getattr(self, kind))
+
+    @property
+    def part_names(self) -> list[str]:
+        """The fields of `parts`, in order."""
+        return [
+            *(each.name for each in self.scorers),
+            *([tables.OVERLONG] if self.overlong else []),
+        ]
+
+    @model_validator(mode="after")
+    def _own_columns(self) -> Config:
+        names = [each.name for each in self.scorers]
+        if not names:
+            raise ValueError(
+                "nothing scores: name something under [[reward.functions]], [[reward.models]] or "
+                "[[reward.servers]]"
+            )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"name {twice[0]} stands twice: give each a name of its own")
+        if self.overlong and tables.OVERLONG in names:
+            raise ValueError(
+                f"name {tables.OVERLONG} is the penalty's column in parts: give what scores "
+                "another name"
+            )
+        return self
+
+    @field_validator("reward_clip")
+    @classmethod
+    def _ordered(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip and clip[0] >= clip[1]:
+            raise ValueError(f"the low end must be below the high end, got {clip[0]} and {clip[1]}")
+        return clip

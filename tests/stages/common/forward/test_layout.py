@@ -1,0 +1,57 @@
+"""The row of prompts and completions: the picture in layout.py, and that no mask spans the row."""
+
+import torch
+
+from quiver.stages.common.forward.layout import Sequences, make_layout
+from quiver.stages.common.forward.packing import make_pieces
+from quiver.stages.common.forward.policy import pieces_of
+from quiver.stages.common.ragged import Ragged
+from tests.stages.common.forward import test_policy
+
+A, X, Y = [10, 11, 12], [20, 21, 22], [30, 31, 32, 33]
+B, Z = [40, 41], [50, 51]
+
+
+def _ragged(rows: list[list[int]]) -> Ragged:
+    return Ragged.from_lengths(
+        torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
+    )
+
+
+def test_the_picture_is_what_is_made():
+    sequences = Sequences(_ragged([A, A, B]), _ragged([X, Y, Z]), torch.tensor([0.5, 1.0, 2.0]))
+    pieces = make_pieces(range(3), [0, 0, 1], [3, 3, 2], [3, 4, 2], 100)
+    layout = make_layout(pieces, sequences, varlen=True)
+    assert layout.ids.tolist() == [A + X[:-1] + Y[:-1] + B + Z[:-1]]
+    assert layout.positions.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2]]
+    assert layout.rows.tolist() == [0, 1, 2]
+    assert layout.targets.tolist() == X + Y + Z
+    assert layout.predictors.tolist() == [2, 3, 4, 2, 5, 6, 7, 9, 10]
+    assert layout.temperature.tolist() == [0.5] * 3 + [1.0] * 4 + [2.0] * 2
+    assert layout.runs.query_ends.tolist() == [0, 3, 5, 8, 11]
+    assert layout.runs.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10]
+    prompts, completions = layout.blocks
+    assert prompts.causal and not completions.causal
+    assert prompts.queries.tolist() == [[8, 9, 10] + [0] * 5, [0, 1, 2] + [0] * 5]
+    assert completions.queries.tolist() == [[5, 6, 7] + [0] * 5, [3, 4] + [0] * 6]
+    assert completions.keys.tolist() == [[0, 1, 2, 5, 6, 7, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]
+    queries = torch.cat([block.queries.flatten() for block in layout.blocks])
+    assert queries[layout.gather].tolist() == list(range(11))
+
+
+def test_no_mask_spans_the_whole_row():
+    data, groups = test_policy._data(longest=90)
+    layout = make_layout(pieces_of("shared", range(len(groups)), groups, data, 10_000), data)
+    area = sum(
+        block.queries.shape[0] * block.queries.shape[1] * block.keys.shape[1]
+        for block in layout.blocks
+    )
+    assert area < layout.ids.numel() ** 2 / 2.5
+    assert {
+        width % 8
+        for block in layout.blocks
+        for width in (block.queries.shape[1], block.keys.shape[1])
+    } == {0}
+    assert len(layout.ids[0]) == sum(len(data.prompts[row]) for row in (0, 3, 4, 8)) + sum(
+        len(row) - 1 for row in data.completions
+    )
