@@ -24,10 +24,10 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
 from . import engine as engines
-from .answers import Answers
 from .config import Config
 from .options import VllmOptions
 from .prompts import context_limit, select_prompts
+from .requests import Requests
 from .rows import Rows
 from .shards import Shards
 
@@ -87,7 +87,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         options = engines.engine_options(config.engine, config.options)
         if isinstance(options, VllmOptions) and options.lora:
             setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))
-        _sample(config, setup, writer, shards)
+        _sample(config, setup, writer, rows, shards)
     metrics, status = shards.summary()
     engine_infos: list[dict[str, Any]] = []
     for worker in writer.parts():  # on other machines it may be another device or dtype
@@ -117,7 +117,7 @@ def engine_setup(config: Config, policy: Version, longest: int) -> engines.Setup
         policy=policy,
         sampling=config.sampling,
         stop_ids=tuple(sorted(stop_ids)),
-        max_model_len=int(min(room, context_limit(config, policy))),
+        max_model_len=min(room, context_limit(config, policy)),
         dtype=config.dtype,
         device=config.device,
         options=config.options,
@@ -125,7 +125,9 @@ def engine_setup(config: Config, policy: Version, longest: int) -> engines.Setup
     )
 
 
-def _sample(config: Config, setup: engines.Setup, writer: Writer, shards: Shards) -> None:
+def _sample(
+    config: Config, setup: engines.Setup, writer: Writer, rows: Rows, shards: Shards
+) -> None:
     """Start the engine, and let it make all shards that are missing."""
     policy = setup.policy
     if setup.base is not None:
@@ -146,10 +148,16 @@ def _sample(config: Config, setup: engines.Setup, writer: Writer, shards: Shards
             verification.result()  # of a torn file this error says more than the engine's own
         tokenizer = checkpoints.load_tokenizer(policy)
     writer.notes["engine"] = engine.info
-    vocabulary_size = checkpoints.vocabulary_size(policy)
-    answers = Answers(config.engine, vocabulary_size, config.sampling.max_tokens)
+    requests = Requests(
+        rows,
+        shards.take,
+        engine=config.engine,
+        ahead=getattr(engine, "ahead", 1),
+        vocabulary_size=checkpoints.vocabulary_size(policy),
+        max_tokens=config.sampling.max_tokens,
+    )
     try:
-        shards.make(engine, tokenizer, answers)
+        shards.make(engine, tokenizer, requests)
     finally:
         with writer.phase("close"):
             engine.close()

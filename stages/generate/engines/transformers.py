@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 
 from quiver.schemas.errors import ConfigError, ResourceError, printable
 from quiver.stages.common.config import parse
@@ -146,18 +148,23 @@ class TransformersEngine:
         for row, request in enumerate(requests):
             uniforms[row].uniform_(generator=torch.Generator().manual_seed(request.seed))
         has_encoder = self.model.config.is_encoder_decoder
-        prompts = [request.prompt_ids for request in requests]
-        input_ids, mask = _pad(prompts, left=not has_encoder, device=self.device)
+        pad = partial(
+            pad_sequence, batch_first=True, padding_side="right" if has_encoder else "left"
+        )
+        input_ids = pad([torch.tensor(request.prompt_ids).long() for request in requests])
+        mask = pad([torch.ones(len(request.prompt_ids)).long() for request in requests])
+        input_ids = input_ids.to(self.device)
+        mask = mask.to(self.device)
         empty = torch.empty(len(requests), 0, device=self.device)
         uniforms = uniforms.to(self.device)
         batch = _Batch(requests, uniforms, empty.long(), empty, mask, input_ids)
-        counts = torch.zeros(len(requests), self.model.config.vocab_size, device=self.device)
+        shape = (len(requests), self.model.config.vocab_size)
         if sampling.presence_penalty or sampling.frequency_penalty:
-            batch.counts = counts
+            batch.counts = torch.zeros(shape, device=self.device)
         if sampling.repetition_penalty != 1:
-            prompt_counts = (
-                counts if has_encoder else counts.scatter_add(1, input_ids, mask.float())
-            )
+            prompt_counts = torch.zeros(shape, dtype=torch.long, device=self.device)
+            if not has_encoder:
+                prompt_counts.scatter_add_(1, input_ids, mask)
             batch.seen = prompt_counts > 0
         if has_encoder:
             batch.encoded = self.model.get_encoder()(input_ids=input_ids, attention_mask=mask)
@@ -215,17 +222,3 @@ class TransformersEngine:
     def close(self) -> None:
         """Free the model's memory."""
         del self.model
-
-
-def _pad(
-    prompts: list[np.ndarray], *, left: bool, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as one tensor [B, P] and the mask [B, P] of what is not padding, from the lengths."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = np.zeros((len(prompts), width), np.int64)
-    mask = np.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        start = width - len(prompt) if left else 0
-        ids[row, start : start + len(prompt)] = prompt
-        mask[row, start : start + len(prompt)] = 1
-    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
