@@ -23,7 +23,7 @@ from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.from_function import is_function
-from quiver.stages.evaluate.stage import Config as ScoreConfig
+from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.logprobs.config import PassConfig

@@ -15,7 +15,6 @@ estimated prompt by prompt.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +24,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
+from quiver.stages.common.config import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
@@ -192,11 +192,23 @@ def _difference_to(
 
 
 def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
-    """evaluations/1 in the rollouts' order, joined by rollout_id. LineageError for a rollout
-    without a row of rewards."""
+    """evaluations/1 in the rollouts' order, joined by rollout_id. `score`: `reward`, or one of its
+    parts. ConfigError; LineageError for a rollout without a row of rewards."""
     sampled = rollouts.table()
     scored = rewards.table()
-    scores = _score_column(scored, score)
+    parts = scored.column("parts")
+    part_names = [field.name for field in parts.type]
+    if score == "reward":
+        scores = scored.column("reward")
+    elif score in part_names:
+        scores = pc.struct_field(parts, [part_names.index(score)])
+    else:
+        raise ConfigError(
+            f"evaluate.score {printable(score)}",
+            f"the rewards have no such part; there are reward, {', '.join(part_names)}"
+            + did_you_mean(score, part_names),
+            next="set evaluate.score to one of them",
+        )
     order = pc.index_in(
         sampled.column("rollout_id").combine_chunks(),
         value_set=scored.column("rollout_id").combine_chunks(),
@@ -213,19 +225,3 @@ def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
     columns["score"] = scores.take(order)
     columns["completion_tokens"] = pc.list_value_length(sampled.column("completion_ids"))
     return pa.table(columns, schema=evaluations.SCHEMA)
-
-
-def _score_column(rewards: pa.Table, score: str) -> pa.ChunkedArray:
-    if score == "reward":
-        return rewards.column("reward")
-    parts = rewards.column("parts")
-    names = [field.name for field in parts.type]
-    if score not in names:
-        nearest = difflib.get_close_matches(score, names, 1, 0.5)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ConfigError(
-            f"evaluate.score {printable(score)}",
-            f"the rewards have no such part; there are reward, {', '.join(names)}{hint}",
-            next="set evaluate.score to one of them",
-        )
-    return pc.struct_field(parts, [names.index(score)])

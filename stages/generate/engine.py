@@ -1,7 +1,7 @@
 """What an engine is: ids in, ids and their logprobs out. The registry, and how one is made.
 
 An engine is a class whose constructor takes a `Setup`, with `info`, `generate` and `close`. It may
-answer in any order. What it answers is checked: see `answers`.
+answer in any order. What it answers is checked: see `requests`.
 
     engine = make_engine("vllm", setup)
     for completion in engine.generate(requests):

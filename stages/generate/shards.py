@@ -1,13 +1,8 @@
-"""Shards in the making: what the engine is asked for, and what becomes of its answers.
+"""Shards in the making: rows come in any order, a shard is written as soon as its last row is
+there.
 
-Rows come in any order; a shard is written as soon as its last row is there. The size of a shard is
-a runtime knob: an unfinished attempt's shards keep the size that they have, so a restart with
-another size still takes them up, and so does every process that shares the work.
-
-While rows are unanswered the next shard comes only when fewer than the engine's `ahead` are left,
-and only where the other processes that share the work find one as well: so an engine that decodes
-many rows at once has no empty places at the end of a shard, and none takes everything. With `ahead`
-= 1 a batch never holds rows of two shards.
+The size of a shard is a runtime knob: an unfinished attempt's shards keep the size that they have,
+so a restart with another size still takes them up, and so does every process that shares the work.
 """
 
 from __future__ import annotations
@@ -15,16 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.stages.common.store.writer import Writer
 
-from .answers import Answers
-from .engine import Completion, Engine, Request
+from .engine import Completion, Engine
+from .requests import Requests
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -39,7 +33,7 @@ class Shards:
 
     def __init__(self, writer: Writer, rows: Rows, rows_per_shard: int, temperature: float) -> None:
         self._writer = writer
-        self.rows = rows
+        self._rows = rows
         self._temperature = temperature
         self._size = writer.rows_per_shard(rows_per_shard)
         # a version of no rows still has its one file
@@ -49,77 +43,71 @@ class Shards:
         """By shard, of those that wait for rows, by row."""
         self._num_tokens = 0
 
-    def range_of(self, index: int) -> range:
-        """The rows of a shard."""
-        return range(index * self._size, min((index + 1) * self._size, len(self.rows)))
+    def take(self) -> range | None:
+        """The rows of the next shard that this process is to make; None where there is none, at
+        least for now."""
+        index = self.claim.take()
+        return None if index is None else self._range_of(index)
 
-    def make(self, engine: Engine, tokenizer: PreTrainedTokenizerFast, answers: Answers) -> None:
+    def make(self, engine: Engine, tokenizer: PreTrainedTokenizerFast, requests: Requests) -> None:
         """Let the engine make what is not finished; write each shard when it is whole; a line of
         progress every two seconds."""
-        requests = Requests(self, answers, getattr(engine, "ahead", 1))
         unfinished = self.claim.unfinished()
         num_finished = self._count - len(unfinished)
         if num_finished:
             log.info("taking up %d of %d shards that are finished", num_finished, self._count)
-        num_rows = sum(len(self.range_of(index)) for index in unfinished)
+        num_rows = sum(len(self._range_of(index)) for index in unfinished)
         started_at = time.monotonic()
         logged_at = started_at
         while self.claim.more():
             if not requests.open_shard():
                 continue
-            for completion in self._answered(engine, requests):
-                answers.check(completion)
+            completions = engine.generate(requests)
+            while True:
+                with self._writer.phase("generate"):
+                    completion = next(completions, None)
+                if completion is None:
+                    break
+                requests.check(completion)
                 self._add(completion, tokenizer)
                 if time.monotonic() - logged_at > _SECONDS_BETWEEN_LINES:
                     self._writer.look()
                     self._log_progress(num_rows, started_at)
                     logged_at = time.monotonic()
-            answers.require_all()
+            requests.require_all()
         self._log_progress(num_rows, started_at)
 
     def write_empty(self) -> None:
         """Write the one shard of a version without rows."""
         for index in self.claim:
-            self._writer.write(index, self.rows.table(0, [], [], self._temperature))
+            self._writer.write(index, self._rows.table(0, [], [], self._temperature))
 
     def summary(self) -> tuple[dict[str, Any], dict[str, int]]:
         """Metrics over all rows, and how many ended how. The speed is over those made now, summed
         over processes."""
-        reasons: Counter[str] = Counter()
-        lengths = []
-        for index in range(self._count):
-            table = self._writer.read(index)
-            reasons.update(table.column("finish_reason").to_pylist())
-            lengths.append(pc.list_value_length(table.column("completion_ids")).to_numpy())
-        all_lengths = np.concatenate(lengths)
+        table = pa.concat_tables([self._writer.read(index) for index in range(self._count)])
+        num_tokens = pc.sum(pc.list_value_length(table["completion_ids"])).as_py() or 0
         speeds = [
-            part["tokens"] / max(part["seconds"]["generate"], 1e-9)
-            for part in self._writer.parts()
-            if part.get("tokens")
+            worker["tokens"] / max(worker["seconds"]["generate"], 1e-9)
+            for worker in self._writer.parts()
+            if worker.get("tokens")
         ]
-        mean_length = round(float(all_lengths.mean()), 3) if len(all_lengths) else 0.0
         metrics = {
-            "tokens": int(all_lengths.sum()),
+            "tokens": num_tokens,
             "tokens_per_second": round(sum(speeds), 1),
-            "mean_completion_tokens": mean_length,
+            "mean_completion_tokens": round(num_tokens / max(len(table), 1), 3),
         }
+        reasons = Counter(table["finish_reason"].to_pylist())
         return metrics, dict(sorted(reasons.items()))
 
-    def _answered(self, engine: Engine, requests: Requests) -> Iterator[Completion]:
-        """The engine's answers, the time that they take counted as phase `generate`."""
-        completions = engine.generate(requests)
-        while True:
-            with self._writer.phase("generate"):
-                completion = next(completions, None)
-            if completion is None:
-                return
-            yield completion
+    def _range_of(self, index: int) -> range:
+        return range(index * self._size, min((index + 1) * self._size, len(self._rows)))
 
     def _add(self, completion: Completion, tokenizer: PreTrainedTokenizerFast) -> None:
         self._num_tokens += len(completion.completion_ids)
         self._writer.notes["tokens"] = self._num_tokens
         index = completion.index // self._size
-        rows = self.range_of(index)
+        rows = self._range_of(index)
         completions = self._completions.setdefault(index, {})
         completions[completion.index] = completion
         if len(completions) < len(rows):
@@ -128,14 +116,14 @@ class Shards:
             in_order = [completions[row] for row in rows]
             ids = [completion.completion_ids for completion in in_order]
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            table = self.rows.table(rows.start, in_order, texts, self._temperature)
+            table = self._rows.table(rows.start, in_order, texts, self._temperature)
             self._writer.write(index, table)
         del self._completions[index]
 
     def _log_progress(self, num_rows: int, started_at: float) -> None:
         """Rows that are there by now, whoever made them, and the speed of this process."""
         num_missing = sum(
-            len(self.range_of(index)) - len(self._completions.get(index, ()))
+            len(self._range_of(index)) - len(self._completions.get(index, ()))
             for index in self.claim.unfinished()
         )
         log.info(
@@ -144,35 +132,3 @@ class Shards:
             num_rows,
             self._num_tokens / max(time.monotonic() - started_at, 1e-9),
         )
-
-
-class Requests:
-    """What the engine draws: an iterator that may end for now, and go on when rows are answered."""
-
-    def __init__(self, shards: Shards, answers: Answers, ahead: int) -> None:
-        self._shards = shards
-        self._answers = answers
-        self._ahead = ahead
-        self._of_shard: Iterator[Request] = iter(())
-
-    def __iter__(self) -> Requests:
-        return self
-
-    def __next__(self) -> Request:
-        request = next(self._of_shard, None)
-        num_unanswered = len(self._answers.unanswered)
-        if request is None and num_unanswered < self._ahead and self.open_shard():
-            request = next(self._of_shard, None)
-        if request is None:
-            raise StopIteration
-        return request
-
-    def open_shard(self) -> bool:
-        """Take the next shard; whether there was one."""
-        index = self._shards.claim.take()
-        if index is None:
-            return False
-        rows = self._shards.range_of(index)
-        self._answers.expect(rows)
-        self._of_shard = self._shards.rows.requests(rows)
-        return True

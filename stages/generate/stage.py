@@ -24,10 +24,10 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
 from . import engine as engines
-from .answers import Answers
 from .config import Config
 from .options import VllmOptions
 from .prompts import context_limit, select_prompts
+from .requests import Requests
 from .rows import Rows
 from .shards import Shards
 
@@ -83,8 +83,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if not len(rows):
         shards.write_empty()
     elif shards.claim.more():
-        setup = engine_setup(config, policy, selection.longest, _adapter_base(plan, policy))
-        _sample(config, setup, writer, shards)
+        setup = engine_setup(config, policy, selection.longest)
+        options = engines.engine_options(config.engine, config.options)
+        if isinstance(options, VllmOptions) and options.lora:
+            setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))
+        _sample(config, setup, writer, rows, shards)
     metrics, status = shards.summary()
     engine_infos: list[dict[str, Any]] = []
     for worker in writer.parts():  # on other machines it may be another device or dtype
@@ -100,9 +103,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer.finish(metrics=metrics, status=status, device=engine.get("device", "cpu"))
 
 
-def engine_setup(
-    config: Config, policy: Version, longest: int, base: Version | None = None
-) -> engines.Setup:
+def engine_setup(config: Config, policy: Version, longest: int) -> engines.Setup:
     """What the engine is made from, for rows of at most `longest` ids. `max_model_len` is a power
     of two, or half as much more, or the limit: it changes seldom with the prompts."""
     stop_ids = set(config.sampling.stop_token_ids)
@@ -116,31 +117,22 @@ def engine_setup(
         policy=policy,
         sampling=config.sampling,
         stop_ids=tuple(sorted(stop_ids)),
-        max_model_len=int(min(room, context_limit(config, policy))),
+        max_model_len=min(room, context_limit(config, policy)),
         dtype=config.dtype,
         device=config.device,
         options=config.options,
-        base=base,
         longest=longest,
     )
 
 
-def _adapter_base(plan: Plan, policy: Version) -> Version | None:
-    """What an engine with `options.lora` loads beside the policy's adapter, both checked; None for
-    all others."""
-    options = engines.engine_options(plan.config.engine, plan.config.options)
-    if not (isinstance(options, VllmOptions) and options.lora):
-        return None
-    base = checkpoints.adapter_base(plan.store, policy)
-    if base is not None:
-        verify_model(base)
-        policy.verify(f"{checkpoints.ADAPTER_FOLDER}/")
-    return base
-
-
-def _sample(config: Config, setup: engines.Setup, writer: Writer, shards: Shards) -> None:
+def _sample(
+    config: Config, setup: engines.Setup, writer: Writer, rows: Rows, shards: Shards
+) -> None:
     """Start the engine, and let it make all shards that are missing."""
     policy = setup.policy
+    if setup.base is not None:
+        verify_model(setup.base)
+        policy.verify(f"{checkpoints.ADAPTER_FOLDER}/")
     for entry in policy.manifest.files:
         # a file that is missing or cut is named at once, before anything is imported
         if "/" not in entry.name and policy.files.size(entry.name) != entry.bytes:
@@ -156,10 +148,16 @@ def _sample(config: Config, setup: engines.Setup, writer: Writer, shards: Shards
             verification.result()  # of a torn file this error says more than the engine's own
         tokenizer = checkpoints.load_tokenizer(policy)
     writer.notes["engine"] = engine.info
-    vocabulary_size = checkpoints.vocabulary_size(policy)
-    answers = Answers(config.engine, vocabulary_size, config.sampling.max_tokens)
+    requests = Requests(
+        rows,
+        shards.take,
+        engine=config.engine,
+        ahead=getattr(engine, "ahead", 1),
+        vocabulary_size=checkpoints.vocabulary_size(policy),
+        max_tokens=config.sampling.max_tokens,
+    )
     try:
-        shards.make(engine, tokenizer, answers)
+        shards.make(engine, tokenizer, requests)
     finally:
         with writer.phase("close"):
             engine.close()

@@ -81,7 +81,7 @@ def _average(reference: Version, policy: Version, rate: float, folder: Path) -> 
     nothing."""
     import torch
     from safetensors import safe_open
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     with ExitStack() as stack:
         file_of_weight = {}
@@ -89,23 +89,22 @@ def _average(reference: Version, policy: Version, rate: float, folder: Path) -> 
             file = stack.enter_context(safe_open(path, "pt"))
             file_of_weight.update(dict.fromkeys(file.keys(), file))
         for path in _weight_files(policy):
-            averages = {}
-            with safe_open(path, "pt") as policy_file:
-                for name in policy_file.keys():  # noqa: SIM118  not a dict
-                    weight = policy_file.get_tensor(name).float()
-                    there = "nothing"
-                    if name in file_of_weight:
-                        reference_weight = file_of_weight[name].get_tensor(name).float()
-                        there = f"shape {list(reference_weight.shape)}"
-                    expected = f"shape {list(weight.shape)}"
-                    if there != expected:
-                        raise LineageError(
-                            str(reference.ref),
-                            f"weight {name}: expected {expected}, found {there}",
-                            next="average two versions of one model",
-                        )
-                    averages[name] = torch.lerp(reference_weight, weight, rate).contiguous()
-            save_file(averages, folder / path.name, {"format": "pt"})
+            weights = load_file(path)
+            for name, weight in weights.items():
+                expected = f"shape {list(weight.shape)}"
+                found_shape = "nothing"
+                if name in file_of_weight:
+                    reference_weight = file_of_weight[name].get_tensor(name)
+                    found_shape = f"shape {list(reference_weight.shape)}"
+                if found_shape != expected:
+                    raise LineageError(
+                        str(reference.ref),
+                        f"weight {name}: expected {expected}, found {found_shape}",
+                        next="average two versions of one model",
+                    )
+                average = torch.lerp(reference_weight.float(), weight.float(), rate)
+                weights[name] = average.contiguous()
+            save_file(weights, folder / path.name, {"format": "pt"})
 
 
 def _weight_files(version: Version) -> list[Path]:

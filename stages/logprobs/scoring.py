@@ -52,30 +52,23 @@ class Scorer:
         temperature = np.array(rollouts["temperature"].combine_chunks(), dtype=np.float32)
         sequences = Sequences(prompts, completions, torch.from_numpy(temperature))
         token_logprobs = torch.zeros(len(completions.values))
-        if len(token_logprobs):
-            token_logprobs = self._score(sequences, rollouts["group_id"].to_pylist())
+        scored_rows = completions.lengths.nonzero()[:, 0].tolist()
+        if scored_rows:
+            policy = self._policy
+            prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())
+            is_first = not self.ways
+            if is_first:
+                packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
+                policy.set_mode(packing)
+                if self._config.precision == "bf16_pure":
+                    narrow(policy.model)
+            budget = self._config.token_budget or token_budget(policy.device)
+            microbatches = policy.microbatches(scored_rows, prompt_of_row, sequences, budget)
+            if is_first:
+                with torch.no_grad():
+                    attention = choose_kernel(policy, microbatches[0], sequences)
+                self.ways = {"packing": packing, "attention": attention}
+            token_logprobs = score(policy, microbatches, sequences)
         column = completions.with_values(token_logprobs.clamp(max=0.0)).to_arrow()
         ids = rollouts["rollout_id"].combine_chunks()
         return pa.Table.from_arrays([ids, column], schema=logprobs.SCHEMA)
-
-    def _score(self, sequences: Sequences, groups: list[str]) -> torch.Tensor:
-        """[N] logprobs of all completion tokens."""
-        policy = self._policy
-        prompt_of_row = prompt_numbers(sequences.prompts, groups)
-        if not self.ways:
-            mode = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
-            policy.set_mode(mode)
-            if self._config.precision == "bf16_pure":
-                narrow(policy.model)
-        lengths = sequences.completions.lengths.tolist()
-        microbatches = policy.microbatches(
-            [row for row, length in enumerate(lengths) if length],
-            prompt_of_row,
-            sequences,
-            self._config.token_budget or token_budget(policy.device),
-        )
-        if not self.ways:
-            with torch.no_grad():
-                kernel = choose_kernel(policy, microbatches[0], sequences)
-            self.ways = {"packing": mode, "attention": kernel}
-        return score(policy, microbatches, sequences)

@@ -117,37 +117,32 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
     sampler = plan.inputs["rollouts"].manifest.model("policy")
     if sampler is None or sampler.tokenizer == plan.models[0].tokenizer:
         return
-    sampler_tokenizer = checkpoints.load_tokenizer(plan.store.open(sampler.ref))
+    sampled_with = checkpoints.load_tokenizer(plan.store.open(sampler.ref))
     tokenizer = checkpoints.load_tokenizer(policy)
-    special_ids = {
-        id
-        for added_tokens in (
-            sampler_tokenizer.added_tokens_decoder,
-            tokenizer.added_tokens_decoder,
-        )
-        for id, token in added_tokens.items()
-        if token.special
-    }
     token_of_id = {id: token for token, id in tokenizer.get_vocab().items()}
-    differing = sorted(
-        (id, token)
-        for token, id in sampler_tokenizer.get_vocab().items()
-        if token_of_id.get(id) != token
-    )
+    differing = {
+        id: token for token, id in sampled_with.get_vocab().items() if token_of_id.get(id) != token
+    }
+    added_tokens = [
+        *sampled_with.added_tokens_decoder.items(),
+        *tokenizer.added_tokens_decoder.items(),
+    ]
+    special_ids = {id for id, token in added_tokens if token.special}
     if plan.config.other_special_tokens:
-        differing = [(id, token) for id, token in differing if id not in special_ids]
+        differing = {id: token for id, token in differing.items() if id not in special_ids}
     if not differing:
         return
-    only_special = all(id in special_ids for id, _ in differing)
-    id, token = differing[0]
-    here = token_of_id.get(id)
+    id = min(differing)
+    expected = printable(repr(differing[id]))
+    here = printable(repr(token_of_id[id])) if id in token_of_id else "none"
+    adjective = ""
     next = f"score under a policy with the tokenizer of {sampler.ref}"
-    if only_special:
+    if differing.keys() <= special_ids:
+        adjective = "special "
         next = "set logprobs.other_special_tokens = true"
     raise LineageError(
         str(policy.ref),
         f"its tokenizer is not that of {sampler.ref}, which sampled: {len(differing)} "
-        f"{'special ' if only_special else ''}ids are other tokens, such as {id}, expected "
-        f"{printable(repr(token))}, found {'none' if here is None else printable(repr(here))}",
+        f"{adjective}ids are other tokens, such as {id}, expected {expected}, found {here}",
         next=next,
     )

@@ -4,14 +4,11 @@ vocabulary, its columns kept."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from quiver.schemas import fields, prompts
+from quiver.schemas import prompts
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.chat.control_tokens import Guard
 from quiver.stages.common.chat.generation_prompt import learn_start
@@ -23,18 +20,12 @@ from .config import Config
 from .sources import Source
 
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-class Prompt(NamedTuple):
-    """One row of prompts/1, but for its group and its columns; in that table's order."""
-
-    messages: Messages | None
-    prompt_text: str
-    prompt_ids: list[int]
+Prompt = dict[str, Any]
+"""A row of prompts/1, but for its group and its columns."""
 
 
 class Renderer:
-    """Makes prompts of one column's values; a context manager that ends the template's process."""
+    """Makes prompts of the cells of one column."""
 
     def __init__(self, config: Config, policy: Version, template: str | None) -> None:
         """`template`: the text of a file; None: the policy's own."""
@@ -62,10 +53,8 @@ class Renderer:
                 ) from None
             self._template = Template(source, variables, config.template_seconds)
 
-    def __enter__(self) -> Renderer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the template's process."""
         if self._template:
             self._template.close()
 
@@ -85,7 +74,8 @@ class Renderer:
         elif config.prompt:
             text = _require_text(name, cell, f"column {config.prompt}")
             if config.raw_text:
-                prompt = Prompt(None, *self._guard.encode(name, (), [text], lambda texts: texts[0]))
+                rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
+                prompt = _prompt(None, *rendering)
             else:
                 prompt = self._render_chat(name, [{"role": "user", "content": text}])
         else:
@@ -96,10 +86,10 @@ class Renderer:
                     "token ids",
                 )
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
-            prompt = Prompt(None, self._guard.decode(valid_ids), cell)
-        return prompt if self._fits(name, prompt.prompt_ids) else None
+            prompt = _prompt(None, self._guard.decode(valid_ids), cell)
+        return prompt if self._fits(name, prompt["prompt_ids"]) else None
 
-    def assistant_start(self, roles: Iterable[str]) -> str | None:
+    def assistant_start(self, roles: list[str]) -> str | None:
         """What stands between the last message, of a chat with these roles, and the assistant's own
         text; None: can not be told."""
 
@@ -108,7 +98,7 @@ class Renderer:
                 "prompt.template", messages, add_generation_prompt=generation
             )
 
-        return learn_start(render, tuple(roles), self._guard.token_ends)
+        return learn_start(render, roles, self._guard.token_ends)
 
     def _render_chat(self, name: str, messages: Messages) -> Prompt:
         if self.config.system is not None and messages[0]["role"] != "system":
@@ -121,7 +111,7 @@ class Renderer:
             return self._template.render(name, chat)
 
         contents = [message["content"] for message in messages]
-        return Prompt(messages, *self._guard.encode(name, roles, contents, render))
+        return _prompt(messages, *self._guard.encode(name, roles, contents, render))
 
     def _fits(self, name: str, ids: list[int]) -> bool:
         """Whether the prompt is short enough. ConfigError when it is wrong otherwise, or the config
@@ -130,13 +120,13 @@ class Renderer:
             raise ConfigError(
                 name, "the prompt is empty: it has no tokens", next="take the row out of the source"
             )
-        for id in ids:
-            if not 0 <= id < self._vocabulary:
-                raise ConfigError(
-                    name,
-                    f"token id {id} is outside the model's vocabulary of {self._vocabulary}",
-                    next="use the model's own tokenizer",
-                )
+        wrong_ids = [id for id in ids if not 0 <= id < self._vocabulary]
+        if wrong_ids:
+            raise ConfigError(
+                name,
+                f"token id {wrong_ids[0]} is outside the model's vocabulary of {self._vocabulary}",
+                next="use the model's own tokenizer",
+            )
         allowed = self.config.max_prompt_tokens
         if allowed is None or len(ids) <= allowed:
             return True
@@ -151,54 +141,48 @@ class Renderer:
 
 
 def render_rows(
-    source: Source, rows: list[int], group_ids: pa.Array, renderer: Renderer
+    source: Source, rows: list[int], group_ids: list[str], renderer: Renderer
 ) -> pa.Table:
     """Those `rows` of the source as prompts/1; the ones that are too long left out, where the
     config says so."""
     table = source.table.take(pa.array(rows, pa.int64()))
-    group_ids = group_ids.take(pa.array(rows, pa.int64()))
     config = renderer.config
     cells = table.column(getattr(config, config.input)).to_pylist()
     rendered: list[Prompt] = []
     positions: list[int] = []
-    for position, (group_id, cell) in enumerate(zip(group_ids.to_pylist(), cells, strict=True)):
-        row_number = rows[position] + 1
-        name = f"prompt {printable(group_id)} (row {row_number} of {printable(source.name)})"
+    for position, (row, cell) in enumerate(zip(rows, cells, strict=True)):
+        group_id = group_ids[row]
+        name = f"prompt {printable(group_id)} (row {row + 1} of {printable(source.name)})"
         prompt = renderer.render(name, cell)
         if prompt is not None:
-            rendered.append(prompt)
+            rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
-    indices = pa.array(positions, pa.int64())
-    columns = table.take(indices).replace_schema_metadata(None).combine_chunks().to_struct_array()
-    struct = columns.chunk(0) if columns.num_chunks else pa.array([], columns.type)
-    schema = fields.with_struct(prompts.SCHEMA, columns=struct.type)
-    arrays = {
-        "group_id": group_ids.take(indices),
-        **{
-            name: pa.array([getattr(prompt, name) for prompt in rendered], schema.field(name).type)
-            for name in Prompt._fields
-        },
-        "columns": struct,
-    }
-    return pa.table(arrays, schema=schema)
+    columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
+    struct = columns.combine_chunks().to_struct_array().combine_chunks()
+    schema = prompts.SCHEMA.remove(prompts.SCHEMA.get_field_index("columns"))
+    return pa.Table.from_pylist(rendered, schema).append_column(
+        pa.field("columns", struct.type, nullable=False), struct
+    )
 
 
-def assistant_starts(messages: pa.ChunkedArray, renderer: Renderer) -> dict[str, str | None]:
-    """For each role that a chat of `messages` ends with, what stands between that message and the
-    assistant's own text.
+def assistant_starts(chats: pa.ChunkedArray, renderer: Renderer) -> dict[str, str | None]:
+    """For each role that a chat ends with, what stands between that message and the assistant's own
+    text.
 
     Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to that
     message already.
     """
     starts: dict[str, str | None] = {}
-    for chunk in messages.chunks:
-        roles = chunk.flatten().field("role")
-        ends = np.cumsum(pc.list_value_length(chunk.drop_null()).to_numpy())
-        last_roles = roles.take(pa.array(ends - 1)).to_pylist()
-        for start, end, last_role in zip([0, *ends], ends, last_roles, strict=False):
-            if last_role not in starts:
-                starts[last_role] = renderer.assistant_start(roles[start:end].to_pylist())
+    for chunk in chats.chunks:
+        for messages in chunk.drop_null().to_pylist():
+            roles = [message["role"] for message in messages]
+            if roles[-1] not in starts:
+                starts[roles[-1]] = renderer.assistant_start(roles)
     return starts
+
+
+def _prompt(messages: Messages | None, text: str, ids: list[int]) -> Prompt:
+    return {"messages": messages, "prompt_text": text, "prompt_ids": ids}
 
 
 def _read_message(name: str, number: int, message: Any) -> dict[str, str]:

@@ -53,7 +53,14 @@ def read(config: SourceConfig) -> Source:
         sha256 = storage.sha256(path)
         table = _read_file(path)
     elif ":" in source:
-        table = _call_function(config)
+        function, _ = plugins.load(source, "prompt.source")
+        try:
+            table = to_table(source, "row", enumerate(function(**config.arguments), 1))
+        except ConfigError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            problem = f"raised {type(error).__name__}: {printable(error)}"
+            raise bad_source(source, problem) from error
     else:
         raise bad_source(
             source,
@@ -141,17 +148,6 @@ def _read_csv(path: Path) -> pa.Table:
                         f"{path} row {row}", f"column {printable(field.name)} is not UTF-8"
                     ) from None
     return table
-
-
-def _call_function(config: SourceConfig) -> pa.Table:
-    source = config.source
-    function, _ = plugins.load(source, "prompt.source")
-    try:
-        return to_table(source, "row", enumerate(function(**config.arguments), 1))
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        raise bad_source(source, f"raised {type(error).__name__}: {printable(error)}") from error
 
 
 def _read_dataset(config: SourceConfig) -> pa.Table:

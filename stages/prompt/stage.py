@@ -12,9 +12,9 @@ with the same tokenizer finds the same prompts finished.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.chat.template import bad_text
+from quiver.stages.common.config import did_you_mean
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
@@ -81,24 +82,22 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     _fill_in(config, source)  # refuses a source that is not the planned one
     group_ids = _group_ids(config, source)
     chosen = choose(len(group_ids), config.limit, config.seed, config.iteration)
-    shards = [
-        chosen[start : start + ROWS_PER_SHARD] for start in range(0, len(chosen), ROWS_PER_SHARD)
-    ]
+    starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
     with (
         writer.phase("render"),
-        Renderer(config, policy, _read_template(config)) as renderer,
+        closing(Renderer(config, policy, _read_template(config))) as renderer,
     ):
-        for index in writer.unfinished(len(shards)):
-            writer.write(index, render_rows(source, shards[index], group_ids, renderer))
-            log.info("prompts: shard %d of %d", index + 1, len(shards))
+        for index in writer.unfinished(len(starts)):
+            rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
+            writer.write(index, render_rows(source, rows, group_ids, renderer))
+            log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
-        tables = [writer.read(index).select(columns) for index in range(len(shards))]
+        tables = [writer.read(index).select(columns) for index in range(len(starts))]
         prompts = pa.concat_tables(tables)
-        starts = assistant_starts(prompts.column("messages"), renderer)
-    chosen_ids = group_ids.take(pa.array(chosen))
-    is_rendered = pc.is_in(chosen_ids, prompts.column("group_id").combine_chunks())
-    dropped = chosen_ids.filter(pc.invert(is_rendered)).to_pylist()
+        answer_starts = assistant_starts(prompts.column("messages"), renderer)
+    rendered_ids = set(prompts.column("group_id").to_pylist())
+    dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
         raise ConfigError(
             f"source {printable(config.source)}",
@@ -115,7 +114,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             },
             "source_rows": source.table.num_rows,
             "dropped_group_ids": dropped,
-            "assistant_starts": starts,
+            "assistant_starts": answer_starts,
         },
         status={"kept": prompts.num_rows, "dropped": len(dropped)},
     )
@@ -165,11 +164,9 @@ def _fill_in(config: Config, source: sources.Source) -> Config:
     column = getattr(config, input_name) or input_name
     for field, name in ((input_name, column), ("group_id", config.group_id)):
         if name is not None and name not in columns:
-            nearest = difflib.get_close_matches(name, columns, 1, 0.5)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
             raise ConfigError(
                 f"prompt.{field} {printable(name)}",
-                f"the source has no such column; it has {column_list}{hint}",
+                f"the source has no such column; it has {column_list}{did_you_mean(name, columns)}",
                 next=f"set prompt.{field} to one of them",
             )
     return config.model_copy(update={input_name: column, "source_sha256": source.sha256})
@@ -192,28 +189,28 @@ def _longest_prompt(config: Config, policy: Version) -> int | None:
     return min(room, config.max_prompt_tokens or room)
 
 
-def _group_ids(config: Config, source: sources.Source) -> pa.Array:
+def _group_ids(config: Config, source: sources.Source) -> list[str]:
     """One unique name a row of the source, as text."""
     num_rows = source.table.num_rows
     if config.group_id is None:
         digits = max(6, len(str(num_rows - 1)))
-        return pa.array([f"{config.group_prefix}{row:0{digits}d}" for row in range(num_rows)])
+        return [f"{config.group_prefix}{row:0{digits}d}" for row in range(num_rows)]
     names: dict[str, int] = {}
-    for row, value in enumerate(source.table.column(config.group_id).to_pylist()):
-        name = f"{config.group_prefix}{value}"
+    for row, cell in enumerate(source.table.column(config.group_id).to_pylist()):
+        name = f"{config.group_prefix}{cell}"
         problem = bad_text(name)
-        if value in (None, ""):
+        if cell in (None, ""):
             problem = "is empty"
         elif name in names:
             problem = f"stands in row {names[name] + 1} too"
         if problem:
             raise ConfigError(
                 f"source {printable(source.name)} row {row + 1}",
-                f"group id {printable(repr(value))} {problem}",
+                f"group id {printable(repr(cell))} {problem}",
                 next="make the group ids unique, or leave prompt.group_id out",
             )
         names[name] = row
-    return pa.array(list(names))
+    return list(names)
 
 
 def _read_template(config: Config) -> str | None:

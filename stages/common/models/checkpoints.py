@@ -16,6 +16,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,7 +129,7 @@ def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None
         kinds=("policy",),
         first_number=0,
         only_number=0,
-        if_number_taken=(f"the run starts from another base model than {printable(config.model)}"),
+        if_number_taken=f"the run starts from another base model than {printable(config.model)}",
     )
 
 
@@ -197,13 +198,11 @@ def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, st
         path = Path(spec.submodule_search_locations[0]) / inner_path
     else:
         path = Path(name).expanduser().absolute()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ConfigError(
-                f"{field} {name}", f"there is no file {path.name}", next=f"correct {field}"
-            )
-        return path, ""
-    if path.is_dir():
+    if path.suffix == ".gguf" and not path.is_file():
+        raise ConfigError(
+            f"{field} {name}", f"there is no file {path.name}", next=f"correct {field}"
+        )
+    if path.suffix == ".gguf" or path.is_dir():
         return path, ""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"{field} {name}", "there is no such directory", next=f"correct {field}")
@@ -289,11 +288,9 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
     base_input = policy.manifest.input("base")
     if base_input is None:
         return None
-    try:
+    found_hash = "none of that name"
+    with suppress(LineageError):
         base = store.open(base_input.ref)
-    except LineageError:
-        found_hash = "none of that name"
-    else:
         if base.manifest.content_hash == base_input.content_hash:
             return base
         found_hash = f"{base.manifest.content_hash[:12]}…"

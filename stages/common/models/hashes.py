@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from quiver.stages.common.store import storage
 
@@ -37,43 +36,22 @@ def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple
 def _hash_file(path: Path, remembered: bool) -> str:
     path = path.resolve()
     status = path.stat()
-    identity = {
-        "path": str(path),
-        "size": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "ctime_ns": status.st_ctime_ns,
-        "inode": status.st_ino,
-    }
-    is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) >= _SETTLED_NS
-    if remembered and is_settled:
-        sha256 = _recall(identity)
-        if sha256 is not None:
-            return sha256
+    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    identity = {"path": str(path), "size": status.st_size, "inode": status.st_ino, **times}
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    entry_name = hashlib.sha256(bytes(path)).hexdigest()
+    entry_path = Path(cache, "quiver", "hashes", f"{entry_name}.json")
+    is_settled = time.time_ns() - max(times.values()) >= _SETTLED_NS
+    has_memory = entry_path.is_absolute() and is_settled  # `~` stays where the user has no home
+    if remembered and has_memory:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            entry = json.loads(entry_path.read_bytes())
+            if entry["identity"] == identity:
+                return entry["sha256"]
     sha256 = storage.sha256(path)
-    if is_settled:
-        _remember(identity, sha256)
+    if has_memory:
+        with suppress(OSError):  # a full disk, a folder that is not ours: it is computed again
+            entry_path.parent.mkdir(parents=True, exist_ok=True)
+            with storage.replacing(entry_path, durable=False) as file:
+                file.write(json.dumps({"identity": identity, "sha256": sha256}).encode())
     return sha256
-
-
-def _recall(identity: dict[str, Any]) -> str | None:
-    """The sha256 of the file that looked just like this; None where none is remembered."""
-    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
-        entry = json.loads(_entry_path(identity).read_bytes())
-        if entry["identity"] == identity:
-            return str(entry["sha256"])
-    return None
-
-
-def _remember(identity: dict[str, Any], sha256: str) -> None:
-    with suppress(OSError, RuntimeError):  # no home, a full disk: then it is computed again
-        path = _entry_path(identity)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with storage.replacing(path, durable=False) as file:
-            file.write(json.dumps({"identity": identity, "sha256": sha256}).encode())
-
-
-def _entry_path(identity: dict[str, Any]) -> Path:
-    """Where the hash of a file is remembered. RuntimeError where the user has no home."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = hashlib.sha256(os.fsencode(identity["path"])).hexdigest()
-    return Path(cache) / "quiver" / "hashes" / f"{name}.json"

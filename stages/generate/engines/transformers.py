@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
 
 from quiver.schemas.errors import ConfigError, ResourceError, printable
 from quiver.stages.common.config import parse
 from quiver.stages.common.forward.precision import products
 from quiver.stages.common.models.loading import decoder_start_id, is_memory_error, load_model
 from quiver.stages.generate.engine import Completion, Request, Setup
-from quiver.stages.generate.options import Sampling, TransformersOptions
+from quiver.stages.generate.options import TransformersOptions
 from quiver.stages.generate.sampling import draw, processed_logprobs
 
 _WINDOW = 8  # batches whose requests are sorted by length together
@@ -32,7 +34,8 @@ _WINDOW = 8  # batches whose requests are sorted by length together
 
 @dataclass
 class _Batch:
-    """Rows that are decoded together. B rows, P ids of the longest prompt, T ids so far."""
+    """Rows that are decoded together. B rows, P ids of the longest prompt, T ids so far, V ids in
+    all."""
 
     requests: list[Request]
     uniforms: torch.Tensor  # [B, max_tokens]
@@ -40,16 +43,28 @@ class _Batch:
     logprobs: torch.Tensor  # [B, T]
     mask: torch.Tensor  # decoder: [B, P + T]; encoder: [B, P]
     input_ids: torch.Tensor  # what the model reads next: the prompts, later each row's last id
+    seen: torch.Tensor | None = None  # [B, V]: in prompt or completion, where that is penalized
+    counts: torch.Tensor | None = None  # [B, V]: how often in the completion, likewise
     encoded: Any = None
     cache: Any = None
+
+    def append(self, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
+        """Each row has one id more, [B], drawn from `logprobs` [B, V]."""
+        ids = ids[:, None]
+        self.ids = torch.cat([self.ids, ids], 1)
+        self.logprobs = torch.cat([self.logprobs, logprobs.gather(-1, ids)], 1)
+        if self.seen is not None:
+            self.seen.scatter_(1, ids, True)
+        if self.counts is not None:
+            self.counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=self.counts.dtype))
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all rows but these, everywhere."""
         self.requests = [self.requests[row] for row in rows.tolist()]
-        self.uniforms = self.uniforms[rows]
-        self.ids = self.ids[rows]
-        self.logprobs = self.logprobs[rows]
-        self.mask = self.mask[rows]
+        for name in ("uniforms", "ids", "logprobs", "mask", "seen", "counts"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor[rows])
         self.cache.batch_select_indices(rows)
         if self.encoded is not None:
             self.encoded.last_hidden_state = self.encoded.last_hidden_state[rows]
@@ -78,7 +93,13 @@ class TransformersEngine:
                 next='set generate.device = "auto"',
             )
         self.device = torch.device("cuda" if has_gpu and setup.device != "cpu" else "cpu")
-        dtype = self._dtype()
+        if setup.dtype != "auto":
+            dtype = getattr(torch, setup.dtype)
+        elif self.device.type == "cuda":
+            dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        else:
+            has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
+            dtype = torch.bfloat16 if has_bf16 else torch.float32
         setup.verified()
         self.model = load_model(
             setup.policy,
@@ -94,15 +115,6 @@ class TransformersEngine:
             "device": self.device.type,
             "logprobs_mode": "processed_logprobs",
         }
-
-    def _dtype(self) -> torch.dtype:
-        if self.setup.dtype != "auto":
-            return getattr(torch, self.setup.dtype)
-        if self.device.type == "cuda":
-            has_bf16 = torch.cuda.is_bf16_supported()
-        else:
-            has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
-        return torch.bfloat16 if has_bf16 else torch.float32
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions batch by batch, within a window of requests the shortest prompts first."""
@@ -129,39 +141,51 @@ class TransformersEngine:
             ) from error
 
     def _start(self, requests: list[Request]) -> _Batch:
-        """The batch before its first id; an encoder has read its prompts."""
-        max_tokens = self.setup.sampling.max_tokens
-        uniforms = torch.empty(len(requests), max_tokens, dtype=torch.float64)
+        """The batch before its first id; an encoder has read its prompts, which are not
+        penalized."""
+        sampling = self.setup.sampling
+        uniforms = torch.empty(len(requests), sampling.max_tokens, dtype=torch.float64)
         for row, request in enumerate(requests):
             uniforms[row].uniform_(generator=torch.Generator().manual_seed(request.seed))
         has_encoder = self.model.config.is_encoder_decoder
-        prompts = [request.prompt_ids for request in requests]
-        input_ids, mask = _pad(prompts, left=not has_encoder, device=self.device)
-        encoded = None
-        if has_encoder:
-            encoded = self.model.get_encoder()(input_ids=input_ids, attention_mask=mask)
-            start_id = decoder_start_id(self.model)
-            input_ids = torch.full((len(requests), 1), start_id, device=self.device)
+        pad = partial(
+            pad_sequence, batch_first=True, padding_side="right" if has_encoder else "left"
+        )
+        input_ids = pad([torch.tensor(request.prompt_ids).long() for request in requests])
+        mask = pad([torch.ones(len(request.prompt_ids)).long() for request in requests])
+        input_ids = input_ids.to(self.device)
+        mask = mask.to(self.device)
         empty = torch.empty(len(requests), 0, device=self.device)
         uniforms = uniforms.to(self.device)
-        return _Batch(requests, uniforms, empty.long(), empty, mask, input_ids, encoded)
+        batch = _Batch(requests, uniforms, empty.long(), empty, mask, input_ids)
+        shape = (len(requests), self.model.config.vocab_size)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            batch.counts = torch.zeros(shape, device=self.device)
+        if sampling.repetition_penalty != 1:
+            prompt_counts = torch.zeros(shape, dtype=torch.long, device=self.device)
+            if not has_encoder:
+                prompt_counts.scatter_add_(1, input_ids, mask)
+            batch.seen = prompt_counts > 0
+        if has_encoder:
+            batch.encoded = self.model.get_encoder()(input_ids=input_ids, attention_mask=mask)
+            start_id = decoder_start_id(self.model)
+            batch.input_ids = torch.full((len(requests), 1), start_id, device=self.device)
+        return batch
 
     def _decode(self, batch: _Batch) -> Iterator[Completion]:
         sampling = self.setup.sampling
-        penalties = _Penalties(sampling, batch, self.model.config.vocab_size)
         for step in range(sampling.max_tokens):
+            logits = self._logits(batch, is_first=step == 0)
             logprobs = processed_logprobs(
-                self._logits(batch, is_first=step == 0),
+                logits,
                 sampling,
                 step=step,
                 stop_ids=self.stop_ids,
-                seen=penalties.seen,
-                counts=penalties.counts,
+                seen=batch.seen,
+                counts=batch.counts,
             )
             ids = draw(logprobs, batch.uniforms[:, step], sampling.temperature)
-            penalties.add(ids)
-            batch.ids = torch.cat([batch.ids, ids[:, None]], 1)
-            batch.logprobs = torch.cat([batch.logprobs, logprobs.gather(-1, ids[:, None])], 1)
+            batch.append(ids, logprobs)
             has_ended = torch.isin(ids, self.stop_ids)
             yield from batch.completions(has_ended.nonzero()[:, 0].tolist(), "stop")
             unended_rows = (~has_ended).nonzero()[:, 0]
@@ -169,7 +193,6 @@ class TransformersEngine:
                 return
             if len(unended_rows) < len(ids):
                 batch.keep(unended_rows)
-                penalties.keep(unended_rows)
             batch.input_ids = batch.ids[:, -1:]
         yield from batch.completions(range(len(batch.requests)), "length")
 
@@ -199,51 +222,3 @@ class TransformersEngine:
     def close(self) -> None:
         """Free the model's memory."""
         del self.model
-
-
-class _Penalties:
-    """Which ids stand in prompt and completion, kept only for the penalties that are on. An
-    encoder's prompt does not count."""
-
-    def __init__(self, sampling: Sampling, batch: _Batch, vocabulary_size: int) -> None:
-        shape = (len(batch.requests), vocabulary_size)
-        device = batch.uniforms.device
-        self.counts = None
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            self.counts = torch.zeros(shape, device=device)
-        self.seen = None
-        if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(shape, dtype=torch.bool, device=device)
-            if batch.encoded is None:
-                for row, request in enumerate(batch.requests):
-                    self.seen[row, torch.from_numpy(request.prompt_ids.astype(np.int64))] = True
-
-    def add(self, ids: torch.Tensor) -> None:
-        """Each row has one id more, [B]."""
-        columns = ids[:, None]
-        if self.seen is not None:
-            self.seen.scatter_(1, columns, True)
-        if self.counts is not None:
-            ones = torch.ones_like(columns, dtype=self.counts.dtype)
-            self.counts.scatter_add_(1, columns, ones)
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Drop all rows but these."""
-        if self.seen is not None:
-            self.seen = self.seen[rows]
-        if self.counts is not None:
-            self.counts = self.counts[rows]
-
-
-def _pad(
-    prompts: list[np.ndarray], *, left: bool, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as one tensor [B, P] and the mask [B, P] of what is not padding, from the lengths."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = np.zeros((len(prompts), width), np.int64)
-    mask = np.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        start = width - len(prompt) if left else 0
-        ids[row, start : start + len(prompt)] = prompt
-        mask[row, start : start + len(prompt)] = 1
-    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -93,21 +93,16 @@ class VllmEngine:
         }
         if self.cpu:
             arguments |= self._cpu_arguments()
+        model = self.setup.policy
         if self.setup.base:
-            arguments |= self._lora_arguments()
-        model = self.setup.base or self.setup.policy
+            from vllm.config.lora import MaxLoRARanks
+
+            # vLLM knows some ranks only, and takes a smaller one under the next
+            rank = model.manifest.config["lora"]["rank"]
+            ranks = [choice for choice in get_args(MaxLoRARanks) if choice >= rank]
+            arguments |= {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
+            model = self.setup.base
         return LLM(str(model.files.folder), **arguments, **options.engine_args)
-
-    def _lora_arguments(self) -> dict[str, Any]:
-        """Room for one adapter; vLLM knows some ranks only, and takes a smaller one under the
-        next."""
-        from typing import get_args
-
-        from vllm.config.lora import MaxLoRARanks
-
-        rank = self.setup.policy.manifest.config["lora"]["rank"]
-        ranks = [known_rank for known_rank in get_args(MaxLoRARanks) if known_rank >= rank]
-        return {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
 
     def _dtype(self) -> str:
         if self.setup.dtype != "auto":
@@ -123,30 +118,28 @@ class VllmEngine:
         return "bfloat16" if has_bf16 else "float32"
 
     def _cpu_arguments(self) -> dict[str, Any]:
+        """The key/value cache has room for max_num_seqs full sequences, at most 40 % of the free
+        memory; vLLM queues what does not fit."""
+        options = self.options
+        max_model_len = self.setup.max_model_len
+        step_tokens = options.max_num_batched_tokens or _CPU_STEP_TOKENS
         arguments = {
             "block_size": vllm_env.CPU_BLOCK,
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(
-                self.options.max_num_batched_tokens or _CPU_STEP_TOKENS,
-                self.setup.max_model_len,
-                self.options.max_num_seqs,
-            ),
+            "max_num_batched_tokens": max(step_tokens, max_model_len, options.max_num_seqs),
         }
-        if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-            arguments["kv_cache_memory_bytes"] = self._cpu_cache_bytes()
-        return arguments
-
-    def _cpu_cache_bytes(self) -> int:
-        """Room for max_num_seqs full sequences, at most 40 % of the free memory; vLLM queues what
-        does not fit."""
-        if self.options.cpu_kv_cache_gib is not None:
-            return int(self.options.cpu_kv_cache_gib * _GIB)
-        return vllm_env.cpu_cache_bytes(
-            checkpoints.model_config(self.setup.policy),
-            self.setup.longest or self.setup.max_model_len,
-            self.options.max_num_seqs,
-            itemsize=4 if self._dtype() == "float32" else 2,
-        )
+        if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            return arguments
+        if options.cpu_kv_cache_gib is not None:
+            cache_bytes = int(options.cpu_kv_cache_gib * _GIB)
+        else:
+            cache_bytes = vllm_env.cpu_cache_bytes(
+                checkpoints.model_config(self.setup.policy),
+                self.setup.longest or max_model_len,
+                options.max_num_seqs,
+                itemsize=4 if self._dtype() == "float32" else 2,
+            )
+        return {**arguments, "kv_cache_memory_bytes": cache_bytes}
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions as they finish. Up to twice as many requests as fit one batch are in flight,

@@ -150,6 +150,38 @@ def test_a_model_that_is_not_there(store, name):
         run(PolicyConfig(model=name), store, into="a")
 
 
+def test_a_hub_models_commit_is_filled_in(store, folder, tmp_path, monkeypatch):
+    """Its branch may move before the import; what was resolved names the commit."""
+    import huggingface_hub
+
+    revisions = []
+
+    def snapshot_download(name, *, revision, allow_patterns):
+        revisions.append(revision)
+        return str(tmp_path / "c0ffee")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    folder.rename(tmp_path / "c0ffee")
+    resolved = checkpoints.resolve(PolicyConfig(model="somebody/some-model"))
+    assert resolved.revision == "c0ffee"
+    manifest = store.open(run(resolved, store, into="a")).manifest
+    assert (manifest.config["revision"], manifest.metrics["commit"]) == ("c0ffee", "c0ffee")
+    assert revisions == [None, "c0ffee"]
+
+
+def test_forced_it_stands_beside_the_one_that_is_there(store, folder):
+    run(PolicyConfig(model=str(folder)), store, into="a")
+    make_folder(folder, seed=1)
+    config = PolicyConfig(model=str(folder))
+    ref = run_stage("policy", config, store, into="a", in_process=True, force=True)
+    assert str(ref) == "a/policy@1"
+
+
+def test_a_base_model_needs_a_run(store, folder):
+    with pytest.raises(ConfigError, match="no run is named"):
+        run(PolicyConfig(model=str(folder)), store, into=None)
+
+
 def test_hashes_tell_weights_from_tokenizer_from_template(store, folder, tmp_path):
     base = as_model("policy", store.open(run(PolicyConfig(model=str(folder)), store, into="a")))
     other = as_model("policy", make_policy(store, "b", seed=1))

@@ -1,0 +1,124 @@
+"""What an engine is asked for, and whether its answers are whole.
+
+While rows are unanswered the next shard comes only when fewer than the engine's `ahead` are left,
+and only where the other processes that share the work find one as well: so an engine that decodes
+many rows at once has no empty places at the end of a shard, and none takes everything. With `ahead`
+= 1 a batch never holds rows of two shards.
+
+An engine is not trusted: an answer counts only when it is one row's that was asked for, once, and a
+probability; else the stage stops and nothing of the shard is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from quiver.schemas.errors import NumericError, QuiverError, SchemaError, printable
+from quiver.schemas.rollouts import FINISH_REASONS
+
+from .engine import Completion, Request
+from .rows import Rows
+
+
+class Requests:
+    """What the engine draws: an iterator that may end for now, and go on when rows are answered."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        take_shard: Callable[[], range | None],
+        *,
+        engine: str,
+        ahead: int,
+        vocabulary_size: int,
+        max_tokens: int,
+    ) -> None:
+        """`take_shard`: the rows of the next shard; None where there is none, at least for now."""
+        self._rows = rows
+        self._take_shard = take_shard
+        self._engine = engine
+        self._ahead = ahead
+        self._vocabulary_size = vocabulary_size
+        self._max_tokens = max_tokens
+        self._asked: set[int] = set()
+        self._unanswered: set[int] = set()
+        self._of_shard: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Requests:
+        return self
+
+    def __next__(self) -> Request:
+        request = next(self._of_shard, None)
+        if request is None and len(self._unanswered) < self._ahead and self.open_shard():
+            request = next(self._of_shard, None)
+        if request is None:
+            raise StopIteration
+        return request
+
+    def open_shard(self) -> bool:
+        """Take the next shard; whether there was one."""
+        indices = self._take_shard()
+        if indices is None:
+            return False
+        self._asked.update(indices)
+        self._unanswered.update(indices)
+        self._of_shard = self._rows.requests(indices)
+        return True
+
+    def check(self, completion: Completion) -> None:
+        """SchemaError or NumericError unless the completion is whole, and of a row that was asked
+        for and has no answer."""
+        index, ids, logprobs, finish_reason, _ = completion
+        row = f"row {printable(index)}"
+        if index not in self._unanswered:
+            problem = "answered twice" if index in self._asked else "never asked for"
+            raise self._error(f"{row} was {problem}")
+        self._unanswered.remove(index)
+        for name, array, dtype in (
+            ("completion_ids", ids, "int32"),
+            ("logprobs", logprobs, "float32"),
+        ):
+            shape = type(array).__name__
+            if isinstance(array, np.ndarray):
+                if array.dtype == dtype and array.ndim == 1:
+                    continue
+                shape = f"{array.dtype} {list(array.shape)}"
+            raise self._error(f"{row}: {name} is {shape}, expected a flat array of {dtype}")
+        if len(ids) != len(logprobs):
+            raise self._error(f"{row}: {len(ids)} ids but {len(logprobs)} logprobs")
+        if len(ids) > self._max_tokens:
+            raise self._error(f"{row}: {len(ids)} ids, max_tokens is {self._max_tokens}")
+        outside = ids[(ids < 0) | (ids >= self._vocabulary_size)]
+        if len(outside):
+            raise self._error(
+                f"{row}: id {outside[0]} is outside the vocabulary of {self._vocabulary_size}"
+            )
+        if finish_reason not in FINISH_REASONS:
+            raise self._error(
+                f"{row}: finish_reason {printable(repr(finish_reason))}, expected one of "
+                f"{', '.join(FINISH_REASONS)}"
+            )
+        impossible = logprobs[~np.isfinite(logprobs) | (logprobs > 1e-4)]
+        if len(impossible):
+            raise self._error(
+                f"{row}: logprob {impossible[0]}, expected a finite number of at most 0",
+                NumericError,
+            )
+
+    def require_all(self) -> None:
+        """SchemaError where a row has no answer."""
+        if self._unanswered:
+            raise self._error(
+                f"{len(self._unanswered)} of {len(self._asked)} rows were never answered, the "
+                f"first is row {min(self._unanswered)}"
+            )
+
+    def _error(self, message: str, kind: type[QuiverError] = SchemaError) -> QuiverError:
+        return kind(
+            f"engine {self._engine}",
+            message,
+            state="nothing of this shard was written; finished shards are kept.",
+            next="run the same command again",
+        )
