@@ -432,7 +432,9 @@ def test_trap_gae_through_masked_tokens(chain):
     made.prepare()
     assert len({row["finish_reason"] for row in chain.rows}) == 2
     for row, returns in zip(
-        chain.rows, Ragged(made.batch.returns, made.batch.sequences.completions.offsets), strict=True
+        chain.rows,
+        Ragged(made.batch.returns, made.batch.sequences.completions.offsets),
+        strict=True,
     ):
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
         with torch.no_grad():

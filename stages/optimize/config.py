@@ -1,7 +1,7 @@
 """How a policy learns from scored rollouts: the fields of `[optimize]`, checked when they are read.
 
-Each class refuses unknown keys, values out of range and fields that contradict each other; what only
-the datasets or the model can tell is checked by the stage. No torch is loaded here.
+Each class refuses unknown keys, values out of range and fields that contradict each other; what
+only the datasets or the model can tell is checked by the stage. No torch is loaded here.
 
     config = Config(algorithm="dapo", learning_rate=1e-6)
     config.resolved().clip_high      # 0.28, which the algorithm's row fills in

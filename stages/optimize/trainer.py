@@ -190,7 +190,7 @@ class Trainer:
         masters = narrow(self.model) if self.bf16_weights else None
         if config.lora and self.precision == "bf16":
             narrow_frozen(self.model)
-        # torch's wrapper adds gradients up in the weights' dtype: see _average_gradients
+        # not wrapped where _average_gradients does it
         self.wrapped = (
             self.policy if self.bf16_weights else self.accelerator.prepare_model(self.policy)
         )
@@ -242,6 +242,7 @@ class Trainer:
         microbatches = self.policy.microbatches(
             self.active, self.batch.prompts, sequences, self.budget
         )
+        # two rows of the same pass: [2, N'] logprobs and values
         scored = score_and_judge(self.policy, self._share(microbatches), sequences)
         logprobs, values = self._sum_over_ranks(scored)
         last_values = torch.zeros(len(cut)).index_copy(0, cut.nonzero()[:, 0], values[~sampled])
@@ -401,6 +402,7 @@ class Trainer:
                 counts = number <= num_counted
                 is_last = number == num_passes
                 positions = self.batch.positions(layout.rows)
+                # ranks exchange gradients once a step, with the last pass
                 with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped):
                     if self.warming:
                         outputs = self.policy(layout, frozen=True)
@@ -409,6 +411,7 @@ class Trainer:
                     loss, loss_sums, largest_ratio = self.objective.loss(
                         self.batch, outputs, layout.rows, weights[positions] * counts
                     )
+                    # ranks take the mean of their gradients, the step's loss is the sum
                     self.accelerator.backward(loss * self.accelerator.num_processes)
                 if counts:
                     padding, places = layout.filling

@@ -86,9 +86,7 @@ def _read(arguments: argparse.Namespace, rows: int) -> None:
         batch = load(Config().resolved(), algorithms.resolve("grpo"), store, inputs).batch
     with clock.step("pack"):
         micros = pack(
-            pieces_of(
-                "shared", range(len(batch.groups)), batch.prompts, batch.sequences, BUDGET
-            ),
+            pieces_of("shared", range(len(batch.groups)), batch.prompts, batch.sequences, BUDGET),
             BUDGET,
         )
     with clock.step("lay out"):

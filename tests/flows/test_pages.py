@@ -29,7 +29,7 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.report import samples
 from tests.flows.test_pages_text import HOSTILE, drawn, lines
-from tests.writing import begin
+from tests.writing import begin, run_here
 
 pytestmark = pytest.mark.prefect
 

@@ -39,14 +39,14 @@ RUN = """
 import json, sys
 from quiver.flows import post_train, single, tasks
 from quiver.flows.recipe import load
-from quiver.stages.common import early as waiting, process
+from quiver.stages.common.runtime import prewarm, runner
 
-early, taking = [], process.taken
+prewarmed, taking = [], runner.take_prewarmed
 def taken(stage, *about):
-    found = taking(stage, *about)
-    early.extend([stage] if found else [])
-    return found
-process.taken = taken
+    child = taking(stage, *about)
+    prewarmed.extend([stage] if child else [])
+    return child
+runner.take_prewarmed = taken
 sizes, calling = [], tasks.run_when_free
 def measured(*arguments, **named):
     outcome = calling(*arguments, **named)
@@ -67,7 +67,7 @@ settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.
 again = single.prompt(load("recipe.toml", settings))
 scores = single.evaluation(recipe, ["policy@0", "tiny/policy@2"])
 print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores,
-                  "early": early, "left": len(waiting._early)}))
+                  "prewarmed": prewarmed, "left": len(prewarm._prewarmed)}))
 """
 
 
@@ -147,7 +147,7 @@ def test_what_travels_is_small_and_each_stage_is_a_flow(workplace):
     assert (before["policy"], after["policy"]) == ("tiny/policy@0", "tiny/policy@2")
     last = done["iterations"][1]["evaluation"]
     assert (before["score"], after["score"]) == (last["baseline"]["score"], last["score"])
-    assert answer["early"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
+    assert answer["prewarmed"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
         "each begun while the other ran"
     )
     assert (workplace / "died").exists() and answer["again"]["rows"] == 4, (

@@ -260,10 +260,10 @@ def _cut(spans: Spans) -> list[list[int]]:
     causal = spans.prefix_lengths == 0
     queries = spans.lengths.tolist()
     keys = spans.key_counts.tolist()
-    first, *others = np.lexsort((-spans.starts, -spans.key_counts, ~causal)).tolist()
+    first, *following = np.lexsort((-spans.starts, -spans.key_counts, ~causal)).tolist()
     blocks = [[first]]
     most_queries = queries[first]
-    for span in others:
+    for span in following:
         most_queries = max(most_queries, queries[span])
         mask_items = (len(blocks[-1]) + 1) * most_queries * keys[first]
         is_similar = causal[span] == causal[first] and keys[span] >= _SIMILAR * keys[first]

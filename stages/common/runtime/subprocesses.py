@@ -63,9 +63,9 @@ class Process(subprocess.Popen):
         if is_keeper:
             command = [*args, str(lifeline)]
         else:
-            limited = ",".join(f"{kind}={number}" for kind, number in (limits or {}).items())
-            about = [str(lifeline), str(orphan_grace), limited]
-            command = [sys.executable, "-I", "-S", keeper.__file__, *about, *args]
+            limit_text = ",".join(f"{kind}={number}" for kind, number in (limits or {}).items())
+            command = [sys.executable, "-I", "-S", keeper.__file__]
+            command += [str(lifeline), str(orphan_grace), limit_text, *args]
         try:
             super().__init__(
                 command, pass_fds=(*pass_fds, lifeline), start_new_session=True, **options

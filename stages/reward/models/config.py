@@ -23,7 +23,7 @@ from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Config, Runtime
 from quiver.stages.common.models import checkpoints, vllm_env
 
-_OWN_ARGUMENTS = (
+_SET_BY_FIELDS = (
     "model",
     "runner",
     "dtype",
@@ -98,35 +98,36 @@ class ModelConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_name(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("model"), str) and not data.get("name"):
-            return {**data, "name": re.sub(r"[^A-Za-z0-9_.-]", "-", Path(data["model"]).name)[-64:]}
-        return data
+    def _name_of_folder(cls, section: Any) -> Any:
+        if isinstance(section, dict) and isinstance(section.get("model"), str):
+            folder = Path(section["model"]).name
+            name = section.get("name") or re.sub(r"[^A-Za-z0-9_.-]", "-", folder)[-64:]
+            return {**section, "name": name}
+        return section
 
     @field_validator("engine_args")
     @classmethod
-    def _free(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(set(_OWN_ARGUMENTS) & arguments.keys())
-        if taken:
+    def _not_set_by_fields(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        names = sorted(set(_SET_BY_FIELDS) & arguments.keys())
+        if names:
             raise ValueError(
-                f"{', '.join(taken)} can not be set here: it follows from the model and its other "
+                f"{', '.join(names)} can not be set here: it follows from the model and its other "
                 "fields"
             )
         return arguments
 
     @model_validator(mode="after")
     def _fits(self) -> ModelConfig:
-        other = {
-            "token": ("label", "activation", "pooling", "extra"),
-            "classifier": ("question", "token", "against"),
-        }[self.kind]
-        default = {name: field.default for name, field in type(self).model_fields.items()}
-        odd = [name for name in other if getattr(self, name) != default[name]]
-        if odd:
-            raise ValueError(
-                f"{odd[0]} is no field of kind {self.kind!r}: leave it out, or choose the other "
-                "kind"
-            )
+        if self.kind == "token":
+            foreign = ("label", "activation", "pooling", "extra")
+        else:
+            foreign = ("question", "token", "against")
+        for name in foreign:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is no field of kind {self.kind!r}: leave it out, or choose the other "
+                    "kind"
+                )
         if self.engine_args and self.engine != "vllm":
             raise ValueError(f"engine_args are for engine 'vllm', got engine {self.engine!r}")
         if self.engine == "vllm" and self.kind == "token" and self.against is None:
@@ -135,13 +136,21 @@ class ModelConfig(Config):
             )
         return self
 
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return f"reward model {printable(self.name)}"
+
     def key(self) -> dict[str, Any]:
-        """The bytes decide, wherever they lie, once the fingerprint is known."""
-        known = {"model", "revision", "template"} if self.fingerprint else set()
-        return {name: value for name, value in super().key().items() if name not in known}
+        """The bytes decide, wherever they lie, once the fingerprint is there."""
+        key = super().key()
+        if self.fingerprint:
+            for name in ("model", "revision", "template"):
+                del key[name]
+        return key
 
 
-class Found(NamedTuple):
+class ModelFolder(NamedTuple):
     """What can be told of a reward model without loading it."""
 
     folder: Path
@@ -155,34 +164,70 @@ class Found(NamedTuple):
     """Text of the file that replaces its own."""
 
 
-def check(config: ModelConfig) -> Found:
+def check(config: ModelConfig) -> ModelFolder:
     """What and where the model is. ConfigError or SecurityError unless it is whole and of its kind.
     Loads no torch."""
     folder = checkpoints.find_folder(config.model, config.revision, "reward.models.model")
     about = json.loads((folder / "config.json").read_bytes())
     names = [str(name) for name in about.get("architectures") or ()]
-    classifier = any(name.endswith("ForSequenceClassification") for name in names)
-    if classifier != (config.kind == "classifier") or about.get("is_encoder_decoder"):
-        wanted = "a sequence classifier" if config.kind == "classifier" else "a language model"
-        message = (
+    is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
+    problem = ""
+    if about.get("is_encoder_decoder"):
+        problem = "is an encoder-decoder model; reward models are decoders or encoders"
+    elif is_classifier != (config.kind == "classifier"):
+        needed = "a language model" if is_classifier else "a sequence classifier"
+        problem = (
             f"is {printable(', '.join(names)) or 'of no known architecture'}; kind {config.kind!r} "
-            f"needs {wanted}"
+            f"needs {needed}"
         )
-        if about.get("is_encoder_decoder"):
-            message = "is an encoder-decoder model; reward models are decoders or encoders"
-        raise ConfigError(who(config), message, next="name another model, or its kind")
-    labels = (
-        [str(about["id2label"][key]) for key in sorted(about["id2label"], key=int)]
-        if about.get("id2label")
-        else []
-    )
+    if problem:
+        raise ConfigError(config.title, problem, next="name another model, or its kind")
+    names_by_number = about.get("id2label") or {}
+    labels = [str(names_by_number[key]) for key in sorted(names_by_number, key=int)]
     labels = labels or [f"LABEL_{number}" for number in range(about.get("num_labels", 2))]
-    context = checkpoints.context_of(about)
-    limit = min(context or math.inf, config.max_tokens or math.inf)
     if config.engine == "vllm":
-        vllm_env.find_build(who(config))
-    pad = {**about, **about.get("text_config", {})}.get("pad_token_id")
-    return Found(folder, labels, _choose_label(config, labels), limit, pad, _read_template(config))
+        vllm_env.find_build(config.title)
+    template = None
+    if config.template is not None:
+        try:
+            template = Path(config.template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{config.title}: template {printable(config.template)}",
+                printable(error),
+                next="name a jinja file in UTF-8",
+            ) from None
+    return ModelFolder(
+        folder,
+        labels,
+        _choose_label(config, labels) if is_classifier else 0,
+        min(checkpoints.context_of(about) or math.inf, config.max_tokens or math.inf),
+        {**about, **about.get("text_config", {})}.get("pad_token_id"),
+        template,
+    )
+
+
+def _choose_label(config: ModelConfig, labels: list[str]) -> int:
+    """The number of the label that is the reward. ConfigError."""
+    if config.activation == "softmax" and len(labels) == 1:
+        raise ConfigError(
+            config.title,
+            "softmax over one label is always 1",
+            next='set activation = "sigmoid" or "none"',
+        )
+    label = 0 if config.label is None and len(labels) == 1 else config.label
+    if label in labels:
+        return labels.index(label)
+    if isinstance(label, int) and 0 <= label < len(labels):
+        return label
+    problem = "label is not set"
+    if label is not None:
+        problem = f"it has no label {printable(repr(label))}"
+    raise ConfigError(
+        config.title,
+        f"{problem}; its labels are {printable(', '.join(labels))}",
+        next="set label to one of them",
+    )
 
 
 def model_entry(config: ModelConfig) -> Model:
@@ -197,42 +242,3 @@ def model_entry(config: ModelConfig) -> Model:
 def fingerprint(entry: Model) -> str:
     """Hash of weights, tokenizer and template: another model scores anew."""
     return f"sha256:{digest([entry.weights, entry.tokenizer, entry.template])}"
-
-
-def who(config: ModelConfig) -> str:
-    """What errors call it."""
-    return f"reward model {printable(config.name)}"
-
-
-def _choose_label(config: ModelConfig, labels: list[str]) -> int:
-    if config.kind == "token":
-        return 0
-    if config.activation == "softmax" and len(labels) == 1:
-        raise ConfigError(
-            who(config),
-            "softmax over one label is always 1",
-            next='set activation = "sigmoid" or "none"',
-        )
-    chosen = 0 if config.label is None and len(labels) == 1 else config.label
-    if isinstance(chosen, str) and chosen in labels:
-        chosen = labels.index(chosen)
-    if not isinstance(chosen, int) or not 0 <= chosen < len(labels):
-        asked = (
-            "label is not set" if chosen is None else f"it has no label {printable(repr(chosen))}"
-        )
-        raise ConfigError(
-            who(config),
-            f"{asked}; its labels are {printable(', '.join(labels))}",
-            next="set label to one of them",
-        )
-    return chosen
-
-
-def _read_template(config: ModelConfig) -> str | None:
-    if config.template is None:
-        return None
-    try:
-        return Path(config.template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"{who(config)}: template {printable(config.template)}"
-        raise ConfigError(what, printable(error), next="name a jinja file in UTF-8") from None

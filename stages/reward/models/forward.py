@@ -8,7 +8,7 @@ state of an input's last id, told by its length: never by the pad id, which may 
 way is used only when it agrees with the model's own pass over one input at a time (`single`).
 
     forward = Forward(folder, budget=2048)
-    logits = forward.score([[1, 5, 2], [1, 5, 9, 2]], groups=[0, 0])                     # [2, labels]
+    logits = forward.score([[1, 5, 2], [1, 5, 9, 2]], groups=[0, 0])       # [2, labels]
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ part of the template's own turns (`</think>`) stay what they are in text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError, printable
@@ -25,7 +26,7 @@ from quiver.stages.common.store import Version
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_ASKED = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+_PROBE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 
 
 class Reader:
@@ -48,13 +49,16 @@ class Reader:
             "documents": None,
             **tokenizer.special_tokens_map,
             "add_generation_prompt": judge,
+            **(arguments or {}),
         }
-        self._template = Template(
-            template, {**variables, **(arguments or {})}, seconds, f"{name}: template"
-        )
+        name = f"{name}: template"
+        self._template = Template(template, variables, seconds, name)
         try:
-            turns = self._render(f"{name}: template", _ASKED)
-            turns = self._render_if_it_can([*_ASKED, _ASKED[0]], turns)
+            turns = self._template.render(name, _PROBE)
+            # what a template adds to the assistant's last turn alone (an empty `<think>` block) is
+            # text that an answer may hold too
+            with suppress(ConfigError):
+                turns = self._template.render("probe", [*_PROBE, _PROBE[0]])
             self._guard = Guard(tokenizer, plain=_plain(tokenizer, turns))
         except BaseException:
             self.close()
@@ -80,38 +84,24 @@ class Reader:
                 {"role": role, "content": content}
                 for role, content in zip(roles, contents, strict=True)
             ]
-            return self._render(name, chat)
+            return self._template.render(name, chat)
 
-        return self._guard.encode(
-            name, roles, [message["content"] for message in messages], render
-        ).ids
+        contents = [message["content"] for message in messages]
+        return self._guard.encode(name, roles, contents, render).ids
 
     def probe(self) -> list[int]:
         """The ids of a small conversation: how every input ends."""
-        return self.read("probe", _ASKED)
-
-    def _render(self, name: str, messages: Messages) -> str:
-        return self._template.render(name, messages)
-
-    def _render_if_it_can(self, messages: Messages, otherwise: str) -> str:
-        try:
-            return self._render("probe", messages)
-        except ConfigError:
-            return otherwise
+        return self.read("probe", _PROBE)
 
 
 def _plain(tokenizer: PreTrainedTokenizerFast, turns: str) -> set[int]:
     """Added tokens that content may hold: not special, and not what the template writes around the
-    turns of a neutral chat.
-
-    Of a chat whose last turn is the user's, where it can be rendered: what a template adds to the
-    assistant's last turn alone (an empty `<think>` block) is text that an answer may hold too.
-    """
-    ours = set(tokenizer(turns, add_special_tokens=False)["input_ids"])
+    `turns` of a neutral chat."""
+    around = set(tokenizer(turns, add_special_tokens=False)["input_ids"])
     return {
         id
         for id, token in tokenizer.added_tokens_decoder.items()
-        if not token.special and id not in ours
+        if not token.special and id not in around
     }
 
 
@@ -120,10 +110,9 @@ def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         pieces = ", ".join(repr(tokenizer.decode([id])) for id in ids)
-        message = f"is {len(ids)} tokens of the reward model ({printable(pieces)}), one is needed"
         raise ConfigError(
             f"{field} {printable(repr(text))}",
-            message,
+            f"is {len(ids)} tokens of the reward model ({printable(pieces)}), one is needed",
             next="choose a word that is one token, such as Yes",
         )
     return ids[0]
@@ -133,13 +122,13 @@ def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:
 
 
 def beginnings(
-    given: str | None, prompts: Version | None, rollouts: Version | None
+    beginning: str | None, prompts: Version | None, rollouts: Version | None
 ) -> Callable[[str], str]:
-    """From a rollout_id to what the policy was given to continue: `given` where a recipe says it,
-    else what `prompts` tell."""
-    if given is None and prompts is not None:
+    """From a rollout_id to what the policy was given to continue: `beginning` where a recipe says
+    it, else what `prompts` tell."""
+    if beginning is None and prompts is not None:
         return prefills(prompts, rollouts)
-    return lambda _: given or ""
+    return lambda _: beginning or ""
 
 
 def prefills(prompts: Version, rollouts: Version | None) -> Callable[[str], str]:
@@ -149,32 +138,29 @@ def prefills(prompts: Version, rollouts: Version | None) -> Callable[[str], str]
     ConfigError where the prompts do not tell it.
     """
     starts = prompts.manifest.metrics.get("assistant_starts", {})
-    rows = prompts.table(["group_id", "messages", "prompt_text"]).to_pylist()
-    by_group = {row["group_id"]: _prefill(prompts, row, starts) for row in rows}
+    by_group = {
+        row["group_id"]: _prefill(prompts, row, starts)
+        for row in prompts.table(["group_id", "messages", "prompt_text"]).to_pylist()
+    }
     first, *others = set(by_group.values()) or {""}
     if not others or rollouts is None:
         return lambda _: first
-    group_of = dict(
-        zip(
-            *(column.to_pylist() for column in rollouts.table(["rollout_id", "group_id"]).columns),
-            strict=True,
-        )
-    )
-    return lambda rollout: by_group[group_of[rollout]]
+    rows = rollouts.table(["rollout_id", "group_id"]).to_pylist()
+    group_of = {row["rollout_id"]: row["group_id"] for row in rows}
+    return lambda rollout_id: by_group[group_of[rollout_id]]
 
 
 def _prefill(prompts: Version, row: dict[str, Any], starts: Mapping[str, str | None]) -> str:
     if not row["messages"]:
         return ""
     start = starts.get(row["messages"][-1]["role"])
-    found = None if start is None else prefill(row["prompt_text"], start)
-    if found is None:
+    beginning = None if start is None else prefill(row["prompt_text"], start)
+    if beginning is None:
         raise ConfigError(
             f"{prompts.ref} prompt {printable(row['group_id'])}",
             "can not tell how much of its text is the beginning of the answer: its template shows "
-            "no turn of an assistant, or the "
-            "prompts were rendered before that was noted",
+            "no turn of an assistant, or the prompts were rendered before that was noted",
             next='set prefill of the reward model or server: "" where the policy was given '
             "nothing to continue",
         )
-    return found
+    return beginning

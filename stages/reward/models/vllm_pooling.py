@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,26 +29,46 @@ class Pooling:
     def __init__(self, folder: Path, config: ModelConfig, words: list[str]) -> None:
         """`words`: the judge's two tokens as its vocabulary spells them; none: a classifier.
         ConfigError, ResourceError."""
-        self._who, self._judge = f"reward model {config.name}", bool(words)
-        build = vllm_env.prepare(self._who, config.device)
-        auto = "float32" if build.cpu else "bfloat16"
+        self._title = config.title
+        self._is_judge = bool(words)
+        build = vllm_env.prepare(self._title, config.device)
+        about = json.loads((folder / "config.json").read_bytes())
+        dtype = config.dtype
+        if dtype == "auto":
+            dtype = "float32" if build.cpu else "bfloat16"
         arguments: dict[str, Any] = {
             "runner": "pooling",
-            "dtype": auto if config.dtype == "auto" else config.dtype,
+            "dtype": dtype,
             "max_model_len": config.max_tokens,
             "max_num_batched_tokens": config.token_budget,
             "seed": 0,
             "trust_remote_code": False,
             "enforce_eager": build.cpu,
             "use_tqdm_on_load": False,
-            **({"hf_overrides": _as_classifier(folder, words)} if words else {}),
-            **(_cpu_arguments(folder, config) if build.cpu else {}),
-            **config.engine_args,
         }
+        if words:
+            token, against = words
+            architecture = about["architectures"][0]
+            # one weight: the head's row of `token` less that of `against`
+            arguments["hf_overrides"] = {
+                "architectures": [architecture.replace("ForCausalLM", "ForSequenceClassification")],
+                "classifier_from_token": [against, token],
+                "method": "from_2_way_softmax",
+            }
+        if build.cpu:
+            arguments["block_size"] = vllm_env.CPU_BLOCK
+            if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+                text_config = {**about, **about.get("text_config", {})}
+                arguments["kv_cache_memory_bytes"] = vllm_env.cpu_cache_bytes(
+                    about,
+                    config.max_tokens or text_config["max_position_embeddings"],
+                    _CPU_SEQUENCES,
+                    4,
+                )
         with self._fatal("could not start"):
             from vllm import LLM, PoolingParams
 
-            self._llm = LLM(str(folder), **arguments)
+            self._llm = LLM(str(folder), **{**arguments, **config.engine_args})
             self._raw = PoolingParams(use_activation=False)
 
     def score(self, inputs: list[list[int]], groups: list[int]) -> np.ndarray:
@@ -58,14 +79,14 @@ class Pooling:
 
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in inputs]
         with self._fatal("failed"):
-            found = self._llm.classify(prompts, pooling_params=self._raw, use_tqdm=False)
-        values = np.array([each.outputs.probs for each in found], np.float32)
-        return np.pad(values, ((0, 0), (0, 1))) if self._judge else values
+            outputs = self._llm.classify(prompts, pooling_params=self._raw, use_tqdm=False)
+        values = np.array([output.outputs.probs for output in outputs], np.float32)
+        return np.pad(values, ((0, 0), (0, 1))) if self._is_judge else values
 
-    def _fatal(self, what: str) -> Any:
+    def _fatal(self, problem: str) -> AbstractContextManager[None]:
         return vllm_env.fatal(
-            self._who,
-            what,
+            self._title,
+            problem,
             "run the same command again; for lack of memory, set engine_args = { "
             "gpu_memory_utilization = 0.5 }",
         )
@@ -74,28 +95,3 @@ class Pooling:
         """End the engine and its processes."""
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
-
-
-def _as_classifier(folder: Path, words: list[str]) -> dict[str, Any]:
-    """What makes vLLM read a language model as a classifier: its one weight is the head's row of
-    `token` less that of `against`."""
-    architecture = json.loads((folder / "config.json").read_bytes())["architectures"][0]
-    token, against = words
-    return {
-        "architectures": [architecture.replace("ForCausalLM", "ForSequenceClassification")],
-        "classifier_from_token": [against, token],
-        "method": "from_2_way_softmax",
-    }
-
-
-def _cpu_arguments(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    about = json.loads((folder / "config.json").read_bytes())
-    length = (
-        config.max_tokens or {**about, **about.get("text_config", {})}["max_position_embeddings"]
-    )
-    arguments: dict[str, Any] = {"block_size": vllm_env.CPU_BLOCK}
-    if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-        arguments["kv_cache_memory_bytes"] = vllm_env.cpu_cache_bytes(
-            about, length, _CPU_SEQUENCES, 4
-        )
-    return arguments

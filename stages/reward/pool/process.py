@@ -87,8 +87,7 @@ class Worker:
 
     def send(self, request: dict[str, Any]) -> None:
         """Put a request on its way; it goes out as `receive` waits."""
-        pickled = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
-        self._outgoing += LENGTH.pack(len(pickled)) + pickled
+        self._outgoing += pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
 
     def receive(self, seconds: float) -> dict[str, Any]:
         """The next answer. Late after `seconds`, Ended when the process does."""

@@ -35,23 +35,19 @@ def main() -> None:
         os.set_inheritable(handle, False)
     # what a process printed before it was killed is to be seen
     sys.stdout.reconfigure(line_buffering=True)
-    first = _receive(requests)
-    if first is not None:
-        sys.path[:] = first["path"]
-        _serve(requests, answers)
-    os._exit(0)  # without waiting for threads that a function left
-
-
-def _serve(requests: int, answers: int) -> None:
     functions: dict[str, Any] = {}
-    while (request := _receive(requests)) is not None:
-        if "load" in request:
-            answer = _load(functions, request["load"])
+    stream = os.fdopen(requests, "rb")
+    while stream.peek(1):
+        request = pickle.load(stream)
+        if "path" in request:
+            sys.path[:] = request["path"]
+        elif "load" in request:
+            _send(answers, _load(functions, request["load"]))
         elif functions[request["key"]].about.is_async:
-            answer = _call_async(functions[request["key"]], request, answers)
+            _send(answers, _call_async(functions[request["key"]], request, answers))
         else:
-            answer = _call(functions[request["key"]], request)
-        _send(answers, answer)
+            _send(answers, _call(functions[request["key"]], request))
+    os._exit(0)  # without waiting for threads that a function left
 
 
 def _load(functions: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +86,8 @@ def _call_async(function: Any, request: dict[str, Any], answers: int) -> dict[st
 
     from quiver.stages.reward.pool.calls import call_together
 
-    started, finished = time.monotonic(), []
+    started = time.monotonic()
+    finished: list[list[Any]] = []
 
     async def beat() -> None:
         while True:
@@ -100,9 +97,14 @@ def _call_async(function: Any, request: dict[str, Any], answers: int) -> dict[st
 
     async def work() -> None:
         beating = asyncio.ensure_future(beat())
-        limits = request["rows"], request["at_once"], request["seconds"]
-        tell = lambda row, part: finished.append([row, *part])  # noqa: E731
-        await call_together(function, pickle.loads(request["call"]), *limits, tell)
+        await call_together(
+            function,
+            pickle.loads(request["call"]),
+            request["rows"],
+            request["at_once"],
+            request["seconds"],
+            lambda row, part: finished.append([row, *part]),
+        )
         beating.cancel()
 
     global _loop  # noqa: PLW0603  one for all calls: what a function keeps open belongs to it
@@ -114,27 +116,11 @@ def _call_async(function: Any, request: dict[str, Any], answers: int) -> dict[st
 _loop: Any = None
 
 
-def _receive(handle: int) -> Any:
-    """The next request; None at the end."""
-    head = _read(handle, LENGTH.size)
-    return pickle.loads(_read(handle, LENGTH.unpack(head)[0])) if head else None
-
-
-def _read(handle: int, size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        piece = os.read(handle, min(size - len(data), 1 << 20))
-        if not piece:
-            return bytearray()
-        data += piece
-    return data
-
-
 def _send(handle: int, answer: dict[str, Any]) -> None:
-    data = json.dumps(answer).encode()
-    view = memoryview(LENGTH.pack(len(data)) + data)
-    while view:
-        view = view[os.write(handle, view) :]
+    encoded = json.dumps(answer).encode()
+    unsent = memoryview(LENGTH.pack(len(encoded)) + encoded)
+    while unsent:
+        unsent = unsent[os.write(handle, unsent) :]
 
 
 if __name__ == "__main__":
