@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,6 +65,13 @@ class Batch:
     def anchor(self) -> Tensor:
         """[N] the ratio's denominator."""
         return self.old_logprobs if self.prox_logprobs is None else self.prox_logprobs
+
+    @cached_property
+    def token_advantages(self) -> Tensor:
+        """[N] of a token, or its rollout's."""
+        if len(self.advantages) == len(self.old_logprobs):
+            return self.advantages
+        return self.advantages.repeat_interleave(self.sequences.completions.lengths)
 
     def positions(self, rows: Sequence[int] | Tensor) -> Tensor:
         """[n] int64: where the completion tokens of rollouts `rows` stand among the N."""
@@ -115,7 +123,6 @@ class Objective:
         logprobs, entropy, values = outputs
         device = logprobs.device
         positions = batch.positions(rows)
-        lengths = batch.sequences.completions.lengths[rows]
         weights = weights.to(device, torch.float32)
 
         def select(column: Tensor) -> Tensor:
@@ -123,12 +130,9 @@ class Objective:
 
         old_logprobs = select(batch.old_logprobs)
         anchor = select(batch.anchor)
-        if self.has_critic:
-            advantages = select(batch.advantages)
-        else:
-            advantages = batch.advantages[rows].repeat_interleave(lengths).to(device)
-        offsets = Ragged.from_lengths(old_logprobs, lengths.to(device)).offsets
-        tokens = losses.Tokens(logprobs, anchor, advantages, offsets)
+        lengths = batch.sequences.completions.lengths[rows].to(device)
+        offsets = Ragged.from_lengths(old_logprobs, lengths).offsets
+        tokens = losses.Tokens(logprobs, anchor, select(batch.token_advantages), offsets)
         costs, at_bound = self.surrogate(tokens, **self.options)
         if batch.prox_logprobs is not None:
             costs = costs * losses.correction(

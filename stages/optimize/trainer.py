@@ -170,8 +170,7 @@ class Trainer:
         self.audit: dict[str, Any] = {}
         self.updates: list[dict[str, Any]] = []
         self.padding = 0
-        """Of the places that this rank passed through the model in training: those that held
-        nothing."""
+        """Places without a token, of the `places` that this rank passed through the model."""
         self.places = 0
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
