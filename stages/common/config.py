@@ -9,7 +9,6 @@ done".
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -58,12 +57,6 @@ def without_folder(name: str) -> str:
     name = name.rpartition("/")[2]
     is_ours = name.startswith(tuple(f"quiver.{room}." for room in ROOMS))
     return name.removeprefix("quiver.") if is_ours else name
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """What an error adds where one of `names` is spelled much like `name`; else nothing."""
-    nearest = difflib.get_close_matches(name, list(names), 1, 0.5)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def parse(cls: type[_T], data: dict[str, Any], name: str) -> _T:

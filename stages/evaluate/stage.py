@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, printable
-from quiver.stages.common.config import did_you_mean
+from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer

@@ -12,6 +12,7 @@ probability; else the stage stops and nothing of the shard is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,36 +23,28 @@ from .engine import Completion, Request
 from .rows import Rows
 
 
+@dataclass
 class Requests:
     """What the engine draws: an iterator that may end for now, and go on when rows are answered."""
 
-    def __init__(
-        self,
-        rows: Rows,
-        take_shard: Callable[[], range | None],
-        *,
-        engine: str,
-        ahead: int,
-        vocabulary_size: int,
-        max_tokens: int,
-    ) -> None:
-        """`take_shard`: the rows of the next shard; None where there is none, at least for now."""
-        self._rows = rows
-        self._take_shard = take_shard
-        self._engine = engine
-        self._ahead = ahead
-        self._vocabulary_size = vocabulary_size
-        self._max_tokens = max_tokens
-        self._asked: set[int] = set()
-        self._unanswered: set[int] = set()
-        self._of_shard: Iterator[Request] = iter(())
+    rows: Rows
+    take_shard: Callable[[], range | None]
+    """The rows of the next shard; None where there is none, at least for now."""
+    engine: str
+    """What errors call it."""
+    ahead: int
+    vocabulary_size: int
+    max_tokens: int
+    _asked: set[int] = field(default_factory=set)
+    _unanswered: set[int] = field(default_factory=set)
+    _of_shard: Iterator[Request] = field(default_factory=lambda: iter(()))
 
     def __iter__(self) -> Requests:
         return self
 
     def __next__(self) -> Request:
         request = next(self._of_shard, None)
-        if request is None and len(self._unanswered) < self._ahead and self.open_shard():
+        if request is None and len(self._unanswered) < self.ahead and self.open_shard():
             request = next(self._of_shard, None)
         if request is None:
             raise StopIteration
@@ -59,18 +52,20 @@ class Requests:
 
     def open_shard(self) -> bool:
         """Take the next shard; whether there was one."""
-        indices = self._take_shard()
+        indices = self.take_shard()
         if indices is None:
             return False
         self._asked.update(indices)
         self._unanswered.update(indices)
-        self._of_shard = self._rows.requests(indices)
+        self._of_shard = self.rows.requests(indices)
         return True
 
     def check(self, completion: Completion) -> None:
         """SchemaError or NumericError unless the completion is whole, and of a row that was asked
         for and has no answer."""
-        index, ids, logprobs, finish_reason, _ = completion
+        index = completion.index
+        ids = completion.completion_ids
+        logprobs = completion.logprobs
         row = f"row {printable(index)}"
         if index not in self._unanswered:
             problem = "answered twice" if index in self._asked else "never asked for"
@@ -88,17 +83,17 @@ class Requests:
             raise self._error(f"{row}: {name} is {shape}, expected a flat array of {dtype}")
         if len(ids) != len(logprobs):
             raise self._error(f"{row}: {len(ids)} ids but {len(logprobs)} logprobs")
-        if len(ids) > self._max_tokens:
-            raise self._error(f"{row}: {len(ids)} ids, max_tokens is {self._max_tokens}")
-        outside = ids[(ids < 0) | (ids >= self._vocabulary_size)]
+        if len(ids) > self.max_tokens:
+            raise self._error(f"{row}: {len(ids)} ids, max_tokens is {self.max_tokens}")
+        outside = ids[(ids < 0) | (ids >= self.vocabulary_size)]
         if len(outside):
             raise self._error(
-                f"{row}: id {outside[0]} is outside the vocabulary of {self._vocabulary_size}"
+                f"{row}: id {outside[0]} is outside the vocabulary of {self.vocabulary_size}"
             )
-        if finish_reason not in FINISH_REASONS:
+        if completion.finish_reason not in FINISH_REASONS:
+            reason = printable(repr(completion.finish_reason))
             raise self._error(
-                f"{row}: finish_reason {printable(repr(finish_reason))}, expected one of "
-                f"{', '.join(FINISH_REASONS)}"
+                f"{row}: finish_reason {reason}, expected one of {', '.join(FINISH_REASONS)}"
             )
         impossible = logprobs[~np.isfinite(logprobs) | (logprobs > 1e-4)]
         if len(impossible):
@@ -117,7 +112,7 @@ class Requests:
 
     def _error(self, message: str, kind: type[QuiverError] = SchemaError) -> QuiverError:
         return kind(
-            f"engine {self._engine}",
+            f"engine {self.engine}",
             message,
             state="nothing of this shard was written; finished shards are kept.",
             next="run the same command again",

@@ -139,8 +139,9 @@ class Objective:
                 anchor, old_logprobs, offsets, **config.correction.model_dump()
             )
         policy_loss = (weights * costs).sum()
-        kl_loss = value_loss = torch.zeros((), device=device)
-        moments = [value_loss] * len(_MOMENTS)
+        zero = torch.zeros((), device=device)
+        kl_loss = value_loss = zero
+        moments = [zero] * len(_MOMENTS)
         if batch.ref_logprobs is not None:
             ref_logprobs = select(batch.ref_logprobs)
             kl = losses.kl(logprobs, ref_logprobs, config.kl_estimator, config.kl_unbiased)

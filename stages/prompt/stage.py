@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.chat.template import bad_text
-from quiver.stages.common.config import did_you_mean
 from quiver.stages.common.models import checkpoints
+from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer

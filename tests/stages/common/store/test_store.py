@@ -124,7 +124,7 @@ def test_shards_of_another_size_are_not_published(store):
             work.write(index, table(index, rows=1))
         (work.folder / "part-00009.arrow.77.tmp").write_bytes(b"half")
         for index in (1, 2):
-            (work.notes / f"part-0000{index}.arrow.json").unlink()
+            work.delete_note(f"part-0000{index}.arrow.json")
     with work_on(store) as work:
         work.write(0, table(0, rows=3))
         version = work.commit()
