@@ -17,6 +17,8 @@ from quiver.schemas import rewards
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common.store import Version
 
+from .config import SCORERS
+
 
 def require_same(
     earlier: Version, rollouts: Version, names: list[str], config: dict[str, Any]
@@ -25,48 +27,50 @@ def require_same(
     `names`, weighed as in `config`."""
     entry = earlier.manifest.input("rollouts")
     if entry is None or entry.content_hash != rollouts.manifest.content_hash:
-        what = f"was made of {entry.ref if entry else 'no rollouts'}, not of {rollouts.ref}"
         raise LineageError(
-            str(earlier.ref), what, next=f"name rewards of {rollouts.ref}, or leave --retry out"
+            str(earlier.ref),
+            f"was made of {entry.ref if entry else 'no rollouts'}, not of {rollouts.ref}",
+            next=f"name rewards of {rollouts.ref}, or leave --retry out",
         )
     if earlier.manifest.stage == "override":
         replaced = earlier.manifest.input("rewards").ref
-        what = f"a person replaced rewards of {replaced} in it: what is scored again belongs there"
-        raise ConfigError(
-            f"--retry {earlier.ref}", what, next=f"--retry {replaced}, then override again"
-        )
-    before = rewards.names_of(earlier.table())
-    if set(before) != set(names):
-        gone, new = sorted(set(before) - set(names)), sorted(set(names) - set(before))
-        told = [f"the recipe lacks {', '.join(gone)}"] * bool(gone) + [
-            f"they lack {', '.join(new)}"
-        ] * bool(new)
         raise ConfigError(
             f"--retry {earlier.ref}",
-            f"these rewards have other parts than the recipe: {'; '.join(told)}",
+            f"a person replaced rewards of {replaced} in it: what is scored again belongs there",
+            next=f"--retry {replaced}, then override again",
+        )
+    earlier_names = set(rewards.names_of(earlier.table()))
+    differences = [
+        f"{who} {', '.join(sorted(lacking))}"
+        for who, lacking in (
+            ("the recipe lacks", earlier_names - set(names)),
+            ("they lack", set(names) - earlier_names),
+        )
+        if lacking
+    ]
+    problem = f"these rewards have other parts than the recipe: {'; '.join(differences)}"
+    if not differences:
+        before = _arithmetic(earlier.manifest.config)
+        for name, setting in _arithmetic(config).items():
+            if setting != before[name]:
+                differences = [name]
+                problem = (
+                    f"{name} was {before[name]} there and is {setting} in the recipe: the rewards "
+                    "of one group would not be comparable"
+                )
+                break
+    if differences:
+        raise ConfigError(
+            f"--retry {earlier.ref}",
+            problem,
             next="restore [reward] as it was, or leave --retry out to score all rows",
         )
-    for what, wanted in _arithmetic(config).items():
-        found = _arithmetic(earlier.manifest.config)[what]
-        if found != wanted:
-            raise ConfigError(
-                f"--retry {earlier.ref}",
-                f"{what} was {found} there and is {wanted} in the recipe: the rewards of one "
-                "group would not be comparable",
-                next="restore [reward] as it was, or leave --retry out to score all rows",
-            )
 
 
 def _arithmetic(config: dict[str, Any]) -> dict[str, Any]:
     """What a config makes of the parts."""
-    scorers = [
-        each
-        for listed in config.values()
-        if isinstance(listed, list)
-        for each in listed
-        if isinstance(each, dict)
-    ]
-    weights = {f"weight of {each['name']}": each["weight"] for each in scorers}
+    scorers = [scorer for kind in SCORERS for scorer in config.get(kind, ())]
+    weights = {f"weight of {scorer['name']}": scorer["weight"] for scorer in scorers}
     return {**weights, "reward_clip": config.get("reward_clip"), "overlong": config.get("overlong")}
 
 
@@ -83,32 +87,29 @@ def aligned(earlier: pa.Table, rollouts: pa.Table, names: list[str], extras: lis
             f"{order.null_count} rollouts have no row in these rewards",
             next="leave --retry out",
         )
-    table, schema = earlier.combine_chunks().take(order), rewards.schema_for(names, extras)
-    columns = [
-        _reordered(table, field) if pa.types.is_struct(field.type) else table.column(field.name)
-        for field in schema
-    ]
+    table = earlier.combine_chunks().take(order)
+    schema = rewards.schema_for(names, extras)
+    columns = []
+    for field in schema:
+        if not pa.types.is_struct(field.type):
+            columns.append(table.column(field.name))
+            continue
+        members = rewards.names_of(table, field.name)
+        arrays = []
+        for member in field.type:
+            if member.name in members:
+                array = pc.struct_field(table.column(field.name), [members.index(member.name)])
+                arrays.append(array.combine_chunks())
+            else:
+                arrays.append(pa.nulls(table.num_rows, member.type))
+        columns.append(pa.StructArray.from_arrays(arrays, fields=list(field.type)))
     return pa.table(columns, schema=schema)
-
-
-def _reordered(table: pa.Table, wanted: pa.Field) -> pa.ChunkedArray:
-    """A struct column with the fields of `wanted`, null where it lacks one."""
-    have = rewards.names_of(table, wanted.name)
-
-    def array(name: str) -> pa.Array:
-        if name not in have:
-            return pa.nulls(table.num_rows, pa.string())
-        return pc.struct_field(table.column(wanted.name), [have.index(name)]).combine_chunks()
-
-    return pa.StructArray.from_arrays(
-        [array(field.name) for field in wanted.type], fields=list(wanted.type)
-    )
 
 
 def merged(earlier: pa.Table, again: pa.Table) -> pa.Table:
     """`earlier`, with the rows of `again` in place of those without a reward; both in the same
     order."""
-    kept = earlier.filter(earlier.column("reward").is_valid())
-    whole = pa.concat_tables([kept, again]).combine_chunks()
+    scored = earlier.filter(earlier.column("reward").is_valid())
+    table = pa.concat_tables([scored, again]).combine_chunks()
     ids = earlier.column("rollout_id").combine_chunks()
-    return whole.take(pc.index_in(ids, whole.column("rollout_id").combine_chunks()))
+    return table.take(pc.index_in(ids, table.column("rollout_id").combine_chunks()))

@@ -39,8 +39,9 @@ class Part(NamedTuple):
 class Scorer(Protocol):
     """One source of rewards, with its column in `parts`.
 
-    The stage calls `score` from one thread of its own, never twice at once. `close` may come from
-    another thread while `score` waits; the call must end soon then, in whatever way.
+    The stage calls `score` from one thread of its own, never twice at once. Whoever opened it may
+    close what it holds from another thread while `score` waits; the call must end soon then, in
+    whatever way.
     """
 
     name: str
@@ -55,9 +56,6 @@ class Scorer(Protocol):
     def score(self, batch: Batch) -> list[Part]:
         """One part a row; a failure is a part with an error. QuiverError only where no row at all
         can be scored."""
-
-    def close(self) -> None:
-        """Let go of what it holds: processes, connections, memory."""
 
 
 def as_extra(beside: Any) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from quiver.schemas.errors import LineageError, RewardError
 from quiver.stages.common.runtime.stage import Plan, Refs
@@ -27,6 +27,7 @@ from .config import Config
 from .fingerprints import model_entries, pinned
 from .measures import summary
 from .models.scorer import load as load_model
+from .models.template import beginnings
 from .pool.pool import Pool
 from .pool.scorer import FunctionScorer
 from .retry import require_same
@@ -86,7 +87,9 @@ def check(plan: Plan) -> None:
     """Whether each scorer is there and can be called with what the prompts offer. ConfigError."""
     prompts = plan.inputs["prompts"]
     columns = prompts.table(["columns"]).schema.field("columns").type
-    check_functions(plan.config, [field.name for field in columns], prompts)
+    with open_pinned(plan.config, prompts=prompts) as scorers:
+        for scorer in scorers:
+            scorer.require([field.name for field in columns])
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
@@ -132,23 +135,20 @@ def open_pinned(
     `notice` hears at once of rows that failed; `prompts` and `rollouts` are what is to be scored,
     where that is known. ConfigError where one of them is not there.
     """
-    with Pool(config.workers, config.max_memory_gib) as pool:
+    with Pool(config.workers, config.max_memory_gib) as pool, ExitStack() as stack:
         scorers: list[Scorer] = []
-        try:
-            for each in config.functions:
-                scorers.append(FunctionScorer(each, pool, config.batch_rows, notice))
-            scorers += [load_model(each, prompts, rollouts) for each in config.models]
-            for each in config.servers:
-                from .models.template import beginnings
-                from .servers.scorer import ServerScorer
+        for function in config.functions:
+            scorers.append(FunctionScorer(function, pool, config.batch_rows, notice))
+        for model in config.models:
+            scorers.append(load_model(model, prompts, rollouts))
+            stack.callback(scorers[-1].close)
+        for server in config.servers:
+            from .servers.scorer import ServerScorer
 
-                scorers.append(
-                    ServerScorer(each, notice, beginnings(each.begins_with, prompts, rollouts))
-                )
-            yield scorers
-        finally:
-            for scorer in scorers:
-                scorer.close()
+            prefill = beginnings(server.begins_with, prompts, rollouts)
+            scorers.append(ServerScorer(server, notice, prefill))
+            stack.callback(scorers[-1].close)
+        yield scorers
 
 
 def check_functions(config: Config, columns: Iterable[str], prompts: Version | None = None) -> None:

@@ -7,8 +7,9 @@ penalty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,7 +18,10 @@ from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
 
 from .functions import overlong_penalty
-from .scoring import LARGEST, OFFERED, Part
+from .scoring import LARGEST, Part
+
+if TYPE_CHECKING:
+    from .config import Config
 
 OVERLONG = "overlong"
 """The penalty's column in `parts`."""
@@ -44,91 +48,59 @@ class Offered(Mapping[str, list[Any]]):
 
     def __init__(self, rollouts: pa.Table, prompts: pa.Table) -> None:
         """`prompts`: row by row those of `rollouts`."""
-        self._rollouts, self._prompts, self._made = rollouts, prompts, {}
-        self._columns = [field.name for field in prompts.schema.field("columns").type]
+        columns = prompts.column("columns")
+        self._lists: dict[str, list[Any]] = {}
+        self._make = {
+            field.name: lambda index=index: pc.struct_field(columns, [index]).to_pylist()
+            for index, field in enumerate(columns.type)
+        }
+        self._make |= {
+            "prompts": partial(_chats_or_texts, prompts),
+            "completions": rollouts.column("completion_text").to_pylist,
+            "completion_ids": rollouts.column("completion_ids").to_pylist,
+            "finish_reason": rollouts.column("finish_reason").to_pylist,
+            "rollout_ids": rollouts.column("rollout_id").to_pylist,
+        }
 
     def __getitem__(self, name: str) -> list[Any]:
-        if name not in self._made:
-            self._made[name] = self._make(name)
-        return self._made[name]
+        if name not in self._lists:
+            self._lists[name] = self._make[name]()
+        return self._lists[name]
 
     def __iter__(self) -> Iterator[str]:
-        yield from OFFERED
-        yield from (name for name in self._columns if name not in OFFERED)
+        return iter(self._make)
 
     def __len__(self) -> int:
-        return len({*OFFERED, *self._columns})
-
-    def _make(self, name: str) -> list[Any]:
-        if name == "prompts":
-            asked = zip(
-                *(self._prompts.column(each).to_pylist() for each in ("messages", "prompt_text")),
-                strict=True,
-            )
-            return [text if messages is None else messages for messages, text in asked]
-        if name in _COLUMN_OF:
-            return self._rollouts.column(_COLUMN_OF[name]).to_pylist()
-        if name not in self._columns:
-            raise KeyError(name)
-        return pc.struct_field(
-            self._prompts.column("columns"), [self._columns.index(name)]
-        ).to_pylist()
+        return len(self._make)
 
 
-_COLUMN_OF = {
-    "completions": "completion_text",
-    "completion_ids": "completion_ids",
-    "finish_reason": "finish_reason",
-    "rollout_ids": "rollout_id",
-}
+def _chats_or_texts(prompts: pa.Table) -> list[Any]:
+    chats = prompts.column("messages").to_pylist()
+    texts = prompts.column("prompt_text").to_pylist()
+    return [text if chat is None else chat for chat, text in zip(chats, texts, strict=True)]
 
 
 def as_rewards(
-    rollouts: pa.Table,
-    parts: dict[str, list[Part]],
-    weights: dict[str, float],
-    clip: tuple[float, float] | None,
-    penalty: dict[str, Any] | None = None,
-    extras: list[str] | tuple[str, ...] = (),
+    config: Config, rollouts: pa.Table, parts: dict[str, list[Part]], extras: Iterable[str] = ()
 ) -> pa.Table:
-    """rewards/1 for `rollouts`, with one list of parts a function, in order of rows.
-
-    `penalty`: max_tokens, cache and weight of the overlong penalty, which then is the last part.
-    `extras`: functions whose extra is kept.
-    """
-    sums = [
-        weigh({name: parts[name][row] for name in weights}, weights, clip)
-        for row in range(rollouts.num_rows)
-    ]
-    parts = {name: parts[name] for name in weights}
-    if penalty is not None:
-        lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
-        shaped = [
-            overlong_penalty(length, penalty["max_tokens"], penalty["cache"]) for length in lengths
-        ]
-        parts[OVERLONG] = [Part(value) for value in shaped]
-        sums = [
-            None if r is None else storable(r + penalty["weight"] * v)
-            for r, v in zip(sums, shaped, strict=True)
-        ]
-    schema = rewards.schema_for(list(parts), extras)
-
-    def struct(column: str, names: list[str] | tuple[str, ...], at: int) -> pa.StructArray:
-        kind = schema.field(column).type
-        arrays = [
-            pa.array([part[at] for part in parts[name]], kind.field(name).type) for name in names
-        ]
-        return pa.StructArray.from_arrays(arrays, fields=list(kind))
-
-    columns = [
-        pa.array(sums, pa.float32()),
-        struct("parts", list(parts), 0),
-        struct("errors", list(parts), 1),
-    ]
-    columns += [struct("extra", extras, 2)] if extras else []
-    return pa.table(
-        [rollouts.column("rollout_id"), rollouts.column("group_id"), *columns], schema=schema
-    )
+    """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
+    of the scorers in `extras`."""
+    weights = {scorer.name: scorer.weight for scorer in config.scorers}
+    num_tokens = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
+    rows = rollouts.select(["rollout_id", "group_id"]).to_pylist()
+    for place, row in enumerate(rows):
+        row_parts = {name: parts[name][place] for name in weights}
+        reward = weigh(row_parts, weights, config.reward_clip)
+        if config.overlong:
+            overlong = config.overlong
+            penalty = overlong_penalty(num_tokens[place], overlong.max_tokens, overlong.cache)
+            row_parts[OVERLONG] = Part(penalty)
+            if reward is not None:
+                reward = storable(reward + overlong.weight * penalty)
+        row["reward"] = reward
+        for column, field in (("parts", "value"), ("errors", "error"), ("extra", "extra")):
+            row[column] = {name: getattr(part, field) for name, part in row_parts.items()}
+    return pa.Table.from_pylist(rows, rewards.schema_for(config.part_names, list(extras)))
 
 
 def weigh(
@@ -138,16 +110,21 @@ def weigh(
 
     None where a function failed, or where none gave a value.
 
-    >>> weigh({"a": Part(1.0), "b": Part(0.5), "c": Part()}, {"a": 1.0, "b": 2.0, "c": 9.0}, (0.0, 1.5))
+    >>> weights = {"a": 1.0, "b": 2.0, "c": 9.0}
+    >>> weigh({"a": Part(1.0), "b": Part(0.5), "c": Part()}, weights, (0.0, 1.5))
     1.5
-    >>> weigh({"a": Part(1.0), "b": Part(error="ValueError")}, {"a": 1.0, "b": 1.0}, None) is None
+    >>> weigh({"a": Part(1.0), "b": Part(error="ValueError")}, weights, None) is None
     True
     """
-    given = [weights[name] * part.value for name, part in parts.items() if part.value is not None]
-    if not given or any(part.error is not None for part in parts.values()):
+    weighted = [
+        weights[name] * part.value for name, part in parts.items() if part.value is not None
+    ]
+    if not weighted or any(part.error is not None for part in parts.values()):
         return None
-    total = math.fsum(given)
-    return storable(total if clip is None else min(max(total, clip[0]), clip[1]))
+    total = math.fsum(weighted)
+    if clip is not None:
+        total = min(max(total, clip[0]), clip[1])
+    return storable(total)
 
 
 def storable(total: float) -> float:

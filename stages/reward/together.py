@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from .scoring import Batch, Part, Scorer
 
 AHEAD = 2  # shards that are being scored at a time
+Batches = queue.SimpleQueue[tuple[Batch, Future[list[Part]]] | None]
+"""What one scorer is to score, with the future of its parts; None at the end."""
 
 
 class TooMany(Exception):
@@ -30,7 +33,7 @@ class Allowance:
         self.most = most
         self.failed: set[str] = set()
         self.first: tuple[str, str, str] | None = None
-        """Function, rollout_id and error of the first that was told."""
+        """Function, rollout_id and error of the first that was noticed."""
         self._lock = threading.Lock()
 
     def notice(self, name: str, rollout_id: str, error: str) -> None:
@@ -40,36 +43,6 @@ class Allowance:
             self.failed.add(rollout_id)
             if len(self.failed) > self.most:
                 raise TooMany
-
-
-class _Thread:
-    """A thread in which one scorer scores batches in order. A daemon: it must not keep a process
-    that was told to end."""
-
-    def __init__(self, scorer: Scorer, allowance: Allowance) -> None:
-        self._scorer, self._allowance = scorer, allowance
-        self._batches: queue.SimpleQueue[tuple[Batch, Future] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True, name=f"score {scorer.name}").start()
-
-    def submit(self, batch: Batch) -> Future[list[Part]]:
-        future: Future[list[Part]] = Future()
-        self._batches.put((batch, future))
-        return future
-
-    def stop(self) -> None:
-        self._batches.put(None)
-
-    def _work(self) -> None:
-        while (found := self._batches.get()) is not None:
-            batch, future = found
-            try:
-                parts = self._scorer.score(batch)
-                for rollout, part in zip(batch["rollout_ids"], parts, strict=True):
-                    if part.error is not None:
-                        self._allowance.notice(self._scorer.name, rollout, part.error)
-                future.set_result(parts)
-            except BaseException as error:
-                future.set_exception(error)
 
 
 def score_all(
@@ -84,31 +57,51 @@ def score_all(
     What a scorer raises, this raises at once, and TooMany when `allowance` says so; shards that
     were handed over are done.
     """
-    threads = {scorer.name: _Thread(scorer, allowance) for scorer in scorers}
-    under_way: list[tuple[int, dict[str, Future[list[Part]]]]] = []
+    batches_of: dict[str, Batches] = {scorer.name: queue.SimpleQueue() for scorer in scorers}
+    for scorer in scorers:
+        # a daemon: it must not keep a process that was told to end
+        threading.Thread(
+            target=_score_batches,
+            args=(scorer, batches_of[scorer.name], allowance),
+            daemon=True,
+            name=f"score {scorer.name}",
+        ).start()
+    under_way: deque[tuple[int, dict[str, Future[list[Part]]]]] = deque()
 
     def finish_first() -> None:
         index, futures = under_way[0]
-        waiting = {future for _, each in under_way for future in each.values()}
+        pending = {future for _, by_name in under_way for future in by_name.values()}
         while not all(future.done() for future in futures.values()):
-            ended, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            if not all(
-                future.done() for future in futures.values()
-            ):  # else this shard is done first, whatever the next says
+            ended, pending = wait(pending, return_when=FIRST_COMPLETED)
+            # where this shard is done, it is done first, whatever the next says
+            if not all(future.done() for future in futures.values()):
                 for future in ended:
                     future.result()
         done(index, {name: future.result() for name, future in futures.items()})
-        under_way.pop(0)
+        under_way.popleft()
 
     try:
         for index, batch in shards:
-            under_way.append(
-                (index, {name: thread.submit(batch) for name, thread in threads.items()})
-            )
+            futures = {name: Future() for name in batches_of}
+            for name, batches in batches_of.items():
+                batches.put((batch, futures[name]))
+            under_way.append((index, futures))
             if len(under_way) == AHEAD:
                 finish_first()
         while under_way:
             finish_first()
     finally:
-        for thread in threads.values():
-            thread.stop()
+        for batches in batches_of.values():
+            batches.put(None)
+
+
+def _score_batches(scorer: Scorer, batches: Batches, allowance: Allowance) -> None:
+    for batch, future in iter(batches.get, None):
+        try:
+            parts = scorer.score(batch)
+            for rollout_id, part in zip(batch["rollout_ids"], parts, strict=True):
+                if part.error is not None:
+                    allowance.notice(scorer.name, rollout_id, part.error)
+            future.set_result(parts)
+        except BaseException as error:
+            future.set_exception(error)

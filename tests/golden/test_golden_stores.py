@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,3 +229,37 @@ def _require_same(table: pa.Table, expected: pa.Table) -> None:
     if "logprobs" in expected.column_names:
         pairs = zip(table["logprobs"].to_pylist(), expected["logprobs"].to_pylist(), strict=True)
         assert all(logprobs == pytest.approx(before, abs=1e-5) for logprobs, before in pairs)
+
+
+PLANNING = """
+import json, os, subprocess, sys
+started = []
+def refuse(*command, **_):
+    started.append(command)
+    raise AssertionError("a process is started")
+subprocess.Popen.__init__ = refuse
+os.fork = os.posix_spawn = refuse
+import quiver.stages.common.runtime.runner as runner
+store, calls = sys.argv[1], json.load(sys.stdin)
+for call in calls:
+    outcome = runner.find(runner.Call(call["stage"], call["config"], store, call["refs"], call.get("into")))
+    assert outcome.ref == call["ref"], call
+print(len(calls), started, sorted({"torch", "transformers", "vllm", "accelerate", "prefect"} & set(sys.modules)))
+"""
+
+
+def test_looking_for_what_is_finished_starts_nothing_and_imports_nothing_heavy(stores):
+    """Of every stage. Rows that a function makes have to be made to know which they are; its file
+    is the user's own, and imports what it likes."""
+    calls = [
+        entry for entry in EXPECTED["finished"] if ":" not in entry["config"].get("source", "")
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PLANNING, str(stores / "finished")],
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"{len(calls)} [] []\n", done.stderr
+    assert {call["stage"] for call in calls} == {entry["stage"] for entry in EXPECTED["finished"]}

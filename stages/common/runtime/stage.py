@@ -133,7 +133,19 @@ def plan_call(
 ) -> Plan:
     """The plan of stage `name` for a config in plain JSON."""
     stage = load(name)
-    return stage.plan(parse(stage.Config, dict(config), f"stage {name}"), store, refs, into)
+    parsed = parse(stage.Config, dict(config), f"stage {name}")
+    return stage.plan(parsed, store, _RequiredRefs(name, refs), into)
+
+
+class _RequiredRefs(dict):
+    """References by role; ConfigError names the one that a stage asks for and was not given."""
+
+    def __init__(self, stage: str, refs: Refs) -> None:
+        super().__init__(refs)
+        self._stage = stage
+
+    def __missing__(self, role: str) -> str:
+        raise ConfigError(f"stage {self._stage}", f"no {role} are given", next=f"name the {role}")
 
 
 def is_made_alike(first: Manifest, second: Manifest) -> bool:

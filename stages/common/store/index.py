@@ -11,7 +11,8 @@ many versions there are.
 from __future__ import annotations
 
 import json
-import re
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from quiver.schemas.errors import CorruptError
@@ -22,7 +23,8 @@ from .storage import Storage
 
 _FORMAT = 1
 _TORN = '"error": "E-'
-_VERSION_NAME = re.compile(r"v(\d{6,})")
+_SETTLED_NANOSECONDS = 2_000_000_000
+"""Two changes of a folder may bear one time where they come closer than its clock ticks."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,11 @@ class Index:
 
     def numbers(self) -> list[int]:
         """Version numbers, rising."""
-        names = self._storage.list(self._folder)
-        return sorted(int(match[1]) for match in map(_VERSION_NAME.fullmatch, names) if match)
+        return sorted(int(name[1:]) for name in self._version_names())
 
     def entries(self) -> list[IndexEntry]:
         """Every version, rising; a manifest that has changed since it was noted is read again."""
-        entries = [_parse(line) for line in self._lines()]
+        entries = [_parse(line) for line in self._text().splitlines()]
         return [
             entry
             if entry.generation == self._generation(entry.number)
@@ -81,13 +82,16 @@ class Index:
 
     def find(self, run_key: str) -> list[int]:
         """Numbers of the versions that bear this run_key, rising, as far as the index knows."""
-        entries = [_parse(line) for line in self._lines() if run_key in line or _TORN in line]
+        text = self._text()
+        if run_key not in text and _TORN not in text:
+            return []
+        entries = [_parse(line) for line in text.splitlines() if run_key in line or _TORN in line]
         entries = [self._read(entry.number) if entry.error else entry for entry in entries]
         return [entry.number for entry in entries if entry.run_key == run_key]
 
     def is_current(self) -> bool:
         """Whether it says what the folder holds."""
-        return self._trusted_lines() is not None
+        return self._trusted_text() is not None
 
     def add(self, manifest: Manifest) -> None:
         """Note a version that was just published; the index was current right before that.
@@ -95,46 +99,60 @@ class Index:
         Where others published meanwhile nothing is noted: whoever asks next makes it anew.
         """
         state = self._state()
-        try:
-            *lines, last = self._storage.read(self._key).decode().splitlines()
-            count_before = json.loads(last)["count"]
-        except (FileNotFoundError, ValueError, KeyError):
+        noted = self._noted()
+        if noted is None or noted[1].get("count", -1) + 1 != state["count"]:
             return
-        if count_before + 1 == state["count"]:
-            entry = IndexEntry.of(manifest, self._generation(manifest.version))
-            self._write([*lines, json.dumps(asdict(entry))], state)
+        entry = IndexEntry.of(manifest, self._generation(manifest.version))
+        self._write(f"{noted[0]}{json.dumps(asdict(entry))}\n", state)
 
-    def _lines(self) -> list[str]:
+    def _text(self) -> str:
         """One line a version, from the index or from the manifests."""
-        lines = self._trusted_lines()
-        return self._make_anew() if lines is None else lines
+        text = self._trusted_text()
+        return self._make_anew() if text is None else text
+
+    def _version_names(self) -> list[str]:
+        names = self._storage.list(self._folder)
+        return [name for name in names if name[0] == "v" and len(name) > 6 and name[1:].isdecimal()]
+
+    def _modified(self) -> int:
+        generation = self._storage.generation(self._folder)
+        return generation[0] if generation else 0
 
     def _state(self) -> dict[str, int]:
-        generation = self._storage.generation(self._folder)
-        modified = generation[0] if generation else 0
-        return {"format": _FORMAT, "modified": modified, "count": len(self.numbers())}
+        modified = self._modified()
+        return {"format": _FORMAT, "modified": modified, "count": len(self._version_names())}
 
-    def _trusted_lines(self) -> list[str] | None:
-        """One line a version; None where there is no index, or one of another state."""
+    def _noted(self) -> tuple[str, dict[str, int]] | None:
+        """The lines of the index, and the state of the folder that its last line notes."""
         try:
-            *lines, last = self._storage.read(self._key).decode().splitlines()
-            state = json.loads(last)
+            text = self._storage.read(self._key).decode()
+            start = text.rstrip("\n").rfind("\n") + 1
+            return text[:start], json.loads(text[start:])
         except (FileNotFoundError, ValueError):
             return None
-        return lines if state == self._state() and len(lines) == state["count"] else None
 
-    def _make_anew(self) -> list[str]:
+    def _trusted_text(self) -> str | None:
+        """One line a version; None where there is no index, or one of another state."""
+        noted = self._noted()
+        if noted is None or not isinstance(noted[1], dict):
+            return None
+        modified = self._modified()
+        is_settled = time.time_ns() - modified > _SETTLED_NANOSECONDS
+        count = noted[1].get("count") if is_settled else len(self._version_names())
+        state = {"format": _FORMAT, "modified": modified, "count": count}
+        return noted[0] if noted[1] == state and noted[0].count("\n") == count else None
+
+    def _make_anew(self) -> str:
         entries = [self._read(number) for number in self.numbers()]
-        lines = [json.dumps(asdict(entry)) for entry in entries]
+        text = "".join(f"{json.dumps(asdict(entry))}\n" for entry in entries)
         if entries:
-            try:
+            # a store that can not be written is read without an index
+            with suppress(OSError):
                 self._storage.make_prefix(f"{self._folder}/.index")
                 state = self._state()
                 if state["count"] == len(entries):
-                    self._write(lines, state)
-            except OSError:
-                pass  # a store that can not be written is read without an index
-        return lines
+                    self._write(text, state)
+        return text
 
     def _generation(self, number: int) -> tuple[int, ...]:
         folder = Ref(self._run, self._kind, number).folder
@@ -154,9 +172,9 @@ class Index:
         message = f"{error.code} {error.object}: {error.message}"
         return IndexEntry(number, error=message, generation=generation)
 
-    def _write(self, lines: list[str], state: dict[str, int]) -> None:
-        text = "".join(f"{line}\n" for line in [*lines, json.dumps(state)])
-        self._storage.write(self._key, text.encode(), durable=False)
+    def _write(self, text: str, state: dict[str, int]) -> None:
+        raw = f"{text}{json.dumps(state)}\n".encode()
+        self._storage.write(self._key, raw, durable=False)
 
 
 def _parse(line: str) -> IndexEntry:

@@ -95,7 +95,7 @@ class Writer:
         self._started_at = time.monotonic()
         self._entries: tuple[FileEntry, ...] | None = None
         self._finished: dict[str, Any] | None = None
-        self._looked_above = -1
+        self._ignored_up_to = -1
 
     # -- the staging place
 
@@ -127,16 +127,12 @@ class Writer:
 
     def ignore_present(self) -> None:
         """Take no version that is there now for the answer."""
-        self._looked_above = max([-1, *self.store.numbers(self.run, self.kind)])
+        self._ignored_up_to = max([-1, *self.store.numbers(self.run, self.kind)])
 
     def is_committed(self) -> bool:
         """Whether the version is there by now; then it is the `answer`."""
         if self.answer is None:
-            numbers = self.store.numbers(self.run, self.kind)
-            above = self._looked_above
-            if numbers and numbers[-1] > above:
-                self.answer = self.store.find(self.run, self.kind, self.run_key, above)
-            self._looked_above = max([above, *numbers])
+            self.answer = self.store.find(self.run, self.kind, self.run_key, self._ignored_up_to)
         return self.answer is not None
 
     @contextmanager

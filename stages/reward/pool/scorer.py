@@ -71,6 +71,3 @@ class FunctionScorer:
             self._notice(self.name, rollout_ids[row], part.error)
 
         return self._pool.run(self._function, columns, len(rollout_ids), notice)
-
-    def close(self) -> None:
-        """Nothing: the processes belong to the pool."""
