@@ -158,10 +158,10 @@ def prepare(name: str, device: str) -> None:
 
 
 def code_hash(engine: str, options: Config | None) -> str:
-    """sha256 of the user's own code that answers, be it an engine or a script; empty where there is
-    none. ConfigError."""
+    """Hash of the user's own code that answers, be it an engine or a script; empty where there is
+    none. The code is not run. ConfigError."""
     if engine not in ENGINES:
-        return plugins.load(engine, "generate.engine")[1]
+        return plugins.fingerprint(plugins.locate(engine, "generate.engine"))
     if isinstance(options, ScriptedOptions) and ":" in options.script:
-        return plugins.load(options.script, "generate.options.script")[1]
+        return plugins.fingerprint(plugins.locate(options.script, "generate.options.script"))
     return ""
