@@ -57,6 +57,7 @@ bench: .peers/trl
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/python -m tests.measures
 
 # Needs uv. FIND_LINKS: a folder or index page that holds torch's CPU wheel (https://download.pytorch.org/whl/cpu/torch on an open network).
 COMPILE := uv pip compile pyproject.toml --extra demo --extra trackers --extra dev --python-version 3.11 \

@@ -2,13 +2,13 @@
 once with it.
 
 Prefect's `.submit()` waits for its threads when a flow is cancelled, and would leave their children
-behind. Here whatever ends the `with` block (an error, a cancel, Ctrl-C) stops the work first:
-`quiver.stages.common.runtime.runner` ends its child. When the flow is killed outright, the child sees its
-lifeline close, as every stage does.
+behind. Here whatever ends the `with` block (an error, a cancel, Ctrl-C) stops the work first: the
+runner ends its child. When the flow is killed outright, the child sees its lifeline close, as every
+stage does.
 
-    with Ahead(lambda: sample(recipe, 2)) as ahead:
+    with Ahead(lambda: sample(recipe, 2)) as sampling:
         optimize(recipe, 1)
-        sampled = ahead.result()
+        sampled = sampling.result()
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Ahead(Generic[_T]):
     `result`, in the caller."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
-        self._stop, self._error, self._work = threading.Event(), None, work
+        self._work = work
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
         context = copy_context()
         context.run(_STOP.set, self._stop)
         self._thread = threading.Thread(
@@ -53,19 +55,18 @@ class Ahead(Generic[_T]):
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
-        self._thread.join(
-            GRACE_SECONDS + 3
-        )  # a child that ignores SIGTERM is killed after the grace
+        # a child that ignores SIGTERM is killed after the grace
+        self._thread.join(GRACE_SECONDS + 3)
 
     def result(self) -> _T:
         """Wait for the work; what it returned, or raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._value
+        return self._answer
 
     def _run(self) -> None:
         try:
-            self._value = self._work()
-        except (Exception, Stopped) as error:  # raised where the result is wanted
+            self._answer = self._work()
+        except (Exception, Stopped) as error:  # raised where the result is asked for
             self._error = error

@@ -1,7 +1,8 @@
 """A person's answer to a paused flow run: typed, by the form of Prefect's pages or over its API,
 and no after a time.
 
-    POST /api/flow_runs/ID/resume   {"run_input": {"approve": true, "author": "ada", "reason": "reads well"}}
+    POST /api/flow_runs/ID/resume
+    {"run_input": {"approve": true, "author": "ada", "reason": "reads well"}}
 
 The server checks the answer against the form; one that does not fit resumes nothing. An answer that
 overrides rewards has the policy trained again on a new rewards version, which says who and why, and
@@ -35,13 +36,14 @@ from .recipe import Recipe
 from .tasks import perform
 
 POLL_SECONDS = 5.0
-_PARAMETERS = {
+_REF_ROLES = {
     "policy": "policy",
     "rollouts": "rollouts",
     "rewards": "rewards",
     "ref": "ref_logprobs",
     "prox": "prox_logprobs",
 }
+"""Roles of a call of optimize by those of its manifest."""
 _SPARE_SECONDS = 300  # Prefect's own limit fails a run that nobody resumed, so ours comes first
 
 
@@ -58,8 +60,8 @@ class Answer(RunInput):
     overrides: dict[str, float] = Field(
         default_factory=dict,
         description="Rewards by rollout_id that shall be others. If there are any, the policy is "
-        "trained again on the rewards "
-        "with these in place, and asked about again; `approve` then decides nothing.",
+        "trained again on the rewards with these in place, and asked about again; `approve` then "
+        "decides nothing.",
     )
 
 
@@ -70,7 +72,7 @@ class Candidate(NamedTuple):
     policy: str
     rewards: str
     evaluation: str
-    judged: Judgement
+    judgement: Judgement
 
 
 def require_server() -> None:
@@ -91,11 +93,24 @@ def ask(question: str, seconds: float) -> Answer:
 
     A run that was stopped while it waited asks again.
     """
-    form, over = Answer.with_initial_data(description=question), Event()
-    clock = Thread(
-        target=copy_context().run, args=(_answer_no, UUID(flow_run.id), seconds, over), daemon=True
-    )
-    clock.start()
+    form = Answer.with_initial_data(description=question)
+    is_over = Event()
+
+    def answer_no(run: UUID) -> None:
+        """Answer after `seconds`, unless the question is over."""
+        answer = {
+            "approve": False,
+            "author": "quiver",
+            "reason": f"nobody answered within {seconds:g} s",
+        }
+        is_over.wait(seconds)
+        while not is_over.is_set():
+            with suppress(NotPausedError):  # somebody answered just now, or it does not pause yet
+                resume_flow_run(run, run_input=answer)
+            is_over.wait(POLL_SECONDS)
+
+    target = copy_context().run
+    Thread(target=target, args=(answer_no, UUID(flow_run.id)), daemon=True).start()
     try:
         return pause_flow_run(
             form,
@@ -104,21 +119,7 @@ def ask(question: str, seconds: float) -> Answer:
             key=str(uuid4()),
         )
     finally:
-        over.set()
-
-
-def _answer_no(run: UUID, seconds: float, over: Event) -> None:
-    """Answer after `seconds`, unless the question is `over`."""
-    answer = {
-        "approve": False,
-        "author": "quiver",
-        "reason": f"nobody answered within {seconds:g} s",
-    }
-    over.wait(seconds)
-    while not over.is_set():
-        with suppress(NotPausedError):  # somebody answered just now, or it does not pause yet
-            resume_flow_run(run, run_input=answer)
-        over.wait(POLL_SECONDS)
+        is_over.set()
 
 
 def reviewed(
@@ -131,13 +132,14 @@ def reviewed(
     """
     note = ""
     while True:
-        answer = ask(_question(recipe, candidate, before) + note, recipe.promotion.approval_seconds)
+        question = _question(recipe, candidate, before) + note
+        answer = ask(question, recipe.promotion.approval_seconds)
         if not answer.overrides:
             return candidate, answer
         try:
             config = parse(Overrides, answer.model_dump(exclude={"approve"}), "overrides")
             refs = {"rewards": candidate.rewards}
-            rewards = perform(recipe, "override", "override", config, refs, recipe.run, False).ref
+            rewards = perform(recipe, "override", config, refs, label="override").ref
         except ConfigError as error:  # what was typed; the one who typed it is told
             note = (
                 f"\n\n**The overrides of {answer.author} were refused**: {error.object}: "
@@ -146,33 +148,30 @@ def reviewed(
             continue
         note = ""
         candidate = weigh(train_again(recipe, candidate, rewards), rewards)
-        if not candidate.judged.better:
+        if not candidate.judgement.better:
             return candidate, None
 
 
 def train_again(recipe: Recipe, candidate: Candidate, rewards: str) -> str:
     """The policy that the candidate's last training makes of other `rewards`; whatever else it was
     made of stays."""
-    refs: dict[str, list[str]] = {}
+    listed: dict[str, list[str]] = {}
     for entry in Store(recipe.store).open(candidate.policy).manifest.inputs:
-        parameter = _PARAMETERS.get(entry.role.partition(".")[0])
-        if parameter:
-            refs.setdefault(parameter, []).append(
-                rewards if entry.ref == candidate.rewards else entry.ref
-            )
-    plain = {name: found[0] if len(found) == 1 else found for name, found in refs.items()}
-    return perform(
-        recipe, "optimize again", "optimize", recipe.optimize_config(), plain, recipe.run, False
-    ).ref
+        role = _REF_ROLES.get(entry.role.partition(".")[0])
+        if role:
+            ref = rewards if entry.ref == candidate.rewards else entry.ref
+            listed.setdefault(role, []).append(ref)
+    refs = {role: named[0] if len(named) == 1 else named for role, named in listed.items()}
+    config = recipe.optimize_config()
+    return perform(recipe, "optimize", config, refs, label="optimize again").ref
 
 
 def _question(recipe: Recipe, candidate: Candidate, before: str) -> str:
-    rewards, store = candidate.rewards, recipe.store
+    rewards = candidate.rewards
     return (
         f"Shall **{candidate.policy}** replace **{before}** as "
         f"`{recipe.run}/policy@{recipe.promotion.tag}`?\n\n"
-        f"{candidate.judged.why}\n\n"
-        f"Its last rewards are {rewards}: `quiver show {rewards} --store {store}`. Without an "
-        "answer within "
-        f"{recipe.promotion.approval_seconds:g} s it is not promoted."
+        f"{candidate.judgement.why}\n\n"
+        f"Its last rewards are {rewards}: `quiver show {rewards} --store {recipe.store}`. Without "
+        f"an answer within {recipe.promotion.approval_seconds:g} s it is not promoted."
     )

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import ModuleType
 from typing import Any
 
 from quiver.schemas.errors import printable
@@ -24,49 +25,41 @@ from quiver.stages.common.store.tags import Entry
 
 SECONDS = 8.0
 _RESPITE_SECONDS = 600.0
-_failed = -math.inf
+_failed_at = -math.inf
 log = logging.getLogger("quiver")
 
 
 def tell_version(call: Call, outcome: Outcome) -> None:
     """Tell of each version that the stage wrote; nothing where it was there already. Never
     raises."""
-
-    def events() -> list[dict[str, Any]]:
-        from .pages.events import version_events
-
-        return version_events(call, outcome)
-
     if not outcome.cached:
-        _tell(outcome.ref, events)
+        _tell(outcome.ref, lambda events: events.version_events(call, outcome))
 
 
 def tell_moved(name: str, entry: Entry) -> None:
     """Tell that the tag `name` = run/kind@tag moved. Never raises."""
-
-    def events() -> list[dict[str, Any]]:
-        from .pages.events import moved_event
-
-        return [moved_event(name, entry)]
-
-    _tell(name, events)
+    _tell(name, lambda events: [events.moved_event(name, entry)])
 
 
-def _tell(what: str, events: Callable[[], list[dict[str, Any]]]) -> None:
-    global _failed  # noqa: PLW0603
+def _tell(name: str, make: Callable[[ModuleType], list[dict[str, Any]]]) -> None:
+    """Post the events that `make` makes of the module `pages.events`; a warning that names `name`
+    where the server has not taken them in time."""
+    global _failed_at  # noqa: PLW0603
     if not os.environ.get("PREFECT_API_URL"):
         return
     try:
-        if time.monotonic() < _failed + _RESPITE_SECONDS:
+        if time.monotonic() < _failed_at + _RESPITE_SECONDS:
             raise TimeoutError("nor of the one before")
-        _post(events())
-    except (
-        Exception
-    ) as error:  # whatever it is: what was done stands, and the command's answer with it
-        _failed = time.monotonic()
-        why = printable(error) or f"no answer within {SECONDS:g} s"
+        from .pages import events
+
+        _post(make(events))
+    except Exception as error:
+        # whatever it is: what was done stands, and the command's answer with it
+        _failed_at = time.monotonic()
         log.warning(
-            "%s: Prefect's server was not told of it, so no deployment starts by it (%s)", what, why
+            "%s: Prefect's server was not told of it, so no deployment starts by it (%s)",
+            name,
+            printable(error) or f"no answer within {SECONDS:g} s",
         )
 
 

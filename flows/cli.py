@@ -25,7 +25,8 @@ from .commands.shared import CALLED, keep_stdout, say
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
     running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy,
-    versions.ls, versions.show, versions.lineage, versions.diff, versions.verify, versions.tag, versions.history, versions.report,
+    versions.ls, versions.show, versions.lineage, versions.diff, versions.verify,
+    versions.tag, versions.history, versions.report,
     listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip
 app = typer.Typer(
@@ -37,15 +38,8 @@ for _command in COMMANDS:
     app.command()(_command)
 
 
-def _report(error: QuiverError) -> int:
-    error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
-    if "--json" in sys.argv:
-        say(True, {"error": error.to_dict()}, [])
-    print(error, file=sys.stderr)
-    return error.exit_code
-
-
 def _run() -> int:
+    """Run the command; its exit code. An error is told on stderr, and on stdout with --json."""
     try:
         return get_command(app).main(standalone_mode=False) or 0
     except typer.Abort:  # Ctrl-C
@@ -54,21 +48,24 @@ def _run() -> int:
             file=sys.stderr,
         )
         return 130
-    except _UsageError as error:
-        command = error.ctx.info_name if error.ctx and error.ctx.parent else ""
-        told = ConfigError(
-            "command line",
-            error.format_message(),
-            next=" ".join(filter(None, ("quiver", command, "--help"))),
-        )
-    except QuiverError as error:
-        told = error
+    except _UsageError as usage_error:
+        words = ["quiver", "--help"]
+        if usage_error.ctx and usage_error.ctx.parent:
+            words.insert(1, usage_error.ctx.info_name)
+        message = usage_error.format_message()
+        error = ConfigError("command line", message, next=" ".join(words))
+    except QuiverError as quiver_error:
+        error = quiver_error
         if "--debug" in sys.argv:
             traceback.print_exc()
-    except Exception as error:
+    except Exception as other_error:
         traceback.print_exc()
-        told = unexpected("quiver", error)
-    return _report(told)
+        error = unexpected("quiver", other_error)
+    error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
+    if "--json" in sys.argv:
+        say(True, {"error": error.to_dict()}, [])
+    print(error, file=sys.stderr)
+    return error.exit_code
 
 
 def main() -> None:

@@ -7,63 +7,60 @@ error and n, to `<run>`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome
 
 from .recipe import Recipe
-from .tasks import check_rewards, describe, perform
-
-log = logging.getLogger("quiver")
+from .tasks import check_rewards, perform
 
 
 def measure(
     recipe: Recipe,
     policy: str,
     iteration: int,
-    forced: set[str] = frozenset(),
+    forced: Collection[str] = (),
     baseline: str | None = None,
-    run: Callable[..., Outcome] | None = None,
+    perform: Callable[..., Outcome] = perform,
 ) -> Outcome | None:
     """The evaluation of `policy` (metrics: score, stderr, n, …), the seconds of all its stages;
     None without held-out rows.
 
     `baseline`: an evaluation of another policy on the same rows; the metrics then hold the
-    difference to it too. `run` calls a stage, given recipe, stage, config, references, force and
-    the run that the version goes to; None: a task of Prefect's does.
+    difference to it too. `perform` runs a stage, as `tasks.perform` does.
     """
     if recipe.data.held_out is None:
         return None
-    aside = f"{recipe.run}.eval"
+    eval_run = f"{recipe.run}.eval"
+    force = "evaluate" in forced
 
-    def stage(name: str, config, into: str, **refs: str) -> Outcome:
-        label, force = f"evaluate {iteration}: {name}", "evaluate" in forced and name != "prompt"
-        if run is None:
-            return perform(recipe, label, name, config, refs, into, force, iteration)
-        outcome = run(recipe, name, config, refs, force, into)
-        log.info("%s", describe(label, outcome))
-        return outcome
+    def run(stage: str, config: Config, into: str, **refs: str) -> Outcome:
+        return perform(
+            recipe,
+            stage,
+            config,
+            refs,
+            label=f"evaluate {iteration}: {stage}",
+            into=into,
+            force=force and stage != "prompt",
+            iteration=iteration,
+        )
 
-    prompts = stage("prompt", recipe.prompt_config(0, evaluation=True), aside, policy=policy)
+    prompts = run("prompt", recipe.prompt_config(0, evaluation=True), eval_run, policy=policy)
     config = recipe.generate_config(0, evaluation=True)
-    check_rewards(recipe, prompts.ref, policy, config, aside, "evaluate" in forced)
-    rollouts = stage("generate", config, aside, prompts=prompts.ref, policy=policy)
-    rewards = stage("reward", recipe.reward, aside, rollouts=rollouts.ref)
-    beside = {"baseline": baseline} if baseline else {}
-    scored = stage(
-        "evaluate",
-        recipe.score_config(),
-        recipe.run,
-        rollouts=rollouts.ref,
-        rewards=rewards.ref,
-        **beside,
-    )
-    total = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, scored))
-    return replace(scored, seconds=round(total, 3))
+    check_rewards(recipe, prompts.ref, policy, config, eval_run, force)
+    rollouts = run("generate", config, eval_run, prompts=prompts.ref, policy=policy)
+    rewards = run("reward", recipe.reward, eval_run, rollouts=rollouts.ref)
+    refs = {"rollouts": rollouts.ref, "rewards": rewards.ref}
+    if baseline:
+        refs["baseline"] = baseline
+    evaluation = run("evaluate", recipe.score_config(), recipe.run, **refs)
+    seconds = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, evaluation))
+    return replace(evaluation, seconds=round(seconds, 3))
 
 
 def require_held_out(recipe: Recipe) -> None:

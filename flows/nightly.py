@@ -25,16 +25,15 @@ from quiver.schemas.errors import printable
 from quiver.schemas.refs import check_name
 from quiver.stages.common.config import parse
 from quiver.stages.common.runtime.prewarm import end_prewarmed
-from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry, previous
 
-from .approval import Answer, Candidate, require_server, reviewed
+from .approval import Candidate, require_server, reviewed
 from .evaluation import measure, require_held_out
 from .pages import link_report
 from .pages.events import announce_move, payload_of
 from .placement import check_placement
-from .post_train import choose_reference, improve
+from .post_train import Iteration, choose_reference, sample, update
 from .promotion import Promotion, decide, entry_of, judge, roll_back
 from .recipe import Data, Recipe
 from .tasks import perform, tagged
@@ -68,9 +67,8 @@ class Night:
 
 
 def _run_name() -> str:
-    return (
-        f"{flow_run.parameters['recipe'].run} · nightly {_name(flow_run.parameters.get('night'))}"
-    )
+    parameters = flow_run.parameters
+    return f"{parameters['recipe'].run} · nightly {_name(parameters.get('night'))}"
 
 
 def _name(night: str | None) -> str:
@@ -92,9 +90,19 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
         iterations as `quiver run` has them.
     """
     tonight = begin(recipe, _name(night))
+    iterations: list[Iteration] = []
     try:
         with tagged(recipe):
-            entry, iterations = _spent(tonight)
+            entry = entry_of(tonight.store, recipe.run, tonight.promotion, tonight.key)
+            if entry is None:
+                tonight = replace(tonight, recipe=tonight.recipe.resolved())
+                base = perform(
+                    tonight.recipe, "policy", tonight.recipe.policy, {}, label="import policy"
+                ).ref
+                in_use = _policy_in_use(tonight, base)
+                baseline = measure(tonight.recipe, in_use, tonight.first - 1)
+                iterations = _improve(tonight, in_use, base)
+                entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
             link_report(recipe)
     finally:
         end_prewarmed()
@@ -108,23 +116,8 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
         "run": recipe.run,
         "tag": recipe.promotion.tag,
         **payload_of(entry),
-        "iterations": iterations,
+        "iterations": [iteration.to_json() for iteration in iterations],
     }
-
-
-def _spent(night: Night) -> tuple[Entry, list[dict[str, Any]]]:
-    """What is decided of the night, and its iterations; none where that was decided before."""
-    recipe, promotion = night.recipe, night.promotion
-    entry = entry_of(night.store, recipe.run, promotion, night.key)
-    if entry:
-        return entry, []
-    recipe = recipe.resolved()
-    night = replace(night, recipe=recipe)
-    base = perform(recipe, "import policy", "policy", recipe.policy, {}, recipe.run, False).ref
-    before = _in_use(night, base)
-    baseline = measure(recipe, before, night.first - 1)
-    iterations = _improved(night, before, base)
-    return _decided(night, before, baseline, iterations[-1]), iterations
 
 
 def begin(recipe: Recipe, name: str) -> Night:
@@ -137,125 +130,115 @@ def begin(recipe: Recipe, name: str) -> Night:
     # a user's own algorithm is told what is wrong with it before anything is made
     recipe.optimize_config().resolved()
     store = Store(recipe.store)
-    taken = [
-        entry.about.get("iteration", 0) for entry in store.history(recipe.run, recipe.promotion.tag)
-    ]
-    first = 1 + max(taken, default=0)
-    data = parse(
-        Data, _filled(recipe.data.model_dump(mode="json", exclude_unset=True), name), "data"
-    )
-    asked = recipe.evaluate.model_copy(update={"every": 0})  # measured is what the night ends with
-    filled = recipe.model_copy(
-        update={"data": data, "iterations": first + recipe.iterations - 1, "evaluate": asked}
-    )
-    return Night(name, filled, store, first)
+    entries = store.history(recipe.run, recipe.promotion.tag)
+    first = 1 + max((entry.about.get("iteration", 0) for entry in entries), default=0)
+    section = recipe.data.model_dump(mode="json", exclude_unset=True)
+    update = {
+        "data": parse(Data, _with_name(section, name), "data"),
+        "iterations": first + recipe.iterations - 1,
+        "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
+    }
+    return Night(name, recipe.model_copy(update=update), store, first)
 
 
-def _filled(value: Any, night: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(each, night) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, night) for each in value]
-    return value.replace(NIGHT, night) if isinstance(value, str) else value
+def _with_name(section: Any, night: str) -> Any:
+    """What [data] says, with the night's name in every text of it."""
+    if isinstance(section, dict):
+        return {key: _with_name(entry, night) for key, entry in section.items()}
+    if isinstance(section, list):
+        return [_with_name(entry, night) for entry in section]
+    return section.replace(NIGHT, night) if isinstance(section, str) else section
 
 
-def _in_use(night: Night, base: str) -> str:
+def _policy_in_use(night: Night, base: str) -> str:
     """The policy that bears the tag; the first night gives it to `base`. With `rollback` the one
     before, where that is better."""
-    store, promotion, run = night.store, night.promotion, night.recipe.run
-    tagged = f"{run}/policy@{promotion.tag}"
+    store = night.store
+    promotion = night.promotion
+    run = night.recipe.run
+    tag = f"{run}/policy@{promotion.tag}"
     if store.tagged(run, promotion.tag) is None:
         store.tag(run, promotion.tag, base, expected=None, why="the base model", key="base")
-        announce_move(tagged, entry_of(store, run, promotion, "base"))
-    ref, key = str(store.resolve(tagged)), f"rollback {night.name}"
+        announce_move(tag, entry_of(store, run, promotion, "base"))
+    in_use = str(store.resolve(tag))
+    key = f"rollback {night.name}"
     earlier = previous(store.history(run, promotion.tag))
     if not promotion.rollback or earlier is None or entry_of(store, run, promotion, key):
-        return ref
-    now = measure(night.recipe, ref, night.first - 1)
-    then = measure(night.recipe, earlier, night.first - 1, baseline=now.ref)
-    judged = judge(promotion, store.open(then.ref).manifest.metrics)
-    if not judged.better:
-        return ref
+        return in_use
+    in_use_score = measure(night.recipe, in_use, night.first - 1)
+    earlier_score = measure(night.recipe, earlier, night.first - 1, baseline=in_use_score.ref)
+    judgement = judge(promotion, store.open(earlier_score.ref).manifest.metrics)
+    if not judgement.better:
+        return in_use
     about = {
         "night": night.name,
         "decision": "rolled back",
-        "candidate": ref,
-        "evaluation": then.ref,
-        **judged.numbers,
+        "candidate": in_use,
+        "evaluation": earlier_score.ref,
+        **judgement.numbers,
     }
-    entry = roll_back(store, run, promotion, key, f"{earlier} is better: {judged.why}", about)
+    entry = roll_back(store, run, promotion, key, f"{earlier} is better: {judgement.why}", about)
     log.warning(
         "%-22s rolled back to %s: %s",
         f"nightly {night.name}",
         entry.ref,
         printable(entry.why, 1000),
     )
-    announce_move(tagged, entry)
+    announce_move(tag, entry)
     return entry.ref
 
 
-def _improved(night: Night, policy: str, base: str) -> list[dict[str, Any]]:
+def _improve(night: Night, policy: str, base: str) -> list[Iteration]:
     """The night's iterations, from `policy` on. Replay and a reference that moves stay within the
     night; a fixed one is `base`."""
-    recipe, policies, reference = night.recipe, [policy], None
-    done: list[dict[str, Any]] = []
-    for iteration in range(night.first, recipe.iterations + 1):
-        known = [base] if recipe.reference.rule == "fixed" else policies
-        reference = choose_reference(recipe, known, 1 + len(done), reference)
-        done.append(
-            improve(
-                recipe,
-                policies[-1],
-                reference,
-                iteration,
-                set(),
-                done[: -recipe.optimize.replay - 1 : -1],
-            )
-        )
-        policies.append(done[-1]["policy"])
-    return done
+    recipe = night.recipe
+    policies = [policy]
+    reference = None
+    iterations: list[Iteration] = []
+    for number in range(night.first, recipe.iterations + 1):
+        references = [base] if recipe.reference.rule == "fixed" else policies
+        reference = choose_reference(recipe, references, 1 + len(iterations), reference)
+        newest_first = iterations[: -recipe.optimize.replay - 1 : -1]
+        sampled = sample(recipe, policies[-1], number)
+        iteration = update(recipe, policies[-1], reference, sampled, (), newest_first)
+        iterations.append(iteration)
+        policies.append(iteration.policy)
+    return iterations
 
 
-def _decided(night: Night, before: str, baseline: Outcome, made: dict[str, Any]) -> Entry:
-    """Measure what the last iteration `made`, ask where somebody is to be asked, and move the tag
-    or leave it."""
-    store, promotion, recipe = night.store, night.promotion, night.recipe
+def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
+    """Measure what the last iteration made, ask where somebody is to be asked, and move the tag or
+    leave it."""
+    store = night.store
+    promotion = night.promotion
+    recipe = night.recipe
 
     def weigh(policy: str, rewards: str) -> Candidate:
-        evaluation = measure(recipe, policy, recipe.iterations, baseline=baseline.ref)
-        return Candidate(
-            policy,
-            rewards,
-            evaluation.ref,
-            judge(promotion, store.open(evaluation.ref).manifest.metrics),
-        )
+        evaluation = measure(recipe, policy, recipe.iterations, baseline=baseline)
+        judgement = judge(promotion, store.open(evaluation.ref).manifest.metrics)
+        return Candidate(policy, rewards, evaluation.ref, judgement)
 
-    candidate, answer = weigh(made["policy"], made["rewards"]), None
-    if candidate.judged.better and promotion.approval:
-        candidate, answer = reviewed(recipe, candidate, before, weigh)
-    promoted = candidate.judged.better and (answer.approve if answer else not promotion.approval)
+    candidate = weigh(last.policy, last.rewards)
+    answer = None
+    if candidate.judgement.better and promotion.approval:
+        candidate, answer = reviewed(recipe, candidate, in_use, weigh)
+    is_approved = answer.approve if answer else not promotion.approval
+    is_promoted = candidate.judgement.better and is_approved
     about = {
         "night": night.name,
-        "decision": "promoted" if promoted else "kept",
+        "decision": "promoted" if is_promoted else "kept",
         "candidate": candidate.policy,
         "rewards": candidate.rewards,
         "iteration": recipe.iterations,
         "evaluation": candidate.evaluation,
-        **candidate.judged.numbers,
+        **candidate.judgement.numbers,
     }
-    ref = candidate.policy if promoted else before
-    entry = decide(
-        store, recipe.run, promotion, night.key, before, ref, _why(candidate, answer), about
-    )
-    if promoted:
+    why = candidate.judgement.why
+    if answer is not None:
+        word = "yes" if answer.approve else "no"
+        why = f"{answer.author} said {word}: {answer.reason}; {why}"
+    ref = candidate.policy if is_promoted else in_use
+    entry = decide(store, recipe.run, promotion, night.key, in_use, ref, why, about)
+    if is_promoted:
         announce_move(f"{recipe.run}/policy@{promotion.tag}", entry)
     return entry
-
-
-def _why(candidate: Candidate, answer: Answer | None) -> str:
-    if answer is None:
-        return candidate.judged.why
-    return (
-        f"{answer.author} said {'yes' if answer.approve else 'no'}: {answer.reason}; "
-        f"{candidate.judged.why}"
-    )

@@ -5,25 +5,31 @@ What is done already is found in this process in either case, in milliseconds. R
 anything runs: a pool where no server is named, and a store by a relative path, which another host
 would look for elsewhere.
 
-    outcome = place(recipe, Call("generate", …), "arith · generate 1/3")
+    call = stage_call(recipe, "generate", recipe.generate_config(1), {"prompts": …, "policy": …})
+    outcome = run_at(call, recipe.placement)
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from pydantic import Field
 
 from quiver.schemas.errors import BusyError, ConfigError, ResourceError
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.prewarm import prewarm
 from quiver.stages.common.runtime.runner import Call, Outcome, find, run_call
+from quiver.stages.common.runtime.stage import Refs
 from quiver.stages.common.runtime.subprocesses import Stopped
+from quiver.stages.common.store import Store
 
-from .recipe import Recipe
+from .recipe import Placement, Recipe
 from .slots import slots
 
 SHARED = ("generate", "reward", "logprobs")
@@ -37,56 +43,106 @@ class GivenUp(ResourceError):
     """Nobody took the stage up, or somebody ended it: to try again by itself would not help."""
 
 
-class NextStage(NamedTuple):
-    """A stage that comes next, in a child process of this one."""
+class StageCall(Config):
+    """What to run on the worker's host, and how."""
 
     stage: str
+    """Name of the stage: policy, prompt, generate, reward, logprobs, average, optimize or
+    evaluate."""
     config: dict[str, Any]
-    python: str | None
-    online: bool
-
-
-@dataclass(frozen=True)
-class Place:
-    """What [placement] says of one stage."""
-
-    pool: str | None = None
-    workers: int | None = 1
-    wait_seconds: float = 600
+    """Its section of the recipe."""
+    store: str
+    """Folder of the store, the same on every host."""
+    store_id: str = ""
+    """What store.json must say there, so that a folder that is not mounted is no new store. Empty:
+    anything."""
+    refs: dict[str, str | list[str]] = Field(default_factory=dict)
+    """References of the versions that it reads, by role."""
+    into: str | None = None
+    """Run that the new version belongs to. None: that of its inputs."""
+    force: bool = False
+    """Do it anew, even where a finished version exists."""
+    share: bool = False
+    """Do it together with the other runs of the same call, shard by shard."""
+    label: str = "stage"
+    """What logs call it."""
     python: str | None = None
-    timeout_seconds: float | None = None
+    """Interpreter of the child process. None: the worker's."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """Wall-clock limit."""
     online: bool = False
-    slots: int = 0
+    """Whether the stage may reach a model hub."""
+    slots: int = Field(default=0, ge=0)
+    """Heavy stages at once on a host without GPU. 0: any number."""
     limit: str | None = None
-    prewarmed: tuple[NextStage, ...] = ()
-    """Whose processes are started with this one's: they import on a core that this one leaves idle
-    as it starts."""
+    """Global concurrency limit of the server of which the stage holds a slot."""
+
+    @property
+    def runner_call(self) -> Call:
+        """What the runner takes of it."""
+        return Call(**{field.name: getattr(self, field.name) for field in fields(Call)})
+
+    def for_workers(self) -> StageCall:
+        """The same for the workers of a pool: the store by its absolute path and its id; shared
+        where the stage can be, unless it is forced."""
+        store = Store(self.store)
+        share = self.stage in SHARED and not self.force
+        seen = {"store": str(store.path), "store_id": _store_id(store)}
+        return self.model_copy(update={**seen, "share": share})
+
+    def require_store(self) -> None:
+        """ConfigError where this host has another store at the path, or none."""
+        store_id = _store_id(Store(self.store, create=False))
+        if self.store_id not in ("", store_id):
+            raise ConfigError(
+                f"store {self.store}",
+                f"id expected {self.store_id}, found {store_id}: this host has another store there",
+                next="mount the same folder at this path on every host",
+            )
 
 
-def place_of(recipe: Recipe, stage: str) -> Place:
-    """Where `stage` of this recipe runs. `workers` is None for as many as the pool has online."""
-    said = recipe.placement
-    return Place(
-        pool=said.pools.get(stage),
-        workers=said.fan_out if stage in SHARED else 1,
-        wait_seconds=said.wait_seconds,
-        python=said.python.get(stage),
-        timeout_seconds=said.timeout_seconds.get(stage),
+def _store_id(store: Store) -> str:
+    """What tells this store from every other."""
+    return json.loads((store.path / "store.json").read_bytes()).get("id", "")
+
+
+def stage_call(
+    recipe: Recipe,
+    stage: str,
+    config: Config,
+    refs: Refs,
+    *,
+    label: str = "",
+    into: str | None = None,
+    force: bool = False,
+) -> StageCall:
+    """The call of a stage of `recipe`, with what its [placement] says of the stage. `label`: what
+    logs call it beside the run. `into`: None for the recipe's run."""
+    placement = recipe.placement
+    return StageCall(
+        stage=stage,
+        config=config.model_dump(mode="json"),
+        store=recipe.store,
+        refs=refs,
+        into=into or recipe.run,
+        force=force,
+        label=f"{recipe.run} · {label or stage}",
+        python=placement.python.get(stage),
+        timeout_seconds=placement.timeout_seconds.get(stage),
         online=recipe.online,
-        slots=said.slots,
-        limit=said.limits.get(stage),
+        slots=placement.slots,
+        limit=placement.limits.get(stage),
     )
 
 
-def next_stages(recipe: Recipe, configs: Mapping[str, Config]) -> tuple[NextStage, ...]:
-    """Those of the stages that come next which will run in a child process of this one."""
-    stages = []
-    for stage, config in configs.items():
-        where = place_of(recipe, stage)
-        if not where.pool:
-            fields = config.model_dump(mode="json")
-            stages.append(NextStage(stage, fields, where.python, where.online))
-    return tuple(stages)
+def next_calls(recipe: Recipe, configs: Mapping[str, Config]) -> tuple[StageCall, ...]:
+    """The stages of `configs` that will run in a child process of this one."""
+    pools = recipe.placement.pools
+    return tuple(
+        stage_call(recipe, stage, config, {})
+        for stage, config in configs.items()
+        if stage not in pools
+    )
 
 
 def check_placement(recipe: Recipe) -> None:
@@ -120,40 +176,43 @@ def require_server(name: str) -> None:
         )
 
 
-def place(recipe: Recipe, call: Call, label: str) -> Outcome:
-    """The outcome of `call`, from where the recipe puts its stage; raises what the stage raised."""
-    return run_at(place_of(recipe, call.stage), call, label)
-
-
 def run_at(
-    where: Place,
-    call: Call,
-    label: str,
+    call: StageCall,
+    placement: Placement,
     *,
+    upcoming: tuple[StageCall, ...] = (),
     tags: tuple[str, ...] = (),
     on_line: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """As `place`, for a place that is known. `on_line` is called with each line of a child process
-    of this one."""
-    outcome = find(call)
+    """The outcome of `call`, from where `placement` puts its stage; raises what the stage raised.
+
+    Args:
+        call: What to run.
+        placement: The recipe's section.
+        upcoming: Calls whose processes are started with this one's: they import on a core that this
+            one leaves idle as it starts.
+        tags: Tags of the flow runs in a pool.
+        on_line: Called with each line of a child process of this one.
+        stopped: As soon as it is true (another thread's wish) the work is ended: Stopped.
+    """
+    outcome = find(call.runner_call)
     if outcome is not None:
         return outcome
-    if where.pool:
-        from .pool import run_in_pool
+    pool = placement.pools.get(call.stage)
+    if pool is None:
+        return run_here(call, upcoming=upcoming, on_line=on_line, stopped=stopped)
+    from .pool import run_in_pool
 
-        shared = call.stage in SHARED and not call.force
-        return run_in_pool(where, replace(call, share=shared), label, tags, stopped)
-    return run_here(where, call, label, on_line=on_line, stopped=stopped)
+    return run_in_pool(call.for_workers(), pool, placement, tags, stopped)
 
 
 def run_when_free(
-    where: Place,
-    call: Call,
-    label: str,
+    call: StageCall,
+    placement: Placement,
     *,
     stopped: Callable[[], bool] = lambda: False,
-    **more: Any,
+    **options: Any,
 ) -> Outcome:
     """As `run_at`; while another process is at this very work alone, wait until it has finished or
     is gone.
@@ -161,40 +220,41 @@ def run_when_free(
     So does the run that follows one whose flow was killed: what that flow had started in a pool may
     still be at work.
     """
-    pause, told = POLL_SECONDS, ""
+    pause = POLL_SECONDS
+    last_message = ""
     while True:
         try:
-            return run_at(where, call, label, stopped=stopped, **more)
+            return run_at(call, placement, stopped=stopped, **options)
         except BusyError as error:
-            if error.message != told:
-                log.warning("%s waits: %s", label, error.message)
-            pause, told = min(2 * pause, _LONGEST_PAUSE_SECONDS), error.message
+            if error.message != last_message:
+                log.warning("%s waits: %s", call.label, error.message)
+            last_message = error.message
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         until = time.monotonic() + pause
-        while time.monotonic() < until and find(call) is None:
+        while time.monotonic() < until and find(call.runner_call) is None:
             if stopped():
-                raise Stopped(label)
+                raise Stopped(call.label)
             time.sleep(POLL_SECONDS)
 
 
 def run_here(
-    where: Place,
-    call: Call,
-    label: str,
+    call: StageCall,
     *,
+    upcoming: tuple[StageCall, ...] = (),
     on_line: Callable[[str], None] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """In a child process of this one, once there is a slot for it."""
-    with slots(call, label, where.slots, where.limit, stopped) as env:
+    with slots(call.runner_call, call.label, call.slots, call.limit, stopped) as env:
         # with an environment of their own, processes know only later which devices they have
         if not env:
-            for stage, config, python, online in where.prewarmed:
-                prewarm(stage, config, python, online)
+            for following in upcoming:
+                prewarm(following.stage, following.config, following.python, following.online)
         return run_call(
-            call,
-            python=where.python,
-            timeout=where.timeout_seconds,
-            online=where.online,
+            call.runner_call,
+            python=call.python,
+            timeout=call.timeout_seconds,
+            online=call.online,
             on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
             env=env,
             stopped=stopped,

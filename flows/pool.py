@@ -12,9 +12,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from uuid import uuid4
+from collections.abc import Callable
+from uuid import UUID, uuid4
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -31,256 +30,264 @@ from quiver.schemas.errors import (
     ResourceError,
     printable,
 )
-from quiver.stages.common.runtime.runner import Call, Outcome
+from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 
-from .placement import GivenUp, Place, require_server
-from .stage import StageCall, told
+from .placement import GivenUp, StageCall, require_server
+from .recipe import Placement
+from .stage import answer_in
 
 POLL_SECONDS = 1.0
 _SERVER_GONE_SECONDS = 600
 _OVERTIME_SECONDS = 120
 _STORE_LAG_SECONDS = 60
-_KEPT = "finished shards and all versions are kept."
-_starting = (
-    threading.Lock()
-)  # Prefect numbers the runs that a flow starts, and does not expect two threads
+_STATE = "finished shards and all versions are kept."
+# Prefect numbers the runs that a flow starts, and does not expect two threads
+_starting = threading.Lock()
 log = logging.getLogger("quiver")
 
 
 def run_in_pool(
-    where: Place,
-    call: Call,
-    label: str,
+    call: StageCall,
+    pool: str,
+    placement: Placement,
     tags: tuple[str, ...] = (),
     stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """The outcome of `call`, done by workers of `where.pool`. Whatever ends this call ends the runs
-    that it started."""
-    require_server(f"placement.{call.stage} {where.pool}")
-    started = time.monotonic()
-    with get_client(sync_client=True) as client, _told_as_ours(where.pool):
-        online = _online(client, where.pool)
-        count = (where.workers or max(1, len(online))) if call.share else 1
-        if not online:
-            log.warning(
-                "%s: pool %s has no worker online; start one: %s",
-                label,
-                where.pool,
-                _start_one(where.pool),
-            )
-        log.info("%s: %d run%s in pool %s", label, count, "s" if count > 1 else "", where.pool)
-        runs: list[FlowRun] = []
-        try:
-            for number in range(1, count + 1):
-                runs.append(
-                    _start(
-                        where, call, label if count == 1 else f"{label} ({number} of {count})", tags
-                    )
-                )
-            ref = _wait(client, where, call, label, runs, stopped)
-        finally:
-            _end(client, runs)
-    manifest = _visible(call, ref)
-    return Outcome(
-        ref, False, manifest.rows, round(time.monotonic() - started, 3), manifest.metrics
-    )
-
-
-def _start(where: Place, call: Call, label: str, tags: tuple[str, ...]) -> FlowRun:
-    parameters = {"call": StageCall.of(call, where, label).model_dump(mode="json")}
-    name = f"stage/{where.pool}"
+    """The outcome of `call`, done by workers of `pool`. Whatever ends this call ends the runs that
+    it started."""
+    require_server(f"placement.{call.stage} {pool}")
+    started_at = time.monotonic()
     try:
-        with _starting:
-            return run_deployment(
-                name,
-                parameters=parameters,
-                flow_run_name=label,
-                tags=list(tags),
-                timeout=0,
-                idempotency_key=str(uuid4()),
-            )
-    except ObjectNotFound:
-        what = f"the server has no deployment {name}"
-        raise ConfigError(
-            f"placement.{call.stage} {where.pool}",
-            what,
-            next=f"quiver deploy RECIPE --pool {where.pool}",
-        ) from None
-
-
-def _wait(
-    client: SyncPrefectClient,
-    where: Place,
-    call: Call,
-    label: str,
-    runs: list[FlowRun],
-    stopped: Callable[[], bool],
-) -> str:
-    """The reference that one of `runs` told. Puts into `runs` what the server says of them."""
-    asked, began, failures = time.monotonic(), None, {}
-    taken: dict = {}  # since when a worker has a run that it has not begun
-    while True:
-        runs[:] = _read(client, runs)
-        for run in runs:
-            if run.state.is_final() and run.id not in failures:
-                answer = told(run.state.message) or {}
-                if run.state.is_completed() and "ref" in answer:
-                    return answer["ref"]
-                failures[run.id] = _failure(call, run, answer.get("error"))
-                log.warning("%s: %s", run.name, failures[run.id].message)
-            elif not run.state.is_pending():
-                taken.pop(run.id, None)
-            elif (
-                time.monotonic() > taken.setdefault(run.id, time.monotonic()) + where.wait_seconds
-                and run.id not in failures
-            ):
-                what = (
-                    f"a worker took {run.name!r} up and did not begin it within "
-                    f"{where.wait_seconds:g} s"
-                )
-                failures[run.id] = ResourceError(
-                    f"stage {call.stage}", what, state=_KEPT, next=f"prefect flow-run logs {run.id}"
-                )
-        if not any(run.state.is_running() for run in runs):
-            asked, began = (time.monotonic() if began else asked), None
-        elif began is None:
-            began = time.monotonic()
-        if len(failures) == len(runs):
-            raise max(
-                failures.values(), key=lambda error: not isinstance(error, ResourceError)
-            )  # a crash says least
-        if began is None and time.monotonic() > asked + where.wait_seconds:
-            _require_somebody(client, where, label)
-            asked = time.monotonic()
-        if (
-            began
-            and where.timeout_seconds
-            and time.monotonic() > began + where.timeout_seconds + _OVERTIME_SECONDS
-        ):
-            what = (
-                f"nothing heard of its end {_OVERTIME_SECONDS} s after its limit of "
-                f"{where.timeout_seconds:g} s"
-            )
-            raise ResourceError(
-                f"stage {call.stage}",
-                what,
-                state=_KEPT,
-                next="look after the pool's workers, then run again",
-            )
-        if stopped():
-            raise Stopped(label)
-        time.sleep(POLL_SECONDS)
-
-
-def _read(client: SyncPrefectClient, runs: list[FlowRun]) -> list[FlowRun]:
-    """`runs` as the server has them now; a server that is gone is waited for, one that lost them
-    has lost them."""
-    since = time.monotonic()
-    while True:
-        try:
-            found = client.read_flow_runs(
-                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id for run in runs]))
-            )
-        except (httpx.TransportError, PrefectHTTPStatusError) as error:
-            refused = isinstance(error, PrefectHTTPStatusError) and error.response.status_code < 500
-            if refused or time.monotonic() > since + _SERVER_GONE_SECONDS:
-                raise
-            log.warning("Prefect's server does not answer (%s); trying again", type(error).__name__)
-            time.sleep(5)
-            continue
-        by_id, lost = (
-            {run.id: run for run in found},
-            State(type=StateType.CRASHED, message="the server does not know it"),
-        )
-        return [by_id.get(run.id) or run.model_copy(update={"state": lost}) for run in runs]
-
-
-def _failure(call: Call, run: FlowRun, error: QuiverError | None) -> QuiverError:
-    """Why a run that ended did not do the stage."""
-    if error is not None:
-        return error
-    name, logs = f"stage {call.stage}", f"prefect flow-run logs {run.id}"
-    if run.state.type == StateType.CANCELLED:
-        return GivenUp(
-            name,
-            f"its flow run {run.name!r} was cancelled",
-            state=_KEPT,
-            next="run again; it goes on from there",
-        )
-    what = (
-        f"its flow run {run.name!r} ended as {run.state.name}: "
-        f"{printable(run.state.message or 'no message')}"
-    )
-    return ResourceError(name, what, state=_KEPT, next=logs)
-
-
-def _require_somebody(client: SyncPrefectClient, where: Place, label: str) -> None:
-    """GivenUp when no worker of the pool is online, or the pool is paused; else a line that says
-    what is waited for."""
-    paused, online = client.read_work_pool(where.pool).is_paused, _online(client, where.pool)
-    if online and not paused:
-        log.warning(
-            "%s waits for a free worker of pool %s: %s", label, where.pool, ", ".join(online)
-        )
-        return
-    why = "it is paused" if paused else "none is online"
-    command = f"prefect work-pool resume {where.pool}" if paused else _start_one(where.pool)
-    what = (
-        f"no worker took up {label!r} within {where.wait_seconds:g} s (placement.wait_seconds): "
-        f"{why}"
-    )
-    raise GivenUp(f"pool {where.pool}", what, state=_KEPT, next=command)
-
-
-def _online(client: SyncPrefectClient, pool: str) -> list[str]:
-    try:
-        found = client.read_workers_for_work_pool(pool)
-    except (ObjectNotFound, PrefectHTTPStatusError) as error:
-        if isinstance(error, PrefectHTTPStatusError) and error.response.status_code != 404:
-            raise
-        what = "the server has no such work pool"
-        raise ConfigError(
-            f"pool {pool}", what, next=f"quiver deploy RECIPE --pool {pool}"
-        ) from None
-    return [worker.name for worker in found if worker.status.value == "ONLINE"]
-
-
-def _start_one(pool: str) -> str:
-    return f"prefect worker start --pool {pool}"
-
-
-def _end(client: SyncPrefectClient, runs: list[FlowRun]) -> None:
-    """Cancel what is not finished: a worker ends its process, and the stage below it; what waits is
-    not begun."""
-    for run in runs:
-        if run.state is None or not run.state.is_final():
+        with get_client(sync_client=True) as client:
+            runs = _PoolRuns(client, call, pool, placement.wait_seconds)
             try:
-                client.set_flow_run_state(run.id, State(type=StateType.CANCELLING))
-            except Exception as error:  # must not hide what ended the stage
-                log.warning("%s could not be cancelled: %s", run.name, printable(error))
-
-
-def _visible(call: Call, ref: str):
-    """The manifest of `ref`, as soon as this host sees what another one wrote. LineageError when it
-    does not."""
-    store, since = Store(call.store), time.monotonic()
+                runs.start(placement.fan_out, tags)
+                ref = runs.wait(stopped)
+            finally:
+                runs.cancel()
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        raise RemoteError(
+            f"pool {pool}",
+            f"Prefect's server failed: {type(error).__name__}: {printable(error)}",
+            state=_STATE,
+            next="prefect server start, then run again",
+        ) from error
+    store = Store(call.store)
+    finished_at = time.monotonic()
     while True:
         try:
-            return store.open(ref).manifest
-        except LineageError:
-            if time.monotonic() > since + _STORE_LAG_SECONDS:
+            manifest = store.open(ref).manifest
+            break
+        except LineageError:  # this host does not see yet what another one wrote
+            if time.monotonic() > finished_at + _STORE_LAG_SECONDS:
                 raise
             time.sleep(0.5)
+    seconds = round(time.monotonic() - started_at, 3)
+    return Outcome(ref, False, manifest.rows, seconds, manifest.metrics)
 
 
-@contextmanager
-def _told_as_ours(pool: str) -> Iterator[None]:
-    try:
-        yield
-    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
-        what = f"Prefect's server failed: {type(error).__name__}: {printable(error)}"
-        raise RemoteError(
-            f"pool {pool}", what, state=_KEPT, next="prefect server start, then run again"
-        ) from error
+class _PoolRuns:
+    """The flow runs of one call in a pool."""
+
+    def __init__(
+        self, client: SyncPrefectClient, call: StageCall, pool: str, wait_seconds: float
+    ) -> None:
+        self._client = client
+        self._call = call
+        self._pool = pool
+        self._wait_seconds = wait_seconds
+        self._runs: list[FlowRun] = []
+        self._failures: dict[UUID, QuiverError] = {}
+        self._pending_since: dict[UUID, float] = {}
+        """Since when a worker has a run that it has not begun."""
+
+    def start(self, fan_out: int | None, tags: tuple[str, ...]) -> None:
+        """Start the runs: `fan_out`, or as many as there are workers online; one where the stage is
+        not shared. ConfigError where the pool or its deployment is missing."""
+        label = self._call.label
+        online = self._online_workers()
+        count = (fan_out or max(1, len(online))) if self._call.share else 1
+        if not online:
+            log.warning(
+                "%s: pool %s has no worker online; start one: prefect worker start --pool %s",
+                label,
+                self._pool,
+                self._pool,
+            )
+        log.info("%s: %d run%s in pool %s", label, count, "s" if count > 1 else "", self._pool)
+        for number in range(1, count + 1):
+            numbered = label if count == 1 else f"{label} ({number} of {count})"
+            parameters = self._call.model_copy(update={"label": numbered}).model_dump(mode="json")
+            try:
+                with _starting:
+                    run = run_deployment(
+                        f"stage/{self._pool}",
+                        parameters={"call": parameters},
+                        flow_run_name=numbered,
+                        tags=list(tags),
+                        timeout=0,
+                        idempotency_key=str(uuid4()),
+                    )
+            except ObjectNotFound:
+                raise ConfigError(
+                    f"placement.{self._call.stage} {self._pool}",
+                    f"the server has no deployment stage/{self._pool}",
+                    next=f"quiver deploy RECIPE --pool {self._pool}",
+                ) from None
+            self._runs.append(run)
+
+    def wait(self, stopped: Callable[[], bool]) -> str:
+        """The reference that one of the runs answers. Raises the error of the last one that failed;
+        GivenUp where nobody takes them up; ResourceError after the stage's limit; Stopped."""
+        waiting_since = time.monotonic()
+        running_since = None
+        while True:
+            self._refresh()
+            ref = self._finished_ref()
+            if ref is not None:
+                return ref
+            now = time.monotonic()
+            if any(run.state.is_running() for run in self._runs):
+                running_since = running_since or now
+            elif running_since is not None:
+                waiting_since = now
+                running_since = None
+            if len(self._failures) == len(self._runs):
+                # a crash says least
+                raise max(
+                    self._failures.values(),
+                    key=lambda error: not isinstance(error, ResourceError),
+                )
+            if running_since is None and now > waiting_since + self._wait_seconds:
+                self._require_workers()
+                waiting_since = now
+            limit = self._call.timeout_seconds
+            if running_since and limit and now > running_since + limit + _OVERTIME_SECONDS:
+                raise ResourceError(
+                    f"stage {self._call.stage}",
+                    f"nothing heard of its end {_OVERTIME_SECONDS} s after its limit of {limit:g} "
+                    "s",
+                    state=_STATE,
+                    next="look after the pool's workers, then run again",
+                )
+            if stopped():
+                raise Stopped(self._call.label)
+            time.sleep(POLL_SECONDS)
+
+    def _refresh(self) -> None:
+        """Read the runs as the server has them now. A server that is gone is waited for; a run that
+        it lost has crashed."""
+        since = time.monotonic()
+        ids = FlowRunFilterId(any_=[run.id for run in self._runs])
+        while True:
+            try:
+                answer = self._client.read_flow_runs(flow_run_filter=FlowRunFilter(id=ids))
+                break
+            except (httpx.TransportError, PrefectHTTPStatusError) as error:
+                is_refusal = (
+                    isinstance(error, PrefectHTTPStatusError) and error.response.status_code < 500
+                )
+                if is_refusal or time.monotonic() > since + _SERVER_GONE_SECONDS:
+                    raise
+                log.warning(
+                    "Prefect's server does not answer (%s); trying again", type(error).__name__
+                )
+                time.sleep(5)
+        known = {run.id: run for run in answer}
+        lost = State(type=StateType.CRASHED, message="the server does not know it")
+        self._runs = [
+            known.get(run.id) or run.model_copy(update={"state": lost}) for run in self._runs
+        ]
+
+    def _finished_ref(self) -> str | None:
+        """The reference that a finished run answered; of those that failed their errors are
+        noted."""
+        stage = f"stage {self._call.stage}"
+        for run in self._runs:
+            if run.id not in self._failures and run.state.is_final():
+                answer = answer_in(run.state.message) or {}
+                if run.state.is_completed() and "ref" in answer:
+                    return answer["ref"]
+                if "error" in answer:
+                    error = answer["error"]
+                elif run.state.type == StateType.CANCELLED:
+                    error = GivenUp(
+                        stage,
+                        f"its flow run {run.name!r} was cancelled",
+                        state=_STATE,
+                        next="run again; it goes on from there",
+                    )
+                else:
+                    error = ResourceError(
+                        stage,
+                        f"its flow run {run.name!r} ended as {run.state.name}: "
+                        f"{printable(run.state.message or 'no message')}",
+                        state=_STATE,
+                        next=f"prefect flow-run logs {run.id}",
+                    )
+                self._failures[run.id] = error
+                log.warning("%s: %s", run.name, error.message)
+            elif not run.state.is_pending():
+                self._pending_since.pop(run.id, None)
+            elif run.id not in self._failures:
+                now = time.monotonic()
+                if now > self._pending_since.setdefault(run.id, now) + self._wait_seconds:
+                    self._failures[run.id] = ResourceError(
+                        stage,
+                        f"a worker took {run.name!r} up and did not begin it within "
+                        f"{self._wait_seconds:g} s",
+                        state=_STATE,
+                        next=f"prefect flow-run logs {run.id}",
+                    )
+        return None
+
+    def _require_workers(self) -> None:
+        """GivenUp when no worker of the pool is online, or the pool is paused; else a line that
+        says what is waited for."""
+        online = self._online_workers()
+        if self._client.read_work_pool(self._pool).is_paused:
+            reason = "it is paused"
+            command = f"prefect work-pool resume {self._pool}"
+        elif not online:
+            reason = "none is online"
+            command = f"prefect worker start --pool {self._pool}"
+        else:
+            log.warning(
+                "%s waits for a free worker of pool %s: %s",
+                self._call.label,
+                self._pool,
+                ", ".join(online),
+            )
+            return
+        raise GivenUp(
+            f"pool {self._pool}",
+            f"no worker took up {self._call.label!r} within {self._wait_seconds:g} s "
+            f"(placement.wait_seconds): {reason}",
+            state=_STATE,
+            next=command,
+        )
+
+    def _online_workers(self) -> list[str]:
+        try:
+            workers = self._client.read_workers_for_work_pool(self._pool)
+        except (ObjectNotFound, PrefectHTTPStatusError) as error:
+            if isinstance(error, PrefectHTTPStatusError) and error.response.status_code != 404:
+                raise
+            raise ConfigError(
+                f"pool {self._pool}",
+                "the server has no such work pool",
+                next=f"quiver deploy RECIPE --pool {self._pool}",
+            ) from None
+        return [worker.name for worker in workers if worker.status.value == "ONLINE"]
+
+    def cancel(self) -> None:
+        """Cancel what is not finished: a worker ends its process, and the stage below it; what
+        waits is not begun."""
+        for run in self._runs:
+            if run.state is None or not run.state.is_final():
+                try:
+                    self._client.set_flow_run_state(run.id, State(type=StateType.CANCELLING))
+                except Exception as error:  # must not hide what ended the stage
+                    log.warning("%s could not be cancelled: %s", run.name, printable(error))

@@ -8,16 +8,14 @@ shard.
 Iteration k makes policy@k; policy@0 is the base. With `overlap = 0` its rollouts are sampled by
 policy@k-1, which it improves:
 
-    sample 1 (policy@0) · optimize 1 (policy@0 → 1) · sample 2 (policy@1) · optimize 2 (policy@1 →
-    2) · …
+    sample 1 (policy@0) · optimize 1 (policy@0 → 1) · sample 2 (policy@1) · optimize 2 (1 → 2) · …
 
 With `overlap = 1` the rollouts of iteration k+1 are sampled and scored while iteration k optimizes,
 by the policy that it starts from; so those of iteration 1 are on-policy, and those of every later
 one are by policy@k-2, one step old:
 
-    sample 1 (policy@0) · optimize 1 (policy@0 → 1) · optimize 2 (policy@1 → 2) · optimize 3
-    (policy@2 → 3)
-                        · sample 2 (policy@0)       · sample 3 (policy@1)       · …
+    sample 1 (policy@0) · optimize 1 (policy@0 → 1) · optimize 2 (1 → 2)  · optimize 3 (2 → 3) · …
+                        · sample 2 (policy@0)       · sample 3 (policy@1) · …
 
 The losses correct it, since each row carries the logprob that it was sampled with. Seeds follow
 from the iteration, and versions of a kind are made one after another; so numbers, references and
@@ -26,8 +24,10 @@ lineage are the same however often the flow was interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +37,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.prewarm import end_prewarmed
 from quiver.stages.common.runtime.runner import Outcome
+from quiver.stages.common.runtime.stage import Refs
 from quiver.stages.logprobs.average import Config as AverageConfig
 
 from .ahead import Ahead
@@ -48,6 +49,65 @@ from .recipe import Recipe
 from .tasks import check_rewards, perform, tagged
 
 STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one iteration learns from, by one policy."""
+
+    iteration: int
+    """Counted from 1."""
+    prompts: str
+    """Reference, as those below."""
+    rollouts: str
+    rewards: str
+    prox_logprobs: str | None
+    """Under the sampling policy, with the trainer's numerics. None: [logprobs] asks for none."""
+    reward_mean: float | None
+    seconds: dict[str, float]
+    """By stage."""
+
+
+@dataclass(frozen=True)
+class Iteration(Sampled):
+    """A whole iteration: what was sampled, and the policy that learned from it."""
+
+    ref_logprobs: str | None
+    """Under the reference of the KL term. None: there is no such term."""
+    policy: str
+    """The policy that it made."""
+    evaluation: dict[str, Any] | None = None
+    """Score, standard error and n of that policy and of the baseline. None: not measured."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As `quiver run --json` prints it: logprobs that nobody asked for are left out."""
+        optional = ("prox_logprobs", "ref_logprobs")
+        return {
+            name: field
+            for name, field in asdict(self).items()
+            if field is not None or name not in optional
+        }
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """References that optimize reads of one iteration, by role."""
+
+    rollouts: str
+    rewards: str
+    ref_logprobs: str | None
+    prox_logprobs: str | None
+
+    @staticmethod
+    def refs(inputs: Sequence[TrainingInputs]) -> Refs:
+        """The roles of one iteration as they are; of several (replay) as lists, the current one
+        first."""
+        refs = {}
+        for field in fields(TrainingInputs):
+            listed = [getattr(of_iteration, field.name) for of_iteration in inputs]
+            if listed[0] is not None:
+                refs[field.name] = listed if len(listed) > 1 else listed[0]
+        return refs
 
 
 @flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
@@ -64,121 +124,110 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
         reward, evaluation and seconds by stage.
     """
     if first_forced is not None and first_forced not in STAGES:
-        what = f"expected one of {', '.join(STAGES)}"
         raise ConfigError(
-            f"first_forced {printable(first_forced)}", what, next="name a stage, or leave it out"
+            f"first_forced {printable(first_forced)}",
+            f"expected one of {', '.join(STAGES)}",
+            next="name a stage, or leave it out",
         )
-    forced = set(STAGES[STAGES.index(first_forced) :]) if first_forced else set()
+    forced = STAGES[STAGES.index(first_forced) :] if first_forced else ()
     # a user's own algorithm is told what is wrong with it before anything is made
     recipe.optimize_config().resolved()
     check_placement(recipe)
     try:
         with tagged(recipe):
-            return _improve(recipe.resolved(), forced)
+            return _run_iterations(recipe.resolved(), forced)
     finally:
         end_prewarmed()
 
 
-def _improve(recipe: Recipe, forced: set[str]) -> dict[str, Any]:
-    policy = perform(recipe, "import policy", "policy", recipe.policy, {}, recipe.run, False).ref
-    prompts = ask(
-        recipe, policy, 1, forced
-    )  # before the baseline: a missing source is told before anything is generated
-    baseline = measure(recipe, policy, 0, forced)
-    iterations, policies, reference, sampled, curve = [], [policy], None, None, Curve(recipe.run)
-    for iteration in range(1, recipe.iterations + 1):
-        sampled = sampled or sample(
-            recipe, policies[-1], iteration, forced, prompts if iteration == 1 else None
-        )
-        earlier = iterations[: -recipe.optimize.replay - 1 : -1]  # newest first
-        reference = choose_reference(recipe, policies, iteration, reference)
-        with _ahead(recipe, policies[-1], iteration, forced) as ahead:
-            done = update(recipe, policies[-1], reference, sampled, forced, earlier)
-            policies.append(done["policy"])
-            if recipe.is_measured(iteration):
-                done |= _with_evaluation(
-                    done, measure(recipe, done["policy"], iteration, forced), baseline
+def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
+    base = perform(recipe, "policy", recipe.policy, {}, label="import policy").ref
+    # before the baseline: a missing source is told before anything is generated
+    prompts = make_prompts(recipe, base, 1, forced)
+    baseline = numbers(measure(recipe, base, 0, forced))
+    sampled = sample(recipe, base, 1, forced, prompts)
+    policies = [base]
+    iterations: list[Iteration] = []
+    printed: list[dict[str, Any]] = []
+    reference = None
+    curve = Curve(recipe.run)
+    for number in range(1, recipe.iterations + 1):
+        policy = policies[-1]
+        is_last = number == recipe.iterations
+        newest_first = iterations[: -recipe.optimize.replay - 1 : -1]
+        reference = choose_reference(recipe, policies, number, reference)
+        overlap = nullcontext()
+        if recipe.overlap and not is_last:
+            overlap = Ahead(partial(sample, recipe, policy, number + 1, forced))
+        with overlap as sampling:
+            iteration = update(recipe, policy, reference, sampled, forced, newest_first)
+            if recipe.is_measured(number):
+                evaluation = measure(recipe, iteration.policy, number, forced)
+                iteration = replace(
+                    iteration,
+                    evaluation={**numbers(evaluation), "baseline": baseline},
+                    seconds={**iteration.seconds, "evaluate": evaluation.seconds},
                 )
-            iterations.append(done)
-            curve.show(iterations, numbers(baseline), last=iteration == recipe.iterations)
-            sampled = ahead.result() if ahead else None
+            policies.append(iteration.policy)
+            iterations.append(iteration)
+            printed.append(iteration.to_json())
+            curve.show(printed, baseline, last=is_last)
+            if sampling is not None:
+                sampled = sampling.result()
+            elif not is_last:
+                sampled = sample(recipe, iteration.policy, number + 1, forced)
     link_report(recipe)
-    return {"run": recipe.run, "baseline": numbers(baseline), "iterations": iterations}
+    return {"run": recipe.run, "baseline": baseline, "iterations": printed}
 
 
-def _ahead(recipe: Recipe, policy: str, iteration: int, forced: set[str]) -> Any:
-    """The next iteration's sampling, begun now by `policy`, where the recipe overlaps; else
-    nothing."""
-    if not recipe.overlap or iteration == recipe.iterations:
-        return nullcontext()
-    return Ahead(lambda: sample(recipe, policy, iteration + 1, forced))
-
-
-def ask(recipe: Recipe, policy: str, iteration: int, forced: set[str]) -> Outcome:
+def make_prompts(recipe: Recipe, policy: str, iteration: int, forced: Collection[str]) -> Outcome:
     """The prompts of one iteration, rendered for `policy`; ConfigError when the rewards could not
     score them."""
-    prompts = _stage(
-        recipe, "prompt", iteration, forced, recipe.prompt_config(iteration), policy=policy
-    )
-    check_rewards(
-        recipe,
-        prompts.ref,
-        policy,
-        recipe.generate_config(iteration),
-        recipe.run,
-        "generate" in forced,
-    )
+    config = recipe.prompt_config(iteration)
+    prompts = _stage(recipe, "prompt", iteration, forced, config, policy=policy)
+    force = "generate" in forced
+    config = recipe.generate_config(iteration)
+    check_rewards(recipe, prompts.ref, policy, config, recipe.run, force)
     return prompts
 
 
 def sample(
-    recipe: Recipe, policy: str, iteration: int, forced: set[str], prompts: Outcome | None = None
-) -> dict[str, Any]:
-    """What iteration `iteration` learns from, by `policy`: references of prompts, rollouts, rewards
-    and, where the recipe wants them, proximal logprobs; with the mean reward and the seconds of
-    each stage."""
-    prompts = prompts or ask(recipe, policy, iteration, forced)
-    config = recipe.generate_config(iteration)
-    next_configs = {} if recipe.overlap else {"optimize": recipe.optimize_config()}
+    recipe: Recipe,
+    policy: str,
+    iteration: int,
+    forced: Collection[str] = (),
+    prompts: Outcome | None = None,
+) -> Sampled:
+    """What iteration `iteration` learns from, by `policy`: prompts (unless they are there already),
+    rollouts, rewards and, where the recipe asks for them, proximal logprobs."""
+    prompts = prompts or make_prompts(recipe, policy, iteration, forced)
     rollouts = _stage(
         recipe,
         "generate",
         iteration,
         forced,
-        config,
-        next_configs=next_configs,
+        recipe.generate_config(iteration),
+        next_configs={} if recipe.overlap else {"optimize": recipe.optimize_config()},
         prompts=prompts.ref,
         policy=policy,
     )
     rewards = _stage(recipe, "reward", iteration, forced, recipe.reward, rollouts=rollouts.ref)
-    made = {"prompt": prompts, "generate": rollouts, "reward": rewards}
-    extra = {}
+    outcomes = {"prompt": prompts, "generate": rollouts, "reward": rewards}
+    prox_logprobs = None
     if recipe.logprobs.prox:
-        config, refs = recipe.logprobs_config("prox"), {"rollouts": rollouts.ref, "policy": policy}
-        made["logprobs prox"] = _stage(recipe, "logprobs", iteration, forced, config, **refs)
-        extra["prox_logprobs"] = made["logprobs prox"].ref
-    return {
-        "iteration": iteration,
-        "prompts": prompts.ref,
-        "rollouts": rollouts.ref,
-        "rewards": rewards.ref,
-        **extra,
-        "reward_mean": rewards.metrics.get("reward_mean"),
-        "seconds": {name: outcome.seconds for name, outcome in made.items()},
-    }
-
-
-def improve(
-    recipe: Recipe,
-    policy: str,
-    reference: str | None,
-    iteration: int,
-    forced: set[str],
-    earlier: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """One iteration by itself, on-policy: `sample`, then `update`."""
-    return update(
-        recipe, policy, reference, sample(recipe, policy, iteration, forced), forced, earlier
+        config = recipe.logprobs_config("prox")
+        refs = {"rollouts": rollouts.ref, "policy": policy}
+        scored = _stage(recipe, "logprobs", iteration, forced, config, **refs)
+        outcomes["logprobs prox"] = scored
+        prox_logprobs = scored.ref
+    return Sampled(
+        iteration=iteration,
+        prompts=prompts.ref,
+        rollouts=rollouts.ref,
+        rewards=rewards.ref,
+        prox_logprobs=prox_logprobs,
+        reward_mean=rewards.metrics.get("reward_mean"),
+        seconds={name: outcome.seconds for name, outcome in outcomes.items()},
     )
 
 
@@ -186,53 +235,58 @@ def update(
     recipe: Recipe,
     policy: str,
     reference: str | None,
-    sampled: dict[str, Any],
-    forced: set[str],
-    earlier: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """`sampled` (of `sample`) and the policy that `policy` becomes by it; a KL term, where there is
-    one, holds on to `reference`.
+    sampled: Sampled,
+    forced: Collection[str],
+    earlier: Sequence[Sampled],
+) -> Iteration:
+    """What was sampled, and the policy that `policy` becomes by it; a KL term, where there is one,
+    holds on to `reference`.
 
-    What `earlier` iterations (as this function returned them) sampled is trained on again, beside
-    this one's.
+    What `earlier` iterations sampled is trained on again, beside this one's, scored under the
+    present reference.
     """
-    iteration, own, seconds = sampled["iteration"], dict(sampled), dict(sampled["seconds"])
-    if reference:
-        config, refs = (
-            recipe.logprobs_config("ref"),
-            {"rollouts": own["rollouts"], "policy": reference},
+    seconds = dict(sampled.seconds)
+    inputs = []
+    for source in (sampled, *earlier):
+        ref_logprobs = None
+        if reference:
+            config = recipe.logprobs_config("ref")
+            refs = {"rollouts": source.rollouts, "policy": reference}
+            if source is sampled:
+                scored = _stage(recipe, "logprobs", source.iteration, forced, config, **refs)
+                seconds["logprobs ref"] = scored.seconds
+            else:
+                label = f"logprobs of {source.iteration}/{recipe.iterations}"
+                about = {"label": label, "iteration": source.iteration}
+                scored = perform(recipe, "logprobs", config, refs, **about)
+            ref_logprobs = scored.ref
+        inputs.append(
+            TrainingInputs(source.rollouts, source.rewards, ref_logprobs, source.prox_logprobs)
         )
-        scored = _stage(recipe, "logprobs", iteration, forced, config, **refs)
-        own["ref_logprobs"], seconds["logprobs ref"] = scored.ref, scored.seconds
-    replayed = [_replayed(recipe, done, reference) for done in earlier]
-    roles = [
-        role for role in ("rollouts", "rewards", "ref_logprobs", "prox_logprobs") if role in own
-    ]
-    refs = {
-        role: [own[role], *(each[role] for each in replayed)] if replayed else own[role]
-        for role in roles
-    }
-    config = recipe.optimize_config()
-    next_configs = _next_configs(recipe, iteration)
     updated = _stage(
         recipe,
         "optimize",
-        iteration,
+        sampled.iteration,
         forced,
-        config,
-        next_configs=next_configs,
+        recipe.optimize_config(),
+        next_configs=next_configs(recipe, sampled.iteration),
         policy=policy,
-        **refs,
+        **TrainingInputs.refs(inputs),
     )
     seconds["optimize"] = updated.seconds
-    return {**own, "policy": updated.ref, "evaluation": None, "seconds": seconds}
+    return Iteration(
+        **{**vars(sampled), "seconds": seconds},
+        ref_logprobs=inputs[0].ref_logprobs,
+        policy=updated.ref,
+    )
 
 
-def _next_configs(recipe: Recipe, iteration: int) -> dict[str, Config]:
-    """The config of the stage that comes after iteration `iteration` has optimized."""
+def next_configs(recipe: Recipe, iteration: int) -> dict[str, Config]:
+    """The config of the stage that comes after iteration `iteration` has optimized; none where
+    sampling goes on beside it, or nothing comes."""
     is_last = iteration == recipe.iterations
     if recipe.overlap and not is_last:
-        return {}  # sampling goes on beside it
+        return {}
     if recipe.is_measured(iteration):
         return {"generate": recipe.generate_config(0, evaluation=True)}
     return {} if is_last else {"generate": recipe.generate_config(iteration + 1)}
@@ -242,66 +296,42 @@ def _stage(
     recipe: Recipe,
     name: str,
     iteration: int,
-    forced: set[str],
-    config: Any,
+    forced: Collection[str],
+    config: Config,
     *,
     next_configs: Mapping[str, Config] = MappingProxyType({}),
     **refs: str | list[str],
 ) -> Outcome:
-    label, force = f"{name} {iteration}/{recipe.iterations}", name in forced
     return perform(
-        recipe, label, name, config, refs, recipe.run, force, iteration, next_configs=next_configs
+        recipe,
+        name,
+        config,
+        refs,
+        label=f"{name} {iteration}/{recipe.iterations}",
+        force=name in forced,
+        iteration=iteration,
+        next_configs=next_configs,
     )
-
-
-def _replayed(recipe: Recipe, done: dict[str, Any], reference: str | None) -> dict[str, Any]:
-    """What iteration `done` sampled, as optimize takes it; scored under the present reference where
-    that has moved since."""
-    if reference is None:
-        return done
-    config, refs = (
-        recipe.logprobs_config("ref"),
-        {"rollouts": done["rollouts"], "policy": reference},
-    )
-    label = f"logprobs of {done['iteration']}/{recipe.iterations}"
-    again = perform(recipe, label, "logprobs", config, refs, recipe.run, False, done["iteration"])
-    return {**done, "ref_logprobs": again.ref}
 
 
 def choose_reference(
-    recipe: Recipe, policies: list[str], iteration: int, before: str | None
+    recipe: Recipe, policies: Sequence[str], iteration: int, previous: str | None
 ) -> str | None:
     """What the KL term of this iteration holds on to: one of `policies` (the starting policy of
-    every iteration so far), or their moving average, made of that of the iteration `before`. None
-    where there is no such term."""
+    every iteration so far), or their moving average, made of the `previous` iteration's. None where
+    there is no such term."""
     rule = recipe.reference
     if recipe.optimize.kl_coef == 0:
         return None
-    if rule.rule != "ema" or before is None:
+    if rule.rule != "ema" or previous is None:
         return policies[rule.start(iteration) - 1]
-    refs, label = (
-        {"reference": before, "policy": policies[-1]},
-        f"reference {iteration}/{recipe.iterations}",
-    )
-    return perform(
+    average = perform(
         recipe,
-        label,
         "average",
         AverageConfig(rate=rule.rate),
-        refs,
-        f"{recipe.run}.ref",
-        False,
-        iteration,
-    ).ref
-
-
-def _with_evaluation(
-    done: dict[str, Any], evaluation: Outcome | None, baseline: Outcome | None
-) -> dict[str, Any]:
-    if evaluation is None:
-        return {}
-    seconds = {**done["seconds"], "evaluate": evaluation.seconds}
-    return {
-        "evaluation": {**numbers(evaluation), "baseline": numbers(baseline)},
-        "seconds": seconds,
-    }
+        {"reference": previous, "policy": policies[-1]},
+        label=f"reference {iteration}/{recipe.iterations}",
+        into=f"{recipe.run}.ref",
+        iteration=iteration,
+    )
+    return average.ref

@@ -27,7 +27,7 @@ from .pages.text import key, quoted
 
 SECONDS_BETWEEN = 5.0
 _GRACE_SECONDS = 2.0
-_PARTS = re.compile(r"(?:generate|prompts|rewards|logprobs): (?:shard )?(\d+) of (\d+)\b")
+_SHARDS = re.compile(r"(?:generate|prompts|rewards|logprobs): (?:shard )?(\d+) of (\d+)\b")
 _STEP = re.compile(r"step (\d+): (?:(\d+) of (\d+) micro-batches|loss)")
 
 
@@ -35,20 +35,23 @@ _STEP = re.compile(r"step (\d+): (?:(\d+) of (\d+) micro-batches|loss)")
 def progress(call: Call, on_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
     """What takes the lines of the child that runs `call`: it hands them on to `on_line`, and shows
     how far the stage is."""
-    bar, ended = Bar(call), threading.Event()
+    if FlowRunContext.get() is None and TaskRunContext.get() is None:
+        yield on_line  # no run, no page
+        return
+    bar = Bar(call)
+    ended = threading.Event()
 
     def hear(line: str) -> None:
         on_line(line)
         bar.hear(line)
 
-    def tell() -> None:
+    def post_regularly() -> None:
         while not ended.wait(SECONDS_BETWEEN):
             bar.post()
 
-    if FlowRunContext.get() is None and TaskRunContext.get() is None:
-        yield on_line  # no run, no page
-        return
-    thread = threading.Thread(target=copy_context().run, args=(tell,), daemon=True, name="progress")
+    thread = threading.Thread(
+        target=copy_context().run, args=(post_regularly,), daemon=True, name="progress"
+    )
     thread.start()
     try:
         yield hear
@@ -65,25 +68,29 @@ class Bar:
     def __init__(self, call: Call) -> None:
         self._name = key(f"progress-{call.stage}", call.into or "run")
         self._steps = call.config.get("epochs", 1) * call.config.get("minibatches", 1)
-        self._first: int | None = None
-        self.percent, self.line = 0.0, ""
+        self._first_step: int | None = None
+        self.percent = 0.0
+        self.line = ""
         self._posted: tuple[float, str] | None = None
         self._id: UUID | None = None
 
     def hear(self, line: str) -> None:
         """Take in a line; one that tells nothing of progress is passed over."""
-        if found := _PARTS.match(line):
-            done, total = map(int, found.groups())
-        elif found := _STEP.match(line):
-            step = int(found[1])
-            self._first = step if self._first is None else self._first
-            done, total = (
-                step - self._first + (int(found[2]) / int(found[3]) if found[2] else 1),
-                self._steps,
-            )
+        shards = _SHARDS.match(line)
+        step = _STEP.match(line)
+        if shards:
+            done, total = map(int, shards.groups())
+        elif step:
+            number = int(step[1])
+            if self._first_step is None:
+                self._first_step = number
+            share = int(step[2]) / int(step[3]) if step[2] else 1
+            done = number - self._first_step + share
+            total = self._steps
         else:
             return
-        self.percent, self.line = min(100.0, 100.0 * done / max(total, 1)), line
+        self.percent = min(100.0, 100.0 * done / max(total, 1))
+        self.line = line
 
     def finish(self) -> None:
         """The stage came to its end: said where it was shown at all."""
@@ -97,7 +104,8 @@ class Bar:
         if not self.line or news == self._posted:
             return
         with attempt(f"the progress of {self._name}"):
-            percent, text = round(self.percent, 1), quoted(self.line)
+            percent = round(self.percent, 1)
+            text = quoted(self.line)
             if self._id is None:
                 self._id = create_progress_artifact(percent, key=self._name, description=text)
             else:

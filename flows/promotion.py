@@ -59,25 +59,25 @@ def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
 
     better  ⇔  difference − z(confidence) · stderr ≥ margin, and the difference is above 0
     """
-    _, _, k = promotion.by.partition("@")
-    found = Estimate(
-        **(metrics["difference"]["pass@k"][k] if k else metrics["difference"]["score"])
-    )
-    bound = lower_bound(found, promotion.confidence)
-    numbers = {"by": promotion.by, "difference": found._asdict(), "bound": bound}
-    numbers |= {"margin": promotion.margin, "confidence": promotion.confidence}
+    k = promotion.by.partition("@")[2]
+    difference = metrics["difference"]
+    estimate = Estimate(**(difference["pass@k"][k] if k else difference["score"]))
+    bound = lower_bound(estimate, promotion.confidence)
+    numbers = {
+        "by": promotion.by,
+        "difference": estimate._asdict(),
+        "bound": bound,
+        "margin": promotion.margin,
+        "confidence": promotion.confidence,
+    }
+    why = f"{promotion.by} {estimate.score:+.4f}"
     if bound is None:
-        return Judgement(
-            False,
-            f"{promotion.by} {found.score:+.4f} on one prompt, which has no standard error",
-            numbers,
-        )
-    sure = (
-        f"at least {bound:+.4f} with confidence {promotion.confidence:g}, margin "
-        f"{promotion.margin:g}"
+        return Judgement(False, f"{why} on one prompt, which has no standard error", numbers)
+    why += (
+        f" ± {estimate.stderr:.4f} over {estimate.n} prompts; at least {bound:+.4f} with "
+        f"confidence {promotion.confidence:g}, margin {promotion.margin:g}"
     )
-    why = f"{promotion.by} {found.score:+.4f} ± {found.stderr:.4f} over {found.n} prompts; {sure}"
-    return Judgement(bound >= promotion.margin and found.score > 0, why, numbers)
+    return Judgement(bound >= promotion.margin and estimate.score > 0, why, numbers)
 
 
 def entry_of(store: Store, run: str, promotion: Promotion, key: str) -> tags.Entry | None:

@@ -39,13 +39,15 @@ from .promotion import Promotion
 StageName = Literal[
     "policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"
 ]
-_SHAPE_ONLY = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
+_UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
+"""Options of sampling for which logprobs are corrected, or that only end a completion."""
 _GROUP_ADVANTAGES = {
     "group_normalized",
     "group_centered",
     "leave_one_out",
     "batch_normalized_baseline",
 }
+"""Advantages that compare the completions of one prompt with one another."""
 
 
 class Data(SourceConfig):
@@ -56,8 +58,8 @@ class Data(SourceConfig):
     Without it: no evaluation. It must name other rows: another source, split, name or arguments."""
 
     def for_evaluation(self) -> SourceConfig:
-        """The held-out source: [data] with the keys of [data.held_out] in place of its own, and no
-        limit unless given."""
+        """The held-out source: [data] with the keys of [data.held_out] put over it. It has no limit
+        unless [data.held_out] sets one."""
         train = self.model_dump(exclude={"held_out", "limit", "source_sha256"})
         return parse(SourceConfig, {**train, **(self.held_out or {})}, "data.held_out")
 
@@ -76,9 +78,9 @@ class Reference(Config):
 
     def start(self, iteration: int) -> int:
         """Which iteration, counted from 1, the reference is the starting policy of."""
-        return (
-            1 + (iteration - 1) // self.iterations * self.iterations if self.rule == "every" else 1
-        )
+        if self.rule != "every":
+            return 1
+        return 1 + (iteration - 1) // self.iterations * self.iterations
 
 
 class Logprobs(PassConfig):
@@ -216,26 +218,80 @@ class Recipe(Config):
     """Work pools, interpreters, time limits, retries and slots."""
 
     @model_validator(mode="after")
-    def _fits(self) -> Recipe:
-        """What can be told from the recipe alone is told before anything runs."""
-        _check_training(self.generate, self.optimize, self.overlap)
-        if self.data.held_out is not None:
-            _check_evaluation(self)
+    def _can_train(self) -> Recipe:
+        """What [generate] and [optimize] need of each other."""
+        sampling = self.generate.sampling
+        if sampling.temperature == 0:
+            raise ValueError(
+                "generate.sampling.temperature must be > 0: greedy rows have no probability to "
+                "train on"
+            )
+        changed = [name for name in _changed_fields(sampling) if name not in _UNBIASED_SAMPLING]
+        if changed and not self.optimize.allow_biased_sampling:
+            raise ValueError(
+                f"generate.sampling.{changed[0]} makes the sampled distribution another than the "
+                "policy's: leave it out, or set optimize.allow_biased_sampling = true"
+            )
+        staleness = {"optimize.replay": self.optimize.replay, "overlap": self.overlap}
+        if sum(staleness.values()) > self.optimize.max_staleness:
+            settings = [f"{name} = {steps}" for name, steps in staleness.items() if steps]
+            raise ValueError(
+                f"optimize.max_staleness must be >= {' + '.join(settings)}, got "
+                f"{self.optimize.max_staleness}: the policies that sampled earlier are that much "
+                "older"
+            )
+        algorithm = ALGORITHMS.get(self.optimize.algorithm)
+        needs_group = algorithm is not None and algorithm.advantage in _GROUP_ADVANTAGES
+        if needs_group and self.generate.samples_per_prompt < 2:
+            raise ValueError(
+                f"generate.samples_per_prompt must be >= 2 for algorithm {algorithm.name!r}, got "
+                f"{self.generate.samples_per_prompt}: raise it, or use 'ppo', which needs no group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_evaluate(self) -> Recipe:
+        """What [data.held_out], [evaluate] and [promotion] need of each other."""
+        if self.data.held_out is None:
+            return self
+        self.data.for_evaluation()
+        if not {"source", "split", "name", "arguments"} & set(self.data.held_out):
+            raise ValueError(
+                "data.held_out has the rows of [data]: give it another source, split, name or "
+                "arguments"
+            )
+        samples = self.generate_config(0, evaluation=True).samples_per_prompt
+        score = self.evaluate.score
+        ks = self.evaluate.k
+        scores = ["reward", *self.reward.part_names]
+        if score not in scores:
+            raise ValueError(f"evaluate.score must be one of {', '.join(scores)}, got {score!r}")
+        by = self.promotion.by
+        if by != "score" and int(by.removeprefix("pass@")) not in ks:
+            raise ValueError(
+                f"promotion.by is {by!r}, which evaluate.k = {list(ks)} does not measure: add it "
+                "there"
+            )
+        if max(ks, default=0) > samples:
+            raise ValueError(
+                f"evaluate.k asks for {max(ks)} samples, evaluate.generate.samples_per_prompt is "
+                f"{samples}"
+            )
         return self
 
     @property
     def online(self) -> bool:
         """Whether a hub may be reached: only when the recipe names a hub model or dataset."""
-        embedders = (
-            str(each.arguments.get("model", "."))
-            for each in self.reward.functions
-            if each.use == "similarity"
-        )
-        models = (self.policy.model, *(scorer.model for scorer in self.reward.models), *embedders)
+        models = [self.policy.model, *(scorer.model for scorer in self.reward.models)]
+        for function in self.reward.functions:
+            if function.use == "similarity":
+                models.append(str(function.arguments.get("model", ".")))
+        for model in models:
+            is_local = Path(model).expanduser().exists() or model.startswith("package:")
+            if not is_local and not is_function(model):
+                return True
         sources = (self.data.source, (self.data.held_out or {}).get("source", ""))
-        return any(map(_on_hub, models)) or any(
-            source.startswith("datasets:") for source in sources
-        )
+        return any(source.startswith("datasets:") for source in sources)
 
     @classmethod
     def load(cls, path: str | Path, settings: Sequence[str] = ()) -> Recipe:
@@ -245,49 +301,48 @@ class Recipe(Config):
     def resolved(self) -> Recipe:
         """With what it names outside the store looked up: the base model's hash, the hash and the
         input column of each source. So a run reads its sources once. ConfigError."""
-        data = self.data.model_copy(update=_source_fields(self.prompt_config(1)))
+        fields = _source_fields(self.prompt_config(1))
         if self.data.held_out is not None:
             held_out = _source_fields(self.prompt_config(0, evaluation=True))
-            data = data.model_copy(update={"held_out": {**self.data.held_out, **held_out}})
+            fields["held_out"] = {**self.data.held_out, **held_out}
+        section = self.data.model_copy(update=fields)
         policy = checkpoints.resolve(self.policy)
-        return self.model_copy(update={"data": data, "policy": policy})
+        return self.model_copy(update={"data": section, "policy": policy})
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same
         rows each time)."""
         source = self.data.for_evaluation() if evaluation else self.data
-        common = {
+        sampling = self.generate_config(0, evaluation=evaluation).sampling
+        fields = {
             "seed": self.seed,
             "iteration": 0 if evaluation else iteration - 1,
-            "reserve_tokens": self._reserve(evaluation),
+            "reserve_tokens": sampling.max_tokens,
+            **_changed_fields(self.prompt),
         }
-        return PromptConfig(
-            **source.model_dump(exclude={"held_out"}), **{**common, **_chosen(self.prompt)}
-        )
+        return PromptConfig(**source.model_dump(exclude={"held_out"}), **fields)
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
         """The generate stage's config; for evaluation the seeds are the same each time, so that
         scores are paired."""
-        own = _chosen(self.generate)
+        section = _changed_fields(self.generate)
         if evaluation:
-            own = _merge(own, self.evaluate.generate)
-        return parse(
-            GenerateConfig,
-            {"seed": self.seed, "iteration": 0 if evaluation else iteration, **own},
-            "generate",
-        )
+            section = _merge(section, self.evaluate.generate)
+        fields = {"seed": self.seed, "iteration": 0 if evaluation else iteration, **section}
+        return parse(GenerateConfig, fields, "generate")
 
     def is_measured(self, iteration: int) -> bool:
         """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""
+        if self.data.held_out is None:
+            return False
         every = self.evaluate.every
-        asked = iteration == self.iterations or bool(every and iteration % every == 0)
-        return asked and self.data.held_out is not None
+        return iteration == self.iterations or bool(every and iteration % every == 0)
 
     def optimize_config(self) -> OptimizeConfig:
         """The optimize stage's config."""
-        own = _chosen(self.optimize)
-        own.pop("replay", None)
-        return OptimizeConfig(**{"seed": self.seed, **own})
+        section = _changed_fields(self.optimize)
+        section.pop("replay", None)
+        return OptimizeConfig(**{"seed": self.seed, **section})
 
     def logprobs_config(self, role: str) -> LogprobsConfig:
         """The logprobs stage's config, for role `ref` or `prox`."""
@@ -297,58 +352,16 @@ class Recipe(Config):
         """The evaluate stage's config."""
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
 
-    def _reserve(self, evaluation: bool) -> int:
-        return self.generate_config(0, evaluation=evaluation).sampling.max_tokens
 
-
-def _chosen(section: Config) -> dict[str, Any]:
-    """What a section sets to other than its defaults. (Prefect's form sends every default as if it
-    had been typed in.)"""
-    defaults = {
-        name: field.get_default(call_default_factory=True)
-        for name, field in type(section).model_fields.items()
-    }
-    return {
-        name: value
-        for name, value in section.model_dump().items()
-        if getattr(section, name) != defaults[name]
-    }
-
-
-def _on_hub(model: str) -> bool:
-    return not (
-        Path(model).expanduser().exists() or model.startswith("package:") or is_function(model)
-    )
-
-
-def _check_training(generate: GenerateConfig, optimize: Optimize, overlap: int) -> None:
-    sampling, neutral = generate.sampling, type(generate.sampling)()
-    if sampling.temperature == 0:
-        raise ValueError(
-            "generate.sampling.temperature must be > 0: greedy rows have no probability to train on"
-        )
-    biases = [name for name in type(sampling).model_fields if name not in _SHAPE_ONLY]
-    biased = [name for name in biases if getattr(sampling, name) != getattr(neutral, name)]
-    if biased and not optimize.allow_biased_sampling:
-        raise ValueError(
-            f"generate.sampling.{biased[0]} makes the sampled distribution another than the "
-            "policy's: leave it out, "
-            "or set optimize.allow_biased_sampling = true"
-        )
-    if optimize.replay + overlap > optimize.max_staleness:
-        given = [f"optimize.replay = {optimize.replay}"] if optimize.replay else []
-        given += [f"overlap = {overlap}"] if overlap else []
-        raise ValueError(
-            f"optimize.max_staleness must be >= {' + '.join(given)}, got {optimize.max_staleness}: "
-            "the policies that sampled earlier are that much older"
-        )
-    row = ALGORITHMS.get(optimize.algorithm)
-    if row and row.advantage in _GROUP_ADVANTAGES and generate.samples_per_prompt < 2:
-        raise ValueError(
-            f"generate.samples_per_prompt must be >= 2 for algorithm {row.name!r}, got "
-            f"{generate.samples_per_prompt}: "
-            "raise it, or use 'ppo', which needs no group"
-        )
+def _changed_fields(section: Config) -> dict[str, Any]:
+    """The fields of a section that differ from their defaults. (Prefect's form sends every default
+    as if it had been typed in.)"""
+    dumped = section.model_dump()
+    changed = {}
+    for name, field in type(section).model_fields.items():
+        if getattr(section, name) != field.get_default(call_default_factory=True):
+            changed[name] = dumped[name]
+    return changed
 
 
 def _source_fields(config: PromptConfig) -> dict[str, Any]:
@@ -357,46 +370,20 @@ def _source_fields(config: PromptConfig) -> dict[str, Any]:
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}
 
 
-def _check_evaluation(recipe: Recipe) -> None:
-    recipe.data.for_evaluation()
-    if not {"source", "split", "name", "arguments"} & set(recipe.data.held_out):
-        raise ValueError(
-            "data.held_out has the rows of [data]: give it another source, split, name or arguments"
-        )
-    samples, score, wanted = (
-        recipe.generate_config(0, evaluation=True).samples_per_prompt,
-        recipe.evaluate.score,
-        recipe.evaluate.k,
-    )
-    parts = ["reward", *recipe.reward.part_names]
-    if score not in parts:
-        raise ValueError(f"evaluate.score must be one of {', '.join(parts)}, got {score!r}")
-    by = recipe.promotion.by
-    if by != "score" and int(by.removeprefix("pass@")) not in wanted:
-        raise ValueError(
-            f"promotion.by is {by!r}, which evaluate.k = {list(wanted)} does not measure: add it "
-            "there"
-        )
-    if max(wanted, default=0) > samples:
-        raise ValueError(
-            f"evaluate.k asks for {max(wanted)} samples, evaluate.generate.samples_per_prompt is "
-            f"{samples}"
-        )
-
-
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    both = {**base, **over}
-    nested = [
-        key for key in over if isinstance(base.get(key), dict) and isinstance(over[key], dict)
-    ]
-    return {**both, **{key: _merge(base[key], over[key]) for key in nested}}
+    """`base` with the keys of `over` put over it, section by section."""
+    merged = {**base, **over}
+    for key, section in over.items():
+        if isinstance(base.get(key), dict) and isinstance(section, dict):
+            merged[key] = _merge(base[key], section)
+    return merged
 
 
-def load(path: str | Path, settings: list[str] | tuple[str, ...] = ()) -> Recipe:
+def load(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file,
     line or key."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        sections = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"recipe {path}",
@@ -410,11 +397,13 @@ def load(path: str | Path, settings: list[str] | tuple[str, ...] = ()) -> Recipe
             f"recipe {path}", error.strerror or "can not be read", next="name a recipe file"
         ) from None
     for setting in settings:
-        _set(data, setting)
-    return parse(Recipe, data, f"recipe {path}")
+        _apply_setting(sections, setting)
+    return parse(Recipe, sections, f"recipe {path}")
 
 
-def _set(data: dict[str, Any], setting: str) -> None:
+def _apply_setting(section: dict[str, Any], setting: str) -> None:
+    """Put `KEY=VALUE` into the sections of a recipe. TOML reads the value; JSON does where TOML has
+    none (null); else it is the text itself."""
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise ConfigError(
@@ -422,24 +411,19 @@ def _set(data: dict[str, Any], setting: str) -> None:
             "expected KEY=VALUE",
             next="write it like --set optimize.learning_rate=1e-6",
         )
-    *path, last = key.strip().split(".")
-    for part in path:
-        data = data.setdefault(part, {})
-        if not isinstance(data, dict):
+    *section_names, field = key.strip().split(".")
+    for name in section_names:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
             raise ConfigError(
                 f"--set {printable(key)}",
-                f"{part} is a value, not a section",
+                f"{name} is a value, not a section",
                 next="correct the key",
             )
-    data[last] = _value(text)
-
-
-def _value(text: str) -> Any:
-    """TOML's reading of the value, JSON's where TOML has none (null), else the text itself."""
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        section[field] = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         try:
-            return json.loads(text)
+            section[field] = json.loads(text)
         except ValueError:
-            return text
+            section[field] = text

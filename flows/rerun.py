@@ -1,27 +1,27 @@
 """One stage on saved versions: re-score, re-train, fork, without the rest of the chain.
 
-Plain Python, so that the shell needs no Prefect for it; `quiver.flows.single` has the same as
-flows. A Prefect server that the environment names is told of each version (`by_hand`).
+Plain Python, so that the shell needs no Prefect for it; `single` has the same as flows. A Prefect
+server that the environment names is told of each version (`by_hand`).
 
-rerun(recipe, "reward", ("rollouts",), {"rollouts": "arith/rollouts@3"})
-rerun(recipe, "optimize", ("policy", "rollouts", "rewards"), {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})     # replay
+    rerun(recipe, "reward", {"rollouts": "arith/rollouts@3"})
+    rerun(recipe, "optimize", {"rollouts": ["arith/rollouts@3", "arith/rollouts@2"]})     # replay
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import parse
-from quiver.stages.common.runtime.runner import Call, Outcome
-from quiver.stages.common.runtime.runner import find as find_finished
+from quiver.stages.common.config import Config
+from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.store import Store
 from quiver.stages.reward.override import load as load_override
 
 from .by_hand import tell_version
-from .placement import check_placement, place
+from .placement import check_placement, run_at, stage_call
 from .recipe import Recipe
 
 ROLES = {
@@ -33,203 +33,178 @@ ROLES = {
     "evaluate": ("policy",),
 }
 """The references that each stage can be given."""
-_ORDER = ("rollouts", "rewards", "prompts", "policy")
+_SEARCH_ORDER = ("rollouts", "rewards", "prompts", "policy")
+"""Roles that are found where they are not named, each by those before it."""
 _MAKERS = {"prompts": "quiver prompt RECIPE", "rollouts": "quiver generate RECIPE"}
-_NEVER_FOUND = {"retry"}  # what is taken over is named, or nothing is
-Refs = dict[str, str | list[str]]
-Run = Callable[[Recipe, str, Any, Refs, bool], Outcome]
-"""How a stage is called: recipe, stage, config, references, force."""
+References = Mapping[str, str | list[str] | None]
+"""What the caller names, by role."""
+RefLists = dict[str, list[str]]
+"""Resolved references by role; only optimize takes several of a role."""
 log = logging.getLogger("quiver")
+
+
+def perform_by_hand(
+    recipe: Recipe,
+    stage: str,
+    config: Config,
+    refs: Mapping[str, str | list[str]],
+    *,
+    label: str = "",
+    into: str | None = None,
+    force: bool = False,
+    iteration: int | None = None,
+) -> Outcome:
+    """As `tasks.perform`, without Prefect; a server that the environment names is told of the
+    version. A line is logged where there is a `label`."""
+    call = stage_call(recipe, stage, config, refs, into=into, force=force)
+    outcome = run_at(call, recipe.placement)
+    tell_version(call.runner_call, outcome)
+    if label:
+        from .tasks import describe
+
+        log.info("%s", describe(label, outcome))
+    return outcome
 
 
 def rerun(
     recipe: Recipe,
     stage: str,
-    roles: tuple[str, ...],
-    given: dict[str, str | list[str] | None],
+    references: References,
     iteration: int = 1,
     force: bool = False,
-    run: Run | None = None,
+    perform: Callable[..., Outcome] = perform_by_hand,
 ) -> Outcome:
-    """Run `stage` with the given references; one that is not given is found (see `find`).
+    """Run `stage` with the given references; one that is not given is found (see `find_refs`).
     LineageError where there is none.
 
-    Only optimize takes several rollouts and rewards, as lists. `run` calls the stage; by default
-    where [placement] says.
+    Only optimize takes several rollouts and rewards, as lists. `perform` runs a stage, as
+    `tasks.perform` does.
     """
-    by_hand, run = run is None, run or _run
+    roles = ROLES[stage]
+    run = partial(perform, recipe, iteration=iteration)
     check_placement(recipe)
-    _require_roles(f"quiver {stage}", roles, given)
     store = Store(recipe.store)
-    refs = {
-        role: _resolved(recipe, store, stage, role, given[role])
-        for role in roles
-        if given.get(role)
-    }
-    for role in sorted(set(roles) - set(refs) - _NEVER_FOUND, key=_ORDER.index):
-        refs[role] = find(recipe, store, role, refs, stage, run)
+    refs = _resolve(recipe, store, stage, roles, references, f"quiver {stage}")
+    for role in _SEARCH_ORDER:
+        if role in roles and role not in refs:
+            refs[role] = find_refs(recipe, store, stage, role, refs, run)
     if stage == "evaluate":
-        return _evaluate(recipe, refs["policy"], iteration, force, by_hand)
+        from .evaluation import measure, require_held_out
+
+        require_held_out(recipe)
+        forced = {"evaluate"} if force else ()
+        return measure(recipe, refs["policy"][0], iteration, forced, perform=perform)
     if stage == "optimize":
-        refs |= _scored_again(recipe, store, refs, run)
-    outcome = run(recipe, stage, _config(recipe, stage, iteration), refs, force)
-    if outcome.ref == refs.get("retry"):
+        refs |= _score_again(recipe, store, refs, run)
+    if stage in ("prompt", "generate"):
+        config = getattr(recipe, f"{stage}_config")(iteration)
+    elif stage == "logprobs":
+        config = recipe.logprobs_config("ref")
+    else:
+        config = recipe.optimize_config() if stage == "optimize" else recipe.reward
+    plain = {role: listed[0] if len(listed) == 1 else listed for role, listed in refs.items()}
+    outcome = run(stage, config, plain, force=force)
+    if outcome.ref == plain.get("retry"):
         log.info("%s has a reward in every row: there is nothing to retry", outcome.ref)
     return outcome
 
 
-def override(
-    recipe: Recipe, path: str, given: dict[str, str | list[str] | None], force: bool = False
-) -> Outcome:
+def override(recipe: Recipe, path: str, references: References, force: bool = False) -> Outcome:
     """Replace single rewards as the JSON file `path` says (`quiver.stages.reward.override`): in the
     given rewards, or else in those that this recipe's [reward] gave the given or latest
     rollouts."""
-    _require_roles("quiver reward --override", ("rollouts", "rewards"), given)
-    store, config = Store(recipe.store), load_override(path)
-    refs = {
-        role: _resolved(recipe, store, "reward", role, ref) for role, ref in given.items() if ref
-    }
-    for role in ("rollouts", "rewards") if "rewards" not in refs else ():
-        refs.setdefault(role, find(recipe, store, role, refs, "reward", _run))
-    return _run(recipe, "override", config, {"rewards": refs["rewards"]}, force)
+    roles = ("rollouts", "rewards")
+    run = partial(perform_by_hand, recipe)
+    store = Store(recipe.store)
+    refs = _resolve(recipe, store, "reward", roles, references, "quiver reward --override")
+    config = load_override(path)
+    if "rewards" not in refs:
+        for role in roles:
+            if role not in refs:
+                refs[role] = find_refs(recipe, store, "reward", role, refs, run)
+    return run("override", config, {"rewards": refs["rewards"][0]}, force=force)
 
 
-def _require_roles(
-    command: str, roles: tuple[str, ...], given: dict[str, str | list[str] | None]
-) -> None:
-    foreign = sorted(role for role, ref in given.items() if ref and role not in roles)
-    if foreign:
-        takes = " and ".join(f"--{role}" for role in roles)
-        raise ConfigError(
-            f"--{foreign[0]}", f"{command} takes {takes}", next=f"leave --{foreign[0]} out"
-        )
-
-
-def _resolved(
-    recipe: Recipe, store: Store, stage: str, role: str, given: str | list[str]
-) -> str | list[str]:
-    kind = "rewards" if role == "retry" else role
-    refs = [parse(ref, recipe.run) for ref in _listed(given)]
-    foreign = [str(ref) for ref in refs if ref.kind != kind]
+def _resolve(
+    recipe: Recipe,
+    store: Store,
+    stage: str,
+    roles: Collection[str],
+    references: References,
+    command: str,
+) -> RefLists:
+    """The references that the caller names, as versions that are there. ConfigError for a role that
+    the command does not take, for a version of another kind, and for several where it takes
+    one."""
+    named = {role: ref for role, ref in references.items() if ref}
+    foreign = sorted(set(named) - set(roles))
     if foreign:
         raise ConfigError(
-            f"--{role} {foreign[0]}",
-            f"expected a version of {kind}",
-            next=f"quiver ls {recipe.run}",
+            f"--{foreign[0]}",
+            f"{command} takes {' and '.join(f'--{role}' for role in roles)}",
+            next=f"leave --{foreign[0]} out",
         )
-    found = [str(store.resolve(ref)) for ref in refs]
-    if len(found) > 1 and stage != "optimize":
-        raise ConfigError(
-            f"--{role}",
-            f"quiver {stage} takes one, got {len(found)}",
-            next="name them one after another",
-        )
-    return _plain(found)
-
-
-def _listed(refs: str | list[str]) -> list[str]:
-    return refs if isinstance(refs, list) else [refs]
-
-
-def _plain(refs: list[str]) -> str | list[str]:
-    """One reference as itself, several as they are."""
-    return refs[0] if len(refs) == 1 else refs
-
-
-def _run(
-    recipe: Recipe, stage: str, config: Any, refs: Refs, force: bool, into: str | None = None
-) -> Outcome:
-    call = Call(
-        stage, config.model_dump(mode="json"), recipe.store, refs, into or recipe.run, force
-    )
-    outcome = place(recipe, call, f"{recipe.run} · {stage}")
-    tell_version(call, outcome)
-    return outcome
-
-
-def _scored_again(recipe: Recipe, store: Store, refs: Refs, run: Run) -> Refs:
-    """The logprobs that the recipe's [optimize] asks for beside rollouts and rewards; made now
-    where they are not there yet."""
-
-    def score(role: str, policy_of: Callable[[str], str]) -> str | list[str]:
-        config, each = recipe.logprobs_config(role), _listed(refs["rollouts"])
-        return _plain(
-            [
-                run(
-                    recipe, "logprobs", config, {"rollouts": ref, "policy": policy_of(ref)}, False
-                ).ref
-                for ref in each
-            ]
-        )
-
-    found = {}
-    if recipe.optimize.kl_coef > 0:
-        if recipe.reference.rule != "fixed":
-            what = "which policy is the reference of saved rollouts can not be told"
+    refs: RefLists = {}
+    for role in roles:
+        if role not in named:
+            continue
+        listed = named[role] if isinstance(named[role], list) else [named[role]]
+        kind = "rewards" if role == "retry" else role
+        parsed = [parse(ref, recipe.run) for ref in listed]
+        for ref in parsed:
+            if ref.kind != kind:
+                raise ConfigError(
+                    f"--{role} {ref}",
+                    f"expected a version of {kind}",
+                    next=f"quiver ls {recipe.run}",
+                )
+        refs[role] = [str(store.resolve(ref)) for ref in parsed]
+        if len(parsed) > 1 and stage != "optimize":
             raise ConfigError(
-                "reference.rule",
-                what,
-                next='set reference.rule = "fixed", which is the first policy of the line',
+                f"--{role}",
+                f"quiver {stage} takes one, got {len(parsed)}",
+                next="name them one after another",
             )
-        reference = first_of_line(store, refs["policy"])
-        found["ref_logprobs"] = score("ref", lambda _: reference)
-    if recipe.logprobs.prox:
-        found["prox_logprobs"] = score(
-            "prox", lambda ref: store.open(ref).manifest.model("policy").ref
-        )
-    return found
+    return refs
 
 
-def first_of_line(store: Store, policy: str) -> str:
-    """The base model that `policy` came from by optimizing, in whatever run that lies: policy@0 of
-    its run, and of a fork policy@0 of the run that it left."""
-    version = store.open(policy)
-    while before := version.manifest.input("policy"):
-        version = store.open(before.ref)
-    return str(version.ref)
+def find_refs(
+    recipe: Recipe,
+    store: Store,
+    stage: str,
+    role: str,
+    refs: RefLists,
+    run: Callable[..., Outcome],
+) -> list[str]:
+    """The references that are meant where none was given: what belongs to `refs`, or else the run's
+    latest.
 
-
-def find(
-    recipe: Recipe, store: Store, role: str, known: Refs, stage: str, run: Run | None = None
-) -> str | list[str]:
-    """The reference that is meant where none was given: what belongs to the known ones, or else the
-    run's latest.
-
-    Rewards are those that this recipe's [reward] gave the rollouts, rollouts are those of the known
+    Rewards are those that this recipe's [reward] gave the rollouts, rollouts are those of the
     rewards, the policy to optimize is the newest of those that sampled the rollouts, and the one to
     score under is the first of its line. A policy that is not there yet is imported.
     """
     if role == "rewards":
-        return _plain([_rewards(recipe, ref) for ref in _listed(known["rollouts"])])
-    scored = known.get("rewards") or known.get("retry")
+        return [_rewards_of(recipe, ref) for ref in refs["rollouts"]]
+    scored = refs.get("rewards") or refs.get("retry")
     if role == "rollouts" and scored:
-        return _plain([store.open(ref).manifest.input("rollouts").ref for ref in _listed(scored)])
+        return [store.open(ref).manifest.input("rollouts").ref for ref in scored]
     if role == "policy" and stage in ("logprobs", "optimize"):
-        sampled = [
-            store.open(ref).manifest.model("policy").ref for ref in _listed(known["rollouts"])
-        ]
-        newest = max(
-            sampled, key=lambda ref: parse(ref).version
-        )  # the number goes on along the line, into other runs too
-        return newest if stage == "optimize" else first_of_line(store, newest)
-    if role == "policy" and not store.numbers(recipe.run, "policy"):
-        return (run or _run)(recipe, "policy", recipe.policy, {}, False).ref
-    if not store.numbers(recipe.run, role):
-        raise LineageError(
-            f"{recipe.run}/{role}@latest", f"run {recipe.run} has no {role} yet", next=_MAKERS[role]
-        )
-    return str(store.resolve(f"{recipe.run}/{role}@latest"))
-
-
-def _rewards(recipe: Recipe, rollouts: str) -> str:
-    call = Call(
-        "reward",
-        recipe.reward.model_dump(mode="json"),
-        recipe.store,
-        {"rollouts": rollouts},
-        recipe.run,
+        samplers = [sampling_policy(store, ref) for ref in refs["rollouts"]]
+        # the number goes on along the line, into other runs too
+        newest = max(samplers, key=lambda ref: parse(ref).version)
+        return [newest if stage == "optimize" else first_of_line(store, newest)]
+    if store.numbers(recipe.run, role):
+        return [str(store.resolve(f"{recipe.run}/{role}@latest"))]
+    if role == "policy":
+        return [run("policy", recipe.policy, {}).ref]
+    raise LineageError(
+        f"{recipe.run}/{role}@latest", f"run {recipe.run} has no {role} yet", next=_MAKERS[role]
     )
-    outcome = find_finished(call)
+
+
+def _rewards_of(recipe: Recipe, rollouts: str) -> str:
+    call = stage_call(recipe, "reward", recipe.reward, {"rollouts": rollouts})
+    outcome = find(call.runner_call)
     if outcome is None:
         raise LineageError(
             rollouts,
@@ -239,20 +214,42 @@ def _rewards(recipe: Recipe, rollouts: str) -> str:
     return outcome.ref
 
 
-def _evaluate(recipe: Recipe, policy: str, iteration: int, force: bool, by_hand: bool) -> Outcome:
-    from .evaluation import measure, require_held_out
+def _score_again(
+    recipe: Recipe, store: Store, refs: RefLists, run: Callable[..., Outcome]
+) -> RefLists:
+    """The logprobs that the recipe's [optimize] asks for beside rollouts and rewards; made now
+    where they are not there yet."""
+    scorers: dict[str, Callable[[str], str]] = {}
+    if recipe.optimize.kl_coef > 0:
+        if recipe.reference.rule != "fixed":
+            raise ConfigError(
+                "reference.rule",
+                "which policy is the reference of saved rollouts can not be told",
+                next='set reference.rule = "fixed", which is the first policy of the line',
+            )
+        reference = first_of_line(store, refs["policy"][0])
+        scorers["ref"] = lambda rollouts: reference
+    if recipe.logprobs.prox:
+        scorers["prox"] = lambda rollouts: sampling_policy(store, rollouts)
+    logprobs: RefLists = {}
+    for role, policy_of in scorers.items():
+        config = recipe.logprobs_config(role)
+        logprobs[f"{role}_logprobs"] = [
+            run("logprobs", config, {"rollouts": rollouts, "policy": policy_of(rollouts)}).ref
+            for rollouts in refs["rollouts"]
+        ]
+    return logprobs
 
-    require_held_out(recipe)
-    forced = {"evaluate"} if force else frozenset()
-    return measure(recipe, policy, iteration, forced, run=_run if by_hand else None)
+
+def sampling_policy(store: Store, rollouts: str) -> str:
+    """The policy that sampled the rollouts."""
+    return store.open(rollouts).manifest.model("policy").ref
 
 
-def _config(recipe: Recipe, stage: str, iteration: int) -> Any:
-    makers = {
-        "prompt": lambda: recipe.prompt_config(iteration),
-        "generate": lambda: recipe.generate_config(iteration),
-        "reward": lambda: recipe.reward,
-        "logprobs": lambda: recipe.logprobs_config("ref"),
-        "optimize": recipe.optimize_config,
-    }
-    return makers[stage]()
+def first_of_line(store: Store, policy: str) -> str:
+    """The base model that `policy` came from by optimizing, in whatever run that lies: policy@0 of
+    its run, and of a fork policy@0 of the run that it left."""
+    version = store.open(policy)
+    while parent := version.manifest.input("policy"):
+        version = store.open(parent.ref)
+    return str(version.ref)

@@ -2,7 +2,7 @@
 RECIPE` does in a shell.
 
 A reference that is left out is found: what belongs to the given ones, or else the run's latest
-(`rerun.find`). The same call again returns the finished version. `rerun` does any of the stages by
+(`rerun.find_refs`). The same call again returns the finished version. `rerun` does any of the stages by
 its name; `evaluation` measures several policies.
 """
 
@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.store import Store
 
-from . import rerun as plain
 from .evaluation import measure, numbers, require_held_out
 from .placement import check_placement
 from .recipe import Recipe
+from .rerun import References
+from .rerun import rerun as rerun_stage
 from .tasks import perform, tagged
 
 StageName = Literal["prompt", "generate", "reward", "logprobs", "optimize", "evaluate"]
@@ -38,7 +38,7 @@ def prompt(
         iteration: Whose rows are meant, counted from 1.
         force: Do it anew, even where a finished version exists.
     """
-    return _do(recipe, "prompt", {"policy": policy}, iteration, force)
+    return _rerun(recipe, "prompt", {"policy": policy}, iteration, force)
 
 
 @flow(name="generate", flow_run_name="{recipe.run} · generate {iteration}", persist_result=False)
@@ -58,7 +58,7 @@ def generate(
         iteration: Whose seeds are meant, counted from 1.
         force: Do it anew, even where a finished version exists.
     """
-    return _do(recipe, "generate", {"prompts": prompts, "policy": policy}, iteration, force)
+    return _rerun(recipe, "generate", {"prompts": prompts, "policy": policy}, iteration, force)
 
 
 @flow(name="reward", flow_run_name="{recipe.run} · reward {iteration}", persist_result=False)
@@ -79,7 +79,7 @@ def reward(
         iteration: What the run is called by; it decides nothing.
         force: Do it anew, even where a finished version exists.
     """
-    return _do(recipe, "reward", {"rollouts": rollouts, "retry": retry}, iteration, force)
+    return _rerun(recipe, "reward", {"rollouts": rollouts, "retry": retry}, iteration, force)
 
 
 @flow(name="logprobs", flow_run_name="{recipe.run} · logprobs {iteration}", persist_result=False)
@@ -99,7 +99,7 @@ def logprobs(
         iteration: What the run is called by; it decides nothing.
         force: Do it anew, even where a finished version exists.
     """
-    return _do(recipe, "logprobs", {"rollouts": rollouts, "policy": policy}, iteration, force)
+    return _rerun(recipe, "logprobs", {"rollouts": rollouts, "policy": policy}, iteration, force)
 
 
 @flow(name="optimize", flow_run_name="{recipe.run} · optimize {iteration}", persist_result=False)
@@ -123,13 +123,8 @@ def optimize(
         iteration: What the run is called by; it decides nothing.
         force: Do it anew, even where a finished version exists.
     """
-    return _do(
-        recipe,
-        "optimize",
-        {"policy": policy, "rollouts": rollouts, "rewards": rewards},
-        iteration,
-        force,
-    )
+    references = {"policy": policy, "rollouts": rollouts, "rewards": rewards}
+    return _rerun(recipe, "optimize", references, iteration, force)
 
 
 @flow(name="evaluate", flow_run_name="{recipe.run} · evaluate {iteration}", persist_result=False)
@@ -144,7 +139,7 @@ def evaluate(
         iteration: What the run is called by; it decides nothing.
         force: Do it anew, even where a finished version exists.
     """
-    return _do(recipe, "evaluate", {"policy": policy}, iteration, force)
+    return _rerun(recipe, "evaluate", {"policy": policy}, iteration, force)
 
 
 @flow(name="rerun", flow_run_name="{recipe.run} · {stage} {iteration}", persist_result=False)
@@ -165,7 +160,7 @@ def rerun(
         iteration: Whose prompts and seeds are meant, counted from 1.
         force: Do it anew, even where a finished version exists.
     """
-    return _do(recipe, stage, references or {}, iteration, force)
+    return _rerun(recipe, stage, references or {}, iteration, force)
 
 
 @flow(name="evaluation", flow_run_name="{recipe.run} · evaluation", persist_result=False)
@@ -184,24 +179,19 @@ def evaluation(recipe: Recipe, policies: list[str] | None = None) -> list[dict[s
     require_held_out(recipe)
     check_placement(recipe)
     store = Store(recipe.store)
-    chosen = [
-        store.resolve(ref, recipe.run) for ref in policies or store.refs(recipe.run, "policy")
-    ]
+    refs = [store.resolve(ref, recipe.run) for ref in policies or store.refs(recipe.run, "policy")]
+    rows = []
     with tagged(recipe):
-        found = [(policy, measure(recipe, str(policy), policy.version)) for policy in chosen]
-    return [{"policy": str(policy), **numbers(outcome)} for policy, outcome in found]
+        for ref in refs:
+            outcome = measure(recipe, str(ref), ref.version)
+            rows.append({"policy": str(ref), **numbers(outcome)})
+    return rows
 
 
-def _do(
-    recipe: Recipe, stage: str, given: dict[str, Any], iteration: int, force: bool
+def _rerun(
+    recipe: Recipe, stage: str, references: References, iteration: int, force: bool
 ) -> dict[str, Any]:
     """The outcome of one stage, as `quiver STAGE --json` prints it; of the metrics only single
     numbers and words."""
-
-    def run(recipe: Recipe, name: str, config: Any, refs: plain.Refs, force: bool) -> Outcome:
-        return perform(
-            recipe, f"{name} {iteration}", name, config, refs, recipe.run, force, iteration
-        )
-
     with tagged(recipe):
-        return asdict(plain.rerun(recipe, stage, plain.ROLES[stage], given, iteration, force, run))
+        return asdict(rerun_stage(recipe, stage, references, iteration, force, perform))

@@ -19,7 +19,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, printable
@@ -45,16 +45,21 @@ def slots(
     `cpu`: heavy stages at once on a machine without GPU, 0 for any number. `limit`: a global
     concurrency limit of the server.
     """
-    count, devices = gpus_needed(call), visible_gpus()
-    with _limit(limit), ExitStack() as held:
+    with ExitStack() as stack:
+        if limit is not None:
+            stack.enter_context(_server_limit(limit))
+        count = gpus_needed(call)
+        devices = visible_gpus()
+        env = {}
         if count and devices:
-            chosen = _take(held, label, [f"gpu-{name}" for name in devices], count, stopped)
-            own = [name.removeprefix("gpu-") for name in chosen]
-            yield {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own != devices else {}
-        else:
-            if cpu and call.stage in HEAVY:
-                _take(held, label, [f"cpu-{number}" for number in range(cpu)], 1, stopped)
-            yield {}
+            names = [f"gpu-{device}" for device in devices]
+            taken = _take(stack, label, names, count, stopped)
+            chosen = [name.removeprefix("gpu-") for name in taken]
+            if chosen != devices:
+                env = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+        elif cpu and call.stage in HEAVY:
+            _take(stack, label, [f"cpu-{number}" for number in range(cpu)], 1, stopped)
+        yield env
 
 
 def gpus_needed(call: Call) -> int:
@@ -62,65 +67,57 @@ def gpus_needed(call: Call) -> int:
     config = call.config
     if call.stage == "reward":
         return int(any(model.get("device") != "cpu" for model in config.get("models") or []))
-    if (
-        call.stage not in HEAVY
-        or config.get("device") == "cpu"
-        or config.get("engine") == "scripted"
-    ):
+    on_cpu = config.get("device") == "cpu" or config.get("engine") == "scripted"
+    if call.stage not in HEAVY or on_cpu:
         return 0
-    return (
-        int((config.get("options") or {}).get("tensor_parallel_size") or 1)
-        if call.stage == "generate"
-        else 1
-    )
+    if call.stage == "generate":
+        return int((config.get("options") or {}).get("tensor_parallel_size") or 1)
+    return 1
 
 
 def visible_gpus() -> list[str]:
     """The devices that a child of this process would see, as CUDA_VISIBLE_DEVICES names them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [
-            name.strip()
-            for name in named.split(",")
-            if name.strip() not in ("", "-1", "NoDevFiles")
-        ]
-    found = [
-        path
-        for path in Path("/dev").glob("nvidia[0-9]*")
-        if path.name.removeprefix("nvidia").isdecimal()
-    ]
-    return [str(number) for number in range(len(found))]
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is not None:
+        names = [name.strip() for name in variable.split(",")]
+        return [name for name in names if name not in ("", "-1", "NoDevFiles")]
+    names = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return [str(number) for number in range(sum(name.isdecimal() for name in names))]
 
 
 def _take(
-    held: ExitStack, label: str, names: list[str], count: int, stopped: Callable[[], bool]
+    stack: ExitStack, label: str, names: list[str], count: int, stopped: Callable[[], bool]
 ) -> list[str]:
     """`count` of the slots `names` (or all, if they are fewer), all at once, so that nobody waits
-    with half of what he needs."""
+    with half of what he needs. They are free again when `stack` is closed."""
     folder = Path(tempfile.gettempdir(), f"quiver-slots-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    told = ""
+    last_message = ""
     while True:
         with ExitStack() as attempt:
-            mine = []
+            locked = []
             for name in names:
-                if len(mine) < count and _lock(attempt, folder / name, label):
-                    mine.append(name)
-            if len(mine) == min(count, len(names)):
-                held.push(attempt.pop_all())
-                return mine
-        holders = "; ".join(
-            f"{name} is held by {_holder(folder / name)}" for name in names if name not in mine
-        )
-        if holders != told:
-            told = holders
-            log.info("%s waits: %s", label, holders)
+                if len(locked) < count and _lock(attempt, folder / name, label):
+                    locked.append(name)
+            if len(locked) == min(count, len(names)):
+                stack.push(attempt.pop_all())
+                return locked
+        holders = []
+        for name in names:
+            if name not in locked:
+                holder = printable((folder / name).read_text(errors="replace"))
+                holders.append(f"{name} is held by {holder or 'another process'}")
+        message = "; ".join(holders)
+        if message != last_message:
+            last_message = message
+            log.info("%s waits: %s", label, message)
         if stopped():
             raise Stopped(label)
         time.sleep(_POLL_SECONDS)
 
 
 def _lock(attempt: ExitStack, path: Path, label: str) -> bool:
+    """Whether the slot is ours until `attempt` is closed; its file then says whose it is."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,15 +130,9 @@ def _lock(attempt: ExitStack, path: Path, label: str) -> bool:
     return True
 
 
-def _holder(path: Path) -> str:
-    return printable(path.read_text(errors="replace")) or "another process"
-
-
-def _limit(name: str | None):
+def _server_limit(name: str) -> AbstractContextManager[None]:
     """A slot of the server's global concurrency limit `name`. ConfigError where there is no such
     limit."""
-    if name is None:
-        return nullcontext()
     from prefect.client.orchestration import get_client
     from prefect.concurrency.sync import concurrency
     from prefect.exceptions import ObjectNotFound
@@ -150,8 +141,9 @@ def _limit(name: str | None):
         try:
             client.read_global_concurrency_limit_by_name(name)
         except ObjectNotFound:
-            what = "the server has no such global concurrency limit"
             raise ConfigError(
-                f"placement.limits {name}", what, next=f"prefect gcl create {name} --limit 1"
+                f"placement.limits {name}",
+                "the server has no such global concurrency limit",
+                next=f"prefect gcl create {name} --limit 1",
             ) from None
     return concurrency(name, strict=True, raise_on_lease_renewal_failure=False)

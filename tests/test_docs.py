@@ -14,7 +14,7 @@ from typer.main import get_command
 from quiver.flows.cli import app
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.refs import KINDS
-from quiver.stages import MODULES as STAGE_MODULES
+from quiver.stages.common.runtime.stage import MODULES as STAGE_MODULES
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.reward.functions import FUNCTIONS
@@ -53,7 +53,7 @@ def test_what_a_document_names_exists(path):
         assert (path.parent / link).exists() or (ROOT / link).exists(), (
             f"{path.name} links to {link}"
         )
-    for command in re.findall(r"\bquiver ([a-z]+)", text):
+    for command in re.findall(r"(?<!from )\bquiver ([a-z]+)", text):
         assert command in COMMANDS, f"{path.name} names quiver {command}"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"\bmake ([a-z]+)[`\s]", re.sub(r"(?s)```python.*?```", "", text)):

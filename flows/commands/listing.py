@@ -13,9 +13,11 @@ def _list(word: str, entries: list[dict[str, Any]], details: str, as_json: bool)
     lines = []
     for entry in entries:
         lines.append(f"{entry['name']:<24} {entry['description']}")
-        below = [f"{key}: {value}" for key, value in (entry.get(details) or {}).items()]
-        below += [entry["reference"]] if entry.get("reference") else []
-        lines += [f"{'':<24} {' · '.join(below)}"] if below else []
+        notes = [f"{key}: {detail}" for key, detail in (entry.get(details) or {}).items()]
+        if entry.get("reference"):
+            notes.append(entry["reference"])
+        if notes:
+            lines.append(f"{'':<24} {' · '.join(notes)}")
     say(as_json, {word: entries}, lines)
 
 
@@ -23,21 +25,9 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
     """The algorithms, with defaults and references."""
     from quiver.stages.optimize.algorithms import ALGORITHMS
 
-    shown = (
-        "name",
-        "description",
-        "advantage",
-        "surrogate",
-        "aggregation",
-        "defaults",
-        "reference",
-    )
-    _list(
-        "algorithms",
-        [{key: getattr(row, key) for key in shown} for row in ALGORITHMS.values()],
-        "defaults",
-        json,
-    )
+    keys = "name description advantage surrogate aggregation defaults reference".split()
+    entries = [{key: getattr(row, key) for key in keys} for row in ALGORITHMS.values()]
+    _list("algorithms", entries, "defaults", json)
 
 
 def rewards(json: Json = False, debug: Debug = False) -> None:
@@ -46,31 +36,27 @@ def rewards(json: Json = False, debug: Debug = False) -> None:
     from quiver.stages.reward.functions import FUNCTIONS
     from quiver.stages.reward.servers.dialects import DIALECTS
 
-    shipped = [
-        {
-            "name": name,
-            "kind": "function",
-            "description": found.description,
-            "arguments": found.arguments,
-        }
-        for name, found in FUNCTIONS.items()
-    ]
-    spoken = [
-        {"name": name, "kind": "server", "description": found.description}
-        for name, found in DIALECTS.items()
-    ]
-    _list("rewards", [*shipped, *spoken], "arguments", json)
+    entries: list[dict[str, Any]] = []
+    for name, function in FUNCTIONS.items():
+        entries.append(
+            {
+                "name": name,
+                "kind": "function",
+                "description": function.description,
+                "arguments": function.arguments,
+            }
+        )
+    for name, dialect in DIALECTS.items():
+        entries.append({"name": name, "kind": "server", "description": dialect.description})
+    _list("rewards", entries, "arguments", json)
 
 
 def engines(json: Json = False, debug: Debug = False) -> None:
     """The generation engines, with the defaults of their options."""
     from quiver.stages.generate.engine import ENGINES
 
-    shipped = ENGINES.items()
-    defaults = {name: entry.options().model_dump(mode="json") for name, entry in shipped}
-    _list(
-        "engines",
-        [{"name": n, "description": e.description, "options": defaults[n]} for n, e in shipped],
-        "options",
-        json,
-    )
+    entries = []
+    for name, engine in ENGINES.items():
+        options = engine.options().model_dump(mode="json")
+        entries.append({"name": name, "description": engine.description, "options": options})
+    _list("engines", entries, "options", json)

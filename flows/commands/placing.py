@@ -35,21 +35,17 @@ def _room_above(name: str) -> Any:
     return importlib.import_module(f"quiver.deployments.{name}")
 
 
-def _overlap(overlap: str) -> str:
-    if overlap not in ("queue", "skip"):
-        raise ConfigError(
-            f"--overlap {printable(overlap)}", "expected queue or skip", next="correct --overlap"
-        )
-    return overlap
-
-
-def _timezone(timezone: str | None, cron: str | None) -> str:
+def _check_schedule(cron: str | None, timezone: str | None, overlap: str) -> str:
+    """The timezone of the schedule. ConfigError where the options do not fit each other."""
     if timezone and not cron:
-        next = 'leave --timezone out, or say when: --cron "0 2 * * *"'
         raise ConfigError(
             f"--timezone {printable(timezone)}",
             "there is no schedule that could go by it",
-            next=next,
+            next='leave --timezone out, or say when: --cron "0 2 * * *"',
+        )
+    if overlap not in ("queue", "skip"):
+        raise ConfigError(
+            f"--overlap {printable(overlap)}", "expected queue or skip", next="correct --overlap"
         )
     return timezone or "UTC"
 
@@ -74,14 +70,15 @@ def serve(
 ) -> None:
     """Run a recipe on a schedule from this very process, until Ctrl-C: for a laptop, without work
     pools."""
-    clock, overlap, sources = _timezone(timezone, cron), _overlap(overlap), tuple(on or ())
+    clock = _check_schedule(cron, timezone, overlap)
     loaded = read_recipe(recipe, settings, store)
 
     def tell(served: dict[str, Any]) -> None:
         if json:
             say(True, served, [])
 
-    _room_above("serve").serve(loaded, cron, clock, overlap, sources, now, port, tell)
+    module = _room_above("serve")
+    module.serve(loaded, cron, clock, overlap, tuple(on or ()), now, port, tell)
 
 
 def deploy(
@@ -106,28 +103,17 @@ def deploy(
 ) -> None:
     """Register a recipe with a Prefect server: which workers run it, when, and what starts it
     besides."""
-    above = _room_above("deploy")
-    where = above.Where(
-        pool,
-        cron,
-        _timezone(timezone, cron),
-        _overlap(overlap),
-        tuple(on or ()),
-        image,
-        folder,
-        now,
-    )
-    done = above.deploy(read_recipe(recipe, settings, store), where)
+    module = _room_above("deploy")
+    clock = _check_schedule(cron, timezone, overlap)
+    where = module.Where(pool, cron, clock, overlap, tuple(on or ()), image, folder, now)
+    outcome = module.deploy(read_recipe(recipe, settings, store), where)
     word = {True: "changed", False: "unchanged"}
     lines = [
-        f"{word[each['changed']]:<10} {each['name']}  (work pool {each['pool']})"
-        for each in done["deployments"]
+        f"{word[entry['changed']]:<10} {entry['name']}  (work pool {entry['pool']})"
+        for entry in outcome["deployments"]
     ]
-    lines += [
-        f"{word[each['changed']]:<10} automation {each['name']}" for each in done["automations"]
-    ]
-    say(
-        json,
-        done,
-        [*lines, *([f"started flow run {done['flow_run']}"] if done["flow_run"] else [])],
-    )
+    for entry in outcome["automations"]:
+        lines.append(f"{word[entry['changed']]:<10} automation {entry['name']}")
+    if outcome["flow_run"]:
+        lines.append(f"started flow run {outcome['flow_run']}")
+    say(json, outcome, lines)

@@ -13,11 +13,11 @@ from quiver.schemas.errors import ConfigError, printable
 from .shared import (
     Debug,
     Force,
-    Given,
     Json,
+    NamedVersion,
+    NamedVersions,
     RecipeFile,
     Settings,
-    Several,
     StorePath,
     read_recipe,
     say,
@@ -51,16 +51,14 @@ def run(
             f"expected one of {', '.join(STAGES)}",
             next="correct --from",
         )
-    loaded = read_recipe(
-        recipe,
-        [*(settings or []), *([f"iterations={iterations}"] if iterations is not None else [])],
-        store,
-    )
+    settings = settings or []
+    length = [] if iterations is None else [f"iterations={iterations}"]
+    loaded = read_recipe(recipe, [*settings, *length], store)
     check_placement(loaded)
     guard_embedded_server()
     with tagged(loaded):
-        result = post_train(loaded, first)
-    say(json, result, summary(loaded, recipe, settings or [], result))
+        outcome = post_train(loaded, first)
+    say(json, outcome, summary(loaded, recipe, settings, outcome))
 
 
 def nightly(
@@ -80,26 +78,20 @@ def nightly(
     loaded = read_recipe(recipe, settings, store)
     begin(loaded, night or "tonight")  # what is refused is refused before a server is started
     guard_embedded_server()
-    result = flow(loaded, night)
-    say(
-        json,
-        result,
-        [
-            f"{result['decision']}: {result['tag']} is {result['in_use']}",
-            printable(result["why"], 1000),
-        ],
-    )
+    outcome = flow(loaded, night)
+    decision = f"{outcome['decision']}: {outcome['tag']} is {outcome['in_use']}"
+    say(json, outcome, [decision, printable(outcome["why"], 1000)])
 
 
-def _stage_command(name: str, roles: tuple[str, ...], help: str) -> Callable[..., None]:
+def _stage_command(name: str, help: str) -> Callable[..., None]:
     """`quiver NAME RECIPE`: this one stage on saved versions; a reference that is not given is the
     run's latest."""
 
     def command(
         recipe: RecipeFile,
-        prompts: Annotated[str | None, Given] = None,
-        rollouts: Annotated[list[str] | None, Several] = None,
-        rewards: Annotated[list[str] | None, Several] = None,
+        prompts: Annotated[str | None, NamedVersion] = None,
+        rollouts: Annotated[list[str] | None, NamedVersions] = None,
+        rewards: Annotated[list[str] | None, NamedVersions] = None,
         retry: Annotated[
             str | None,
             typer.Option(help="reward: score again only the rows that have none in these"),
@@ -110,7 +102,7 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> Callable[...
                 help="reward: replace those that a JSON file {author, reason, overrides} names"
             ),
         ] = None,
-        policy: Annotated[str | None, Given] = None,
+        policy: Annotated[str | None, NamedVersion] = None,
         iteration: Annotated[int, typer.Option(help="whose prompts and seeds are meant")] = 1,
         force: Force = False,
         store: StorePath = None,
@@ -118,9 +110,9 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> Callable[...
         json: Json = False,
         debug: Debug = False,
     ) -> None:
-        from .. import rerun as again
+        from .. import rerun
 
-        given = {
+        references = {
             "prompts": prompts,
             "rollouts": rollouts,
             "rewards": rewards,
@@ -129,37 +121,25 @@ def _stage_command(name: str, roles: tuple[str, ...], help: str) -> Callable[...
         }
         loaded = read_recipe(recipe, settings, store)
         if override and name == "reward":
-            outcome = again.override(loaded, override, given, force)
+            outcome = rerun.override(loaded, override, references, force)
         else:
-            outcome = again.rerun(
-                loaded, name, roles, {**given, "override": override}, iteration, force
-            )
-        what = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        say(json, asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {what}"])
+            references["override"] = override
+            outcome = rerun.rerun(loaded, name, references, iteration, force)
+        seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
+        say(json, asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {seconds}"])
 
-    command.__name__, command.__doc__ = name, help
+    command.__name__ = name
+    command.__doc__ = help
     return command
 
 
 STAGES = (
+    _stage_command("prompt", "Render the source's rows to token ids: a new prompts version."),
+    _stage_command("generate", "Sample completions: a new rollouts version."),
+    _stage_command("reward", "Score saved rollouts: a new rewards version."),
     _stage_command(
-        "prompt", ("policy",), "Render the source's rows to token ids: a new prompts version."
+        "logprobs", "Score saved completions again, under a reference: a new logprobs version."
     ),
-    _stage_command(
-        "generate", ("prompts", "policy"), "Sample completions: a new rollouts version."
-    ),
-    _stage_command("reward", ("rollouts", "retry"), "Score saved rollouts: a new rewards version."),
-    _stage_command(
-        "logprobs",
-        ("rollouts", "policy"),
-        "Score saved completions again, under a reference: a new logprobs version.",
-    ),
-    _stage_command(
-        "optimize",
-        ("policy", "rollouts", "rewards"),
-        "Update the policy on saved rollouts: the next policy.",
-    ),
-    _stage_command(
-        "evaluate", ("policy",), "Measure a policy on the held-out rows: a new evaluations version."
-    ),
+    _stage_command("optimize", "Update the policy on saved rollouts: the next policy."),
+    _stage_command("evaluate", "Measure a policy on the held-out rows: a new evaluations version."),
 )

@@ -34,8 +34,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="traceback of an error")]
 Force = Annotated[
     bool, typer.Option("--force", help="do it anew, even where a finished version exists")
 ]
-Given = typer.Option(help="run/kind@version; default: the run's latest")
-Several = typer.Option(
+NamedVersion = typer.Option(help="run/kind@version; default: the run's latest")
+NamedVersions = typer.Option(
     help="run/kind@version; default: the run's latest. For optimize it may stand several times "
     "(replay)"
 )
@@ -49,9 +49,11 @@ def keep_stdout() -> None:
     os.dup2(2, 1)
 
 
-def say(as_json: bool, data: dict[str, Any], lines: list[str]) -> None:
+def say(as_json: bool, answer: dict[str, Any], lines: list[str]) -> None:
     """The command's answer."""
-    text = json.dumps(_plain(data), ensure_ascii=False) if as_json else "\n".join(lines)
+    text = "\n".join(lines)
+    if as_json:
+        text = json.dumps(_as_json(answer), ensure_ascii=False)
     print(text, file=_stdout or sys.stdout, flush=True)
 
 
@@ -59,8 +61,11 @@ def read_recipe(path: Path, settings: list[str] | None, store: str | None) -> Re
     """The recipe in `path` with the command's settings and store over it."""
     from ..recipe import load
 
-    CALLED.recipe, CALLED.settings, CALLED.store = path, tuple(settings or ()), store
-    recipe = load(path, [*(settings or []), *([f"store={json.dumps(store)}"] if store else [])])
+    settings = settings or []
+    CALLED.recipe = path
+    CALLED.settings = tuple(settings)
+    CALLED.store = store
+    recipe = load(path, [*settings, f"store={json.dumps(store)}"] if store else settings)
     CALLED.store = recipe.store
     return recipe
 
@@ -73,13 +78,13 @@ def open_store(path: str | None) -> Store:
     return Store(path or default_store(), create=False)
 
 
-def _plain(data: Any) -> Any:
-    """`data` as JSON has it: a number that is not finite is null, a date or anything else of the
+def _as_json(answer: Any) -> Any:
+    """`answer` as JSON has it: a number that is not finite is null, a date or anything else of the
     user's columns its text."""
-    if isinstance(data, dict):
-        return {str(key): _plain(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_plain(value) for value in data]
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    return data if data is None or isinstance(data, str | int) else str(data)
+    if isinstance(answer, dict):
+        return {str(key): _as_json(entry) for key, entry in answer.items()}
+    if isinstance(answer, list | tuple):
+        return [_as_json(entry) for entry in answer]
+    if isinstance(answer, float):
+        return answer if math.isfinite(answer) else None
+    return answer if answer is None or isinstance(answer, str | int) else str(answer)

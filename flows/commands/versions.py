@@ -26,8 +26,9 @@ def ls(
 
     rows = listing(open_store(store), run)
     lines = [
-        r.get("error") or f"{r['ref']:<40} {r['rows']:>8}  {r['stage']:<10} {r['created'][:19]}"
-        for r in rows
+        row.get("error")
+        or f"{row['ref']:<40} {row['rows']:>8}  {row['stage']:<10} {row['created'][:19]}"
+        for row in rows
     ]
     say(json, {"versions": rows}, lines)
 
@@ -45,12 +46,11 @@ def show(
     from .inspect_store import rows
 
     version = open_store(store).open(ref)
-    manifest, found = version.manifest.model_dump(mode="json", by_alias=True), rows(version, n)
-    lines = [
-        codec.dumps(manifest, indent=2, ensure_ascii=False),
-        *(printable(row, 2000) for row in found),
-    ]
-    say(json, {"ref": str(version.ref), "manifest": manifest, "rows": found}, lines)
+    manifest = version.manifest.model_dump(mode="json", by_alias=True)
+    first_rows = rows(version, n)
+    lines = [codec.dumps(manifest, indent=2, ensure_ascii=False)]
+    lines += [printable(row, 2000) for row in first_rows]
+    say(json, {"ref": str(version.ref), "manifest": manifest, "rows": first_rows}, lines)
 
 
 def lineage(
@@ -60,12 +60,18 @@ def lineage(
     from quiver.stages.report.lineage import lineage as trace
 
     def tree(node: dict[str, Any], depth: int = 0) -> list[str]:
-        mark = " (above)" if node.get("seen") else " (expired)" if node.get("expired") else ""
-        own = f"{'  ' * depth}{node.get('role', '')}{': ' if depth else ''}{node['ref']}{mark}"
-        return [own, *(line for child in node["inputs"] for line in tree(child, depth + 1))]
+        line = "  " * depth + (f"{node.get('role', '')}: " if depth else "") + node["ref"]
+        if node.get("seen"):
+            line += " (above)"
+        elif node.get("expired"):
+            line += " (expired)"
+        lines = [line]
+        for child in node["inputs"]:
+            lines += tree(child, depth + 1)
+        return lines
 
-    found = trace(open_store(store), ref)
-    say(json, found, tree(found))
+    root = trace(open_store(store), ref)
+    say(json, root, tree(root))
 
 
 def diff(
@@ -78,15 +84,13 @@ def diff(
     """What differs between two versions of one kind: config, models, metrics, rows."""
     from .inspect_store import diff as compare
 
-    found = compare(open_store(store), first, second)
+    differences = compare(open_store(store), first, second)
     lines = [
-        f"{path}: {printable(a)} → {printable(b)}" for path, (a, b) in found["changed"].items()
+        f"{path}: {printable(before)} → {printable(after)}"
+        for path, (before, after) in differences["changed"].items()
     ]
-    say(
-        json,
-        found,
-        [*lines, *(f"{part}: {found[part]}" for part in ("rows", "rewards") if part in found)],
-    )
+    lines += [f"{key}: {differences[key]}" for key in ("rows", "rewards") if key in differences]
+    say(json, differences, lines)
 
 
 def verify(

@@ -14,14 +14,12 @@ data in silence when the column lies on the heap. So clone, convert (`.long()`) 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,10 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> torch.Tensor:
-        """The values of one row, as a view."""
+        """The values of one row, as a view. IndexError beyond the last row, which ends a loop over
+        all of them."""
         row = range(len(self))[row]
         return self.values[self.offsets[row] : self.offsets[row + 1]]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.values.split(self.lengths.tolist()))
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -105,17 +101,14 @@ class Ragged:
         return shift + torch.arange(len(shift), device=shift.device)
 
     def take(self, indices: torch.Tensor) -> Ragged:
-        """Rows `indices` [b] in that order; a row may be taken twice. Neighbours are taken as one,
-        and all rows are a view."""
+        """Rows `indices` [b] in that order; a row may be taken twice. On the CPU. Where each row
+        is the next one, the values are a view."""
         offsets = _offsets(self.lengths[indices])
-        breaks = (indices.diff() != 1).nonzero()[:, 0]
-        if len(breaks) >= len(indices) / 4:
-            return Ragged(self.values[self.positions(indices)], offsets)
-        first = indices[F.pad(breaks + 1, (1, 0))]
-        last = indices[F.pad(breaks, (0, 1), value=len(indices) - 1)]
-        bounds = zip(self.offsets[first].tolist(), self.offsets[last + 1].tolist(), strict=True)
-        runs = [self.values[start:end] for start, end in bounds]
-        return Ragged(runs[0] if len(runs) == 1 else torch.cat(runs), offsets)
+        if len(indices) and (indices.diff() == 1).all():
+            start = self.offsets[indices[0]]
+            return Ragged(self.values[start : start + offsets[-1]], offsets)
+        views = [self.values[:0].numpy(), *self.views(indices.numpy())]
+        return Ragged(torch.from_numpy(np.concatenate(views)), offsets)
 
     def views(self, rows: np.ndarray) -> list[np.ndarray]:
         """The values of each of `rows` [b], not copied; on the CPU."""
@@ -177,9 +170,6 @@ class Mapped(Ragged):
         start = self._starts[row]
         values = self._chunks[self._chunk_of[row]][start : start + int(self.lengths[row])]
         return torch.from_numpy(values)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (self[row] for row in range(len(self)))
 
     def views(self, rows: np.ndarray) -> list[np.ndarray]:
         chunk_of = self._chunk_of[rows].tolist()

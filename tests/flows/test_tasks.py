@@ -165,4 +165,4 @@ def test_a_missing_training_source_is_told_before_anything_is_generated(workplac
     assert "nowhere.jsonl" in error["message"]
     assert [
         str(ref) for ref in Store(workplace / "store").refs() if ref.run.startswith("nowhere")
-    ] == ["nowhere/policy@0"]
+    ] == [], "not even the base model is imported"

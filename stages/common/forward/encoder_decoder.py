@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.packing import Piece
@@ -76,10 +77,9 @@ def make_pairs(
 def _pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as one tensor [b, T], filled up at the end with 0, and the mask of what is not filling,
     from the lengths."""
+    ids = pad_sequence(rows, batch_first=True).long()
     lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.zeros(mask.shape, dtype=torch.int64)
-    ids[mask] = torch.cat(rows).long()
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]
     return ids, mask.long()
 
 

@@ -108,7 +108,18 @@ class Index:
     def _text(self) -> str:
         """One line a version, from the index or from the manifests."""
         text = self._trusted_text()
-        return self._make_anew() if text is None else text
+        if text is not None:
+            return text
+        entries = [self._read(number) for number in self.numbers()]
+        text = "".join(f"{json.dumps(asdict(entry))}\n" for entry in entries)
+        if entries:
+            # a store that can not be written is read without an index
+            with suppress(OSError):
+                self._storage.make_prefix(f"{self._folder}/.index")
+                state = self._state()
+                if state["count"] == len(entries):
+                    self._write(text, state)
+        return text
 
     def _version_names(self) -> list[str]:
         names = self._storage.list(self._folder)
@@ -141,18 +152,6 @@ class Index:
         count = noted[1].get("count") if is_settled else len(self._version_names())
         state = {"format": _FORMAT, "modified": modified, "count": count}
         return noted[0] if noted[1] == state and noted[0].count("\n") == count else None
-
-    def _make_anew(self) -> str:
-        entries = [self._read(number) for number in self.numbers()]
-        text = "".join(f"{json.dumps(asdict(entry))}\n" for entry in entries)
-        if entries:
-            # a store that can not be written is read without an index
-            with suppress(OSError):
-                self._storage.make_prefix(f"{self._folder}/.index")
-                state = self._state()
-                if state["count"] == len(entries):
-                    self._write(text, state)
-        return text
 
     def _generation(self, number: int) -> tuple[int, ...]:
         folder = Ref(self._run, self._kind, number).folder

@@ -122,7 +122,16 @@ class Leases:
         ]
         if not numbers:
             return None
-        return self._read(name, max(numbers))
+        number = max(numbers)
+        try:
+            fields = json.loads(self.storage.read(self.key(name, number)))
+            owner = Owner(**fields.pop("owner"))
+            return Holder(number=number, owner=owner, **fields)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, AttributeError):
+            # torn by a power loss, so its process is gone too
+            return Holder(number, Owner("", 0, 0, 0), "", "", released=True)
 
     def holder(self, name: str) -> Holder | None:
         """Who holds the lease now; None where it is free."""
@@ -173,17 +182,6 @@ class Leases:
             if top.owner.is_visible and abs(seconds_since_renewal) < SECONDS_TO_LIVE:
                 return None
             time.sleep(min(0.5, SECONDS_TO_LIVE / 4))
-
-    def _read(self, name: str, number: int) -> Holder | None:
-        try:
-            fields = json.loads(self.storage.read(self.key(name, number)))
-            owner = Owner(**fields.pop("owner"))
-            return Holder(number=number, owner=owner, **fields)
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError, AttributeError):
-            # torn by a power loss, so its process is gone too
-            return Holder(number, Owner("", 0, 0, 0), "", "", released=True)
 
     def _is_free(self, name: str, holder: Holder) -> bool:
         if holder.released or holder.owner.is_dead:

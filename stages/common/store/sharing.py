@@ -133,12 +133,15 @@ class SharedShards:
                     self._held.pop(index).release()
                     return True
             else:
-                self.commit_lease = self._lease(_COMMIT)
-                if self.commit_lease and self._drop_damaged():
-                    self.commit_lease.release()
-                    self.commit_lease = None
-                if self.commit_lease:
-                    break
+                lease = self._lease(_COMMIT)
+                if lease is not None:
+                    damaged = [i for i in range(self._count) if not self._writer.has(i)]
+                    if not damaged:
+                        self.commit_lease = lease
+                        break
+                    for index in damaged:  # nobody has finished them after all
+                        self._writer.drop(index)
+                    lease.release()
             with self._writer.phase("wait"):
                 time.sleep(_POLL_SECONDS)
         return False
@@ -150,7 +153,8 @@ class SharedShards:
             return None  # an engine asks at each of its steps
         untaken = [index for index in self.unfinished() if index not in self._held]
         index = None
-        if not self._held or self._num_free(untaken) > len(self._other_workers()):
+        free = [index for index in untaken if self._leases.holder(_shard(index)) is None]
+        if not self._held or len(free) > len(self._other_workers()):
             index = self._lease_one(untaken)
         self._refused_at = time.monotonic() if index is None else float("-inf")
         return index
@@ -181,7 +185,10 @@ class SharedShards:
     def _lease_one(self, indices: list[int]) -> int | None:
         """A free shard, from where this process's rank begins; with empty hands also the one that
         another has held for longest, if for long enough."""
-        start = self._rank_start()
+        # where a process begins follows from its rank, so that several do not try the same shards
+        others = self._other_workers()
+        rank = sum(worker < self._worker for worker in others)
+        start = rank * self._count // (len(others) + 1)
         for index in [*filter(lambda index: index >= start, indices), *indices]:
             lease = self._lease(_shard(index))
             if lease is not None:
@@ -208,15 +215,6 @@ class SharedShards:
         with self._writer.staged():
             return self._leases.take(name)
 
-    def _rank_start(self) -> int:
-        """Where this process begins, so that several do not all try the same shards."""
-        others = self._other_workers()
-        rank = sum(name < self._worker for name in others)
-        return rank * self._count // (len(others) + 1)
-
-    def _num_free(self, indices: list[int]) -> int:
-        return sum(self._leases.holder(_shard(index)) is None for index in indices)
-
     def _other_workers(self) -> list[str]:
         """The other processes that are there."""
         names = [name for name in self._leases.names() if name.startswith("worker-")]
@@ -231,13 +229,6 @@ class SharedShards:
             return self._patience_seconds
         slowest = max(part["slowest"] for part in self._writer.parts())
         return max(LEAST_PATIENCE_SECONDS, 2 * slowest)
-
-    def _drop_damaged(self) -> bool:
-        """Whether shards were not what their notes say: nobody has finished them after all."""
-        damaged = [index for index in range(self._count) if not self._writer.has(index)]
-        for index in damaged:
-            self._writer.drop(index)
-        return bool(damaged)
 
 
 def _shard(index: int) -> str:

@@ -81,17 +81,14 @@ class Tag:
                 return
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             entry = Entry(at=at, before=before, ref=target, why=why, key=key, about=about)
-            if self._put(len(entries) + 1, entry):
+            fields = entry.model_dump(mode="json")
+            line = json.dumps({**fields, "checksum": digest(fields)})
+            prefix = f"{self._folder}/.{self.name}"
+            self._storage.make_prefix(prefix)
+            # no other process can get the number that this one gets
+            if self._storage.put_if_absent(f"{prefix}/{len(entries) + 1:06d}", line.encode()):
                 self._storage.write(f"{self._folder}/{self.name}", f"{target}\n".encode())
                 return
-
-    def _put(self, number: int, entry: Entry) -> bool:
-        """Whether this entry got its number; no other process can get it then."""
-        fields = entry.model_dump(mode="json")
-        line = json.dumps({**fields, "checksum": digest(fields)})
-        prefix = f"{self._folder}/.{self.name}"
-        self._storage.make_prefix(prefix)
-        return self._storage.put_if_absent(f"{prefix}/{number:06d}", line.encode())
 
     def _numbers(self) -> list[int]:
         names = self._storage.list(f"{self._folder}/.{self.name}")

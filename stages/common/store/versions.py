@@ -387,8 +387,8 @@ class Store:
         making it anew helps."""
         users = [
             f"tag {name}"
-            for name in self._tag_names(ref.run)
-            if self.tagged(ref.run, name) == str(ref)
+            for name in self.storage.list(f"{ref.run}/tags")
+            if refs.NAME.fullmatch(name) and self.tagged(ref.run, name) == str(ref)
         ]
         for other in self.refs():
             with contextlib.suppress(QuiverError):  # a torn one is told by itself
@@ -408,9 +408,6 @@ class Store:
 
     def _tag(self, run: str, name: str) -> Tag:
         return Tag(self.storage, refs.check_name(run, "run"), name)
-
-    def _tag_names(self, run: str) -> list[str]:
-        return [name for name in self.storage.list(f"{run}/tags") if refs.NAME.fullmatch(name)]
 
     def tag(
         self,

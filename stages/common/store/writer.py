@@ -199,8 +199,10 @@ class Writer:
     def read_note(self, name: str) -> dict[str, Any] | None:
         """What a note says; None where there is none, or one that is not whole."""
         try:
-            return _read_note(self._storage.read(f"{self._prefix}.notes/{name}"))
-        except FileNotFoundError:
+            fields = json.loads(self._storage.read(f"{self._prefix}.notes/{name}"))
+            checksum = fields.pop("checksum")
+            return fields if checksum == digest(fields) else None
+        except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
             return None
 
     def write_note(self, name: str, fields: dict[str, Any]) -> None:
@@ -368,7 +370,11 @@ class Writer:
         index = self.store.index(self.run, self.kind)
         while True:
             is_index_current = index.is_current()
-            number = self._next_number(numbering)
+            number = numbering.only_number
+            if number is None:
+                numbers = self.store.numbers(self.run, self.kind)
+                first = numbering.first_number if self.kind == numbering.kinds[-1] else 1
+                number = numbers[-1] + 1 if numbers else first
             manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
             self._storage.write(f"{candidate}/manifest.json", manifest.to_json())
             ref = Ref(self.run, self.kind, number)
@@ -384,14 +390,6 @@ class Writer:
                 raise ConflictError(
                     str(ref), "this version is there already", next=f"quiver show {ref}"
                 )
-
-    def _next_number(self, numbering: Plan) -> int:
-        if numbering.only_number is not None:
-            return numbering.only_number
-        numbers = self.store.numbers(self.run, self.kind)
-        is_last_kind = self.kind == numbering.kinds[-1]
-        first = numbering.first_number if is_last_kind else 1
-        return numbers[-1] + 1 if numbers else first
 
     def _require_lease(self, lease: Lease) -> None:
         """Finished or BusyError where another has taken over; see the top of this file."""
@@ -587,16 +585,6 @@ def _shard_name(index: int) -> str:
 def _noted(fields: dict[str, Any]) -> bytes:
     """A note in the staging place, with a checksum: what is not hashed decides nothing."""
     return json.dumps({**fields, "checksum": digest(fields)}).encode()
-
-
-def _read_note(raw: bytes) -> dict[str, Any] | None:
-    """What a note says; None where it is torn or changed, or has no checksum."""
-    try:
-        fields = json.loads(raw)
-        checksum = fields.pop("checksum")
-        return fields if checksum == digest(fields) else None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None
 
 
 def _summed(seconds: list[dict[str, float]]) -> dict[str, float]:

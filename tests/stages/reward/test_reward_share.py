@@ -1,6 +1,7 @@
 """Several processes score one version together: the bytes of one process, and the same number of
 rows may fail."""
 
+import json
 import signal
 
 import pytest
@@ -71,12 +72,15 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
     other = copy(rollouts, tmp_path / "alone")
     perform(call(other, "mine.py:slow"))
     killed, left = start(call(rollouts, "mine.py:slow"), 2)
-    claims = (rollouts.files.folder / "arith/rewards/.staging").glob
-    wait(
-        lambda: any(
-            path.read_text().startswith(killed.name) for path in claims("*.notes/part-*.claim0")
-        )
-    )
+    staging = rollouts.path / "arith/rewards/.staging"
+
+    def has_a_shard(pid: int) -> bool:
+        holders = [
+            json.loads(path.read_text() or "{}") for path in staging.glob("*.leases/part-*/*")
+        ]
+        return any(holder.get("owner", {}).get("pid") == pid for holder in holders)
+
+    wait(lambda: has_a_shard(killed.pid))
     killed.signal(signal.SIGKILL)
     assert killed.answer() is None
     assert left.answer()["ref"] == "arith/rewards@1"

@@ -28,23 +28,24 @@ class Ended(BaseException):
 # -- values on the wire
 
 
-def _pairs(value):
-    return [list(pair) for pair in value.items()]
+def _pairs(mapping):
+    return [list(pair) for pair in mapping.items()]
 
 
-def _made(name, constructor=None):
+def _maker(name, constructor=None):
     """What makes a value of a standard type, whose module is loaded only when one comes."""
     module, _, kind = name.rpartition(".")
 
     def make(*parts):
-        found = getattr(__import__(module), kind)
-        return (getattr(found, constructor) if constructor else found)(*parts)
+        cls = getattr(__import__(module), kind)
+        return (getattr(cls, constructor) if constructor else cls)(*parts)
 
     return make
 
 
-# name of a type: (to something plain, back again); what comes is looked up here, so nothing else can be made
-_VALUES = {
+# name of a type: (to something plain, back again); what comes is looked up here, so nothing else
+# can be made
+_TYPES = {
     "builtins.list": (list, list),
     "builtins.tuple": (list, tuple),
     "builtins.set": (list, set),
@@ -52,39 +53,31 @@ _VALUES = {
     "builtins.dict": (_pairs, dict),
     "builtins.bytes": (bytes.hex, bytes.fromhex),
     "builtins.bytearray": (bytearray.hex, bytearray.fromhex),
-    "builtins.complex": (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    "builtins.range": (
-        lambda value: [value.start, value.stop, value.step],
-        lambda parts: range(*parts),
-    ),
-    "collections.deque": (list, _made("collections.deque")),
+    "builtins.complex": (lambda number: [number.real, number.imag], lambda pair: complex(*pair)),
+    "builtins.range": (lambda r: [r.start, r.stop, r.step], lambda ends: range(*ends)),
+    "collections.deque": (list, _maker("collections.deque")),
     "collections.Counter": (_pairs, dict),
     "collections.OrderedDict": (_pairs, dict),
     "collections.defaultdict": (_pairs, dict),
-    "decimal.Decimal": (str, _made("decimal.Decimal")),
-    "fractions.Fraction": (str, _made("fractions.Fraction")),
-    "datetime.date": (str, _made("datetime.date", "fromisoformat")),
-    "datetime.datetime": (str, _made("datetime.datetime", "fromisoformat")),
+    "decimal.Decimal": (str, _maker("decimal.Decimal")),
+    "fractions.Fraction": (str, _maker("fractions.Fraction")),
+    "datetime.date": (str, _maker("datetime.date", "fromisoformat")),
+    "datetime.datetime": (str, _maker("datetime.datetime", "fromisoformat")),
     "datetime.timedelta": (
-        lambda v: [v.days, v.seconds, v.microseconds],
-        lambda parts: _made("datetime.timedelta")(*parts),
+        lambda time: [time.days, time.seconds, time.microseconds],
+        lambda numbers: _maker("datetime.timedelta")(*numbers),
     ),
 }
 _BASES = (bool, int, float, str, list, tuple, dict, set, frozenset, bytes)
 
 
-def _name(value):
+def _type_name(thing):
     """The name under which a value is sent; None unless its type is exactly the one of that
     name."""
-    kind = type(value)
+    kind = type(thing)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if (
-        name in _VALUES
-        and sys.modules.get(kind.__module__)
-        and getattr(sys.modules[kind.__module__], kind.__name__) is kind
-    ):
-        return name
-    return None
+    module = sys.modules.get(kind.__module__)
+    return name if name in _TYPES and getattr(module, kind.__name__, None) is kind else None
 
 
 class Remote:
@@ -94,53 +87,52 @@ class Remote:
         self.__dict__.update(_wire=wire, _number=number)
 
     def __call__(self, *args, **kwargs):
-        value, changed = self._wire.ask("call", self, list(args), kwargs)
-        for argument, after in zip(
-            args, changed, strict=True
-        ):  # a function may have changed them in place
+        returned, arguments = self._wire.ask("call", self, list(args), kwargs)
+        # a function may have changed them in place
+        for argument, after in zip(args, arguments, strict=True):
             if isinstance(argument, list | bytearray) and isinstance(after, list | bytearray):
                 argument[:] = after
             elif isinstance(argument, dict | set) and isinstance(after, dict | set):
                 argument.clear()
                 argument.update(after)
-        return value
+        return returned
 
     def __getattr__(self, name):
         return self._wire.ask("getattr", self, name)
 
-    def __setattr__(self, name, value):
-        self._wire.ask("setattr", self, name, value)
+    def __setattr__(self, name, member):
+        self._wire.ask("setattr", self, name, member)
 
     def __hash__(self):
         return self._number
 
-    def __eq__(self, other):
-        if isinstance(other, Remote):
-            return self._wire.ask("equal", self, other)
+    def __eq__(self, other_side):
+        if isinstance(other_side, Remote):
+            return self._wire.ask("equal", self, other_side)
         plain = self._wire.ask("plain", self)
-        return not isinstance(plain, Remote) and plain == other
+        return not isinstance(plain, Remote) and plain == other_side
 
 
-def _by_plain(name):
+def _compare_plain(name):
     """A comparison with plain data: of the plain value that the object derives from, never by the
     object's own method."""
 
-    def compare(self, other):
+    def compare(self, operand):
         plain = self._wire.ask("plain", self)
-        return NotImplemented if isinstance(plain, Remote) else getattr(plain, name)(other)
+        return NotImplemented if isinstance(plain, Remote) else getattr(plain, name)(operand)
 
     return compare
 
 
-def _by_asking(name):
-    return lambda self, *values: self._wire.ask(name, self, *values)
+def _ask(name):
+    return lambda self, *operands: self._wire.ask(name, self, *operands)
 
 
 _ASKED = ("getitem", "setitem", "len", "iter", "next", "str", "repr", "bool")
-for _asked in _ASKED:
-    setattr(Remote, f"__{_asked}__", _by_asking(_asked))
-for _compared in ("__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(Remote, _compared, _by_plain(_compared))
+for _name in _ASKED:
+    setattr(Remote, f"__{_name}__", _ask(_name))
+for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(Remote, _name, _compare_plain(_name))
 
 
 class Wire:
@@ -152,31 +144,35 @@ class Wire:
 
     def __init__(self, read, write, operations, passing=(Ended,)):
         self.read = open(read, "rb")  # noqa: SIM115, open as long as the process lives
-        self.write, self.operations, self.passing = write, operations, passing
-        self.held, self.remotes, self.ended = {}, {}, False
+        self.write = write
+        self.operations = operations
+        self.passing = passing
+        self.sent = {}
+        self.remotes = {}
+        self.ended = False
 
-    def ask(self, operation, *values):
+    def ask(self, operation, *operands):
         """What the other side answers; raises what it raised, as the nearest of Python's own
         exceptions."""
-        self.send(["ask", operation, [self.pack(value) for value in values]])
+        self.send(["ask", operation, list(map(self.pack, operands))])
         while True:
-            kind, *rest = self.receive()
+            kind, *content = self.receive()
             if kind == "ask":
-                self.answer(*rest)
+                self.answer(*content)
             elif kind == "value":
-                return self.unpack(rest[0])
+                return self.unpack(content[0])
             else:
-                raise _exception(*rest)
+                raise _exception(*content)
 
     def serve(self):
         """Answer until the other side hangs up."""
         while True:
             self.answer(*self.receive()[1:])
 
-    def answer(self, operation, values):
+    def answer(self, operation, operands):
         try:
-            found = self.operations[operation](*[self.unpack(value) for value in values])
-            reply = ["value", self.pack(found)]
+            returned = self.operations[operation](*map(self.unpack, operands))
+            reply = ["value", self.pack(returned)]
         except self.passing:
             raise
         except BaseException as error:
@@ -184,10 +180,10 @@ class Wire:
         self.send(reply)
 
     def send(self, message):
-        data = json.dumps(message).encode() + b"\n"
+        unsent = json.dumps(message).encode() + b"\n"
         try:
-            while data:
-                data = data[os.write(self.write, data) :]
+            while unsent:
+                unsent = unsent[os.write(self.write, unsent) :]
         except OSError as error:
             self.ended = True
             raise Ended(str(error)) from None
@@ -204,35 +200,36 @@ class Wire:
         self.ended = False
         return message
 
-    def pack(self, value):
-        if type(value) in SCALARS:
-            return value
-        if isinstance(value, types.ModuleType) and value.__name__ in sys.stdlib_module_names:
-            return ["module", value.__name__]
-        if isinstance(value, Remote):
-            return ["yours", value._number]
-        name = _name(value)
+    def pack(self, thing):
+        """Scalars are themselves, everything else is a pair of a kind and its content."""
+        if type(thing) in SCALARS:
+            return thing
+        if isinstance(thing, types.ModuleType) and thing.__name__ in sys.stdlib_module_names:
+            return ["module", thing.__name__]
+        if isinstance(thing, Remote):
+            return ["yours", thing._number]
+        name = _type_name(thing)
         if name is None:
-            self.held[id(value)] = value
-            return ["mine", id(value)]
-        plain = _VALUES[name][0](value)
-        if isinstance(plain, list) and not SCALARS.issuperset(map(type, plain)):
-            plain = [self.pack(item) for item in plain]
-        return [name, plain]
+            self.sent[id(thing)] = thing
+            return ["mine", id(thing)]
+        content = _TYPES[name][0](thing)
+        if isinstance(content, list) and not SCALARS.issuperset(map(type, content)):
+            content = list(map(self.pack, content))
+        return [name, content]
 
-    def unpack(self, value):
-        if not isinstance(value, list):
-            return value
-        name, content = value
+    def unpack(self, packed):
+        if not isinstance(packed, list):
+            return packed
+        name, content = packed
         if name == "mine":
             return self.remotes.setdefault(content, Remote(self, content))
         if name == "yours":
-            return self.held[content]
+            return self.sent[content]
         if name == "module":
             return __import__(content) if content in sys.stdlib_module_names else None
         if isinstance(content, list) and list in map(type, content):
-            content = [self.unpack(item) for item in content]
-        return _VALUES[name][1](content)
+            content = list(map(self.unpack, content))
+        return _TYPES[name][1](content)
 
 
 def _exception(names, text):
@@ -255,29 +252,20 @@ def program(read, write):
 
     builtins.exit = builtins.quit = Quitter("exit", "Ctrl-D")
     module = types.ModuleType("solution")
+    names = module.__dict__
     sys.modules["solution"] = module
 
     def load(source):
-        exec(compile(source, "solution.py", "exec"), module.__dict__)
-
-    def names(wanted):
-        return {name: module.__dict__[name] for name in wanted if name in module.__dict__}
+        exec(compile(source, "solution.py", "exec"), names)
 
     def entry(name):
-        return (
-            module.__dict__[name] if name in module.__dict__ else getattr(module.Solution(), name)
-        )
+        return names[name] if name in names else getattr(module.Solution(), name)
 
     def call(function, args, kwargs):
-        before = [wire.pack(argument) for argument in args]
-        value = function(*args, **kwargs)
-        return [
-            value,
-            [None if wire.pack(a) == b else a for a, b in zip(args, before, strict=True)],
-        ]
-
-    def plain(value):
-        return next((base(value) for base in _BASES if isinstance(value, base)), value)
+        before = list(map(wire.pack, args))
+        returned = function(*args, **kwargs)
+        pairs = zip(args, before, strict=True)
+        return [returned, [None if wire.pack(arg) == packed else arg for arg, packed in pairs]]
 
     operations = {
         name: getattr(builtins, name, None) or getattr(operator, name)
@@ -285,10 +273,10 @@ def program(read, write):
     }
     operations |= {
         "load": load,
-        "names": names,
+        "names": lambda asked: {name: names[name] for name in asked if name in names},
         "entry": entry,
         "call": call,
-        "plain": plain,
+        "plain": lambda thing: next((b(thing) for b in _BASES if isinstance(thing, b)), thing),
         "equal": operator.eq,
     }
     wire = Wire(read, write, operations)

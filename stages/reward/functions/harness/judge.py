@@ -46,25 +46,25 @@ def ring(number, frame):
 def judge(job, say):
     """Run the tests of a job; `say` takes the verdicts as text."""
     try:
-        steps, wanted = plan_calls(job) if job["calls"] else plan_statements(job)
-        total = sum(counted for _, counted in steps)
-        if not total:
+        steps, names = plan_calls(job) if job["calls"] else plan_statements(job)
+        num_tests = sum(is_test for _, is_test in steps)
+        if not num_tests:
             raise ValueError(
                 "the tests hold no assert, no function test_… and no call of a function of theirs"
             )
     except (SyntaxError, ValueError) as error:
         say(f"{type(error).__name__}: {error}".replace("\n", " ") + "\n")
         return
-    say(f"{total}\n")
+    say(f"{num_tests}\n")
     wire = start_program(job["candidate"])
     space = {"__name__": "__tests__"}
-    passed, in_time = attempt(lambda: enter(wire, job, wanted, space), job["seconds"])
-    for step, counted in steps if passed else ():
+    passed, in_time = attempt(lambda: enter(wire, job, names, space), job["seconds"])
+    for step, is_test in steps if passed else ():
         passed, in_time = attempt(lambda step=step: step(space), job["seconds"])
         passed = passed and not wire.ended  # a test may catch anything
-        if counted:
+        if is_test:
             say("01"[passed])
-        if not in_time or wire.ended or (job["all"] and counted and not passed):
+        if not in_time or wire.ended or (job["all"] and is_test and not passed):
             break
 
 
@@ -73,47 +73,41 @@ def start_program(source):
     this process."""
     candidate = types.ModuleType("candidate")
     exec(compile(source, "candidate.py", "exec"), candidate.__dict__)
-    hear, say_back = os.pipe()
-    listen, say = os.pipe()
-    for handle in (listen, say_back):
+    read, their_write = os.pipe()
+    their_read, write = os.pipe()
+    for handle in (their_read, their_write):
         os.set_inheritable(handle, True)
-    command = [
-        sys.executable,
-        *(["-S"] if sys.flags.no_site else []),
-        "-c",
-        source,
-        str(listen),
-        str(say_back),
-    ]
+    options = ["-S"] if sys.flags.no_site else []
+    pipes = [str(their_read), str(their_write)]
+    command = [sys.executable, *options, "-c", source, *pipes]
     actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_DUP2, 2, 1)]
     os.posix_spawn(command[0], command, os.environ, file_actions=actions)
-    os.close(listen)
-    os.close(say_back)
-    calls = {
+    os.close(their_read)
+    os.close(their_write)
+    operations = {
         "iter": iter,
         "next": next,
         "call": lambda f, args, kwargs: [f(*args, **kwargs), [None] * len(args)],
     }
-    return candidate.Wire(hear, say, calls, passing=(candidate.Ended, TimeUp))
+    return candidate.Wire(read, write, operations, passing=(candidate.Ended, TimeUp))
 
 
-def enter(wire, job, wanted, space):
+def enter(wire, job, names, space):
     """Load the program and give the tests what they use of it; they may also import it as
     `solution`."""
     wire.ask("load", job["program"])
-    space |= wire.ask("names", sorted(wanted))
+    space |= wire.ask("names", sorted(names))
     if job["entry"]:
         space["candidate"] = space[job["entry"]] = wire.ask("entry", job["entry"])
+
+    def attribute(name):
+        members = wire.ask("names", [name])
+        if name not in members:
+            raise AttributeError(name)
+        return members[name]
+
     sys.modules["solution"] = types.ModuleType("solution")
-    sys.modules["solution"].__getattr__ = lambda name: attribute(wire, name)
-
-
-def attribute(wire, name):
-    """A name of the program's, for `from solution import name`."""
-    found = wire.ask("names", [name])
-    if name not in found:
-        raise AttributeError(name)
-    return found[name]
+    sys.modules["solution"].__getattr__ = attribute
 
 
 def attempt(step, seconds):
@@ -134,19 +128,21 @@ def attempt(step, seconds):
 def plan_calls(job):
     """One step a call: its value must be what is expected, where lists and tuples are the same."""
 
-    def step(call):
+    def step(args, expected):
         def run(space):
-            assert same(space["candidate"](*call[0])) == same(call[1]), "another value was expected"
+            assert same(space["candidate"](*args)) == same(expected), "another value was expected"
 
         return run
 
-    return [(step(call), True) for call in job["calls"]], set()
+    return [(step(*call), True) for call in job["calls"]], set()
 
 
-def same(value):
-    if isinstance(value, list | tuple):
-        return [same(item) for item in value]
-    return {key: same(item) for key, item in value.items()} if isinstance(value, dict) else value
+def same(plain):
+    if isinstance(plain, list | tuple):
+        return [same(member) for member in plain]
+    if isinstance(plain, dict):
+        return {key: same(member) for key, member in plain.items()}
+    return plain
 
 
 def plan_statements(job):
@@ -158,26 +154,24 @@ def plan_statements(job):
     """
     tree = ast.parse(job["tests"])
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    steps, called = [], set()
+    steps = []
+    called = set()
     for node in tree.body:
         code = compile(ast.Module([node], []), "<tests>", "exec")
-        target = (
-            node.value.func
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-            else None
-        )
-        name = target.id if isinstance(target, ast.Name) and target.id in functions else None
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        name = getattr(node.value.func, "id", None) if is_call else None
+        if name in functions:
+            called.add(name)
         defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        counted = not defines and any(isinstance(part, ast.Assert) for part in ast.walk(node))
-        steps.append((lambda space, code=code: exec(code, space), counted or name is not None))
-        called.add(name)
+        asserts = not defines and any(isinstance(child, ast.Assert) for child in ast.walk(node))
+        steps.append((lambda space, code=code: exec(code, space), asserts or name in functions))
     for name, node in functions.items():
         if name.startswith("test_") and name not in called and not node.args.args:
             steps.append((lambda space, name=name: space[name](), True))
     if job["entry"] and "check" in functions and "check" not in called:
         steps.append((lambda space: space["check"](space["candidate"]), True))
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return steps, used - set(dir(builtins))
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return steps, names - set(dir(builtins))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def until_it_ends(job: dict, first: int, news: int, lifeline: int) -> dict:
                 return {"failed": f"the sandbox did not start within {START_SECONDS} s"}
         elif now - started > job["seconds"]:
             return _report("ended", [-_SIGKILL], now - started, "time")
-        elif sum(map(_resident_bytes, _descendants(first))) > job["memory_bytes"]:
+        elif _bytes_below(first) > job["memory_bytes"]:
             return _report("ended", [-_SIGKILL], now - started, "memory")
 
 
@@ -61,27 +61,24 @@ def _report(kind: str, details: list, seconds: float, killed_by: str | None = No
     return {"failed": details[0]}
 
 
-def _descendants(pid: int) -> list[int]:
-    """The processes below `pid`, parents first. `keeper` looks at all processes to be sure; that
-    would be too slow for each turn."""
+def _bytes_below(pid: int) -> int:
+    """Resident memory of the processes below `pid`; pages that forks share count for each.
+
+    `keeper` looks at all processes to find those below one; that would be too slow for each turn.
+    """
+    pages = 0
     family = [pid]
-    for parent in family:  # grows while it is walked
+    for process in family:  # grows while it is walked
         try:
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{thread}/children") as file:
+            if process != pid:
+                with open(f"/proc/{process}/statm") as file:
+                    pages += int(file.read().split()[1])
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children") as file:
                     family += map(int, file.read().split())
         except OSError:
             continue  # it ended meanwhile
-    return family[1:]
-
-
-def _resident_bytes(pid: int) -> int:
-    """Memory that a process occupies; 0 when it is gone. Pages that forks share count for each."""
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * _PAGE
-    except OSError:
-        return 0
+    return pages * _PAGE
 
 
 def end(first: int) -> None:
