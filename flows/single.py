@@ -1,9 +1,9 @@
 """Each stage as a flow of its own, for Prefect's form and for deployments: what `quiver STAGE
 RECIPE` does in a shell.
 
-A reference that is left out is found: what belongs to the given ones, or else the run's latest
-(`rerun.find_refs`). The same call again returns the finished version. `rerun` does any of the stages by
-its name; `evaluation` measures several policies.
+The work is done by `quiver.flows.rerun`: a reference that is left out is found there (`find_refs`),
+and the same call again returns the finished version. `rerun` does any of the stages by its name;
+`evaluation` measures several policies.
 """
 
 from __future__ import annotations

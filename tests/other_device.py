@@ -18,7 +18,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quiver.stages.common.models.loading import loading as models
+from quiver.stages.common.models import loading as models
 from quiver.stages.generate.engines import transformers as hf_engine
 from quiver.stages.optimize import trainer
 from quiver.stages.reward.models import forward

@@ -25,7 +25,15 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
     """The algorithms, with defaults and references."""
     from quiver.stages.optimize.algorithms import ALGORITHMS
 
-    keys = "name description advantage surrogate aggregation defaults reference".split()
+    keys = (
+        "name",
+        "description",
+        "advantage",
+        "surrogate",
+        "aggregation",
+        "defaults",
+        "reference",
+    )
     entries = [{key: getattr(row, key) for key in keys} for row in ALGORITHMS.values()]
     _list("algorithms", entries, "defaults", json)
 

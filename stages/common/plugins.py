@@ -22,8 +22,8 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,8 @@ _OUR_FOLDERS = [Path(__file__).resolve().parents[2] / room for room in ROOMS]
 _INSTALLED = {"site-packages", "dist-packages"}
 _loading = threading.RLock()
 _hash_when_imported: dict[Path, str] = {}
+_hashes_when_loaded: dict[Path, dict[Path, str]] = {}
+"""By the file of a plugin: its hash and those of its neighbours, as it was loaded with them."""
 
 
 def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
@@ -48,7 +50,15 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
     kind_name = "function" if kind is Callable else kind.__name__
     path = locate(name, field, kind_name)
     holder, _, attribute = name.rpartition(":")
-    module = _import(holder, path, field)
+    with _loading, _OldNames():
+        try:
+            _forget_changed(path)
+            if holder.endswith(".py"):
+                module = _import_file(path)
+            else:
+                module = importlib.import_module(_current_name(holder))
+        except Exception as error:  # importing runs the user's code, which may raise anything
+            raise _not_importable(holder, error, field) from error
     plugin = getattr(module, attribute, None)
     if not isinstance(plugin, kind):
         choices = [
@@ -97,7 +107,7 @@ def fingerprint(path: Path) -> str:
 
     A neighbour is a module beside the file or in its package.
     """
-    hashes = {source: storage.sha256(source) for source in _sources(path)}
+    hashes = _hashes(path)
     if len(hashes) == 1:
         return hashes[path]
     names = {os.path.relpath(source, path.parent): sha256 for source, sha256 in hashes.items()}
@@ -152,12 +162,12 @@ def _is_ours(path: Path) -> bool:
 # -- what a file imports
 
 
-def _sources(path: Path) -> list[Path]:
-    """`path`, and all neighbours that it imports, they import, and so on."""
+def _hashes(path: Path) -> dict[Path, str]:
+    """sha256 of `path`, and of all neighbours that it imports, they import, and so on."""
     sources = [path]
     for source in sources:  # grows on the way
         sources += [neighbour for neighbour in _neighbours(source) if neighbour not in sources]
-    return sources
+    return {source: storage.sha256(source) for source in sources}
 
 
 def _neighbours(path: Path) -> list[Path]:
@@ -166,7 +176,7 @@ def _neighbours(path: Path) -> list[Path]:
         return []
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # importing it will tell
+    except (SyntaxError, ValueError, RecursionError):  # importing it will tell
         return []
     project = path.parent
     while (project / "__init__.py").is_file():
@@ -182,7 +192,7 @@ def _neighbours(path: Path) -> list[Path]:
             continue
         for names in modules:
             if isinstance(node, ast.ImportFrom) and node.level:
-                package_folder = path.parents[node.level - 1]
+                package_folder = path.parents[min(node.level, len(path.parents)) - 1]
                 neighbours += [package_folder / "__init__.py", *_files_of(package_folder, names)]
             elif names[0] not in sys.stdlib_module_names:
                 neighbours += _files_of(path.parent, names) or _files_of(project, names)
@@ -211,19 +221,6 @@ def _files_of(folder: Path, names: list[str]) -> list[Path]:
 # -- importing
 
 
-def _import(holder: str, path: Path, field: str) -> ModuleType:
-    """The module as its files are now: a process that lives long must not score with the code of
-    yesterday."""
-    with _loading, _old_names():
-        try:
-            _forget_changed(_sources(path))
-            if holder.endswith(".py"):
-                return _import_file(path)
-            return importlib.import_module(_current_name(holder))
-        except Exception as error:  # importing runs the user's code, which may raise anything
-            raise _not_importable(holder, error, field) from error
-
-
 def _import_file(path: Path) -> ModuleType:
     """A module of its own for each file and content: neither an edited file nor its copy elsewhere
     is mistaken for another."""
@@ -242,23 +239,25 @@ def _import_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def _forget_changed(sources: list[Path]) -> None:
-    """Where one of `sources` has changed since it was imported, have all of them imported anew.
+def _forget_changed(path: Path) -> None:
+    """Have `path` and all its neighbours imported anew where one of them has changed since: a
+    process that lives long must not score with the code of yesterday.
 
     Bytecode that is older than its source is stale, though it names the same second and size.
     """
-    hashes = {source: storage.sha256(source) for source in sources}
-    changed = any(
+    hashes = _hashes(path)
+    changed = _hashes_when_loaded.get(path, hashes) != hashes or any(
         _hash_when_imported.get(source, sha256) != sha256 for source, sha256 in hashes.items()
     )
+    _hashes_when_loaded[path] = hashes
     _hash_when_imported.update(hashes)
-    for source in sources:
+    for source in hashes:
         bytecode = Path(importlib.util.cache_from_source(str(source)))
         with suppress(FileNotFoundError):
             if changed or source.stat().st_mtime_ns > bytecode.stat().st_mtime_ns:
                 bytecode.unlink()
     if changed:
-        paths = set(map(str, sources))
+        paths = set(map(str, hashes))
         names = [
             name
             for name, module in sys.modules.items()
@@ -280,10 +279,22 @@ def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
 
 
 class _OldNames:
-    """Finds `stages.optimize` as the very module `quiver.stages.optimize`.
+    """Within it `stages.optimize` is imported as the very module `quiver.stages.optimize`; after it
+    `sys.modules` holds none of the old names.
 
-    For users' files that were written before `quiver` was the one import name.
+    For users' files that were written before `quiver` was the one import name. It is the first of
+    the finders, since the path's own would find our files a second time.
     """
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *error: object) -> None:
+        sys.meta_path.remove(self)
+        for name, module in list(sys.modules.items()):
+            is_old = name.partition(".")[0] in ROOMS
+            if is_old and getattr(module, "__name__", "").startswith("quiver."):
+                del sys.modules[name]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return None if _current_name(name) == name else ModuleSpec(name, self)
@@ -296,21 +307,3 @@ class _OldNames:
     def exec_module(self, module: ModuleType) -> None:
         """Nothing runs again; the import system has put the old name's spec into the module."""
         module.__spec__ = module.__spec__.loader_state
-
-
-@contextmanager
-def _old_names() -> Iterator[None]:
-    """Within it old names can be imported; after it `sys.modules` holds none of them.
-
-    First in the list, since the path's own finder would find their files a second time.
-    """
-    finder = _OldNames()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name, module in list(sys.modules.items()):
-            is_old = name.partition(".")[0] in ROOMS
-            if is_old and getattr(module, "__name__", "").startswith("quiver."):
-                del sys.modules[name]

@@ -32,9 +32,8 @@ class Overlong(Base):
     @model_validator(mode="after")
     def _fits(self) -> Overlong:
         if self.cache > self.max_tokens:
-            raise ValueError(
-                f"cache must be at most max_tokens = {self.max_tokens}, got {self.cache}"
-            )
+            limit = f"max_tokens = {self.max_tokens}"
+            raise ValueError(f"cache must be at most {limit}, got {self.cache}")
         return self
 
 
@@ -72,27 +71,25 @@ class Config(Base):
     @property
     def scorers(self) -> tuple[FunctionConfig | ModelConfig | ServerConfig, ...]:
         """Everything that scores, of every kind."""
-        return tuple(each for kind in SCORERS for each in getattr(self, kind))
+        return (*self.functions, *self.models, *self.servers)
 
     @property
     def part_names(self) -> list[str]:
         """The fields of `parts`, in order."""
-        return [
-            *(each.name for each in self.scorers),
-            *([tables.OVERLONG] if self.overlong else []),
-        ]
+        names = [scorer.name for scorer in self.scorers]
+        return [*names, tables.OVERLONG] if self.overlong else names
 
     @model_validator(mode="after")
-    def _own_columns(self) -> Config:
-        names = [each.name for each in self.scorers]
+    def _names_differ(self) -> Config:
+        names = [scorer.name for scorer in self.scorers]
         if not names:
             raise ValueError(
                 "nothing scores: name something under [[reward.functions]], [[reward.models]] or "
                 "[[reward.servers]]"
             )
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"name {twice[0]} stands twice: give each a name of its own")
+        for name in sorted(names):
+            if names.count(name) > 1:
+                raise ValueError(f"name {name} stands twice: give each a name of its own")
         if self.overlong and tables.OVERLONG in names:
             raise ValueError(
                 f"name {tables.OVERLONG} is the penalty's column in parts: give what scores "

@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import pyarrow as pa
 from pydantic import Field
@@ -55,7 +55,7 @@ def load(path: str | Path) -> Config:
     ConfigError."""
     name = f"--override {printable(path)}"
     try:
-        data: Any = json.loads(Path(path).read_bytes(), object_pairs_hook=no_key_twice)
+        fields = json.loads(Path(path).read_bytes(), object_pairs_hook=no_key_twice)
     except OSError as error:
         raise ConfigError(
             name, error.strerror or "can not be read", next="name a JSON file"
@@ -64,11 +64,11 @@ def load(path: str | Path) -> Config:
         raise ConfigError(
             name, f"is not JSON: {printable(error)}", next="correct the file"
         ) from None
-    if not isinstance(data, dict):
+    if not isinstance(fields, dict):
         raise ConfigError(
             name, "expected an object with author, reason and overrides", next="correct the file"
         )
-    return common.parse(Config, data, name)
+    return common.parse(Config, fields, name)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:

@@ -4,9 +4,9 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.flows import nightly, post_train
-from quiver.flows.placement import Place, check_placement, place_of
+from quiver.flows.placement import StageCall, check_placement, stage_call
 from quiver.flows.recipe import load
-from quiver.flows.stage import StageCall, told
+from quiver.flows.stage import answer_in
 from quiver.schemas.errors import ConfigError, NumericError
 from quiver.stages.common.runtime.runner import Call
 from tests.flows.conftest import RECIPE
@@ -45,27 +45,47 @@ def test_each_stage_has_its_place(recipe, tmp_path):
         "placement.generate=gpus", "placement.fan_out=4", "placement.python.generate=/v/bin/python", "placement.slots=1",
         "placement.timeout_seconds={optimize=60}", "placement.limits={optimize='training'}",
     )  # fmt: skip
-    assert place_of(said, "generate") == Place(
-        pool="gpus", workers=4, python="/v/bin/python", slots=1
+    same = {"store": "store", "into": "tiny", "slots": 1}
+    config = said.generate_config(1)
+    assert stage_call(said, "generate", config, {}) == StageCall(
+        stage="generate",
+        config=config.model_dump(mode="json"),
+        label="tiny · generate",
+        python="/v/bin/python",
+        **same,
     )
-    assert place_of(said, "optimize") == Place(
-        workers=1, timeout_seconds=60, limit="training", slots=1
+    config = said.optimize_config()
+    assert stage_call(said, "optimize", config, {}, label="optimize 1/2") == StageCall(
+        stage="optimize",
+        config=config.model_dump(mode="json"),
+        label="tiny · optimize 1/2",
+        timeout_seconds=60,
+        limit="training",
+        **same,
     )
     assert said.placement.pools == {"generate": "gpus"}
+    assert said.placement.fan_out == 4
 
 
 def test_a_call_travels_whole(store):
-    call = Call(
-        "reward", {"functions": []}, store.path, {"rollouts": ["a/rollouts@1"]}, "a", share=True
+    call = StageCall(
+        stage="reward",
+        config={"functions": []},
+        store=str(store.path),
+        refs={"rollouts": ["a/rollouts@1"]},
+        into="a",
+        label="a · reward 1/1",
+        python="/v/bin/python",
+        timeout_seconds=5.0,
+        online=True,
+        slots=2,
+        limit="l",
     )
-    where = Place(
-        pool="box", python="/v/bin/python", timeout_seconds=5.0, online=True, slots=2, limit="l"
-    )
-    travelled = StageCall.model_validate_json(
-        StageCall.of(call, where, "a · reward 1/1").model_dump_json()
-    )
-    place, arrived = travelled.here()
-    assert arrived == Call(
+    sent = call.for_workers()
+    travelled = StageCall.model_validate_json(sent.model_dump_json())
+    travelled.require_store()
+    assert travelled.store_id
+    assert travelled.runner_call == Call(
         "reward",
         {"functions": []},
         str(store.path),
@@ -73,23 +93,23 @@ def test_a_call_travels_whole(store):
         "a",
         share=True,
     )
-    assert place == Place(
-        python="/v/bin/python", timeout_seconds=5.0, online=True, slots=2, limit="l"
-    )
+    kept = {"store_id", "share"}
+    assert travelled.model_dump(exclude=kept) == call.model_dump(exclude=kept)
+    assert not call.model_copy(update={"force": True}).for_workers().share
 
 
 def test_what_a_last_state_tells():
     error = NumericError("optimize", "loss is NaN", state="whole", next="lower it")
-    told_error = told(
+    told_error = answer_in(
         f'{error}\n{{"error": {{"code": "E-NUMERIC", "object": "optimize", "message": "loss is '
         f'NaN"}}}}'
     )["error"]
     assert (type(told_error), told_error.message) == (NumericError, "loss is NaN")
-    assert told('a/b@1\n{"ref": "a/policy@1", "cached": false}')["ref"] == "a/policy@1"
+    assert answer_in('a/b@1\n{"ref": "a/policy@1", "cached": false}')["ref"] == "a/policy@1"
     assert (
-        told("Flow run encountered an exception: ImportError") is None
-        and told(None) is None
-        and told("17") is None
+        answer_in("Flow run encountered an exception: ImportError") is None
+        and answer_in(None) is None
+        and answer_in("17") is None
     )
 
 
@@ -100,20 +120,25 @@ def test_a_pool_s_name_is_one_of_prefect_s(recipe, pool):
 
 
 @pytest.mark.parametrize(
-    ("settings", "iteration", "asked"),
+    ("settings", "iteration", "sampled_for"),
     [
-        ((), 1, "tiny/prompts@latest"),
-        ((), 2, "tiny.eval/prompts@latest"),
+        ((), 1, 2),
+        ((), 2, "evaluation"),
         (("data.held_out=null",), 2, None),
-        (("evaluate.every=1",), 1, "tiny.eval/prompts@latest"),
+        (("evaluate.every=1",), 1, "evaluation"),
         (("overlap=1", "optimize.max_staleness=1"), 1, None),
-        (("overlap=1", "optimize.max_staleness=1"), 2, "tiny.eval/prompts@latest"),
+        (("overlap=1", "optimize.max_staleness=1"), 2, "evaluation"),
     ],
 )
-def test_what_a_new_policy_is_asked_first(recipe, settings, iteration, asked):
+def test_what_a_new_policy_is_asked_first(recipe, settings, iteration, sampled_for):
     """Of two iterations; None where nothing is sampled by it next."""
-    hints = post_train._soon(recipe("iterations=2", *settings), iteration)
-    assert [hint.refs["prompts"] for hint in hints.values()] == ([asked] if asked else [])
+    loaded = recipe("iterations=2", *settings)
+    expected = {}
+    if sampled_for == "evaluation":
+        expected = {"generate": loaded.generate_config(0, evaluation=True)}
+    elif sampled_for:
+        expected = {"generate": loaded.generate_config(sampled_for)}
+    assert post_train.next_configs(loaded, iteration) == expected
 
 
 def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):

@@ -140,9 +140,9 @@ def test_another_store_at_the_same_path_is_refused(place, tmp_path):
         stage="prompt", config={}, store=str(here.path), store_id="that of the host that asks"
     )
     with pytest.raises(ConfigError, match="another store"):
-        call.here()
+        call.require_store()
     with pytest.raises(ConfigError, match="no store here"):
-        call.model_copy(update={"store": str(tmp_path / "not mounted")}).here()
+        call.model_copy(update={"store": str(tmp_path / "not mounted")}).require_store()
     assert not (tmp_path / "not mounted").exists()
 
 

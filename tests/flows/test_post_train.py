@@ -447,21 +447,18 @@ def test_replay_by_hand(workplace, result, monkeypatch):
         "the newest policy that sampled"
     )
     assert roles == {**first, **{f"{role}.2": ref for role, ref in second.items()}}
-    recipe, takes = (
-        load("recipe.toml", ["optimize.max_staleness=1"]),
-        ("policy", "rollouts", "rewards"),
-    )
+    recipe = load("recipe.toml", ["optimize.max_staleness=1"])
     both = {
         "rollouts": [first["rollouts"], second["rollouts"]],
         "rewards": [second["rewards"], first["rewards"]],
     }
-    assert rerun(recipe, "optimize", takes, both).ref == trained["ref"]
-    found = rerun(recipe, "optimize", takes, {"rewards": both["rewards"][::-1]})
+    assert rerun(recipe, "optimize", both).ref == trained["ref"]
+    found = rerun(recipe, "optimize", {"rewards": both["rewards"][::-1]})
     assert (found.ref, found.cached) == (trained["ref"], True)
     with pytest.raises(ConfigError, match="is given twice"):
-        rerun(recipe, "optimize", takes, {"rollouts": [first["rollouts"]] * 2})
+        rerun(recipe, "optimize", {"rollouts": [first["rollouts"]] * 2})
     with pytest.raises(ConfigError, match="quiver reward takes one, got 2"):
-        rerun(recipe, "reward", ("rollouts",), {"rollouts": both["rollouts"]})
+        rerun(recipe, "reward", {"rollouts": both["rollouts"]})
 
 
 def test_an_algorithm_that_can_not_be_called_is_found_before_anything_is_made(workplace, result):

@@ -54,8 +54,8 @@ def measured(*arguments, **named):
     return outcome
 tasks.run_when_free = measured
 fn = tasks.stage_task.fn
-def results(name, call, where, labels):
-    outcome = fn(name, call, where, labels)
+def results(call, placement, upcoming, labels):
+    outcome = fn(call, placement, upcoming, labels)
     sizes.append(len(repr(outcome)))
     return outcome
 tasks.stage_task.fn = results

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from quiver.flows.placement import Place, run_at, run_when_free
+from quiver.flows.placement import StageCall, run_at, run_when_free
+from quiver.flows.recipe import Placement
 from quiver.schemas.errors import BusyError
-from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
 from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
 
@@ -39,17 +39,20 @@ def call(store, tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text(SLOW)
     monkeypatch.chdir(tmp_path)
     rollouts = make_rollouts(store, tiny_policy(store), 4, 8, 8, 2, asked=make_prompts(store, 2))
-    return Call(
-        "reward",
-        {"functions": [{"use": "slow.py:once"}]},
-        str(store.path),
-        {"rollouts": str(rollouts.ref)},
+    return StageCall(
+        stage="reward",
+        config={"functions": [{"use": "slow.py:once"}]},
+        store=str(store.path),
+        refs={"rollouts": str(rollouts.ref)},
+        label="mine",
     )
 
 
 @pytest.fixture
 def holder(call, tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, json.dumps(call.__dict__)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, json.dumps(call.runner_call.__dict__)]
+    )
     while not (tmp_path / "begun").exists():
         assert process.poll() is None
         time.sleep(0.02)
@@ -66,7 +69,7 @@ def waiting(call, caplog, **more):
 
     def wait():
         try:
-            found.append(run_when_free(Place(), call, "mine", **more))
+            found.append(run_when_free(call, Placement(), **more))
         except Stopped as stopped:
             found.append(stopped)
 
@@ -81,7 +84,7 @@ def waiting(call, caplog, **more):
 @pytest.mark.parametrize("end", ["finishes", "is killed"])
 def test_who_comes_second_gets_what_there_is_or_goes_on(call, holder, caplog, tmp_path, end):
     with pytest.raises(BusyError):
-        run_at(Place(), call, "a shell command is told at once")
+        run_at(call, Placement())  # a shell command is told at once
     thread, found = waiting(call, caplog)
     if end == "is killed":
         holder.kill()

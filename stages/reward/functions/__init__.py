@@ -38,8 +38,10 @@ def exact_match(
     completion), `tag` (the last <answer>…</answer>) or `boxed` (the last \boxed{…}); nothing found
     is 0. A null answer gives None.
 
-    >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7]), exact_match(["so <answer>Yes</answer>"], ["yes"], "tag", True)
-    ([1.0, 0.0], [1.0])
+    >>> exact_match(["7 ", "<answer>7</answer>"], [7, 7])
+    [1.0, 0.0]
+    >>> exact_match(["so <answer>Yes</answer>"], ["yes"], "tag", True)
+    [1.0]
     """
     extractors = {"text": str, "tag": answers.tagged, "boxed": answers.boxed}
     if extract not in extractors:
@@ -123,8 +125,10 @@ def format(
     <think>…</think><answer>…</answer> and nothing else, each tag once. `match`: `full` (the whole
     completion) or `search` (anywhere in it). `flags`: letters of i, m, s, x.
 
-    >>> format(["<think>3 + 4</think> <answer>7</answer>", "7"]), format(["so 7", "none"], pattern=r"\d", match="search")
-    ([1.0, 0.0], [1.0, 0.0])
+    >>> format(["<think>3 + 4</think> <answer>7</answer>", "7"])
+    [1.0, 0.0]
+    >>> format(["so 7", "none"], pattern=r"\d", match="search")
+    [1.0, 0.0]
     """
     if match not in ("full", "search") or not set(flags) <= set("imsx"):
         raise ValueError(
@@ -142,10 +146,10 @@ def length(
     """1 for completions of at most `target` tokens, falling linearly to 0 over the next `tolerance`
     tokens.
 
-        reward_i = clip(1 − (T_i − target) / tolerance, 0, 1)        T_i = number of completion tokens, end token included
+        reward_i = clip(1 − (T_i − target) / tolerance, 0, 1)
 
-    With tolerance 0 it is a step: 1 up to the target, 0 beyond. Give it a negative weight to want
-    longer completions.
+    T_i is the number of completion tokens, end token included. With tolerance 0 it is a step: 1 up
+    to the target, 0 beyond. Give it a negative weight to want longer completions.
 
     >>> length([[5] * 10, [5] * 15, [5] * 40], target=10, tolerance=10)
     [1.0, 0.5, 0.0]

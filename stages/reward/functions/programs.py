@@ -80,7 +80,8 @@ def code(
     Raises ValueError for tests that can not be read, SecurityError and ResourceError of the
     sandbox, RemoteError of the server.
 
-    >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [["assert double(2) == 4", "assert double(1) == 3"]])
+    >>> tests = ["assert double(2) == 4", "assert double(1) == 3"]
+    >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [tests])
     [0.5]
     """
     from quiver.stages.reward.sandbox import Limits
@@ -129,7 +130,8 @@ def code(
 def extract(completion: str) -> str:
     """The program in a completion, as `code` describes it.
 
-    >>> extract("First:\\n```python\\nx = 1\\n```\\nthen\\n```\\nx = 2\\n```\\nprints\\n```text\\n2\\n```"), extract("x = 3")
+    >>> first, last = "```python\\nx = 1\\n```\\n", "```\\nx = 2\\n```\\n"
+    >>> extract(f"First:\\n{first}then\\n{last}prints\\n```text\\n2\\n```"), extract("x = 3")
     ('x = 2\\n', 'x = 3')
     """
     blocks = [text for mark, text in _FENCE.findall(completion) if mark.lower() in _PYTHON]

@@ -94,7 +94,8 @@ def json_schema(
 
     Reference: https://json-schema.org/draft/2020-12
 
-    >>> json_schema(['{"age": 7}', '{"age": "7"}', "no"], {"properties": {"age": {"type": "integer"}}, "required": ["age"]})
+    >>> schema = {"properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    >>> json_schema(['{"age": 7}', '{"age": "7"}', "no"], schema)
     [1.0, 0.0, 0.0]
     """
     if find not in ("auto", "text", "fenced"):

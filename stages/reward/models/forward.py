@@ -112,7 +112,9 @@ class Forward:
             batches = self._padded(inputs)
         else:
             batches = self._packed(way, inputs, groups)
-        by_row = {row: values for rows, batch in batches for row, values in zip(rows, batch)}  # noqa: B905
+        by_row = {}
+        for rows, values in batches:
+            by_row.update(zip(rows, values, strict=True))
         return torch.stack([by_row[row] for row in range(len(inputs))])
 
     # -- the ways

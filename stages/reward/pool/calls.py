@@ -68,8 +68,7 @@ def describe(
     function: Callable[..., Any], name: str, arguments: dict[str, Any], fingerprint: str = ""
 ) -> About:
     """How `function` is called. ConfigError where it can not take the arguments."""
-    called = function if inspect.isroutine(function) else getattr(function, "__call__", None)  # noqa: B004
-    is_async = any(map(inspect.iscoroutinefunction, (function, called)))
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -239,22 +238,11 @@ def _read_row(returned: Any, extra: bool) -> Part:
     number = _to_list(returned)
     if number is None:
         return Part()
-    kind = type(number).__name__
     if isinstance(number, Mapping):
-        if not extra:
-            return Part(
-                error=f"returned {kind}, expected a float or None; extra = true lets it return "
-                "mappings"
-            )
-        if "reward" not in number:
-            return Part(error=f"returned {kind} without a key reward")
-        if isinstance(number["reward"], Mapping):
-            return Part(error="returned a mapping under the key reward, expected a float or None")
-        part = _read_row(number["reward"], extra)
-        beside = {str(key): member for key, member in number.items() if key != "reward"}
-        return part._replace(extra=_to_json(beside))
+        return _read_mapping(number, extra)
     if not isinstance(number, int | float):  # True and False are 1 and 0; text is no number
         shown = repr(number)[:1000]
+        kind = type(number).__name__
         return Part(error=printable(f"returned {kind} {shown}, expected a float or None"))
     if not abs(number) <= LARGEST:  # NaN compares false
         shown = number if isinstance(number, float) else "an integer"
@@ -262,12 +250,22 @@ def _read_row(returned: Any, extra: bool) -> Part:
     return Part(float(number))
 
 
-def _to_json(beside: dict[str, Any]) -> str:
-    """JSON text, not longer than `as_extra` has it; what JSON has no word for is there as text."""
-    try:
-        return as_extra(_plain(beside))
+def _read_mapping(members: Mapping, extra: bool) -> Part:
+    kind = type(members).__name__
+    if not extra:
+        return Part(
+            error=f"returned {kind}, expected a float or None; extra = true lets it return mappings"
+        )
+    if "reward" not in members:
+        return Part(error=f"returned {kind} without a key reward")
+    if isinstance(members["reward"], Mapping):
+        return Part(error="returned a mapping under the key reward, expected a float or None")
+    part = _read_row(members["reward"], extra)
+    try:  # what JSON has no word for is there as text
+        plain = {str(key): _plain(members[key]) for key in members if key != "reward"}
+        return part._replace(extra=as_extra(plain))
     except (ValueError, RecursionError) as error:  # a circle, or depth without end
-        return as_extra({"unreadable": _raised(error).error})
+        return part._replace(extra=as_extra({"unreadable": _raised(error).error}))
 
 
 def _plain(member: Any) -> Any:

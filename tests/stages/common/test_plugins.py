@@ -22,7 +22,11 @@ def project(tmp_path, monkeypatch):
     modules = set(sys.modules)
     yield tmp_path
     for name in sys.modules.keys() - modules:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+        places = [
+            getattr(sys.modules[name], "__file__", ""),
+            *getattr(sys.modules[name], "__path__", []),
+        ]
+        if any(str(place).startswith(str(tmp_path)) for place in places):
             del sys.modules[name]
 
 
@@ -73,6 +77,18 @@ def test_an_edited_neighbour_is_read_again(project, name, helper):
         answers.append((function(), sha256))
     assert [number for number, _ in answers] == [1, 2, 1]
     assert answers[0][1] == answers[2][1] != answers[1][1]
+
+
+def test_what_two_files_share_is_read_again_by_both(project):
+    """And by a third that is loaded only then."""
+    write(
+        project, {f"{n}.py": "import helper\n\ndef f():\n    return helper.NUMBER\n" for n in "abc"}
+    )
+    for number in (1, 2):
+        write(project, {"helper.py": f"NUMBER = {number}\n"})
+        assert [load(f"{name}:f", "field")[0]() for name in "ab"] == [number] * 2
+    write(project, {"helper.py": "NUMBER = 3\n"})
+    assert [load(f"{name}.py:f", "field")[0]() for name in "cab"] == [3] * 3
 
 
 # -- locate

@@ -2,8 +2,8 @@
 matched by position.
 
     POST /get_reward
-    {"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": ["4"]}  →  {"rewards": [1.0],
-    "scores": [1.0], "extra_logs": {}}
+    {"query": ["2 + 2? 4"], "prompts": ["2 + 2? "], "labels": ["4"]}
+    →  {"rewards": [1.0], "scores": [1.0], "extra_logs": {}}
 
 `query` is prompt and completion in one. The protocol has no word for a row that failed, so a null
 in `rewards` is an error; where `extra_logs` has a list `error`, as this project's own server writes

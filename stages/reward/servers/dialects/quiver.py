@@ -2,13 +2,11 @@
 apart.
 
     POST /v1/score
-    {"format": 1, "rows": [{"id": "a", "prompt": [{"role": "user", "content": "2 + 2?"}],
-    "completion": "4",
-                            "completion_ids": [19], "finish_reason": "stop", "columns": {"answer":
-                            4}}]}
-    →
-    {"format": 1, "rows": [{"id": "a", "reward": 1.0, "error": null, "parts": {"numeric": 1.0},
-    "extra": {}}]}
+    {"format": 1, "rows": [
+        {"id": "a", "prompt": [{"role": "user", "content": "2 + 2?"}], "completion": "4",
+         "completion_ids": [19], "finish_reason": "stop", "columns": {"answer": 4}}]}
+    →  {"format": 1, "rows": [
+        {"id": "a", "reward": 1.0, "error": null, "parts": {"numeric": 1.0}, "extra": {}}]}
 
 `prompt` is messages or text. `completion_ids` and `finish_reason` may be null; every row of a
 request has the same `columns`. Rows of the answer come in any order, each id once. `reward` is a

@@ -1,8 +1,10 @@
 """Rows as every dialect takes them, and their text where a dialect has no messages.
 
 >>> messages = [{"role": "user", "content": "2 + 2?"}]
->>> as_text(messages, "{role}: {content}\\n"), fill("Q {prompt} A {answer}, not {{answer}}", {"prompt": "2 + 2?", "answer": 4})
-('user: 2 + 2?\\n', 'Q 2 + 2? A 4, not {answer}')
+>>> as_text(messages, "{role}: {content}\\n")
+'user: 2 + 2?\\n'
+>>> fill("Q {prompt} A {answer}, not {{answer}}", {"prompt": "2 + 2?", "answer": 4})
+'Q 2 + 2? A 4, not {answer}'
 """
 
 from __future__ import annotations

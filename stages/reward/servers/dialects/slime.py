@@ -2,8 +2,8 @@
 a key says where the number is.
 
     POST URL
-    {"prompt": [{"role": "user", "content": "2 + 2?"}], "response": "4", "label": "4"}  →
-    {"reward": 1.0, "why": "equal"}
+    {"prompt": [{"role": "user", "content": "2 + 2?"}], "response": "4", "label": "4"}
+    →  {"reward": 1.0, "why": "equal"}
 
 With `score_key = "reward"` that is 1.0; `score_key = "a.0.b"` goes down objects by name and lists
 by position; without one the answer itself is the number. A null there is an error, unless the

@@ -110,8 +110,10 @@ def as_part(
     `rescale` maps `low_high` linearly to 0 … 1. Text that looks like a number is text, and true is
     not 1.
 
-    >>> as_part(8, (0, 10), rescale=True).value, as_part("8", None).error, as_part(11, (0, 10)).error
-    (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
+    >>> as_part(8, (0, 10), rescale=True).value
+    0.8
+    >>> as_part("8", None).error, as_part(11, (0, 10)).error
+    ('gave text, expected a number', 'gave 11, outside 0 to 10')
     """
     kept_extra = None if extra is None else as_extra(extra)
     low, high = low_high or (-LARGEST, LARGEST)

@@ -1,21 +1,18 @@
 """Dialects `vllm-classify` and `vllm-score`: the pooling endpoints of a vLLM server.
 
     POST /classify
-    {"messages": [… , {"role": "assistant", "content": "4"}], "use_activation": false}   a conversation, one a request: the
-                                                                                         reward
-                                                                                         model's own
-                                                                                         template
-                                                                                         renders it
-    {"input": ["2 + 2? 4", …], "use_activation": false}                                  text prompts, many a request
+    {"messages": [… , {"role": "assistant", "content": "4"}], "use_activation": false}
+    {"input": ["2 + 2? 4", …], "use_activation": false}
     →  {"data": [{"index": 0, "label": "LABEL_0", "probs": [0.83], "num_classes": 1}]}
 
     POST /score
-    {"text_1": ["2 + 2?"], "text_2": ["4"], "use_activation": false}  →  {"data": [{"index": 0,
-    "score": 0.83}]}
+    {"text_1": ["2 + 2?"], "text_2": ["4"], "use_activation": false}
+    →  {"data": [{"index": 0, "score": 0.83}]}
 
-`use_activation` is always sent, because the server's default squashes a scalar reward by a sigmoid.
-With several classes `score_key` is the number of the one that counts. `model` may be left out where
-the server has one.
+A conversation goes as `messages`, one a request, and the reward model's own template renders it;
+text prompts go as `input`, many a request. `use_activation` is always sent, because the
+server's default squashes a scalar reward by a sigmoid. With several classes `score_key` is the
+number of the one that counts. `model` may be left out where the server has one.
 """
 
 from __future__ import annotations
