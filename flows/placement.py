@@ -6,14 +6,13 @@ anything runs: a pool where no server is named, and a store by a relative path, 
 would look for elsewhere.
 
     call = stage_call(recipe, "generate", recipe.generate_config(1), {"prompts": …, "policy": …})
-    outcome = run_at(call, recipe.placement)
+    outcome = run_here(call)    # or `dispatch.run_at`, which knows the pools
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -21,21 +20,18 @@ from typing import Any
 
 from pydantic import Field
 
-from quiver.schemas.errors import BusyError, ConfigError, ResourceError
+from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.prewarm import prewarm
-from quiver.stages.common.runtime.runner import Call, Outcome, find, run_call
+from quiver.stages.common.runtime.runner import Call, Outcome, run_call
 from quiver.stages.common.runtime.stage import Refs
-from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 
-from .recipe import Placement, Recipe
+from .recipe import Recipe
 from .slots import slots
 
 SHARED = ("generate", "reward", "logprobs")
 """Stages that any number of workers do together, shard by shard."""
-POLL_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 60.0  # each try in a pool is a run of its own on the server
 log = logging.getLogger("quiver")
 
 
@@ -174,67 +170,6 @@ def require_server(name: str) -> None:
             next="prefect server start, then export PREFECT_API_URL=http://127.0.0.1:4200/api and "
             "run again",
         )
-
-
-def run_at(
-    call: StageCall,
-    placement: Placement,
-    *,
-    upcoming: tuple[StageCall, ...] = (),
-    tags: tuple[str, ...] = (),
-    on_line: Callable[[str], None] | None = None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Outcome:
-    """The outcome of `call`, from where `placement` puts its stage; raises what the stage raised.
-
-    Args:
-        call: What to run.
-        placement: The recipe's section.
-        upcoming: Calls whose processes are started with this one's: they import on a core that this
-            one leaves idle as it starts.
-        tags: Tags of the flow runs in a pool.
-        on_line: Called with each line of a child process of this one.
-        stopped: As soon as it is true (another thread's wish) the work is ended: Stopped.
-    """
-    outcome = find(call.runner_call)
-    if outcome is not None:
-        return outcome
-    pool = placement.pools.get(call.stage)
-    if pool is None:
-        return run_here(call, upcoming=upcoming, on_line=on_line, stopped=stopped)
-    from .pool import run_in_pool
-
-    return run_in_pool(call.for_workers(), pool, placement, tags, stopped)
-
-
-def run_when_free(
-    call: StageCall,
-    placement: Placement,
-    *,
-    stopped: Callable[[], bool] = lambda: False,
-    **options: Any,
-) -> Outcome:
-    """As `run_at`; while another process is at this very work alone, wait until it has finished or
-    is gone.
-
-    So does the run that follows one whose flow was killed: what that flow had started in a pool may
-    still be at work.
-    """
-    pause = POLL_SECONDS
-    last_message = ""
-    while True:
-        try:
-            return run_at(call, placement, stopped=stopped, **options)
-        except BusyError as error:
-            if error.message != last_message:
-                log.warning("%s waits: %s", call.label, error.message)
-            last_message = error.message
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        until = time.monotonic() + pause
-        while time.monotonic() < until and find(call.runner_call) is None:
-            if stopped():
-                raise Stopped(call.label)
-            time.sleep(POLL_SECONDS)
 
 
 def run_here(

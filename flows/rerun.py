@@ -21,7 +21,8 @@ from quiver.stages.common.store import Store
 from quiver.stages.reward.override import load as load_override
 
 from .by_hand import tell_version
-from .placement import check_placement, run_at, stage_call
+from .dispatch import run_at
+from .placement import check_placement, stage_call
 from .recipe import Recipe
 
 ROLES = {

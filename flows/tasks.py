@@ -30,8 +30,9 @@ from quiver.stages.reward.stage import check_functions
 
 from . import logs
 from .ahead import is_ahead, is_stopped
+from .dispatch import run_when_free
 from .pages import publish
-from .placement import GivenUp, StageCall, next_calls, run_when_free, stage_call
+from .placement import GivenUp, StageCall, next_calls, stage_call
 from .progress import progress
 from .recipe import Placement, Recipe
 

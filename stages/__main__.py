@@ -1,9 +1,9 @@
 """One stage, one process: python -m quiver.stages NAME --call call.json --answer answer.json
 
-The process imports what the stage needs, if it is told its config beforehand, and waits for a line on
-stdin; then the call is there. The answer is one JSON object in a file, because libraries print on
-stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code", "object",
-"message", "next"}}, with the version of Quiver.
+The process imports what the stage needs, if it is told its config beforehand, and waits for a line
+on stdin; then the call is there. The answer is one JSON object in a file, because libraries print
+on stdout as they like: {"ref", "cached", "rows", "seconds", "metrics"}, or {"error": {"code",
+"object", "message", "next"}}, with the version of Quiver.
 """
 
 from __future__ import annotations

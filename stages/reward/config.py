@@ -8,9 +8,9 @@ from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
-from . import tables
 from .functions.config import FunctionConfig
 from .models.config import ModelConfig
+from .scoring import OVERLONG
 from .servers.config import ServerConfig
 
 SCORERS = ("functions", "models", "servers")
@@ -77,7 +77,7 @@ class Config(Base):
     def part_names(self) -> list[str]:
         """The fields of `parts`, in order."""
         names = [scorer.name for scorer in self.scorers]
-        return [*names, tables.OVERLONG] if self.overlong else names
+        return [*names, OVERLONG] if self.overlong else names
 
     @model_validator(mode="after")
     def _names_differ(self) -> Config:
@@ -90,10 +90,9 @@ class Config(Base):
         for name in sorted(names):
             if names.count(name) > 1:
                 raise ValueError(f"name {name} stands twice: give each a name of its own")
-        if self.overlong and tables.OVERLONG in names:
+        if self.overlong and OVERLONG in names:
             raise ValueError(
-                f"name {tables.OVERLONG} is the penalty's column in parts: give what scores "
-                "another name"
+                f"name {OVERLONG} is the penalty's column in parts: give what scores another name"
             )
         return self
 

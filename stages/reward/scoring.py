@@ -15,6 +15,8 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.plugins import did_you_mean
 
 OFFERED = ("prompts", "completions", "completion_ids", "finish_reason", "rollout_ids")
+OVERLONG = "overlong"
+"""The penalty's column in `parts`."""
 LARGEST = 3.4028234663852886e38  # of a float32
 EXTRA_BYTES = 10_000
 """Most of what came beside the number that is kept."""

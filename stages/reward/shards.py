@@ -18,7 +18,7 @@ from . import tables
 from .config import Config
 from .measures import failures
 from .retry import aligned, merged
-from .scoring import Batch, Part, Scorer
+from .scoring import OVERLONG, Batch, Part, Scorer
 from .together import Allowance, TooMany, score_all
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Shards:
         """Time in each scorer, summed over its processes and over those that share the work."""
         self._note_seconds()
         processes = [notes.get("scorers", {}) for notes in self._writer.parts()]
-        seconds = {tables.OVERLONG: 0.0}
+        seconds = {OVERLONG: 0.0}
         for scorer in self._scorers:
             seconds[scorer.name] = sum(process.get(scorer.name, 0.0) for process in processes)
         return seconds

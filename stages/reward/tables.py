@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,14 +17,9 @@ import pyarrow.compute as pc
 from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
 
+from .config import Config
 from .functions import overlong_penalty
-from .scoring import LARGEST, Part
-
-if TYPE_CHECKING:
-    from .config import Config
-
-OVERLONG = "overlong"
-"""The penalty's column in `parts`."""
+from .scoring import LARGEST, OVERLONG, Part
 
 
 def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:

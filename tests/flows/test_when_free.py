@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from quiver.flows.placement import StageCall, run_at, run_when_free
+from quiver.flows.dispatch import run_at, run_when_free
+from quiver.flows.placement import StageCall
 from quiver.flows.recipe import Placement
 from quiver.schemas.errors import BusyError
 from quiver.stages.common.runtime.subprocesses import Stopped

@@ -52,8 +52,8 @@ _prewarmed: dict[tuple[str, str | None, bool], StageProcess] = {}
 
 
 class StageProcess:
-    """`python -m quiver.stages STAGE`, started and waiting for its call; a context manager that ends
-    it with all that it started."""
+    """`python -m quiver.stages STAGE`, started and waiting for its call; a context manager that
+    ends it with all that it started."""
 
     def __init__(
         self,

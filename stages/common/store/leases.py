@@ -6,9 +6,9 @@ A lease is a chain of numbered objects, each put only where there is none:
     .leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
 
 Taking over is creating the next number, so of two that try, one gets it. A holder renews its object
-every few seconds. It is gone when its process is dead, as far as that can be told from here, or when
-its object has not changed for a minute by the clock of whoever waits. Whoever was asleep that long
-finds a higher number, and may not commit any more.
+every few seconds. It is gone when its process is dead, as far as that can be told from here, or
+when its object has not changed for a minute by the clock of whoever waits. Whoever was asleep that
+long finds a higher number, and may not commit any more.
 
     leases = Leases(storage, "arith/rollouts/.staging/KEY.leases")
     lease = leases.take("commit")        # None: somebody holds it
@@ -150,7 +150,8 @@ class Leases:
         return time.monotonic() - since
 
     def take(self, name: str, *, from_living: bool = False) -> Lease | None:
-        """The lease, if it is free, or `from_living` whoever holds it; None where another has it."""
+        """The lease, if it is free, or `from_living` whoever holds it; None where another has
+        it."""
         top = self.top(name)
         if top is not None and not from_living and not self._is_free(name, top):
             self.seconds_seen(name)

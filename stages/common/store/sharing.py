@@ -7,8 +7,8 @@
 Each process has a lease that says that it is there, and one for each shard that it is at. Leases
 decide who does the work, and nothing else: a shard is put into place whole and the first one stays,
 and the version appears once (see `writer`). So a process that hangs costs work done twice and never
-another outcome. Where a process starts follows from its rank among those that are there. An idle one
-takes any shard that nobody holds, and one that another has held for longer than its patience.
+another outcome. Where a process starts follows from its rank among those that are there. An idle
+one takes any shard that nobody holds, and one that another has held for longer than its patience.
 """
 
 from __future__ import annotations
@@ -195,7 +195,10 @@ class SharedShards:
                 return self._hold(index, lease)
         if self._held:
             return None
-        patience = self._patience()
+        patience = self._patience_seconds
+        if patience is None:
+            slowest = max(part["slowest"] for part in self._writer.parts())
+            patience = max(LEAST_PATIENCE_SECONDS, 2 * slowest)
         longest_first = sorted(indices, key=lambda index: -self._leases.seconds_seen(_shard(index)))
         for index in longest_first:
             if self._leases.seconds_seen(_shard(index)) >= patience:
@@ -223,12 +226,6 @@ class SharedShards:
 
     def _part_names(self) -> list[str]:
         return [name for name in self._writer.note_names() if name.endswith(".part")]
-
-    def _patience(self) -> float:
-        if self._patience_seconds is not None:
-            return self._patience_seconds
-        slowest = max(part["slowest"] for part in self._writer.parts())
-        return max(LEAST_PATIENCE_SECONDS, 2 * slowest)
 
 
 def _shard(index: int) -> str:

@@ -156,7 +156,8 @@ class Storage:
         make_folder(self.path(prefix))
 
     def copy_into(self, key: str, target: str) -> None:
-        """Let `target` be the same immutable object, without copying bytes where that is possible."""
+        """Let `target` be the same immutable object, without copying bytes where that is
+        possible."""
         self.path(target).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(self.path(key), self.path(target))
@@ -172,7 +173,8 @@ class Storage:
         sync(self.path(key))
 
     def sync_folders(self, prefix: str) -> None:
-        """Flush the folders below `prefix`, so that what was linked into them outlives a power loss."""
+        """Flush the folders below `prefix`, so that what was linked into them outlives a power
+        loss."""
         for path in self.path(prefix).rglob("*"):
             if path.is_dir():
                 sync(path)
@@ -182,8 +184,8 @@ class Storage:
         self.path(key).unlink(missing_ok=True)
 
     def delete_tree(self, prefix: str) -> None:
-        """Delete all objects below `prefix`, or the one of that name; hidden at once, so that nobody
-        writes into it any more."""
+        """Delete all objects below `prefix`, or the one of that name; hidden at once, so that
+        nobody writes into it any more."""
         path = self.path(prefix)
         trash = path
         if not path.name.endswith(".gone"):

@@ -232,10 +232,11 @@ class Store:
             fields = json.loads(marker.read_bytes())
             is_newer = fields["format"] != FORMAT
         except (ValueError, KeyError, TypeError):
+            text = _marker()
             raise CorruptError(
                 f"store {self.path}",
                 "store.json can not be read",
-                next=f"write {_marker()} into {marker}, the versions need no more",
+                next=f"write {text} into {marker}, the versions need no more",
             ) from None
         if is_newer:
             raise CorruptError(

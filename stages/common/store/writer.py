@@ -11,13 +11,13 @@
 
 The commit: shards are written, hashed and flushed as they come, each with a note that makes it
 count. Then a folder of links to them gets its manifest, flushed, and is renamed to the next number
-(a taken number makes the rename fail, so the loser takes the one after); the parent is flushed; then
-it is acknowledged.
+(a taken number makes the rename fail, so the loser takes the one after); the parent is flushed;
+then it is acknowledged.
 
-A version appears once, even where a process was asleep while another took over. The process looks at
-its lease after its folder is complete and right before the rename. Whoever takes over creates the
-next number of the lease, removes the folders of others, and then looks for the version: a rename
-that comes later finds no folder.
+A version appears once, even where a process was asleep while another took over. The process looks
+at its lease after its folder is complete and right before the rename. Whoever takes over creates
+the next number of the lease, removes the folders of others, and then looks for the version: a
+rename that comes later finds no folder.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Writer:
 
     @property
     def folder(self) -> Path:
-        """A folder on this host for the files of a policy; what is there when it is finished counts."""
+        """A folder on this host for the files of a policy; what is there when it is finished
+        counts."""
         return self._storage.path(self._prefix)
 
     def prepare(self, *, fresh: bool) -> None:
@@ -137,7 +138,8 @@ class Writer:
 
     @contextmanager
     def staged(self) -> Iterator[None]:
-        """Around reading what is staged: where it is gone, Finished when another has committed it."""
+        """Around reading what is staged: where it is gone, Finished when another has committed
+        it."""
         try:
             yield
         except FileNotFoundError:
@@ -318,10 +320,19 @@ class Writer:
         """Flush and hash all that is staged, once; nothing may be written after it."""
         if self._finished is None:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
-        if self._entries is None:
-            with self.phase("commit"), storage_errors(self._name):
-                is_table = self.kind != "policy"
-                self._entries = self._shard_entries() if is_table else self._file_entries()
+        if self._entries is not None:
+            return
+        with self.phase("commit"), storage_errors(self._name):
+            if self.kind != "policy":
+                self._entries = self._shard_entries()
+                return
+            entries = []
+            for name in self._storage.list_files(self._prefix):
+                key = f"{self._prefix}/{name}"
+                self._storage.settle(key)
+                size = self._storage.size(key)
+                entries.append(FileEntry(name=name, bytes=size, sha256=self._storage.sha256(key)))
+            self._entries = tuple(entries)
 
     def _shard_entries(self) -> tuple[FileEntry, ...]:
         indices = self.noted()
@@ -332,15 +343,6 @@ class Writer:
         tables = [self.read(index) for index in indices]
         schema_module(self.kind).check(pa.concat_tables(tables))
         return entries
-
-    def _file_entries(self) -> tuple[FileEntry, ...]:
-        entries = []
-        for name in self._storage.list_files(self._prefix):
-            key = f"{self._prefix}/{name}"
-            self._storage.settle(key)
-            size = self._storage.size(key)
-            entries.append(FileEntry(name=name, bytes=size, sha256=self._storage.sha256(key)))
-        return tuple(entries)
 
     def publish(self, lease: Lease, numbering: Plan, metrics: dict[str, Any]) -> Version:
         """Make the version visible under the next number. ConflictError where it may have one

@@ -19,16 +19,13 @@ is the row's error, never a 0.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quiver.schemas.errors import printable
 from quiver.stages.reward.scoring import Part, as_extra
 
 from .rows import Row, as_text, fill
 from .strict import MalformedError, as_dict, as_part, list_at, shape
-
-if TYPE_CHECKING:
-    from ..config import ServerConfig
 
 PATH = "/v1/chat/completions"
 OFFERED = {"prompt", "completion", "finish_reason"}
@@ -53,7 +50,7 @@ where N is a number from 0 (worthless) to 10 (perfect)."""
 _LAST = 4000
 
 
-def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
+def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     """The request for the one row of `rows`."""
     (row,) = rows
     names = {
@@ -73,7 +70,7 @@ def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     return {**request, **config.arguments}
 
 
-def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
+def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The part of the one row. MalformedError: not a chat completion with one choice."""
     (choice,) = list_at(answer, "choices", 1)
     message = as_dict(as_dict(choice, "a choice").get("message"), "message")

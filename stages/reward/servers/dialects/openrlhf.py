@@ -13,7 +13,7 @@ row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,15 +23,12 @@ from .quiver import part_or_error
 from .rows import Row, Scored, as_text, fill
 from .strict import as_dict, list_at
 
-if TYPE_CHECKING:
-    from ..config import ServerConfig
-
 PATH = "/get_reward"
 
 # -- the side that asks
 
 
-def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
+def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     """The request for `rows`; a conversation is written out by the config's templates."""
     prompts = []
     for row in rows:
@@ -45,7 +42,7 @@ def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     }
 
 
-def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
+def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: no list of the right length where one belongs."""
     num_rows = len(rows)
     numbers = list_at(answer, config.score_key or "rewards", num_rows)

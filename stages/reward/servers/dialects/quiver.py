@@ -16,7 +16,7 @@ which is not 0). `error`, `parts` and `extra` may be left out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -26,9 +26,6 @@ from quiver.stages.reward.scoring import Part, as_extra
 from .rows import Row, Scored
 from .strict import MalformedError, as_dict, as_part, list_at, shape
 
-if TYPE_CHECKING:
-    from ..config import ServerConfig
-
 FORMAT = 1
 PATH = "/v1/score"
 _KEYS = {"id", "reward", "error", "parts", "extra"}
@@ -36,7 +33,7 @@ _KEYS = {"id", "reward", "error", "parts", "extra"}
 # -- the side that asks
 
 
-def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
+def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     """The request for `rows`."""
     names = rows[0].columns if config.columns is None else config.columns
     encoded = [
@@ -45,7 +42,7 @@ def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
     return {"format": FORMAT, "rows": encoded}
 
 
-def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
+def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: another format, or ids that are not those asked for,
     each once."""
     version = as_dict(answer, "the answer").get("format")
@@ -64,7 +61,7 @@ def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
     return [parts[row.id] for row in rows]
 
 
-def _decode_row(row: dict[str, Any], config: ServerConfig) -> Part:
+def _decode_row(row: dict[str, Any], config: Any) -> Part:
     for unknown in sorted(row.keys() - _KEYS):
         raise MalformedError(f"a row has unknown key {printable(unknown, 40)}")
     if "reward" not in row:
@@ -76,7 +73,7 @@ def _decode_row(row: dict[str, Any], config: ServerConfig) -> Part:
     return part_or_error(row["reward"], error, config, extra or None)
 
 
-def part_or_error(number: Any, error: Any, config: ServerConfig, extra: Any) -> Part:
+def part_or_error(number: Any, error: Any, config: Any, extra: Any) -> Part:
     """What one row got. Text in `error`: its failure. Null beside a null error: nothing applies.
     Else: a number."""
     if isinstance(error, str) and error:

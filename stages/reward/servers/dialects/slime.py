@@ -13,7 +13,7 @@ null means that nothing applies to the row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -24,22 +24,19 @@ from .quiver import Message, part_or_error
 from .rows import Row, Scored
 from .strict import MalformedError
 
-if TYPE_CHECKING:
-    from ..config import ServerConfig
-
 PATH = "/slime"
 
 # -- the side that asks
 
 
-def encode(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
+def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     """The request for the one row of `rows`."""
     (row,) = rows
     label = row.columns[config.label] if config.label else None
     return {"prompt": row.prompt, "response": row.completion, "label": label}
 
 
-def decode(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
+def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The part of the one row. MalformedError: nothing stands at the key."""
     number = answer
     for step in config.score_key.split(".") if config.score_key else ():

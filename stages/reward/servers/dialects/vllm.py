@@ -17,20 +17,17 @@ number of the one that counts. `model` may be left out where the server has one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quiver.stages.reward.scoring import Part
 
 from .rows import Row, as_text
 from .strict import MalformedError, as_list, as_part, by_index, list_at
 
-if TYPE_CHECKING:
-    from ..config import ServerConfig
-
 CLASSIFY, SCORE = "/classify", "/score"
 
 
-def encode_classify(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
+def encode_classify(rows: list[Row], config: Any) -> dict[str, Any]:
     """The request for one conversation, or for rows whose prompts are text."""
     if isinstance(rows[0].prompt, str):
         texts = [f"{row.prompt}{row.completion}" for row in rows]
@@ -45,7 +42,7 @@ def is_alone(row: Row) -> bool:
     return not isinstance(row.prompt, str)
 
 
-def decode_classify(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
+def decode_classify(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: not one item a row, or no number for the class."""
     parts = []
     for row in by_index(list_at(answer, "data", len(rows)), "data"):
@@ -65,18 +62,18 @@ def decode_classify(answer: Any, rows: list[Row], config: ServerConfig) -> list[
     return parts
 
 
-def encode_score(rows: list[Row], config: ServerConfig) -> dict[str, Any]:
+def encode_score(rows: list[Row], config: Any) -> dict[str, Any]:
     """The request for `rows`: prompt against completion."""
     prompts = [as_text(row.prompt, config.message_template) for row in rows]
     return _request({"text_1": prompts, "text_2": [row.completion for row in rows]}, config)
 
 
-def decode_score(answer: Any, rows: list[Row], config: ServerConfig) -> list[Part]:
+def decode_score(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: not one item a row."""
     ordered = by_index(list_at(answer, "data", len(rows)), "data")
     return [as_part(row.get("score"), config.range, config.rescale) for row in ordered]
 
 
-def _request(texts: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+def _request(texts: dict[str, Any], config: Any) -> dict[str, Any]:
     model = {"model": config.model} if config.model else {}
     return {"use_activation": config.use_activation, **model, **texts, **config.arguments}

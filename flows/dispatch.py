@@ -1,0 +1,85 @@
+"""Sends a stage to where it runs: a child process of this one, or a pool's workers.
+
+    outcome = run_at(call, recipe.placement)
+
+What is done already is found in this process in either case, in milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quiver.schemas.errors import BusyError
+from quiver.stages.common.runtime.runner import Outcome, find
+from quiver.stages.common.runtime.subprocesses import Stopped
+
+from .placement import StageCall, run_here
+from .recipe import Placement
+
+POLL_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0  # each try in a pool is a run of its own on the server
+log = logging.getLogger("quiver")
+
+
+def run_at(
+    call: StageCall,
+    placement: Placement,
+    *,
+    upcoming: tuple[StageCall, ...] = (),
+    tags: tuple[str, ...] = (),
+    on_line: Callable[[str], None] | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """The outcome of `call`, from where `placement` puts its stage; raises what the stage raised.
+
+    Args:
+        call: What to run.
+        placement: The recipe's section.
+        upcoming: Calls whose processes are started with this one's: they import on a core that this
+            one leaves idle as it starts.
+        tags: Tags of the flow runs in a pool.
+        on_line: Called with each line of a child process of this one.
+        stopped: As soon as it is true (another thread's wish) the work is ended: Stopped.
+    """
+    outcome = find(call.runner_call)
+    if outcome is not None:
+        return outcome
+    pool = placement.pools.get(call.stage)
+    if pool is None:
+        return run_here(call, upcoming=upcoming, on_line=on_line, stopped=stopped)
+    from .pool import run_in_pool
+
+    return run_in_pool(call.for_workers(), pool, placement, tags, stopped)
+
+
+def run_when_free(
+    call: StageCall,
+    placement: Placement,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> Outcome:
+    """As `run_at`; while another process is at this very work alone, wait until it has finished or
+    is gone.
+
+    So does the run that follows one whose flow was killed: what that flow had started in a pool may
+    still be at work.
+    """
+    pause = POLL_SECONDS
+    last_message = ""
+    while True:
+        try:
+            return run_at(call, placement, stopped=stopped, **options)
+        except BusyError as error:
+            if error.message != last_message:
+                log.warning("%s waits: %s", call.label, error.message)
+            last_message = error.message
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        until = time.monotonic() + pause
+        while time.monotonic() < until and find(call.runner_call) is None:
+            if stopped():
+                raise Stopped(call.label)
+            time.sleep(POLL_SECONDS)
