@@ -6,7 +6,7 @@ event a version that it made, an asset `quiver://RUN/KIND`, and one of `quiver:/
 a tag moves, in a flow or by hand. Installing twice leaves one automation of each name.
 
     install(client, silent_runs())
-    triggers = [on_event("arith/prompts", "post-train/arith")]        # of a deployment, which owns them
+    triggers = [on_event("arith/prompts", "post-train/arith")]    # a deployment owns them
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Serve a recipe's [reward] section over HTTP: python -m quiver.deployments.reward_server
 RECIPE.toml
 
-    POST /v1/score     dialect quiver       rows with ids, columns and token ids; parts, errors and extras apart from numbers
+    POST /v1/score     dialect quiver       rows with ids, columns, token ids
     POST /get_reward   dialect openrlhf     queries, prompts and labels
     POST /slime        dialect slime        one row
     GET  /health, /openapi.json

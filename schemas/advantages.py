@@ -3,10 +3,10 @@
 | column | type | meaning |
 |---|---|---|
 | rollout_id | string | joined by id |
-| advantage | float32, null | or list<float32>, one a token, for PPO; null where the rollout was dropped |
+| advantage | float32, null | or list<float32> a token, for PPO; null where dropped |
 | kept | bool | it took part in the update |
 | drop_reason | string, null | not_scored, small_group, zero_variance, empty, … |
-| mean_ratio | float32, null | mean over its tokens of π_θ / π_old when last trained on; with `score_after` of the new policy |
+| mean_ratio | float32, null | mean of π_θ / π_old when last trained on, or of the new policy |
 | mean_logprob | float32, null | mean logprob of its tokens under the same π_θ |
 
     {"rollout_id": "4be1c0de-sum-0017-2", "advantage": 0.71, "kept": true, "drop_reason": null,

@@ -1,24 +1,25 @@
 """The exception tree: one class a code, each also a standard type, each with what to do next.
 
     QuiverError
-    ├── ConfigError          E-CONFIG           2  ValueError        recipe, option, file or column that the user named
-    ├── CorruptError         E-CORRUPT          3  OSError           bytes on disk are not those that were written
-    ├── BusyError            E-BUSY             4  OSError           another process does this very work now
-    ├── ConflictError        E-CONFLICT         4  OSError           somebody else was first
-    ├── LineageError         E-LINEAGE          5  LookupError       a reference leads nowhere, or to the wrong parent
-    ├── SchemaError          E-SCHEMA           5  TypeError         a table is not of its kind
-    ├── RewardError          E-REWARD           6  RuntimeError      a reward function failed
-    ├── RemoteError          E-REMOTE           6  ConnectionError   a server failed
-    ├── ResourceError        E-RESOURCE         7  OSError           disk, memory, read-only store, GPU, a dead child
-    ├── NumericError         E-NUMERIC          8  ArithmeticError   NaN, inf, or an audit beyond its limit
-    ├── OutcomeUnknownError  E-OUTCOME-UNKNOWN  9  RuntimeError      done or not done: can not be told
-    └── SecurityError        E-SECURITY        10  PermissionError   refused on purpose
+  ├── ConfigError         E-CONFIG           2 ValueError      a recipe, option or file
+  ├── CorruptError        E-CORRUPT          3 OSError         bytes are not those that were written
+  ├── BusyError           E-BUSY             4 OSError         another process is at this very work
+  ├── ConflictError       E-CONFLICT         4 OSError         somebody else was first
+  ├── LineageError        E-LINEAGE          5 LookupError     a reference leads nowhere, or astray
+  ├── SchemaError         E-SCHEMA           5 TypeError       a table is not of its kind
+  ├── RewardError         E-REWARD           6 RuntimeError    a reward function failed
+  ├── RemoteError         E-REMOTE           6 ConnectionError a server failed
+  ├── ResourceError       E-RESOURCE         7 OSError         disk, memory, GPU, a dead child
+  ├── NumericError        E-NUMERIC          8 ArithmeticError NaN, inf, an audit beyond its limit
+  ├── OutcomeUnknownError E-OUTCOME-UNKNOWN  9 RuntimeError    done or not done: can not be told
+  └── SecurityError       E-SECURITY        10 PermissionError refused on purpose
 
 Every error carries `code`, `object` (what it is about), `message` (expected and found), `state`
 (what is still whole) and `next` (one command or one change). It survives a process boundary:
 `to_dict` / `from_dict`.
 
->>> print(CorruptError("arith/rollouts@7", "sha256 differs", state="versions 1-6 are intact", next="quiver verify"))
+>>> state = "versions 1-6 are intact"
+>>> print(CorruptError("arith/rollouts@7", "sha256 differs", state=state, next="quiver verify"))
 E-CORRUPT arith/rollouts@7: sha256 differs
 State: versions 1-6 are intact
 Next: quiver verify

@@ -3,10 +3,10 @@
 | column | type | meaning |
 |---|---|---|
 | rollout_id, group_id | string | joined by id, never by position |
-| reward | float32, null | weighted sum of the parts, clipped where asked; null when a part failed or none applied |
-| parts | struct<float32, null> | one field a reward function, before its weight (`overlong`: the penalty); null = none |
+| reward | float32, null | weighted, clipped sum; null: a part failed or none applied |
+| parts | struct<float32, null> | a field a function, before its weight; null = none |
 | errors | struct<string, null> | one field a reward function: why it failed; null = it did not |
-| extra | struct<string, null> | only where a function may give it: JSON text of what came beside the number |
+| extra | struct<string, null> | JSON text of what a function gave beside the number |
 
     {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "reward": 1.2,
      "parts": {"accuracy": 1.0, "format": 1.0}, "errors": {"accuracy": null, "format": null}}

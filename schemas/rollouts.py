@@ -5,8 +5,8 @@ sampled.
 |---|---|---|
 | rollout_id | string | unique, the same for the same work done again |
 | group_id, sample_index | string, int32 | the prompt, and which of its samples |
-| prompt_ids, completion_ids | list<int32> | as the engine saw and sampled them; a sampled end token is the last id |
-| old_logprobs | list<float32> | log-probability of each completion id under the distribution that it was sampled from |
+| prompt_ids, completion_ids | list<int32> | as the engine saw and sampled them; the end token too |
+| old_logprobs | list<float32> | of each completion id, in the distribution it was sampled from |
 | finish_reason | string | stop, length or abort |
 | stop_reason | string, null | the stop id or text, where the engine names one |
 | completion_text | string | for people and rewards only; never tokenised again for the policy |

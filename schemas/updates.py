@@ -3,16 +3,16 @@
 | column | unit | meaning |
 |---|---|---|
 | step, epoch, minibatch | | `step` counts over the policy's whole life |
-| loss, policy_loss, kl_loss | | as minimised; means over what the aggregation says, over the whole step |
-| grad_norm | | before clipping, over all parameters, those of a critic with a trunk of its own left out unless it learns alone |
+| loss, policy_loss, kl_loss | | as minimised; means as the aggregation says, over the step |
+| grad_norm | | before clipping; without a critic of its own trunk, unless it learns alone |
 | learning_rate | | of this step |
 | clip_fraction | share of tokens | the surrogate's clipped branch was the one taken |
 | approx_kl | nats a token | k3 estimate of KL(old ‖ current), mean over tokens |
 | ratio_max | | largest π_θ / π_old of a token |
 | entropy | nats a token | of the temperature-scaled distribution, mean over tokens |
 | value_loss | | the critic's part of the loss, before `value_coef`; null without a critic |
-| explained_variance | share | 1 − Var(returns − values) / Var(returns) over tokens, before the step; null where returns are equal |
-| tokens, prompt_tokens, rollouts, microbatches | count | completion tokens that entered the loss, … |
+| explained_variance | share | 1 − Var(returns − values) / Var(returns); null: equal returns |
+| tokens, prompt_tokens, rollouts, microbatches | count | tokens in the loss, … |
 | applied | | false: a gradient was not finite, and the step was left out |
 | seconds | s | wall time of the step |
 

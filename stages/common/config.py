@@ -51,8 +51,10 @@ def without_folder(name: str) -> str:
 
     It leaves out the folder, and of our own modules the `quiver.` that older names lack.
 
-    >>> without_folder("/srv/quiver/mine.py:score"), without_folder("rows.jsonl"), without_folder("package.module:score")
-    ('mine.py:score', 'rows.jsonl', 'package.module:score')
+    >>> without_folder("/srv/quiver/mine.py:score"), without_folder("rows.jsonl")
+    ('mine.py:score', 'rows.jsonl')
+    >>> without_folder("quiver.deployments.recipes.larger:rows")
+    'deployments.recipes.larger:rows'
     """
     name = name.rpartition("/")[2]
     is_ours = name.startswith(tuple(f"quiver.{room}." for room in ROOMS))

@@ -7,8 +7,9 @@ rollouts twice, rewards or logprobs of other rollouts or twice of the same, roll
 and logprobs of more than one reference.
 
     rewards = ["a/rewards@2", "a/rewards@3"]
-    inputs = open_inputs(store, "a/policy@2", ["a/rollouts@3", "a/rollouts@2"], {"rewards":
-    rewards}) list(inputs)    # the roles in the manifest: policy, rollouts, rollouts.2, rewards, rewards.2
+    rollouts = ["a/rollouts@3", "a/rollouts@2"]
+    inputs = open_inputs(store, "a/policy@2", rollouts, {"rewards": rewards})
+    list(inputs)    # policy, rollouts, rollouts.2, rewards, rewards.2: the roles in the manifest
     sets(inputs)[1]["rewards"]     # a/rewards@2, those of a/rollouts@2
 """
 

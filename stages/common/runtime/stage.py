@@ -4,7 +4,7 @@ A stage is a module with
 
     Config                                      its section of a recipe
     plan(config, store, refs, into) -> Plan     from names and manifests only
-    check(plan)                                 what only trying can tell, before anything is paid for
+    check(plan)                                 what only trying can tell, before any cost
     make(plan, writers)                         the work: shards in, metrics out
 
 `plan` imports no torch, starts no process and asks no network. A stage knows no process, no lease

@@ -1,6 +1,6 @@
 """The index of one kind in one run: what is asked of all its versions, in one file.
 
-    STORE/<run>/<kind>/.index/versions    one JSON line a version, and a last one that says of which state
+    STORE/<run>/<kind>/.index/versions    one JSON line a version; the last says of which state
 
 The manifests are the truth. The index is trusted only while the kind's folder has the modification
 time and the number of versions that its last line notes; otherwise it is made anew from them. So it

@@ -4,7 +4,7 @@
         if staging.answer:
             return staging.answer                      # another process has finished it
         writer = staging.writers["rewards"]
-        for index in writer.unfinished(count):         # a restart redoes at most the shard it was in
+        for index in writer.unfinished(count):    # a restart redoes at most one shard
             writer.write(index, table)
         writer.finish(metrics={...})
         return staging.publish()
