@@ -50,7 +50,7 @@ mutants: setup
 	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .peers trl==1.16.0
 
 # An hour or more; figures want a quiet machine. QUICK=--quick: small sizes, to see that all run
-BENCHMARKS := optimizer_step iteration generation logprobs store data_path growth rewards reward_servers startup orchestration
+BENCHMARKS := optimizer_step iteration generation logprobs store data_path growth rewards reward_servers startup orchestration many_versions
 bench: .peers/trl
 	@for name in $(BENCHMARKS); do echo "## $$name"; .venv/bin/python -m tests.benchmarks.$$name $(QUICK) || exit 1; done
 

@@ -108,8 +108,8 @@ def test_torch_stays_out_of_the_light_rooms():
     light = (
         "quiver.schemas",
         "quiver.stages.common.store",
-        "quiver.stages.common.work",
-        "quiver.stages.common.files",
+        "quiver.stages.common.runtime",
+        "quiver.stages.common.plugins",
         "quiver.stages.common.config",
         "quiver.stages.prompt",
     )
