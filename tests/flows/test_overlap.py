@@ -44,9 +44,9 @@ def test_a_stale_policy_must_be_allowed(tmp_path):
 
 def both_at_work(folder) -> bool:
     stages = {
-        line.split("\0-m\0stages\0")[1].split("\0")[0]
+        line.split("\0-m\0quiver.stages\0")[1].split("\0")[0]
         for line in processes(folder)
-        if "\0-m\0stages\0" in line
+        if "\0-m\0quiver.stages\0" in line
     }
     return len(stages) == 2 and "optimize" in stages
 

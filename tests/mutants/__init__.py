@@ -1,0 +1,152 @@
+"""A fixed set of small bugs, and the tests that are to notice them.
+
+    python -m tests.mutants            # what caught.json says is caught must still be caught
+    python -m tests.mutants --list     # the bugs, as differences
+
+A file's bugs are made by the operators of operators.py. Which of them are taken is decided by a
+hash of their names, so that a change in one function does not choose others everywhere else, and
+neither does another name of the file. The product is read as text here and never imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from .operators import Bug, find_bugs, mutated
+
+MOST_A_FILE = 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file that gets bugs, and the test files that are to notice them, the cheapest first."""
+
+    path: str
+    tests: tuple[str, ...]
+
+    @property
+    def stem(self) -> str:
+        """What the names of its mutants start with."""
+        return Path(self.path).stem
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug in one file."""
+
+    target: Target
+    bug: Bug
+    old_source: str
+
+    @property
+    def name(self) -> str:
+        """For people, `--only` and caught.json: file, function, operator, ordinal."""
+        return f"{self.target.stem}:{self.bug.name}"
+
+    @property
+    def new_source(self) -> str:
+        return mutated(self.old_source, self.bug)
+
+    def difference(self) -> str:
+        """The lines that the bug changes, as a unified diff without context."""
+        old, new = self.old_source.splitlines(), self.new_source.splitlines()
+        path = self.target.path
+        return "\n".join(difflib.unified_diff(old, new, path, path, n=0, lineterm=""))
+
+
+FORWARD = "tests/stages/common/forward"
+OPTIMIZE = "tests/stages/optimize"
+REWARD = "tests/stages/reward"
+GENERATE_STAGE = "tests/stages/generate/test_generate_stage.py"
+TARGETS = (
+    Target(
+        "stages/optimize/losses.py",
+        (f"{OPTIMIZE}/test_losses.py", f"{OPTIMIZE}/test_critic.py"),
+    ),
+    Target(
+        "stages/optimize/advantages.py",
+        (f"{OPTIMIZE}/test_advantages.py", f"{OPTIMIZE}/test_critic.py"),
+    ),
+    Target(
+        "stages/optimize/objective.py",
+        (
+            f"{OPTIMIZE}/test_algorithms.py",
+            f"{OPTIMIZE}/test_critic.py",
+            f"{OPTIMIZE}/test_trainer.py",
+        ),
+    ),
+    Target(
+        "stages/optimize/trainer.py",
+        (
+            f"{OPTIMIZE}/test_critic.py",
+            f"{OPTIMIZE}/test_optimize_refuses.py",
+            f"{OPTIMIZE}/test_trainer.py",
+        ),
+    ),
+    Target(
+        "stages/optimize/rollouts.py",
+        (f"{OPTIMIZE}/test_optimize_stage.py", f"{OPTIMIZE}/test_bad_input.py"),
+    ),
+    Target(
+        "stages/optimize/audit.py",
+        (f"{OPTIMIZE}/test_optimize_refuses.py", f"{OPTIMIZE}/test_optimize_stage.py"),
+    ),
+    Target(
+        "stages/common/ragged.py",
+        ("tests/stages/common/test_ragged.py", f"{OPTIMIZE}/test_critic.py"),
+    ),
+    Target(
+        "stages/common/forward/policy.py",
+        (f"{FORWARD}/test_precision.py", f"{FORWARD}/test_policy.py"),
+    ),
+    Target(
+        "stages/reward/tables.py",
+        (f"{REWARD}/test_reward_retry.py", f"{REWARD}/test_reward_stage.py"),
+    ),
+    Target("stages/generate/rows.py", (GENERATE_STAGE,)),
+    Target("stages/generate/shards.py", (GENERATE_STAGE,)),
+    Target("stages/generate/stage.py", (GENERATE_STAGE,)),
+    Target("stages/generate/engine.py", (GENERATE_STAGE,)),
+)
+"""The golden trace wakes for none of them: its last digits are of one machine, and a test that
+fails without a bug catches nothing."""
+TOO_LONG = (
+    f"{OPTIMIZE}/test_trainer.py::test_the_cut_changes_nothing_in_any_algorithm",
+    f"{GENERATE_STAGE}::test_kill_9_costs_at_most_one_shard",
+)
+"""Tests that are left out: each takes ten seconds or more, and others see the same bugs."""
+
+
+class MissingFile(Exception):
+    """A path of TARGETS is not in the repository."""
+
+
+def mutants_of(root: Path, target: Target) -> list[Mutant]:
+    """The file's mutants, in the order of its text. MissingFile."""
+    for path in (target.path, *target.tests):
+        if not (root / path).is_file():
+            raise MissingFile(
+                f"{path} is not in {root}: correct TARGETS in tests/mutants/__init__.py"
+            )
+    source = (root / target.path).read_text()
+    return [Mutant(target, bug, source) for bug in choose(find_bugs(source))]
+
+
+def choose(bugs: list[Bug]) -> list[Bug]:
+    """At most MOST_A_FILE of a file's bugs: one of each function first, then whichever come first
+    by the hash of their names."""
+
+    def hashed(bug: Bug) -> str:
+        return hashlib.sha256(bug.name.encode()).hexdigest()
+
+    firsts: list[Bug] = []
+    others: list[Bug] = []
+    seen: set[str] = set()
+    for bug in sorted(bugs, key=hashed):
+        (others if bug.function in seen else firsts).append(bug)
+        seen.add(bug.function)
+    taken = [*firsts, *others][:MOST_A_FILE]
+    return sorted(taken, key=bugs.index)

@@ -1,0 +1,267 @@
+"""`make mutants`: put each bug into a copy of the repository, and see whether its tests notice.
+
+The tests of a file pass without a bug, which is tried first. So a mutant is caught when a test
+fails, when the tests can not be collected, when the process dies, or when it does not end.
+The exit status is 1 when one that caught.json calls caught is not caught any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import TARGETS, TOO_LONG, MissingFile, Mutant, Target, mutants_of
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("caught.json")
+ROOMS = ("schemas", "stages", "flows", "deployments")
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
+PASSED = 0
+"""The exit status of pytest when every test passes."""
+LEAST_LIMIT_SECONDS = 60
+LIMIT_FACTOR = 4
+"""Tests that take this many times as long as without a bug, and the seconds above, do not end."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of pytest gave."""
+
+    status: int | None
+    """Exit status; None where it ran past the limit."""
+    seconds: float
+    output: str
+
+    @property
+    def caught(self) -> bool:
+        return self.status != PASSED
+
+
+class Copy:
+    """A copy of the repository's files to write bugs into, and to run tests in."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root = folder / "repository"
+        self.importable = folder / "importable"
+        self.made_by_tests = folder / "made"
+        self.log = folder / "pytest.log"
+        for name in _files(root):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, self.root / name, follow_symlinks=False)
+        self._link_package()
+
+    def _link_package(self) -> None:
+        """The folder `quiver` as an editable install would show it, of links into the copy."""
+        api = self.root / "stages/api"
+        package = self.importable / "quiver"
+        package.mkdir(parents=True)
+        for entry in sorted(api.iterdir()) if api.is_dir() else ():
+            (package / entry.name).symlink_to(entry)
+        for room in ROOMS if api.is_dir() else ():
+            (package / room).symlink_to(self.root / room)
+
+    def run(self, target: Target, source: str, limit: float | None = None) -> Outcome:
+        """The target's tests with `source` in its place; afterwards the copy is as it was."""
+        path = self.root / target.path
+        before = path.read_text()
+        try:
+            self._write(path, source)
+            return self._pytest(target.tests, limit)
+        finally:
+            self._write(path, before)
+
+    def _write(self, path: Path, source: str) -> None:
+        """Python takes bytecode of the same second and size for the file's own, so it goes."""
+        path.write_text(source)
+        for bytecode in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            bytecode.unlink()
+
+    def _pytest(self, tests: Iterable[str], limit: float | None) -> Outcome:
+        """Plugins are left out: no test here needs one, and they take seconds to import."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{self.importable}{os.pathsep}{self.root}",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
+        command = [sys.executable, "-m", "pytest", *PYTEST, f"--basetemp={self.made_by_tests}"]
+        left_out = [f"--deselect={test}" for test in TOO_LONG]
+        started = time.monotonic()
+        with self.log.open("w") as log:
+            process = subprocess.Popen(
+                [*command, *left_out, *tests],
+                cwd=self.root,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+        return Outcome(status, time.monotonic() - started, self.log.read_text())
+
+
+def _files(root: Path) -> list[str]:
+    """The repository's files, new ones that git does not ignore too, as they are on the disk."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return [name for name in listed.split("\0") if name and (root / name).is_file()]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the tests and whatever they started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class Runner:
+    """Runs tests in as many copies side by side as there are jobs."""
+
+    def __init__(self, root: Path, folder: Path, jobs: int) -> None:
+        self.root = root
+        self.jobs = jobs
+        self.copies: queue.Queue[Copy] = queue.Queue()
+        for number in range(jobs):
+            self.copies.put(Copy(root, folder / str(number)))
+
+    def limits(self, targets: list[Target]) -> dict[Target, float]:
+        """How long each target's tests may take. SystemExit where they fail without any bug."""
+
+        def clean(target: Target) -> Outcome:
+            return self._run(target, (self.root / target.path).read_text(), None)
+
+        limits = {}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for target, outcome in zip(targets, pool.map(clean, targets), strict=True):
+                if outcome.status != PASSED:
+                    pool.shutdown(cancel_futures=True)
+                    raise SystemExit(
+                        f"{outcome.output}\nthe tests of {target.path} fail without a bug"
+                    )
+                limits[target] = LEAST_LIMIT_SECONDS + LIMIT_FACTOR * outcome.seconds
+                print(f"{target.path}: {outcome.seconds:.1f} s without a bug", flush=True)
+        return limits
+
+    def outcomes(self, mutants: list[Mutant], limits: dict[Target, float]) -> dict[str, bool]:
+        """For each mutant's name whether it is caught."""
+
+        def try_one(mutant: Mutant) -> tuple[str, bool]:
+            outcome = self._run(mutant.target, mutant.new_source, limits[mutant.target])
+            word = "caught  " if outcome.caught else "SURVIVES"
+            print(f"{word} {outcome.seconds:6.1f} s  {mutant.name}", flush=True)
+            return mutant.name, outcome.caught
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            return dict(pool.map(try_one, mutants))
+
+    def _run(self, target: Target, source: str, limit: float | None) -> Outcome:
+        copy = self.copies.get()
+        try:
+            return copy.run(target, source, limit)
+        finally:
+            self.copies.put(copy)
+
+
+def _report(mutants: list[Mutant], caught: dict[str, bool], recorded: dict[str, bool]) -> bool:
+    """Print what survives and each file's share; whether nothing is lost against the record."""
+    survivors = [mutant for mutant in mutants if not caught[mutant.name]]
+    lost = [mutant for mutant in survivors if recorded.get(mutant.name)]
+    for mutant in survivors:
+        if mutant not in lost:
+            print(f"\nsurvives: {mutant.name}\n{mutant.difference()}")
+    for mutant in lost:
+        print(f"\nNOT CAUGHT ANY MORE: {mutant.name}\n{mutant.difference()}")
+    print()
+    for target in TARGETS:
+        own = [caught[mutant.name] for mutant in mutants if mutant.target == target]
+        if own:
+            print(f"{sum(own):3d} of {len(own):3d} caught  {target.path}")
+    print(f"{sum(caught.values()):3d} of {len(caught):3d} caught")
+    unknown = [mutant for mutant in mutants if mutant.name not in recorded]
+    if unknown:
+        print(f"{len(unknown)} of them are not in {RECORD.name}: --update writes it")
+    return not lost
+
+
+def _read_record() -> dict[str, bool]:
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def _write_record(caught: dict[str, bool], known: set[str]) -> None:
+    """Put the outcomes into the record; mutants that do not exist any more leave it."""
+    merged = {name: value for name, value in _read_record().items() if name in known} | caught
+    RECORD.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--only", metavar="FILE_STEM", help="only the mutants of this file")
+    parser.add_argument("--sample", metavar="N", type=int, help="only N of them, chosen by --seed")
+    parser.add_argument("--seed", metavar="S", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="copies side by side")
+    parser.add_argument("--update", action="store_true", help=f"write {RECORD.name}")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository to mutate")
+    return parser.parse_args()
+
+
+def _asked_for(mutants: list[Mutant], asked: argparse.Namespace) -> list[Mutant]:
+    """The mutants that the options name, in their order."""
+    if asked.only:
+        mutants = [mutant for mutant in mutants if mutant.target.stem == asked.only]
+        if not mutants:
+            stems = ", ".join(target.stem for target in TARGETS)
+            raise SystemExit(f"--only {asked.only}: expected one of {stems}")
+    if asked.sample is not None:
+        size = min(asked.sample, len(mutants))
+        places = sorted(random.Random(asked.seed).sample(range(len(mutants)), size))
+        mutants = [mutants[place] for place in places]
+    return mutants
+
+
+def main() -> int:
+    asked = _arguments()
+    root = asked.root.resolve()
+    try:
+        every = [mutant for target in TARGETS for mutant in mutants_of(root, target)]
+    except MissingFile as error:
+        raise SystemExit(str(error)) from None
+    mutants = _asked_for(every, asked)
+    if asked.list:
+        for mutant in mutants:
+            print(f"{mutant.name}\n{mutant.difference()}\n")
+        print(f"{len(mutants)} mutants")
+        return 0
+    recorded = _read_record()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        runner = Runner(root, Path(folder), asked.jobs)
+        limits = runner.limits(list(dict.fromkeys(mutant.target for mutant in mutants)))
+        caught = runner.outcomes(mutants, limits)
+    nothing_lost = _report(mutants, caught, recorded)
+    print(f"{(time.monotonic() - started) / 60:.0f} minutes with {asked.jobs} jobs")
+    if asked.update:
+        _write_record(caught, {mutant.name for mutant in every})
+    return 0 if nothing_lost else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
