@@ -141,7 +141,7 @@ def test_parameters_of_different_annotations_do_not_change_places():
         "log.info('%d', a - b)",
         "raise ValueError(a - b)",
         "message = f'{a - b}', a - b",
-        "what = 'one' if a else 'other'",
+        "message = 'one' if a else 'other'",
         "seconds = time.monotonic() - started",
         "x: int | str = a",
         "if a < b: log.info('%d', a)",
@@ -150,7 +150,7 @@ def test_parameters_of_different_annotations_do_not_change_places():
 )
 def test_what_only_speaks_is_left_alone(line):
     assert find_bugs(f"def f(a, b):\n    {line}\n") == []
-    assert find_bugs(f"def _say(a, b):\n    {line}\n    return a - b\n") == []
+    assert find_bugs(f"def free(a, b):\n    {line}\n    return a - b\n") == []
     assert find_bugs(f"def f(a, b) -> Error:\n    {line}\n    return a - b\n") == []
 
 

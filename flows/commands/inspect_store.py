@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, QuiverError
+from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import parse
 from quiver.stages.common.store import Store, Version
 from quiver.stages.reward.measures import changes
@@ -30,16 +30,14 @@ _ALWAYS_DIFFERENT = {
 def listing(store: Store, run: str | None) -> list[dict[str, Any]]:
     """What `ls` prints of each version: ref, rows, stage, created; of one whose manifest is torn,
     ref and `error`."""
-    rows = []
-    for ref in store.refs(run):
-        row: dict[str, Any] = {"ref": str(ref)}
-        try:
-            manifest = store.open(ref).manifest
-            row |= manifest.model_dump(include={"rows", "stage", "created"})
-        except QuiverError as error:
-            row["error"] = f"{error.code} {error.object}: {error.message}"
-        rows.append(row)
-    return rows
+    lines = []
+    for ref, entry in store.entries(run):
+        if entry.error:
+            lines.append({"ref": str(ref), "error": entry.error})
+        else:
+            line = {"ref": str(ref), "rows": entry.rows}
+            lines.append({**line, "stage": entry.stage, "created": entry.created})
+    return lines
 
 
 def history(store: Store, tag: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from prefect.testing.utilities import prefect_test_harness
 from quiver.flows import approval, nightly
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, ConflictError
-from quiver.stages.common import process
+from quiver.stages.common.runtime import runner
 from quiver.stages.common.store import Store
 from tests.flows.conftest import quiver, write_recipe
 
@@ -60,8 +60,8 @@ def server():
 def stay_here(folder, patch):
     patch.chdir(folder)
     for name, module in list(sys.modules.items()):
-        if name.startswith("flows.") and hasattr(module, "run_stage"):
-            patch.setattr(module, "run_stage", lambda call, **_: process.perform(call))
+        if name.startswith("quiver.flows.") and hasattr(module, "run_call"):
+            patch.setattr(module, "run_call", lambda call, **_: runner.perform(call))
 
 
 @pytest.fixture(autouse=True)

@@ -181,7 +181,7 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
     assert running.wait(30) == 130
-    assert left_behind(place, "-m\0stages\0generate") == []
+    assert left_behind(place, "-m\0quiver.stages\0generate") == []
     states = {
         run["state_type"] for run in _post("flow_runs/filter") if run["work_pool_name"] == "box"
     }

@@ -103,13 +103,18 @@ TARGETS = (
         (f"{FORWARD}/test_precision.py", f"{FORWARD}/test_policy.py"),
     ),
     Target(
+        "stages/common/forward/layout.py",
+        (f"{FORWARD}/test_layout.py", f"{FORWARD}/test_policy.py"),
+    ),
+    Target(
         "stages/reward/tables.py",
         (f"{REWARD}/test_reward_retry.py", f"{REWARD}/test_reward_stage.py"),
     ),
     Target("stages/generate/rows.py", (GENERATE_STAGE,)),
     Target("stages/generate/shards.py", (GENERATE_STAGE,)),
+    Target("stages/generate/prompts.py", (GENERATE_STAGE,)),
+    Target("stages/generate/requests.py", (GENERATE_STAGE,)),
     Target("stages/generate/stage.py", (GENERATE_STAGE,)),
-    Target("stages/generate/engine.py", (GENERATE_STAGE,)),
 )
 """The golden trace wakes for none of them: its last digits are of one machine, and a test that
 fails without a bug catches nothing."""

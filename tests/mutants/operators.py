@@ -24,11 +24,11 @@ ORDER_DOES_NOT_MATTER = {"min", "max", "minimum", "maximum", "equal", "isinstanc
 BOUNDING_FUNCTIONS = {"min", "max", "minimum", "maximum"}
 REMOVABLE_METHODS = {"abs", "clamp", "cumsum", "exp", "sqrt", "square"}
 UNTOUCHED_CALLS = {"ThreadPoolExecutor", "isinstance", "round"}
-CLOCK_NAMES = {"time", "spoken", "_SECONDS_BETWEEN_LINES"}
+CLOCK_NAMES = {"time"}
 MODULES = {"math", "np", "pa", "pc", "torch"}
-QUIET_FUNCTIONS = {"_counted", "_names", "_say", "free"}
+QUIET_FUNCTIONS = {"_log_progress", "free"}
 """Functions of the product that make texts for people, or give memory back: no result changes."""
-TEXT_VARIABLES = {"hint", "message", "what"}
+TEXT_VARIABLES = {"hint", "message", "problem"}
 """Names in the product that stand for texts for people."""
 TINY = 1e-6
 """A bound below this keeps a division from failing; without it the result is the same."""

@@ -93,11 +93,12 @@ class Block:
         With a window of w, a query sees the last w of those keys.
         """
         if (window, dtype) not in self._masks:
-            key_places = torch.arange(self.keys.shape[1], device=self.keys.device)
+            num_keys = self.keys.shape[1]
+            key_places = torch.arange(num_keys, device=self.keys.device)
             query_places = torch.arange(self.queries.shape[1], device=self.keys.device)
             last_seen = self.start[:, None] + query_places
             # fill that sees no key would have NaN as its gradient, and 0 · NaN is NaN
-            last_seen = last_seen.clamp(max=len(key_places) - 1)[..., None]
+            last_seen = last_seen.clamp(max=num_keys - 1)[..., None]
             visible = key_places <= last_seen
             if window is not None:
                 visible &= key_places > last_seen - window

@@ -127,7 +127,8 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> torch.Tenso
         ids = torch.cat([prompt, completion[:-1]])[None]
         output = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion))
     else:
-        ids = torch.cat([completion.new_tensor([policy.start]), completion[:-1]])[None]
+        start = torch.tensor([policy.start], device=model.device)
+        ids = torch.cat([start, completion[:-1]])[None]
         output = model(input_ids=prompt[None], decoder_input_ids=ids, use_cache=False)
     logits = output.logits[0, -len(completion) :].float()
     logprobs = (logits / sequences.temperature[row]).log_softmax(-1)
