@@ -11,9 +11,10 @@ many versions there are.
 from __future__ import annotations
 
 import json
+import re
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, from_json
@@ -21,10 +22,14 @@ from quiver.schemas.refs import Ref
 
 from .storage import Storage
 
-_FORMAT = 1
-_TORN = '"error": "E-'
-_SETTLED_NANOSECONDS = 2_000_000_000
-"""Two changes of a folder may bear one time where they come closer than its clock ticks."""
+_FORMAT = 2
+_TORN = b'"E-'
+"""How the error of a torn version begins, in its line."""
+_VERSION_NAME = re.compile(r"^v([0-9]{6,})$", re.MULTILINE)
+_SECOND = 1_000_000_000
+_TICK, _COARSE_TICK = _SECOND // 10, 2 * _SECOND
+"""Nanoseconds. Two changes of a folder may bear one time where they come closer than its clock
+ticks; the clock of some file systems counts whole seconds."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,12 @@ class Index:
 
     def numbers(self) -> list[int]:
         """Version numbers, rising."""
-        return sorted(int(name[1:]) for name in self._version_names())
+        names = "\n".join(self._storage.list(self._folder))
+        return sorted(map(int, _VERSION_NAME.findall(names)))
 
     def entries(self) -> list[IndexEntry]:
         """Every version, rising; a manifest that has changed since it was noted is read again."""
-        entries = [_parse(line) for line in self._text().splitlines()]
+        entries = [_parse(line) for line in self._lines().splitlines()]
         return [
             entry
             if entry.generation == self._generation(entry.number)
@@ -82,19 +88,21 @@ class Index:
 
     def find(self, run_key: str) -> list[int]:
         """Numbers of the versions that bear this run_key, rising, as far as the index knows."""
-        text = self._text()
-        if run_key not in text and _TORN not in text:
+        lines, key = self._lines(), run_key.encode()
+        if key not in lines and _TORN not in lines:
             return []
-        entries = [_parse(line) for line in text.splitlines() if run_key in line or _TORN in line]
+        entries = [_parse(line) for line in lines.splitlines() if key in line or _TORN in line]
         entries = [self._read(entry.number) if entry.error else entry for entry in entries]
         return [entry.number for entry in entries if entry.run_key == run_key]
 
-    def is_current(self) -> bool:
-        """Whether it says what the folder holds."""
-        return self._trusted_text() is not None
+    def newest_number(self) -> int | None:
+        """The highest version number; None where there is no version."""
+        lines = self._lines()
+        last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
+        return _parse(last_line).number if last_line else None
 
     def add(self, manifest: Manifest) -> None:
-        """Note a version that was just published; the index was current right before that.
+        """Note a version that was just published under the number after `newest_number`.
 
         Where others published meanwhile nothing is noted: whoever asks next makes it anew.
         """
@@ -103,27 +111,23 @@ class Index:
         if noted is None or noted[1].get("count", -1) + 1 != state["count"]:
             return
         entry = IndexEntry.of(manifest, self._generation(manifest.version))
-        self._write(f"{noted[0]}{json.dumps(asdict(entry))}\n", state)
+        self._write(noted[0] + _line(astuple(entry)), state)
 
-    def _text(self) -> str:
+    def _lines(self) -> bytes:
         """One line a version, from the index or from the manifests."""
-        text = self._trusted_text()
-        if text is not None:
-            return text
+        lines = self._trusted_lines()
+        if lines is not None:
+            return lines
         entries = [self._read(number) for number in self.numbers()]
-        text = "".join(f"{json.dumps(asdict(entry))}\n" for entry in entries)
+        lines = b"".join(_line(astuple(entry)) for entry in entries)
         if entries:
             # a store that can not be written is read without an index
             with suppress(OSError):
                 self._storage.make_prefix(f"{self._folder}/.index")
                 state = self._state()
                 if state["count"] == len(entries):
-                    self._write(text, state)
-        return text
-
-    def _version_names(self) -> list[str]:
-        names = self._storage.list(self._folder)
-        return [name for name in names if name[0] == "v" and len(name) > 6 and name[1:].isdecimal()]
+                    self._write(lines, state)
+        return lines
 
     def _modified(self) -> int:
         generation = self._storage.generation(self._folder)
@@ -131,27 +135,28 @@ class Index:
 
     def _state(self) -> dict[str, int]:
         modified = self._modified()
-        return {"format": _FORMAT, "modified": modified, "count": len(self._version_names())}
+        return {"format": _FORMAT, "modified": modified, "count": len(self.numbers())}
 
-    def _noted(self) -> tuple[str, dict[str, int]] | None:
+    def _noted(self) -> tuple[bytes, dict[str, int]] | None:
         """The lines of the index, and the state of the folder that its last line notes."""
         try:
-            text = self._storage.read(self._key).decode()
-            start = text.rstrip("\n").rfind("\n") + 1
-            return text[:start], json.loads(text[start:])
+            raw = bytes(self._storage.read(self._key))
+            last_line = raw.rfind(b"\n", 0, -1) + 1
+            return raw[:last_line], json.loads(raw[last_line:])
         except (FileNotFoundError, ValueError):
             return None
 
-    def _trusted_text(self) -> str | None:
+    def _trusted_lines(self) -> bytes | None:
         """One line a version; None where there is no index, or one of another state."""
         noted = self._noted()
         if noted is None or not isinstance(noted[1], dict):
             return None
         modified = self._modified()
-        is_settled = time.time_ns() - modified > _SETTLED_NANOSECONDS
-        count = noted[1].get("count") if is_settled else len(self._version_names())
+        tick = _TICK if modified % _SECOND else _COARSE_TICK
+        is_settled = time.time_ns() - modified > tick
+        count = noted[1].get("count") if is_settled else len(self.numbers())
         state = {"format": _FORMAT, "modified": modified, "count": count}
-        return noted[0] if noted[1] == state and noted[0].count("\n") == count else None
+        return noted[0] if noted[1] == state and noted[0].count(b"\n") == count else None
 
     def _generation(self, number: int) -> tuple[int, ...]:
         folder = Ref(self._run, self._kind, number).folder
@@ -171,11 +176,14 @@ class Index:
         message = f"{error.code} {error.object}: {error.message}"
         return IndexEntry(number, error=message, generation=generation)
 
-    def _write(self, text: str, state: dict[str, int]) -> None:
-        raw = f"{text}{json.dumps(state)}\n".encode()
-        self._storage.write(self._key, raw, durable=False)
+    def _write(self, lines: bytes, state: dict[str, int]) -> None:
+        self._storage.write(self._key, lines + _line(state), durable=False)
 
 
-def _parse(line: str) -> IndexEntry:
-    fields = json.loads(line)
-    return IndexEntry(**{**fields, "generation": tuple(fields["generation"])})
+def _line(fields: tuple | dict) -> bytes:
+    return f"{json.dumps(fields)}\n".encode()
+
+
+def _parse(line: bytes) -> IndexEntry:
+    *fields, generation = json.loads(line)
+    return IndexEntry(*fields, generation=tuple(generation))

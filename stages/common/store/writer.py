@@ -371,19 +371,16 @@ class Writer:
     def _publish(self, candidate: str, fields: dict, lease: Lease, numbering: Plan) -> Version:
         index = self.store.index(self.run, self.kind)
         while True:
-            is_index_current = index.is_current()
-            number = numbering.only_number
+            newest, number = index.newest_number(), numbering.only_number
             if number is None:
-                numbers = self.store.numbers(self.run, self.kind)
                 first = numbering.first_number if self.kind == numbering.kinds[-1] else 1
-                number = numbers[-1] + 1 if numbers else first
+                number = first if newest is None else newest + 1
             manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
             self._storage.write(f"{candidate}/manifest.json", manifest.to_json())
             ref = Ref(self.run, self.kind, number)
             self._require_lease(lease)
             if self._storage.publish(candidate, ref.folder):
-                if is_index_current:
-                    index.add(manifest)
+                index.add(manifest)
                 self.store.written.add(str(ref))
                 self.answer = Version(ref, self._storage)
                 return self.answer
