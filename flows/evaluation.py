@@ -16,7 +16,7 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome
 
 from .recipe import Recipe
-from .tasks import check_rewards, perform
+from .tasks import check_stages, perform
 
 
 def measure(
@@ -52,7 +52,7 @@ def measure(
 
     prompts = run("prompt", recipe.prompt_config(0, evaluation=True), eval_run, policy=policy)
     config = recipe.generate_config(0, evaluation=True)
-    check_rewards(recipe, prompts.ref, policy, config, eval_run, force)
+    check_stages(recipe, {"reward": recipe.reward}, prompts.ref, policy, config, eval_run, force)
     rollouts = run("generate", config, eval_run, prompts=prompts.ref, policy=policy)
     rewards = run("reward", recipe.reward, eval_run, rollouts=rollouts.ref)
     refs = {"rollouts": rollouts.ref, "rewards": rewards.ref}

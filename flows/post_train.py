@@ -46,7 +46,7 @@ from .pages import link_report
 from .pages.iterations import Curve
 from .placement import check_placement
 from .recipe import Recipe
-from .tasks import check_rewards, perform, tagged
+from .tasks import check_stages, perform, tagged
 
 STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
 
@@ -182,12 +182,15 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
 
 def make_prompts(recipe: Recipe, policy: str, iteration: int, forced: Collection[str]) -> Outcome:
     """The prompts of one iteration, rendered for `policy`; ConfigError when the rewards could not
-    score them."""
+    score them, or this machine not train."""
     config = recipe.prompt_config(iteration)
     prompts = _stage(recipe, "prompt", iteration, forced, config, policy=policy)
     force = "generate" in forced
     config = recipe.generate_config(iteration)
-    check_rewards(recipe, prompts.ref, policy, config, recipe.run, force)
+    checked: dict[str, Config] = {"reward": recipe.reward}
+    if "optimize" not in recipe.placement.pools | recipe.placement.python:
+        checked["optimize"] = recipe.optimize_config()
+    check_stages(recipe, checked, prompts.ref, policy, config, recipe.run, force)
     return prompts
 
 

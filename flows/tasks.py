@@ -23,10 +23,9 @@ from prefect.context import TagsContext
 from quiver.schemas.errors import QuiverError
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome, find
-from quiver.stages.common.runtime.stage import Refs
+from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.reward.stage import check_functions
 
 from . import logs
 from .ahead import is_ahead, is_stopped
@@ -139,17 +138,25 @@ def tagged(recipe: Recipe) -> AbstractContextManager[set[str]]:
     return tags(*labels_of(recipe))
 
 
-def check_rewards(
-    recipe: Recipe, prompts: str, policy: str, config: GenerateConfig, into: str, force: bool
+def check_stages(
+    recipe: Recipe,
+    configs: Mapping[str, Config],
+    prompts: str,
+    policy: str,
+    config: GenerateConfig,
+    into: str,
+    force: bool,
 ) -> None:
-    """ConfigError when something that scores is missing, or can not score `prompts`: told before
-    the engine starts, so nothing is looked at where `policy` has answered them already."""
+    """ConfigError where one of the stages in `configs` could not work with `prompts`: something
+    that scores is missing, for example. It is told before the engine starts, so nothing is looked
+    at where `policy` has answered them already."""
     refs = {"prompts": prompts, "policy": policy}
     call = stage_call(recipe, "generate", config, refs, into=into, force=force)
     if find(call.runner_call) is None:
         version = Store(recipe.store).open(prompts)
-        columns = version.table().schema.field("columns").type
-        check_functions(recipe.reward, [column.name for column in columns], version)
+        columns = [column.name for column in version.table().schema.field("columns").type]
+        for stage, stage_config in configs.items():
+            load(stage).check(stage_config, columns, version)
 
 
 def describe(label: str, outcome: Outcome) -> str:

@@ -24,6 +24,12 @@ from quiver.stages.common.store import Store, Version
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def search_path(monkeypatch):
+    """What a test adds to the search path, or a recipe's dotted name in its folder, ends with it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.fixture
 def store(tmp_path) -> Store:
     """An empty store."""

@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Ragged:
     [2, 0, 1]
     """
 
-    values: torch.Tensor
-    offsets: torch.Tensor
+    values: Tensor
+    offsets: Tensor
 
     def __post_init__(self) -> None:
         if self.offsets.dtype != torch.int64 or self.offsets.ndim != 1 or not len(self.offsets):
@@ -46,7 +47,7 @@ class Ragged:
             )
 
     @classmethod
-    def from_lengths(cls, values: torch.Tensor, lengths: torch.Tensor) -> Ragged:
+    def from_lengths(cls, values: Tensor, lengths: Tensor) -> Ragged:
         """`values` [N, …] cut into rows of `lengths` [B]."""
         return cls(values, _offsets(lengths))
 
@@ -73,34 +74,34 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, row: int) -> torch.Tensor:
+    def __getitem__(self, row: int) -> Tensor:
         """The values of one row, as a view. IndexError beyond the last row, which ends a loop over
         all of them."""
         row = range(len(self))[row]
         return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     @cached_property
-    def lengths(self) -> torch.Tensor:
+    def lengths(self) -> Tensor:
         """[B] int64."""
         return self.offsets.diff()
 
     @property
-    def segment_ids(self) -> torch.Tensor:
+    def segment_ids(self) -> Tensor:
         """[N] int64: the row that each value belongs to."""
         return torch.arange(len(self), device=self.offsets.device).repeat_interleave(self.lengths)
 
-    def with_values(self, values: torch.Tensor) -> Ragged:
+    def with_values(self, values: Tensor) -> Ragged:
         """Other values [N, …] in the same rows."""
         return Ragged(values, self.offsets)
 
-    def positions(self, indices: torch.Tensor) -> torch.Tensor:
+    def positions(self, indices: Tensor) -> Tensor:
         """Where the values of rows `indices` [b] lie in `values`, row after row: [n] int64."""
         lengths = self.lengths[indices]
         starts_here = lengths.cumsum(0) - lengths
         shift = (self.offsets[indices] - starts_here).repeat_interleave(lengths)
         return shift + torch.arange(len(shift), device=shift.device)
 
-    def take(self, indices: torch.Tensor) -> Ragged:
+    def take(self, indices: Tensor) -> Ragged:
         """Rows `indices` [b] in that order; a row may be taken twice. On the CPU. Where each row
         is the next one, the values are a view."""
         offsets = _offsets(self.lengths[indices])
@@ -117,12 +118,12 @@ class Ragged:
         bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
         return [values[start:end] for start, end in bounds]
 
-    def segment_sum(self) -> torch.Tensor:
+    def segment_sum(self) -> Tensor:
         """[B, …] sum of each row; 0 for an empty one. Differentiable."""
         zeros = self.values.new_zeros((len(self), *self.values.shape[1:]))
         return zeros.index_add(0, self.segment_ids, self.values)
 
-    def segment_mean(self) -> torch.Tensor:
+    def segment_mean(self) -> Tensor:
         """[B, …] mean over each row's own values; 0 for an empty row. Differentiable."""
         lengths = self.lengths.clamp(min=1).to(self.values.dtype)
         return self.segment_sum() / lengths.view(-1, *[1] * (self.values.ndim - 1))
@@ -160,12 +161,12 @@ class Mapped(Ragged):
         )
 
     @cached_property
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """[N] all rows' values, joined."""
         views = self.views(np.arange(len(self)))
         return torch.from_numpy(np.concatenate(views or [self._chunks[0][:0]]))
 
-    def __getitem__(self, row: int) -> torch.Tensor:
+    def __getitem__(self, row: int) -> Tensor:
         row = range(len(self))[row]
         start = self._starts[row]
         values = self._chunks[self._chunk_of[row]][start : start + int(self.lengths[row])]
@@ -178,19 +179,19 @@ class Mapped(Ragged):
         places = zip(chunk_of, starts.tolist(), ends.tolist(), strict=True)
         return [self._chunks[chunk][start:end] for chunk, start, end in places]
 
-    def take(self, indices: torch.Tensor) -> Mapped:
+    def take(self, indices: Tensor) -> Mapped:
         rows = indices.numpy()
         lengths = self.lengths.numpy()[rows]
         return Mapped(self._chunks, self._chunk_of[rows], self._starts[rows], lengths)
 
 
-def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+def _offsets(lengths: Tensor) -> Tensor:
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
 
 
-def _chunks(column: pa.ChunkedArray | pa.Array) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _chunks(column: pa.ChunkedArray | pa.Array) -> list[tuple[Tensor, Tensor]]:
     """Values and offsets of each chunk of a list column that has rows; of an empty column, those of
     one chunk without rows. A chunk may be a slice of a longer array."""
     arrays = column.chunks if isinstance(column, pa.ChunkedArray) else [column]

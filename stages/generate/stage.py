@@ -61,9 +61,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-def check(plan: Plan) -> None:
-    """Nothing can be tried without the model: an engine says when it starts what it lacks."""
-
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Sample the shards that are missing; without one no engine is started. ConfigError,

@@ -58,9 +58,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-def check(plan: Plan) -> None:
-    """Nothing can be tried but the work itself."""
-
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Write the average. LineageError: they are not one model."""

@@ -60,9 +60,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-def check(plan: Plan) -> None:
-    """Nothing can be tried without rollouts."""
-
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Score the shards that are missing. ConfigError, LineageError, NumericError, SchemaError."""

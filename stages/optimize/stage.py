@@ -19,7 +19,7 @@ and its metrics say so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -86,9 +86,9 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-def check(plan: Plan) -> None:
-    """Whether adapters can be trained here. ConfigError."""
-    if plan.config.lora:
+def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
+    """ConfigError where adapters can not be trained here."""
+    if config.lora:
         check_installed()
 
 

@@ -68,9 +68,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-def check(plan: Plan) -> None:
-    """Nothing is left to try: `resolve` has read the source."""
-
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Render the rows that the plan's iteration takes. ConfigError, SecurityError."""

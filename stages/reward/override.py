@@ -91,11 +91,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-def check(plan: Plan) -> None:
-    """Whether every named rollout is there. ConfigError."""
-    rewards = plan.inputs["rewards"]
-    override(rewards.table(), plan.config.overrides, str(rewards.ref))
-
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Write the rewards with the overrides in place. ConfigError for an id that is not there."""

@@ -15,7 +15,7 @@ enters the run_key by the hash of its file, so an edited function scores anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from quiver.schemas.errors import LineageError, RewardError
@@ -83,13 +83,14 @@ def accept(plan: Plan, version: Version) -> None:
         )
 
 
-def check(plan: Plan) -> None:
-    """Whether each scorer is there and can be called with what the prompts offer. ConfigError."""
-    prompts = plan.inputs["prompts"]
-    columns = prompts.table(["columns"]).schema.field("columns").type
-    with open_pinned(plan.config, prompts=prompts) as scorers:
+def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
+    """ConfigError unless each scorer exists and can be called with the prompts' `columns`.
+
+    `prompts`, where they are there already: reward models look at them too.
+    """
+    with open_scorers(config, prompts=prompts) as scorers:
         for scorer in scorers:
-            scorer.require([field.name for field in columns])
+            scorer.require(columns)
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
@@ -149,18 +150,6 @@ def open_pinned(
             scorers.append(ServerScorer(server, notice, prefill))
             stack.callback(scorers[-1].close)
         yield scorers
-
-
-def check_functions(config: Config, columns: Iterable[str], prompts: Version | None = None) -> None:
-    """ConfigError unless each scorer exists and can be called with the prompts' `columns`: asked
-    before any generation.
-
-    `prompts`, where they are there already: reward models look at them too.
-    """
-    columns = list(columns)
-    with open_scorers(config, prompts=prompts) as scorers:
-        for scorer in scorers:
-            scorer.require(columns)
 
 
 def _prompts_of(store: Store, rollouts: Version) -> Version:

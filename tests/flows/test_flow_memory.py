@@ -21,10 +21,10 @@ def memory(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 recipe = load("recipe.toml", ["run=bench", "reward.functions=[{use='length',arguments={target=100}}]"])
-single.reward(recipe, "bench/rollouts@1")
+single.rerun(recipe, "reward", {"rollouts": "bench/rollouts@1"})
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-done = single.reward(recipe, "bench/rollouts@2")
+done = single.rerun(recipe, "reward", {"rollouts": "bench/rollouts@2"})
 print(json.dumps({"rows": done["rows"], "growth": memory("VmHWM") - before}))
 """
 

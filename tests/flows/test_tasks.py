@@ -16,12 +16,6 @@ from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, quiver
 
 FLOWS = {
-    "prompt": single.prompt,
-    "generate": single.generate,
-    "reward": single.reward,
-    "logprobs": single.logprobs,
-    "optimize": single.optimize,
-    "evaluate": single.evaluate,
     "rerun": single.rerun,
     "evaluation": single.evaluation,
     "post-train": post_train.post_train,
@@ -62,9 +56,9 @@ tasks.stage_task.fn = results
 recipe = load("recipe.toml")
 run = post_train.post_train(recipe)
 reward = single.rerun(recipe, "reward", {"rollouts": "tiny/rollouts@1"})
-score = single.evaluate(recipe, "tiny/policy@2")
+score = single.rerun(recipe, "evaluate", {"policy": "tiny/policy@2"})
 settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.retry_seconds=0.1"]
-again = single.prompt(load("recipe.toml", settings))
+again = single.rerun(load("recipe.toml", settings), "prompt")
 scores = single.evaluation(recipe, ["policy@0", "tiny/policy@2"])
 print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "score": score, "again": again, "scores": scores,
                   "prewarmed": prewarmed, "left": len(prewarm._prewarmed)}))
@@ -121,7 +115,7 @@ def test_tags_tell_run_stage_and_iteration(tmp_path):
 
 
 @pytest.mark.prefect
-def test_what_travels_is_small_and_each_stage_is_a_flow(workplace):
+def test_what_travels_is_small_and_a_stage_is_a_flow(workplace):
     """Over a whole run: parameters and results of every task are below 4 kB. Then single stages, as
     flows, find what is done."""
     (workplace / "dies_once.py").write_text(DIES_ONCE)

@@ -14,10 +14,10 @@ the interface works. What it can not do (logit caps, sinks, position biases) it 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quiver.stages.common.forward.layout import Block, Layout, Runs
+from .layout import Block, Layout, Runs
 
 NAME = "quiver_blocks"
 MODES = ("shared", "packed", "single")
@@ -33,19 +33,19 @@ _ROWS = 128
 
 def block_attention(
     module: nn.Module,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    attention_mask: Tensor | None,
     *,
     layout: Layout,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    position_bias: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of transformers' interface over one row: queries [1, H, N, e], keys and values
     [1, h, N, e] -> [1, N, H, e]."""
     refused = (attention_mask, softcap, s_aux, position_bias)
@@ -74,13 +74,13 @@ def block_attention(
 
 
 def attend_runs(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
     runs: Runs,
     window: int | None,
     scaling: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Queries [N, H, e], keys and values [N, h, e] -> [N, H, e], by torch's kernel for sequences of
     any lengths.
 
@@ -104,13 +104,13 @@ def attend_runs(
 
 
 def attend_block(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
     block: Block,
     window: int | None,
     scaling: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Queries [n, H, q, e], keys and values [n, h, k, e] of the block's spans -> [n, H, q, e]."""
     num_spans, num_heads, num_queries, width = queries.shape
     num_keys = keys.shape[2]
@@ -145,13 +145,13 @@ def attend_block(
 
 
 def attend_by_products(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
     block: Block,
     window: int | None,
     scaling: float,
-) -> torch.Tensor:
+) -> Tensor:
     """The same by two matrix products with softmax in float32; a key head's queries are one matrix.
 
     For short spans on a CPU its backward pass in bfloat16 is several times faster than that of the
@@ -226,23 +226,23 @@ class _Products(torch.autograd.Function):
         return _unfold(grad_queries, ctx.queries_per_key), grad_keys, grad_values, None, None
 
 
-def _fold(states: torch.Tensor, queries_per_key: int) -> torch.Tensor:
+def _fold(states: Tensor, queries_per_key: int) -> Tensor:
     """[n, h · queries_per_key, q, e] -> [n, h, queries_per_key · q, e]"""
     return states.unflatten(1, (-1, queries_per_key)).flatten(2, 3)
 
 
-def _unfold(states: torch.Tensor, queries_per_key: int) -> torch.Tensor:
+def _unfold(states: Tensor, queries_per_key: int) -> Tensor:
     """[n, h, queries_per_key · q, e] -> [n, h · queries_per_key, q, e]"""
     return states.unflatten(2, (queries_per_key, -1)).flatten(1, 2)
 
 
-def _take(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _take(states: Tensor, index: Tensor) -> Tensor:
     """Rows `index` […] of [N, H, e]: […, H, e]. An embedding lookup: its gradient adds up rows far
     faster on a CPU than that of indexing."""
     return F.embedding(index, states.flatten(1)).unflatten(-1, states.shape[1:])
 
 
-def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> torch.Tensor:
+def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> Tensor:
     """[n, d] last hidden states that predict the layout's targets, by block attention. `single`: by
     the model's own attention, of a layout of one rollout."""
     options = {}

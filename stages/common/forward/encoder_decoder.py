@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from quiver.stages.common.forward.layout import Sequences
-from quiver.stages.common.forward.packing import Piece
+from .layout import Sequences
+from .packing import Piece
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,23 @@ class Pairs:
     """One micro-batch: p prompts as [p, P], b decoder rows as [b, T], and where the n completion
     tokens are predicted."""
 
-    prompts: torch.Tensor
+    prompts: Tensor
     """[p, P] int64"""
-    prompt_mask: torch.Tensor
+    prompt_mask: Tensor
     """[p, P] int64, 1 where a prompt's id stands."""
-    owners: torch.Tensor
+    owners: Tensor
     """[b] int64: which of the prompts each decoder row reads."""
-    inputs: torch.Tensor
+    inputs: Tensor
     """[b, T] int64"""
-    input_mask: torch.Tensor
+    input_mask: Tensor
     """[b, T] int64"""
-    rows: torch.Tensor
+    rows: Tensor
     """[b] int64, on the CPU: rollouts in the order of their completion tokens below."""
-    predictors: torch.Tensor
+    predictors: Tensor
     """[n] index into the decoder's b · T positions: the one that reads the id before the target."""
-    targets: torch.Tensor
+    targets: Tensor
     """[n] int64"""
-    temperature: torch.Tensor
+    temperature: Tensor
     """[n] float32"""
     filling: tuple[int, int]
     """Places that only fill up, of the encoder and the decoder, and places in all."""
@@ -74,7 +74,7 @@ def make_pairs(
     )
 
 
-def _pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Rows as one tensor [b, T], filled up at the end with 0, and the mask of what is not filling,
     from the lengths."""
     ids = pad_sequence(rows, batch_first=True).long()
@@ -114,7 +114,7 @@ def pack_pairs(
     return [[piece(rows) for rows in members.values()] for members in micros]
 
 
-def decoder_states(model: nn.Module, pairs: Pairs) -> torch.Tensor:
+def decoder_states(model: nn.Module, pairs: Pairs) -> Tensor:
     """[n, d] last hidden states of the decoder that predict the targets."""
     encoded = model.get_encoder()(
         input_ids=pairs.prompts, attention_mask=pairs.prompt_mask

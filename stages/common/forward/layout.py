@@ -31,9 +31,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from quiver.stages.common.forward.packing import Piece
 from quiver.stages.common.ragged import Ragged
+
+from .packing import Piece
 
 _MASK_ITEMS = 32 * 1024 * 1024
 """The most items of one block's mask."""
@@ -50,7 +52,7 @@ class Sequences:
 
     prompts: Ragged
     completions: Ragged
-    temperature: torch.Tensor
+    temperature: Tensor
     """[B] float32"""
 
     def take(self, rows: Sequence[int]) -> Sequences:
@@ -78,16 +80,16 @@ class Block:
     row of tokens; short rows are filled up with index 0. Query t sees keys 0 … start[i] + t, so no
     query that counts ever sees the fill at the end."""
 
-    queries: torch.Tensor
-    keys: torch.Tensor
-    start: torch.Tensor
+    queries: Tensor
+    keys: Tensor
+    start: Tensor
     """[n] length of the prefix."""
     causal: bool
     """True: no span has a prefix, queries and keys are the same tokens, and a plain causal mask
     does."""
     _masks: dict = field(default_factory=dict, compare=False)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[n, 1, q, k], 0 where a query may look and −inf elsewhere; made once a micro-batch.
 
         With a window of w, a query sees the last w of those keys.
@@ -113,12 +115,12 @@ class Runs:
     of span i are the tokens query_ends[i] … query_ends[i + 1] − 1 of the row, its keys are the
     tokens `keys`[key_ends[i]] … `keys`[key_ends[i + 1] − 1]."""
 
-    keys: torch.Tensor
+    keys: Tensor
     """[K] int64 index into the row; a prompt's tokens stand once for each of its completions, and
     once for itself."""
-    query_ends: torch.Tensor
+    query_ends: Tensor
     """[s + 1] int32"""
-    key_ends: torch.Tensor
+    key_ends: Tensor
     """[s + 1] int32"""
     longest: tuple[int, int]
     """The most queries and the most keys of one span."""
@@ -129,20 +131,20 @@ class Layout:
     """One micro-batch as one row of N tokens, and where the n completion tokens of its rollouts are
     predicted."""
 
-    ids: torch.Tensor
+    ids: Tensor
     """[1, N] int64"""
-    positions: torch.Tensor
+    positions: Tensor
     """[1, N] int64; the completions of a shared prompt all start at its length."""
     blocks: tuple[Block, ...]
-    gather: torch.Tensor
+    gather: Tensor
     """[N] where each token's output lies in the blocks' queries, row after row."""
-    rows: torch.Tensor
+    rows: Tensor
     """[b] int64, on the CPU: rollouts in the order of their completion tokens below."""
-    predictors: torch.Tensor
+    predictors: Tensor
     """[n] index into the row: the token before the target."""
-    targets: torch.Tensor
+    targets: Tensor
     """[n] int64"""
-    temperature: torch.Tensor
+    temperature: Tensor
     """[n] float32"""
     runs: Runs | None = None
     """Where they are given, attention goes by them and not by blocks."""
@@ -230,7 +232,7 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
     return Spans(*spans[:, lengths > 0])
 
 
-def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, ...], torch.Tensor]:
+def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, ...], Tensor]:
     """`spans` as blocks, longest first, and the index that puts their outputs back in order."""
     blocks = []
     num_queries = 0
@@ -307,5 +309,5 @@ def _indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return (starts[:, None] + column) * (column < lengths[:, None])
 
 
-def _tensor(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
+def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
     return torch.from_numpy(array).to(device)

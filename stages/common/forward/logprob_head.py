@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quiver.stages.common.forward.cpu.projections import product_dtype
+from .cpu.projections import product_dtype
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """Size of one chunk of logits on a CPU."""
@@ -58,13 +58,13 @@ class Shaping:
 
 
 def completion_logprobs(
-    hidden: torch.Tensor,
+    hidden: Tensor,
     head: nn.Module,
-    targets: torch.Tensor,
-    temperature: torch.Tensor,
+    targets: Tensor,
+    temperature: Tensor,
     shaping: Shaping | None = None,
-    offset: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    offset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, for each
     position.
 
@@ -164,7 +164,7 @@ class _Head(torch.autograd.Function):
         return (*gradients, None, None, None, None)
 
 
-def _chunks(hidden: torch.Tensor, vocabulary: int) -> list[slice]:
+def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:
     """Rows of each chunk of `hidden`, in its dtype. On a CPU all rows are one chunk where their
     probabilities can all be kept."""
     if hidden.device.type == "cpu":
@@ -177,7 +177,7 @@ def _chunks(hidden: torch.Tensor, vocabulary: int) -> list[slice]:
     return [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
 
 
-def _tiles(chunk: slice, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def _tiles(chunk: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Each tile of a chunk's logits [c, V] with its rows in all; on a GPU a chunk is one tile."""
     num_rows = len(logits)
     if logits.device.type == "cpu":
@@ -188,7 +188,7 @@ def _tiles(chunk: slice, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Te
         start += len(tile)
 
 
-def _add(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+def _add(total: Tensor | None, more: Tensor) -> Tensor:
     """Sum over chunks in float32; a few rows at a time, because a sum of two dtypes makes a whole
     copy of the narrow one first."""
     if total is None:
@@ -198,15 +198,15 @@ def _add(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _product(hidden: Tensor, weight: Tensor) -> Tensor:
     """[c, V] logits in the dtype of both."""
     with torch.autocast(hidden.device.type, enabled=False):
         return torch.mm(hidden, weight.T)
 
 
 def _shape(
-    logits: torch.Tensor, bias: torch.Tensor | None, temperature: torch.Tensor, shaping: Shaping
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits: Tensor, bias: Tensor | None, temperature: Tensor, shaping: Shaping
+) -> tuple[Tensor, Tensor | None]:
     """Logits [c, V] in float32, shaped, over the temperature [c, 1]; and, with a softcap, d capped
     / d uncapped. Float32 logits are changed in place."""
     logits = logits.float()

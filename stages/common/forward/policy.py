@@ -16,22 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from quiver.stages.common.forward.attention import hidden_states, set_mode
-from quiver.stages.common.forward.cpu.projections import FusedProjections, fuse_projections
-from quiver.stages.common.forward.cpu.recompute import recompute_norms_and_mlps
-from quiver.stages.common.forward.encoder_decoder import (
+from quiver.stages.common.models.loading import decoder_start_id
+
+from .attention import hidden_states, set_mode
+from .cpu.projections import FusedProjections, fuse_projections
+from .cpu.recompute import recompute_norms_and_mlps
+from .encoder_decoder import (
     Pairs,
     decoder_states,
     make_pairs,
     pack_pairs,
 )
-from quiver.stages.common.forward.layout import Layout, Sequences, make_layout
-from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
-from quiver.stages.common.forward.packing import Piece, make_pieces, pack
-from quiver.stages.common.forward.precision import products
-from quiver.stages.common.models.loading import decoder_start_id
+from .layout import Layout, Sequences, make_layout
+from .logprob_head import Shaping, completion_logprobs
+from .packing import Piece, make_pieces, pack
+from .precision import products
 
 
 class Policy(nn.Module):
@@ -147,7 +148,7 @@ class Policy(nn.Module):
 
     def forward(
         self, layout: Layout | Pairs, *, frozen: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`frozen`: the values alone have a gradient, for the value head and a trunk of its own."""
         with self.context():
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
@@ -167,7 +168,7 @@ class Policy(nn.Module):
                 hidden = self._hidden(self.value_trunk, layout)
             return logprobs, entropy, self.value_head(hidden)
 
-    def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> torch.Tensor:
+    def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> Tensor:
         """[n, d] hidden states of `trunk` that predict the layout's targets."""
         if self.start is not None:
             return decoder_states(trunk, layout)
@@ -192,7 +193,7 @@ def token_budget(device: torch.device) -> int:
     return 8192 if device.type == "cuda" else 2048
 
 
-def score(policy: Policy, micros: Sequence[Sequence[Piece]], sequences: Sequences) -> torch.Tensor:
+def score(policy: Policy, micros: Sequence[Sequence[Piece]], sequences: Sequences) -> Tensor:
     """[N] float32 logprobs of the completion tokens of the rollouts in `micros`, on the CPU; 0 for
     the others."""
     return score_and_judge(policy, micros, sequences)[0]
@@ -201,7 +202,7 @@ def score(policy: Policy, micros: Sequence[Sequence[Piece]], sequences: Sequence
 @torch.no_grad()
 def score_and_judge(
     policy: Policy, micros: Sequence[Sequence[Piece]], sequences: Sequences
-) -> torch.Tensor:
+) -> Tensor:
     """[2, N] float32: logprobs, and values where the policy has a value head; 0 where there is
     none, and for other rollouts."""
     scores = torch.zeros(2, int(sequences.completions.offsets[-1]))

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def resolve(precision: str, device: torch.device) -> str:
@@ -73,7 +73,7 @@ def fast_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def narrow(model: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
+def narrow(model: nn.Module) -> dict[nn.Parameter, Tensor]:
     """Make the weights of `model` bfloat16 in place, rounded to nearest; what each was before.
 
     Gradients become float32, so that sums over micro-batches lose nothing. Buffers stay: rotary

@@ -20,12 +20,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.forward.attention import MODES, NAME, block_attention
-from quiver.stages.common.forward.layout import Layout, Sequences, make_layout
-from quiver.stages.common.forward.packing import Piece
-from quiver.stages.common.forward.policy import Policy, score
+
+from .attention import MODES, NAME, block_attention
+from .layout import Layout, Sequences, make_layout
+from .packing import Piece
+from .policy import Policy, score
 
 TOLERANCE = 2e-3
 """Nats: the largest difference in float32 between two ways of computing one logprob."""
@@ -117,7 +119,7 @@ def _probe(sequences: Sequences, prompts: Sequence[int]) -> list[int]:
     return rows + rows_of_another[:1]
 
 
-def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> torch.Tensor:
+def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
     """Logprobs of one rollout's first tokens, [_MOST_TOKENS] at most, from the logits that the
     whole model gives; on the CPU."""
     model = policy.model
@@ -140,7 +142,7 @@ def largest_gap(
     mode: str,
     sequences: Sequences,
     prompts: Sequence[int],
-    expected: list[torch.Tensor],
+    expected: list[Tensor],
 ) -> float:
     """The largest difference of the logprobs by `mode` to `expected`, those of the first tokens of
     each rollout of `sequences`; infinity where the mode does not run."""
@@ -167,7 +169,7 @@ class Call:
     """What a layer gave to attention: queries [1, H, N, e], keys and values [1, h, N, e], and the
     options beside them."""
 
-    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    states: tuple[Tensor, Tensor, Tensor]
     options: dict[str, Any]
 
 
@@ -257,7 +259,7 @@ def _varlen_error(call: Call, layouts: dict[str, Layout]) -> float:
     return float(torch.stack(errors).max())
 
 
-def _pass(call: Call, layout: Layout) -> list[torch.Tensor]:
+def _pass(call: Call, layout: Layout) -> list[Tensor]:
     """The output, and where gradients are enabled those of the states for the same random gradient
     each time."""
     with_gradients = torch.is_grad_enabled()

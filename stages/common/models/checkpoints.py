@@ -133,9 +133,6 @@ def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None
     )
 
 
-def check(plan: Plan) -> None:
-    """Nothing is left to try: `resolve` has looked at the model."""
-
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Import the base model, unless it is no longer what was planned. ConfigError,

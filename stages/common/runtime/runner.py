@@ -4,8 +4,8 @@ Force, sharing, resuming and "already done" are here and nowhere else. What is f
 this process, in milliseconds; otherwise the stage runs in a child process of its own, so that its
 memory and its device are free when it ends, and it ends with whoever called.
 
-    call = Call("generate", config, store.path, refs={"prompts": "a/prompts@1", "policy":
-    "a/policy@0"}) outcome = find(call) or run_call(call)
+    call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
+    outcome = find(call) or run_call(call)
 
     run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")    # the same
 """

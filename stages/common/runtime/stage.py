@@ -3,14 +3,18 @@
 A stage is a module with
 
     Config                                      its section of a recipe
-    plan(config, store, refs, into) -> Plan     from names and manifests only
-    check(plan)                                 what only trying can tell, before any cost
+    plan(config, store, refs, into) -> Plan     what it would make, under which key
     make(plan, writers)                         the work: shards in, metrics out
 
-`plan` imports no torch, starts no process and asks no network. A stage knows no process, no lease
-and no Prefect: `runner` finds what is finished, holds the lease, and publishes what was made. A
-stage may also have `accept(plan, version)`, which refuses a finished version that today's runtime
-knobs would not allow, and `SHARED = True` where several processes can do its shards together.
+`plan` imports no torch and starts no process; once a recipe is resolved it asks no network and
+reads no source either. A stage knows no process, no lease and no Prefect: `runner` finds what is
+finished, holds the lease, and publishes what was made. A stage may also have
+
+    resolve(config) -> config                   read what the recipe names outside the store, once
+    check(config, columns, prompts)             what only trying can tell, before any generation
+    prepare(config)                             import what `make` needs, before its call is there
+    accept(plan, version)                       refuse a finished version that knobs rule out today
+    SHARED = True                               several processes can do its shards together
 """
 
 from __future__ import annotations
@@ -112,11 +116,9 @@ class Stage(Protocol):
     def plan(self, config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
         """What the call comes to. ConfigError, LineageError, SchemaError for what can not be."""
 
-    def check(self, plan: Plan) -> None:
-        """Try what only trying can tell. ConfigError, RemoteError."""
-
     def make(self, plan: Plan, writers: Mapping[str, Any]) -> None:
-        """Write every shard of every kind, and finish each writer."""
+        """Write every shard of every kind, and finish each writer. `writers`, by kind: none for a
+        rank that takes part in the work and does not write."""
 
 
 def load(name: str) -> Stage:

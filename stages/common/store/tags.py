@@ -67,6 +67,7 @@ class Tag:
         nothing is decided (no `key`).
         """
         while True:
+            numbers = self._numbers()  # before the rest: what comes meanwhile has the next number
             entries = self.history()
             before = self.ref()
             if key and any(entry.key == key for entry in entries):
@@ -86,7 +87,8 @@ class Tag:
             prefix = f"{self._folder}/.{self.name}"
             self._storage.make_prefix(prefix)
             # no other process can get the number that this one gets
-            if self._storage.put_if_absent(f"{prefix}/{len(entries) + 1:06d}", line.encode()):
+            number = (numbers[-1] if numbers else len(entries)) + 1
+            if self._storage.put_if_absent(f"{prefix}/{number:06d}", line.encode()):
                 self._storage.write(f"{self._folder}/{self.name}", f"{target}\n".encode())
                 return
 
@@ -114,8 +116,8 @@ class Tag:
             raise self._corrupt(self.name, printable(error)) from None
 
     def _old_journal(self) -> list[Entry]:
-        """Entries of a store that an earlier Quiver wrote; its last one counts where the tag bears
-        it out."""
+        """Entries of a store that an earlier Quiver wrote; its last one counts where the tag, or
+        the entry after it, bears it out."""
         key = f".{self.name}.journal"
         try:
             lines = self._storage.read(f"{self._folder}/{key}").splitlines()
@@ -124,9 +126,10 @@ class Tag:
             return []
         except ValidationError as error:
             raise self._corrupt(key, printable(error.errors()[0]["msg"])) from None
-        if not entries or self._numbers():
-            return entries
-        holds = self._file()
+        if not entries:
+            return []
+        numbers = self._numbers()
+        holds = self._entry(numbers[0]).before if numbers else self._file()
         is_unfinished = entries[-1].ref != holds and entries[-1].before == holds
         return entries[:-1] if is_unfinished else entries
 

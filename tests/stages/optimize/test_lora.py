@@ -19,7 +19,7 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.lora import Lora, attach, narrow_frozen
-from quiver.stages.optimize.stage import Config
+from quiver.stages.optimize.stage import Config, check
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_optimize_dist import _launch
@@ -423,6 +423,8 @@ def test_without_peft_it_says_what_to_install(store, made, monkeypatch):
     with pytest.raises(ConfigError, match="peft is not installed") as caught:
         _run(store, made, force=True)
     assert caught.value.next == 'pip install "quiver-rl[lora]"'
+    with pytest.raises(ConfigError, match="peft is not installed"):  # before anything is generated
+        check(_config(), ["answer"])
     assert _run(store, made).ref == done.ref  # what is done needs none
     assert _run(store, made, _config(lora=None)).manifest.metrics["steps"] == 1
 

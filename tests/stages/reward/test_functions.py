@@ -13,7 +13,7 @@ from quiver.stages.reward import functions
 from quiver.stages.reward.functions import verifiers
 from quiver.stages.reward.functions.answers import chosen
 from quiver.stages.reward.pool.calls import load
-from quiver.stages.reward.stage import Config, check_functions
+from quiver.stages.reward.stage import Config, check
 
 
 def test_every_function_has_an_example_that_runs():
@@ -175,7 +175,7 @@ def test_an_embedding_model_that_is_not_there_is_told_before_any_generation(tmp_
     ):
         config = Config(functions=[{"use": "similarity", "arguments": {"model": model}}])
         with pytest.raises(ConfigError, match=says):
-            check_functions(config, ["answer"])
+            check(config, ["answer"])
 
 
 def test_another_embedding_model_under_the_same_name_is_another_function(tmp_path):

@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
+from quiver import run_stage
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError
 from quiver.stages.reward.functions import programs
 from quiver.stages.reward.functions.programs import extract, read_tests
 from quiver.stages.reward.sandbox import describe, run_program
-from quiver.stages.reward.stage import Config, check_functions
-from quiver import run_stage
+from quiver.stages.reward.stage import Config, check
 
 
 @functools.cache
@@ -488,19 +488,19 @@ def test_a_sandbox_that_is_not_permitted_is_told_before_any_generation(monkeypat
     monkeypatch.setattr("quiver.stages.reward.sandbox.run._LAUNCHER", tmp_path / "missing")
     config = Config(functions=[{"use": "code", "arguments": {"isolation": "process"}}])
     with pytest.raises(QuiverError, match="sandbox"):
-        check_functions(config, ["tests"])
+        check(config, ["tests"])
     elsewhere = Config(
         functions=[{"use": "code", "arguments": {"sandbox_url": "http://127.0.0.1:1"}}]
     )
-    check_functions(elsewhere, ["tests"])  # a server's sandbox is the server's matter
+    check(elsewhere, ["tests"])  # a server's sandbox is the server's matter
 
 
 def test_in_the_stage(store, sample):
     arguments = {"isolation": isolation(), "timeout_seconds": 5}
     config = Config(functions=[{"use": "code", "arguments": arguments}], max_invalid=0.5)
-    check_functions(config, ["tests"])
+    check(config, ["tests"])
     with pytest.raises(ConfigError, match="needs tests"):
-        check_functions(config, ["answer"])
+        check(config, ["answer"])
     texts = [[f"So:\n```python\n{DOUBLE}```", "def double(x): return 4"], ["print(1)", "no"]]
     rollouts = sample(texts, {"tests": [ASSERTS, ["broken ("]]})
     rewards = store.open(run_stage("reward", config, store, rollouts=rollouts.ref, in_process=True)).table().to_pylist()

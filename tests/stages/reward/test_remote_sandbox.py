@@ -14,7 +14,7 @@ from quiver.stages.common.config import parse
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.functions.programs import code
 from quiver.stages.reward.sandbox import Finished, Limits, remote, run_program
-from quiver.stages.reward.stage import Config, check_functions
+from quiver.stages.reward.stage import Config, check
 
 GOOD = {"stdout": "out", "stderr": "err", "exit_code": 3, "timed_out": False}
 DOUBLE = "def double(x):\n    return 2 * x\n"
@@ -227,4 +227,4 @@ def test_no_token_goes_over_plain_http_to_another_machine():
 def test_a_token_that_is_not_there_is_told_before_any_generation():
     arguments = {"sandbox_url": "http://127.0.0.1:1", "sandbox_token": "env:MISSING_TOKEN"}
     with pytest.raises(ConfigError, match="no variable MISSING_TOKEN"):
-        check_functions(Config(functions=[{"use": "code", "arguments": arguments}]), ["tests"])
+        check(Config(functions=[{"use": "code", "arguments": arguments}]), ["tests"])

@@ -15,7 +15,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.scoring import Part
-from quiver.stages.reward.stage import Config, check_functions
+from quiver.stages.reward.stage import Config, check
 from quiver.stages.reward.tables import weigh
 from tests.writing import run_here
 
@@ -418,7 +418,7 @@ def test_rollouts_without_their_prompts(store, sample, write):
 )
 def test_functions_are_checked_against_the_columns(use, columns, why):
     with pytest.raises(ConfigError, match=why):
-        check_functions(config(use), columns)
+        check(config(use), columns)
 
 
 @pytest.mark.parametrize(
@@ -442,11 +442,11 @@ def test_functions_are_checked_against_the_columns(use, columns, why):
 )
 def test_a_wrong_argument_of_a_shipped_function_is_told_before_any_generation(use, arguments, why):
     with pytest.raises(ConfigError, match=why):
-        check_functions(config({"use": use, "arguments": arguments}), ["answer", "schema", "tests"])
+        check(config({"use": use, "arguments": arguments}), ["answer", "schema", "tests"])
 
 
 def test_what_fits_passes():
-    check_functions(
+    check(
         config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"]
     )
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -29,7 +29,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 like."""
 
 
-def product_dtype(states: torch.Tensor) -> torch.dtype:
+def product_dtype(states: Tensor) -> torch.dtype:
     """The dtype in which a product of `states` is made: autocast's where it is on."""
     device = states.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
@@ -123,12 +123,12 @@ class Group:
     def forget(self) -> None:
         """Drop the cast, keep none from now on, and drop outputs that no sibling came for."""
         self.keeps_cast = False
-        self._cast: torch.Tensor | None = None
-        self._input: torch.Tensor | None = None
+        self._cast: Tensor | None = None
+        self._input: Tensor | None = None
         self._input_version = 0
-        self._outputs: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
 
-    def _forward(self, index: int, states: torch.Tensor) -> torch.Tensor:
+    def _forward(self, index: int, states: Tensor) -> Tensor:
         """[…, d] -> […, o_index]"""
         is_same = self._input is states and self._input_version == states._version
         if not (is_same and index in self._outputs):
@@ -142,7 +142,7 @@ class Group:
             self._input = None
         return output
 
-    def _product(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _product(self, states: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all linears for `states`."""
         dtype = product_dtype(states)
         weight = self._cast
@@ -155,7 +155,7 @@ class Group:
         return _Product.apply(states, weight, self.bias, *parameters)
 
 
-def _join(parameters: Sequence[nn.Parameter], joined: torch.Tensor | None = None) -> torch.Tensor:
+def _join(parameters: Sequence[nn.Parameter], joined: Tensor | None = None) -> Tensor:
     """One tensor whose slices the parameters now are; `joined`, if they are its slices already."""
     sizes = [len(parameter) for parameter in parameters]
     if joined is None or any(

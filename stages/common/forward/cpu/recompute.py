@@ -12,7 +12,7 @@ import inspect
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -53,10 +53,10 @@ def recompute_norms_and_mlps(model: nn.Module) -> int:
     return num_replaced
 
 
-def _gate(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
+def _gate(module: nn.Module, states: Tensor) -> Tensor:
     """[…, d] -> […, d]"""
 
-    def project_down(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def project_down(gate: Tensor, up: Tensor) -> Tensor:
         return module.down_proj(module.act_fn(gate) * up)
 
     if not torch.is_grad_enabled():
@@ -66,7 +66,7 @@ def _gate(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
     return checkpoint(project_down, gate, up, use_reentrant=False, preserve_rng_state=False)
 
 
-def _normalize(module: nn.Module, states: torch.Tensor) -> torch.Tensor:
+def _normalize(module: nn.Module, states: Tensor) -> Tensor:
     """[…, d] -> […, d]"""
     return _Norm.apply(states, module.weight, module.variance_epsilon)
 

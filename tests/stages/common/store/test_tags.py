@@ -2,6 +2,7 @@
 
 import doctest
 import multiprocessing
+import shutil
 
 import pytest
 
@@ -158,9 +159,21 @@ def test_the_journal_of_an_earlier_quiver_goes_on(store, versions):
     lines = "".join(f"{entry.model_dump_json()}\n" for entry in entries)
     (store.path / "a/tags/.prod.journal").write_text(lines)
     assert line(store) == [(None, versions[0])], "the tag does not bear the last entry out"
+    store.tag("a", "prod", versions[3], key="unfinished")
+    assert line(store) == [(None, versions[0]), (versions[0], versions[3])], "nor does the next one"
+    shutil.rmtree(store.path / "a/tags/.prod")
+    (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
     (store.path / "a/tags/.prod.journal").write_text(lines.splitlines()[0] + "\n")
     store.tag("a", "prod", versions[2], key="base")
     assert len(line(store)) == 1, "what was decided once stays decided"
     store.tag("a", "prod", versions[2])
     assert line(store) == [(None, versions[0]), (versions[0], versions[2])]
     assert (store.path / "a/tags/prod").read_text() == f"{versions[2]}\n"
+
+
+def test_a_tag_goes_on_where_a_torn_entry_in_the_middle_was_deleted(store, versions):
+    for ref in versions[:3]:
+        store.tag("a", "prod", ref)
+    (store.path / "a/tags/.prod/000002").unlink()
+    store.tag("a", "prod", versions[3])
+    assert [ref for _, ref in line(store)] == [versions[0], versions[2], versions[3]]
