@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Audit", "Config", "Correction", "check", "make", "plan", "prepare"]
 STAGE_VERSION = 1
+RANKS = True
 log = logging.getLogger(__name__)
 
 

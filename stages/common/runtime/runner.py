@@ -135,6 +135,12 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
     if force:  # it stands beside what is there already
         plan = replace(plan, only_number=None)
     if os.environ.get("RANK", "0") != "0":
+        if not getattr(stage, "RANKS", False):
+            raise ConfigError(
+                f"stage {plan.stage}",
+                "its work can not be shared among ranks",
+                next="start it once, without RANK in the environment",
+            )
         return _make_without_writers(stage, plan)
     with open_staging(plan, force=force, share=share if can_share else None) as staging:
         if staging.answer is None:

@@ -15,6 +15,7 @@ finished, holds the lease, and publishes what was made. A stage may also have
     prepare(config)                             import what `make` needs, before its call is there
     accept(plan, version)                       refuse a finished version that knobs rule out today
     SHARED = True                               several processes can do its shards together
+    RANKS = True                                under torch.distributed all ranks do its work
 """
 
 from __future__ import annotations

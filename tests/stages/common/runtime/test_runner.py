@@ -97,3 +97,10 @@ def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
         perform(call)
     with pytest.raises(ConfigError, match="expected one of policy, prompt"):
         find(Call("promt", {}, store.path))
+
+
+def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    call = Call("policy", {"model": str(make_folder(tmp_path))}, store.path, into="a")
+    with pytest.raises(ConfigError, match="can not be shared among ranks"):
+        perform(call)
