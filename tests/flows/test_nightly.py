@@ -218,7 +218,9 @@ def test_the_policy_in_use_goes_back_when_the_one_before_is_better(store):
     """Somebody gave the tag to the worse policy by hand; the next night gives it back, and starts
     from what is in use then."""
     store.tag("tiny", "prod", "tiny/policy@2", why="by hand")
-    done = spend("three", [*BETTER, "promotion.rollback=true"])
+    # 24 prompts are few: the difference itself decides
+    settings = [*BETTER, "promotion.rollback=true", "promotion.confidence=0.5"]
+    done = spend("three", settings)
     _, back, decided = store.history("tiny", "prod")[-3:]
     assert (back.before, back.ref, back.key) == ("tiny/policy@2", "tiny/policy@1", "rollback three")
     assert back.why.startswith("tiny/policy@1 is better: score +")
