@@ -144,20 +144,15 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
         return _make_without_writers(stage, plan)
     with open_staging(plan, force=force, share=share if can_share else None) as staging:
         if staging.answer is None:
-            _require_number(plan)
+            if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
+                raise ConflictError(
+                    f"{plan.name}@{plan.only_number}",
+                    plan.if_number_taken,
+                    next="choose another name for the run",
+                )
             stage.make(plan, staging.writers)
             staging.publish()
     return staging.answer
-
-
-def _require_number(plan: Plan) -> None:
-    """ConflictError where the one number that the version may have is taken by another."""
-    if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
-        raise ConflictError(
-            f"{plan.name}@{plan.only_number}",
-            plan.if_number_taken,
-            next="choose another name for the run",
-        )
 
 
 def _make_without_writers(stage: Any, plan: Plan) -> Version:
