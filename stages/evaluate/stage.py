@@ -74,7 +74,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Join rollouts and rewards, and estimate. NumericError: nothing was scored."""
     config = plan.config

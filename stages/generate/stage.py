@@ -61,7 +61,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Sample the shards that are missing; without one no engine is started. ConfigError,
     SchemaError, NumericError, ResourceError."""

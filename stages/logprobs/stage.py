@@ -60,7 +60,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Score the shards that are missing. ConfigError, LineageError, NumericError, SchemaError."""
     from .scoring import Scorer, choose_device

@@ -91,7 +91,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Write the rewards with the overrides in place. ConfigError for an id that is not there."""
     config = plan.config

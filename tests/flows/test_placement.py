@@ -1,5 +1,7 @@
 """What [placement] refuses before anything runs, and how it is read."""
 
+from types import SimpleNamespace
+
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
@@ -146,3 +148,17 @@ def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):
         recipe("iterations=2", "evaluate.every=1", f"store={str(tmp_path / 'store')!r}"), "one"
     )
     assert [night.recipe.is_measured(iteration) for iteration in (1, 2)] == [False, True]
+
+
+def test_what_trains_elsewhere_is_not_checked_here(recipe, tmp_path, monkeypatch):
+    """In a pool, or under another interpreter: this one need not have what it needs."""
+    checked = []
+    made = SimpleNamespace(ref="tiny/prompts@1")
+    monkeypatch.setattr(post_train, "_stage", lambda *_, **__: made)
+    monkeypatch.setattr(
+        post_train, "check_stages", lambda recipe, configs, *_: checked.append(sorted(configs))
+    )
+    settings = ("run=tiny", "placement.optimize=gpus", "placement.python.optimize=/v/bin/python")
+    for setting in settings:
+        post_train.make_prompts(recipe(setting), "tiny/policy@0", 1, ())
+    assert checked == [["optimize", "reward"], ["reward"], ["reward"]]

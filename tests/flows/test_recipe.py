@@ -187,6 +187,13 @@ def test_evaluation_has_its_own_rows_and_sampling_and_the_same_seeds_each_time(r
     assert loaded.prompt_config(5, evaluation=True) == loaded.prompt_config(1, evaluation=True)
 
 
+def test_prompts_leave_room_for_the_completions_that_are_asked_for(recipe):
+    """Held-out ones for those of the evaluation, which may be longer."""
+    loaded = load(recipe, ["evaluate.generate={sampling={max_tokens=20}}"])
+    assert loaded.prompt_config(1).reserve_tokens == 6
+    assert loaded.prompt_config(1, evaluation=True).reserve_tokens == 20
+
+
 def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()

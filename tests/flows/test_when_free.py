@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from quiver.flows import dispatch
 from quiver.flows.dispatch import run_at, run_when_free
 from quiver.flows.placement import StageCall
 from quiver.flows.recipe import Placement
@@ -104,3 +106,21 @@ def test_who_is_wanted_no_longer_waits_no_longer(call, holder, caplog):
     wanted.set()
     thread.join()
     assert isinstance(found[0], Stopped)
+
+
+def test_who_waits_has_the_answer_as_soon_as_it_is_there(call, monkeypatch):
+    """Not at the end of a pause, which grows to a minute."""
+    now = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
+    )
+    monkeypatch.setattr(dispatch, "time", clock)
+    monkeypatch.setattr(dispatch, "find", lambda _: "done" if now[0] >= 70 else None)
+
+    def run(*_, **__):
+        if now[0] < 70:
+            raise BusyError("a/rewards", "another process is at it")
+        return "done"
+
+    monkeypatch.setattr(dispatch, "run_at", run)
+    assert run_when_free(call, Placement()) == "done" and now[0] < 72

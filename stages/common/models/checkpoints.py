@@ -133,7 +133,6 @@ def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None
     )
 
 
-
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Import the base model, unless it is no longer what was planned. ConfigError,
     SecurityError."""

@@ -2,10 +2,10 @@
 
     STORE/<run>/<kind>/.index/versions    one JSON line a version; the last says of which state
 
-The manifests are the truth. The index is trusted only while the kind's folder has the modification
-time and the number of versions that its last line notes; otherwise it is made anew from them. So it
-may be lost, torn, or left behind by an older Quiver, and finding a run_key opens one file however
-many versions there are.
+The manifests are the truth. The index is trusted only while the kind's folder has the times and the
+number of versions that its last line notes, and the lines before have their checksum; otherwise it
+is made anew from them. So it may be lost, torn, put back from a copy, or left behind by an older
+Quiver, and finding a run_key opens one file however many versions there are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import re
 import time
+import zlib
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, from_json
@@ -22,7 +24,7 @@ from quiver.schemas.refs import Ref
 
 from .storage import Storage
 
-_FORMAT = 2
+_FORMAT = 3
 _TORN = b'"E-'
 """How the error of a torn version begins, in its line."""
 _VERSION_NAME = re.compile(r"^v([0-9]{6,})$", re.MULTILINE)
@@ -97,26 +99,25 @@ class Index:
 
     def newest_number(self) -> int | None:
         """The highest version number; None where there is no version."""
-        lines = self._lines()
-        last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
-        return _parse(last_line).number if last_line else None
+        return _last_number(self._lines())
 
     def add(self, manifest: Manifest) -> None:
         """Note a version that was just published under the number after `newest_number`.
 
         Where others published meanwhile nothing is noted: whoever asks next makes it anew.
         """
-        state = self._state()
-        noted = self._noted()
-        if noted is None or noted[1].get("count", -1) + 1 != state["count"]:
-            return
-        entry = IndexEntry.of(manifest, self._generation(manifest.version))
-        self._write(noted[0] + _line(astuple(entry)), state)
+        state = self._state(len(self.numbers()))
+        lines, noted = self._noted()
+        newest = _last_number(lines)
+        is_next = newest is None or newest < manifest.version
+        if is_next and noted.get("count", -1) + 1 == state["count"]:
+            entry = IndexEntry.of(manifest, self._generation(manifest.version))
+            self._write(lines + _line(astuple(entry)), state)
 
     def _lines(self) -> bytes:
         """One line a version, from the index or from the manifests."""
-        lines = self._trusted_lines()
-        if lines is not None:
+        lines, noted = self._noted()
+        if self._is_trusted(noted):
             return lines
         entries = [self._read(number) for number in self.numbers()]
         lines = b"".join(_line(astuple(entry)) for entry in entries)
@@ -124,39 +125,35 @@ class Index:
             # a store that can not be written is read without an index
             with suppress(OSError):
                 self._storage.make_prefix(f"{self._folder}/.index")
-                state = self._state()
+                state = self._state(len(self.numbers()))
                 if state["count"] == len(entries):
                     self._write(lines, state)
         return lines
 
-    def _modified(self) -> int:
-        generation = self._storage.generation(self._folder)
-        return generation[0] if generation else 0
+    def _state(self, count: int | None) -> dict[str, Any]:
+        """The folder as it is at this moment, with `count` versions."""
+        generation = self._storage.generation(self._folder) or (0,)
+        return {"format": _FORMAT, "folder": list(generation), "count": count}
 
-    def _state(self) -> dict[str, int]:
-        modified = self._modified()
-        return {"format": _FORMAT, "modified": modified, "count": len(self.numbers())}
-
-    def _noted(self) -> tuple[bytes, dict[str, int]] | None:
-        """The lines of the index, and the state of the folder that its last line notes."""
-        try:
-            raw = bytes(self._storage.read(self._key))
+    def _noted(self) -> tuple[bytes, dict[str, Any]]:
+        """The lines of the index, and the state of the folder that its last line notes. Nothing,
+        where there is no index, or one whose lines are not those that were written."""
+        with suppress(OSError, ValueError, RecursionError):
+            raw = self._storage.read(self._key)
             last_line = raw.rfind(b"\n", 0, -1) + 1
-            return raw[:last_line], json.loads(raw[last_line:])
-        except (FileNotFoundError, ValueError):
-            return None
+            lines, noted = raw[:last_line], json.loads(raw[last_line:])
+            if isinstance(noted, dict) and noted.pop("crc32", None) == zlib.crc32(lines):
+                return lines, noted
+        return b"", {}
 
-    def _trusted_lines(self) -> bytes | None:
-        """One line a version; None where there is no index, or one of another state."""
-        noted = self._noted()
-        if noted is None or not isinstance(noted[1], dict):
-            return None
-        modified = self._modified()
+    def _is_trusted(self, noted: dict[str, Any]) -> bool:
+        """Whether the folder is still in the state that was noted."""
+        state = self._state(noted.get("count"))
+        modified = state["folder"][0]
         tick = _TICK if modified % _SECOND else _COARSE_TICK
-        is_settled = time.time_ns() - modified > tick
-        count = noted[1].get("count") if is_settled else len(self.numbers())
-        state = {"format": _FORMAT, "modified": modified, "count": count}
-        return noted[0] if noted[1] == state and noted[0].count(b"\n") == count else None
+        if time.time_ns() - modified <= tick:
+            state["count"] = len(self.numbers())
+        return noted == state
 
     def _generation(self, number: int) -> tuple[int, ...]:
         folder = Ref(self._run, self._kind, number).folder
@@ -176,12 +173,19 @@ class Index:
         message = f"{error.code} {error.object}: {error.message}"
         return IndexEntry(number, error=message, generation=generation)
 
-    def _write(self, lines: bytes, state: dict[str, int]) -> None:
-        self._storage.write(self._key, lines + _line(state), durable=False)
+    def _write(self, lines: bytes, state: dict[str, Any]) -> None:
+        last_line = _line({**state, "crc32": zlib.crc32(lines)})
+        self._storage.write(self._key, lines + last_line, durable=False)
 
 
 def _line(fields: tuple | dict) -> bytes:
     return f"{json.dumps(fields)}\n".encode()
+
+
+def _last_number(lines: bytes) -> int | None:
+    """The number in the last line; None where there is none."""
+    last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
+    return _parse(last_line).number if last_line else None
 
 
 def _parse(line: bytes) -> IndexEntry:

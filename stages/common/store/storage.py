@@ -135,13 +135,15 @@ class Storage:
             return True
         return False
 
-    def generation(self, key: str) -> tuple[int, int] | None:
-        """What changes with every write or renewal of the object; None where there is none."""
+    def generation(self, key: str) -> tuple[int, int, int] | None:
+        """What changes with every write or renewal of the object, nanoseconds of the last
+        modification first; None where there is none."""
         try:
             status = self.path(key).stat()
         except FileNotFoundError:
             return None
-        return status.st_mtime_ns, status.st_ino
+        # a copy that was put back has the old time of modification, but not of change
+        return status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
     def renew(self, key: str) -> bool:
         """Change the object's generation and nothing else; False where there is none."""

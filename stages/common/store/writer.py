@@ -370,8 +370,9 @@ class Writer:
 
     def _publish(self, candidate: str, fields: dict, lease: Lease, numbering: Plan) -> Version:
         index = self.store.index(self.run, self.kind)
+        newest = index.newest_number()
         while True:
-            newest, number = index.newest_number(), numbering.only_number
+            number = numbering.only_number
             if number is None:
                 first = numbering.first_number if self.kind == numbering.kinds[-1] else 1
                 number = first if newest is None else newest + 1
@@ -389,6 +390,7 @@ class Writer:
                 raise ConflictError(
                     str(ref), "this version is there already", next=f"quiver show {ref}"
                 )
+            newest = self.store.numbers(self.run, self.kind)[-1]
 
     def _require_lease(self, lease: Lease) -> None:
         """Finished or BusyError where another has taken over; see the top of this file."""

@@ -71,6 +71,14 @@ def test_what_a_model_is(store, kind):
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
 
 
+def test_the_end_token_may_be_number_0(store, folder):
+    """As Pythia's is."""
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 0}))
+    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
+    assert checkpoints.end_token_ids(version) == [0]
+
+
 @pytest.mark.parametrize(
     ("remove", "said"),
     [

@@ -220,6 +220,16 @@ def test_beside_a_baseline_the_difference_is_paired_by_prompt(store, scored):
     assert alone != ref and "difference" not in store.open(alone).manifest.metrics
 
 
+def test_prompts_that_the_baseline_alone_has_a_score_for_are_unpaired(store, scored):
+    held_out = asked(store, "a", "b", "c")
+    before = scored({"a": [1.0], "b": [0.0], "c": [1.0]}, held_out)
+    after = scored({"a": [1.0], "b": [None], "c": [None]}, held_out)
+    base = run(Config(), store, rollouts=before[0].ref, rewards=before[1].ref)
+    ref = run(Config(), store, rollouts=after[0].ref, rewards=after[1].ref, baseline=base)
+    metrics = store.open(ref).manifest.metrics
+    assert (metrics["difference"]["score"]["n"], metrics["unpaired"]) == (1, 2)
+
+
 def test_what_was_scored_otherwise_is_no_baseline(store, scored):
     """Another weight, or a person's overrides; how many workers scored is nobody's business."""
     sampled, paid = scored({"a": [1.0], "b": [0.0]}, asked(store, "a", "b"))

@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -250,6 +251,19 @@ def test_a_wrong_answer_stops_the_stage(store, policy, name, error, words):
     assert store.numbers("tiny", "rollouts") == []
 
 
+def test_a_logprob_above_0_by_rounding_is_one(store, policy, monkeypatch):
+    """Of a token that is nearly certain a float32 softmax may say a little more than 0."""
+    logprobs = np.array([-0.5, 1e-6], np.float32)
+    monkeypatch.setattr(
+        making.Honest,
+        "answers",
+        lambda self, request: iter([good(request.index, logprobs=logprobs)]),
+    )
+    given = config(engine=f"{MAKING}:Honest")
+    ref = run(given, store, prompts=make_prompts(store, [[5]]).ref, policy=policy.ref)
+    assert rows_of(store, ref)[2]["old_logprobs"] == logprobs.tolist()
+
+
 def test_finished_shards_outlive_an_engine_that_dies(store, policy, monkeypatch):
     from tests.stages.generate import making
 
@@ -289,6 +303,16 @@ def test_a_prompt_without_room_is_an_error_or_dropped(store, policy):
     shorter = config(overlong="drop", max_model_len=100)
     version = store.open(run(shorter, store, prompts=prompts.ref, policy=policy.ref))
     assert version.manifest.metrics["dropped"] == ["g1", "g2"]
+
+
+def test_the_dropped_are_counted_also_beyond_those_that_are_listed(store, policy, monkeypatch):
+    monkeypatch.setattr(stage, "_MOST_LISTED", 1)
+    prompts = make_prompts(store, [[5] * 10, [6] * 249, [7] * 249])
+    version = store.open(
+        run(config(overlong="drop"), store, prompts=prompts.ref, policy=policy.ref)
+    )
+    assert version.manifest.metrics["dropped"] == ["g1"]
+    assert version.manifest.status["dropped"] == 2
 
 
 def test_no_prompt_left_is_a_version_of_no_rows(store, policy):

@@ -83,6 +83,15 @@ def test_many_shards_are_taken_up_again(store, policy, other, monkeypatch):
     assert run(Config(token_budget=64), store, rollouts=rollouts.ref, policy=other.ref) == ref
 
 
+def test_completions_without_a_token_have_no_logprobs(store, policy, other):
+    """All of a shard; nothing of it is infinite."""
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    empty = {"completion_ids": [], "old_logprobs": []}
+    rollouts = world.write_rollouts(store, policy, [row | empty for row in rows])
+    ref = run(Config(), store, rollouts=rollouts.ref, policy=other.ref)
+    assert store.open(ref).table()["logprobs"].to_pylist() == [[]] * 4
+
+
 def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, other, rollouts):
     with pytest.raises(LineageError, match="proximal logprobs are of those weights") as caught:
         run(Config(role="prox"), store, rollouts=rollouts.ref, policy=other.ref)
@@ -143,6 +152,28 @@ def test_an_id_must_be_the_same_token_to_both(store, policy, tmp_path):
         with pytest.raises(LineageError, match="2 ids are other tokens") as caught:
             score(version, other_special_tokens=True)
         assert caught.value.next == f"score under a policy with the tokenizer of {policy.ref}"
+
+
+def special(told):
+    """An ordinary token becomes a control token of another name."""
+    vocabulary = told["model"]["vocab"]
+    (token,) = (token for token, id in vocabulary.items() if id == 300)
+    vocabulary["<|tool|>"] = vocabulary.pop(token)
+    told["model"]["merges"] = [
+        pair for pair in told["model"]["merges"] if token not in (*pair, "".join(pair))
+    ]
+    told["added_tokens"].append(
+        {**told["added_tokens"][2], "id": 300, "content": "<|tool|>", "special": True}
+    )
+
+
+def test_a_token_may_be_special_to_the_scoring_policy_alone(store, policy, tmp_path):
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 2)
+    refs = {"rollouts": world.write_rollouts(store, policy, rows).ref}
+    refs["policy"] = retold(store, tmp_path, "special", special).ref
+    with pytest.raises(LineageError, match="1 special ids are other tokens, such as 300"):
+        run(Config(), store, **refs)
+    assert run(Config(other_special_tokens=True), store, **refs)
 
 
 def test_greedy_rows_have_no_probability(store, policy):

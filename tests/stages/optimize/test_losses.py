@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quiver.stages.optimize import losses
+from quiver.stages.optimize import audit, losses
 
 RNG = np.random.default_rng(7)
 LENGTHS = [3, 1, 5, 2]
@@ -357,3 +357,17 @@ def test_correction_golden(mode, level):
 def test_correction_of_equal_policies_is_one():
     same = torch.tensor(OLD)
     assert losses.correction(same, same, torch.tensor(OFFSETS)).tolist() == [1.0] * N
+
+
+def test_the_audit_by_hand():
+    """A rollout's weight is the ratio of its whole completion; the two bounds are told apart."""
+    gaps = [math.log(1.5), math.log(1.25), math.log(0.9), math.log(0.75)]
+    report = audit.measure(torch.tensor(gaps), torch.zeros(4), torch.tensor([0, 2, 4]), 0.2, 0.28)
+    weights = [1.5 * 1.25, 0.9 * 0.75]
+    share = sum(weights) ** 2 / sum(weight**2 for weight in weights) / 2
+    assert report["effective_sample_size"] == pytest.approx(share, rel=1e-6)
+    assert report["outside_clip"] == 0.5
+    assert report["mean_gap"] == pytest.approx(sum(map(abs, gaps)) / 4)
+    assert report["max_gap"] == pytest.approx(math.log(1.5))
+    assert report["kl_k1"] == pytest.approx(-sum(gaps) / 4)
+    assert report["kl_k3"] == pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 4)

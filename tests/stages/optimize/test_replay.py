@@ -115,6 +115,20 @@ def test_one_group_over_both_versions_would_be_another_gradient(store, two):
         _compare(_trainer(store, two, "grpo"), _expected(two.start, mixed, "grpo"))
 
 
+def test_the_longest_completion_is_what_any_of_the_versions_allowed(store, policy):
+    """`constant` divides by it: an earlier version may have allowed more than the current one."""
+    config = _config(algorithm="dr_grpo")
+    versions = [
+        world.write_rollouts(store, policy, _sampled(policy, prefix), sampling={"max_tokens": most})
+        for prefix, most in (("a", 8), ("b", 20))
+    ]
+    rewards = [world.write_rewards(store, version, world.even_share) for version in versions]
+    refs = {"rewards": [version.ref for version in rewards]}
+    inputs = open_inputs(store, policy.ref, [version.ref for version in versions], refs)
+    loaded = joining.load(config, resolve("dr_grpo"), store, inputs)
+    assert loaded.config.max_completion_tokens == 20
+
+
 def test_proximal_logprobs_are_those_of_each_versions_own_policy(store, two):
     """Given in the other order; `old` is what the engine said, a little off, so that the weight
     exp(prox − old) matters."""

@@ -318,6 +318,20 @@ def test_numbers_of_a_step(policy, rows):
     assert made.logprobs.tolist() == pytest.approx(logprobs, abs=1e-5)
 
 
+def test_a_steps_distance_is_to_what_sampled_whatever_the_ratio_is_against(policy, rows):
+    """With proximal logprobs, here the policy's own, the ratio is 1, and nothing is clipped."""
+    made = _trainer(policy, rows, _config(), "grpo", prox=True)
+    everyone = list(range(len(rows)))
+    numbers = made.accumulate(everyone, everyone)
+    gaps = [
+        now - old for row in rows for now, old in zip(row["old_logprobs"], row["old"], strict=True)
+    ]
+    expected = sum(math.exp(gap) - 1 - gap for gap in gaps) / len(gaps)
+    assert numbers["approx_kl"] == pytest.approx(expected, rel=1e-4)
+    assert numbers["ratio_max"] == pytest.approx(math.exp(max(gaps)), rel=1e-4)
+    assert numbers["clip_fraction"] == 0.0
+
+
 def test_the_norm_of_many_numbers_is_exact():
     gradients = [torch.randn(1 << 24), torch.randn(1000, 3).T, torch.full((5,), 300.0).bfloat16()]
     expected = math.sqrt(sum(float(each.double().square().sum()) for each in gradients))
@@ -332,6 +346,21 @@ def test_score_is_what_sampling_said(policy, rows):
         rows[3]["old_logprobs"] + rows[7]["old_logprobs"], abs=1e-5
     )
     assert found.isnan().sum() == len(found) - len(places)
+
+
+def test_the_audit_counts_what_is_outside_the_algorithms_own_bounds(policy, rows):
+    """dapo leaves more room upwards than downwards."""
+    checked = {"enabled": True, "max_mean_gap": 9.0}
+    made = _trainer(policy, rows, _config(minibatches=2, audit=checked), "dapo")
+    made.prepare()
+    ratios = [
+        math.exp(now - old)
+        for row in rows
+        for now, old in zip(row["old_logprobs"], row["old"], strict=True)
+    ]
+    assert any(1.2 < ratio < 1.28 for ratio in ratios)
+    outside = [ratio < 0.8 or ratio > 1.28 for ratio in ratios]
+    assert made.audit["outside_clip"] == pytest.approx(sum(outside) / len(outside), abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ nothing is done again."""
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -282,6 +283,16 @@ def test_too_long_is_an_error_with_the_numbers(store, policy, source):
     assert "drop" in caught.value.next
     with pytest.raises(ConfigError, match="leaves no room"):
         run(Config(source=source, prompt="question", reserve_tokens=256), store, policy=policy.ref)
+
+
+def test_a_wrong_row_is_named_by_its_place_in_the_source(store, policy, source):
+    """Not by its place among those that were chosen."""
+    chosen = {"limit": 3, "seed": 5, "iteration": 1}
+    config = Config(source=source, prompt="question", max_prompt_tokens=6, **chosen)
+    with pytest.raises(ConfigError) as caught:
+        run(config, store, policy=policy.ref)
+    prompt, row = re.match(r"prompt (\d+) \(row (\d+) of ", caught.value.object).groups()
+    assert int(row) == int(prompt) + 1 > 1
 
 
 def test_dropped_prompts_are_counted_and_listed(store, policy, tmp_path):

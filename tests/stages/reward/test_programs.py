@@ -503,7 +503,11 @@ def test_in_the_stage(store, sample):
         check(config, ["answer"])
     texts = [[f"So:\n```python\n{DOUBLE}```", "def double(x): return 4"], ["print(1)", "no"]]
     rollouts = sample(texts, {"tests": [ASSERTS, ["broken ("]]})
-    rewards = store.open(run_stage("reward", config, store, rollouts=rollouts.ref, in_process=True)).table().to_pylist()
+    rewards = (
+        store.open(run_stage("reward", config, store, rollouts=rollouts.ref, in_process=True))
+        .table()
+        .to_pylist()
+    )
     found = {row["rollout_id"]: (row["reward"], row["errors"]["code"]) for row in rewards}
     assert found["0-sum-0-0"] == (1.0, None) and found["0-sum-0-1"] == (0.5, None)
     assert [value for value, _ in (found["0-sum-1-0"], found["0-sum-1-1"])] == [None, None]

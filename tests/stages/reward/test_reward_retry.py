@@ -147,6 +147,18 @@ def test_what_can_not_be_taken_over_is_refused(store, sample):
         )
 
 
+def test_another_overlong_penalty_is_refused(store, sample):
+    """Half of a group's rewards would bear the one, half the other."""
+    rollouts = sample(numbers(4), {"answer": [1, 2]})
+    before, after = (
+        config("mine.py:flaky", max_invalid=1, overlong={"max_tokens": 9, "cache": cache})
+        for cache in (2, 8)
+    )
+    first = run(before, store, rollouts=rollouts.ref)
+    with pytest.raises(ConfigError, match=r"overlong was .* and is .* in the recipe"):
+        run(after, store, rollouts=rollouts.ref, retry=first)
+
+
 def test_parts_in_another_order_are_taken_over_by_name(store, sample, mine):
     rollouts = sample(numbers(4), {"n": [1, 2]})
     first = run(

@@ -446,9 +446,7 @@ def test_a_wrong_argument_of_a_shipped_function_is_told_before_any_generation(us
 
 
 def test_what_fits_passes():
-    check(
-        config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"]
-    )
+    check(config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"])
 
 
 @pytest.mark.parametrize(
@@ -482,3 +480,12 @@ def test_names_are_the_functions_own_unless_given():
     assert FunctionConfig(use="numeric").name == "numeric"
     assert FunctionConfig(use="a/b.py:polite").name == "polite"
     assert FunctionConfig(use="a.b:polite", name="manners").name == "manners"
+
+
+def test_a_column_of_the_users_hides_none_of_ours(store, sample):
+    """A source with columns `completions` and `finish_reason` of its own."""
+    columns = {"completions": ["no", "no"], "finish_reason": ["none", "none"]}
+    rollouts = sample([["please"], ["now"]], columns)
+    table = store.open(run(config("mine.py:polite"), store, rollouts=rollouts.ref)).table()
+    rewards = dict(zip(table["group_id"].to_pylist(), table["reward"].to_pylist(), strict=True))
+    assert rewards == {"sum-0": 1.0, "sum-1": 0.0}

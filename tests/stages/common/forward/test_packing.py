@@ -64,3 +64,8 @@ def test_minibatches_keep_groups_whole_and_even(count):
 
 def test_more_minibatches_than_groups_leaves_none_empty():
     assert sorted(map(sorted, minibatches([0, 0, 1, 1], 5))) == [[0, 1], [2, 3]]
+
+
+def test_groups_are_taken_by_their_numbers_not_as_they_stand():
+    """The trainer shuffles by numbering them anew; the rollouts stay where they are."""
+    assert minibatches([2, 2, 0, 0, 1, 1], 3) == [[2, 3], [4, 5], [0, 1]]

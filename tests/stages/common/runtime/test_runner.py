@@ -4,6 +4,7 @@ keep their type on the way back."""
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,8 @@ from quiver import run_stage
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common.runtime import runner
 from quiver.stages.common.runtime.runner import Call, find, perform, quiver_version, run_call
+from quiver.stages.common.runtime.stage import Plan, is_made_alike
+from tests.stages.common.store.test_store import Settings, commit
 from tests.tiny import make_folder
 
 
@@ -104,3 +107,37 @@ def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_pat
     call = Call("policy", {"model": str(make_folder(tmp_path))}, store.path, into="a")
     with pytest.raises(ConfigError, match="can not be shared among ranks"):
         perform(call)
+
+
+def test_a_rank_that_does_not_write_waits_for_the_new_version_when_forced(store, monkeypatch):
+    """Not for the one that was there before."""
+    old = commit(store).ref
+    made = []
+
+    def publish(_):  # as the first rank does while this one waits
+        made.append(commit(store, force=True).ref)
+
+    monkeypatch.setenv("RANK", "1")
+    stage = SimpleNamespace(RANKS=True, make=lambda plan, writers: None)
+    monkeypatch.setattr(runner, "load", lambda name: stage)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=publish))
+    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {}}
+    plan = Plan(store=store, run="a", kinds=("logprobs",), **about)
+    assert [runner.make(plan, force=True).ref] == made != [old]
+
+
+def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
+    """With the same config: the stage's version says that its numbers changed."""
+    first, again, newer = (
+        commit(store, stage_version=version, force=True).manifest for version in (1, 1, 2)
+    )
+    assert is_made_alike(first, again) and not is_made_alike(first, newer)
+
+
+def test_a_child_with_an_environment_of_its_own_is_started_for_it(store, monkeypatch):
+    """One that waits already has the caller's: it has looked at the wrong devices."""
+    monkeypatch.setattr(runner, "take_prewarmed", lambda *_: pytest.fail("it was taken"))
+    monkeypatch.setattr(runner, "find", lambda call: None)
+    call = Call("policy", {"model": str(store.path / "nowhere")}, store.path, into="b")
+    with pytest.raises(ConfigError, match="there is no such directory"):
+        run_call(call, env={"CUDA_VISIBLE_DEVICES": "1"})

@@ -3,6 +3,7 @@
 import builtins
 import json
 import shutil
+import time
 
 import pytest
 
@@ -57,19 +58,30 @@ def test_a_commit_opens_as_few_files_with_many_versions_as_with_few(store, reads
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("damage", ["lost", "torn", "flipped", "older"])
+@pytest.mark.parametrize(
+    "damage", ["lost", "torn", "flipped", "number", "nested", "no file", "no folder", "older"]
+)
 def test_it_is_made_anew_from_the_manifests(store, damage):
     versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
     path = store.path / "a/logprobs/.index/versions"
     before = path.read_text()
+    time.sleep(0.2)  # the folder's time is no longer of just now
     if damage == "lost":
         shutil.rmtree(path.parent)
     elif damage == "torn":
         path.write_text(before[: len(before) // 2])
     elif damage == "flipped":
         path.write_text(before.replace(versions[1].manifest.run_key, "f" * 64))
-        shutil.copytree(versions[2].files.folder, versions[2].files.folder.with_name("v000009"))
-        shutil.rmtree(versions[2].files.folder.with_name("v000009"))
+    elif damage == "number":
+        path.write_text(before.replace("[2, ", "[7, "))
+    elif damage == "nested":
+        path.write_text("[" * 200_000)
+    elif damage == "no file":
+        path.unlink()
+        path.mkdir()
+    elif damage == "no folder":
+        shutil.rmtree(path.parent)
+        path.parent.touch()
     else:
         lines = before.splitlines()
         path.write_text(
@@ -91,6 +103,21 @@ def test_versions_that_come_or_go_by_hand_are_seen(store):
     assert store.find("a", "logprobs", run_key) is None
     shutil.move(elsewhere, folder)
     assert store.find("a", "logprobs", run_key).ref == versions[1].ref
+
+
+def test_two_changes_within_one_tick_of_a_coarse_clock_are_two(store, monkeypatch):
+    """A file system that counts whole seconds: the folder's times are the same after a version more
+    has come."""
+    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(2)]
+    run_keys = [version.manifest.run_key for version in versions]
+    elsewhere = store.path.with_name("elsewhere")
+    second = 1_000_000_000
+    tick = (time.time_ns() - second // 2) // second * second
+    monkeypatch.setattr(storage_module.Storage, "generation", lambda *_: (tick, tick, 1))
+    shutil.move(versions[1].files.folder, elsewhere)
+    assert [bool(store.find("a", "logprobs", key)) for key in run_keys] == [True, False]
+    shutil.move(elsewhere, versions[1].files.folder)
+    assert [bool(store.find("a", "logprobs", key)) for key in run_keys] == [True, True]
 
 
 def test_a_manifest_that_was_torn_and_mended_is_seen(store):
@@ -119,3 +146,30 @@ def test_a_store_that_can_not_be_written_is_read(store, monkeypatch):
 
     monkeypatch.setattr(storage_module, "make_folder", refuse)
     assert store.find("a", "logprobs", version.manifest.run_key).ref == version.ref
+
+
+def test_versions_are_seen_beside_an_older_copy_that_was_put_back(store):
+    """`cp -a` brings the folder's old modification time and the old index."""
+    commit(store, Settings(seed=0), shards=1)
+    store.find("a", "logprobs", "0" * 64)
+    copy = store.path.with_name("copy")
+    shutil.copytree(store.path, copy)
+    second = commit(store, Settings(seed=1), shards=1)
+    shutil.copytree(copy, store.path, dirs_exist_ok=True)
+    time.sleep(0.2)  # the folder's time is no longer of just now
+    assert store.find("a", "logprobs", second.manifest.run_key).ref == second.ref
+    assert [ref.version for ref, _ in store.entries("a")] == [1, 2]
+    assert commit(store, Settings(seed=2), shards=1).ref.version == 3
+
+
+def test_a_lower_number_that_is_made_again_does_not_hide_the_highest(store):
+    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
+    index = store.index("a", "logprobs")
+    index.find("0" * 64)
+    folder = versions[0].files.folder
+    shutil.move(folder, store.path / "first")
+    index.find("0" * 64)
+    shutil.move(store.path / "first", folder)
+    index.add(versions[0].manifest)
+    assert [entry.number for entry in index.entries()] == [1, 2, 3]
+    assert commit(store, Settings(seed=3), shards=1).ref.version == 4

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +53,17 @@ def test_one_has_it_until_it_is_released(leases):
     assert leases.holder("work") is None
     again = elsewhere(leases).take("work")
     assert again.is_held() and not lease.is_held()
+
+
+def test_how_long_it_is_seen_held_is_counted_anew_for_each_holder(leases):
+    first = leases.take("work")
+    watcher = elsewhere(leases)
+    assert watcher.seconds_seen("work") < 0.2
+    time.sleep(0.4)
+    assert watcher.seconds_seen("work") >= 0.4
+    first.release()
+    leases.take("work")
+    assert watcher.seconds_seen("work") < 0.2, "it has only begun"
 
 
 def take_in_child(leases, start=None):
@@ -100,6 +112,25 @@ def test_whoever_renews_keeps_it_and_whoever_is_stopped_loses_it(leases, short_l
     os.kill(child.pid, signal.SIGSTOP)
     wait_until(lambda: leases.take("work") is not None)
     end(child, reader)
+
+
+def test_a_renewal_that_comes_late_begins_the_minute_anew(leases, monkeypatch):
+    """The holder was slow, and is heard of again in the last second; then never more."""
+    monkeypatch.setattr(module, "_keep_renewed", lambda lease: None)
+    lease = leases.take("work")
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(module, "time", clock)
+    watcher = elsewhere(leases)
+
+    def is_free(second):
+        now[0] = second
+        return watcher.holder("work") is None
+
+    assert not is_free(0.0) and not is_free(59.0)
+    leases.storage.renew(lease.key)
+    assert not is_free(59.5) and not is_free(60.0) and not is_free(119.0)
+    assert is_free(119.5)
 
 
 def test_a_lease_torn_by_a_power_loss_is_free(leases):

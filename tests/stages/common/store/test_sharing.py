@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from quiver.schemas.errors import BusyError, ConfigError, OutcomeUnknownError
-from quiver.stages.common.store import storage
+from quiver.stages.common.store import sharing, storage
 from quiver.stages.common.store.sharing import Finished
 from tests.stages.common.store.test_store import Settings, table
 from tests.writing import begin
@@ -67,6 +67,21 @@ def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
         with pytest.raises(Finished):
             slow.write(taken[0], table(2))
     require_one(store)
+
+
+def test_patience_follows_from_the_slowest_shard_of_any_process(store, monkeypatch):
+    """An idle one that has finished none does not take what another is at, as long as that takes no
+    longer than its shards did."""
+    monkeypatch.setattr(sharing, "LEAST_PATIENCE_SECONDS", 0.0)
+    with work_on(store) as slow, work_on(store) as idle:
+        shards, waiting = slow.claim(2), idle.claim(2)
+        first = shards.take()
+        shards._held[first].taken_at -= 100  # so long did it take
+        slow.write(first, table(2 * first))
+        assert shards.take() == 1 - first
+        assert waiting.take() is None
+        monkeypatch.setattr(idle.staging.leases, "seconds_seen", lambda name: 201.0)
+        assert waiting.take() == 1 - first
 
 
 def test_the_first_of_two_shards_stays(store):
@@ -289,3 +304,16 @@ def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):
         version = work.commit()
     assert version.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
     require_one(store)
+
+
+def test_where_the_plan_is_torn_its_shards_are_done_again(store):
+    """How long they are is not known any more; those of the next attempt may be shorter."""
+    with work_on(store, None) as work:
+        assert work.rows_per_shard(3) == 3
+        work.claim(2)
+        work.write(0, table(0, rows=3))
+        plan = staged(store, "plan")
+        plan.write_bytes(plan.read_bytes()[:-4])
+    with work_on(store, None) as work:
+        assert work.rows_per_shard(2) == 2
+        assert list(work.claim(2)) == [0, 1]

@@ -26,7 +26,7 @@ from quiver.schemas.errors import (
     ResourceError,
     SchemaError,
 )
-from quiver.schemas.manifest import canonical, digest
+from quiver.schemas.manifest import Model, canonical, digest
 from quiver.stages.common.config import Config, Runtime
 from quiver.stages.common.store import Store, storage
 from tests.writing import begin
@@ -238,6 +238,17 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     )
 
 
+def test_verify_says_what_was_made_with_a_model_that_is_lost(store):
+    """Rollouts have their policy among the models, not among the inputs."""
+    first = commit(store)
+    model = Model(role="policy", ref=str(first.ref), weights="w", tokenizer="t", template="m")
+    commit(store, Settings(seed=1), models=(model,))
+    path = first.files.folder / "part-00000.arrow"
+    path.write_bytes(path.read_bytes()[:-1])
+    (error,) = store.verify(first.ref)[1]
+    assert error.state.endswith("what refers to this one: a/logprobs@2.")
+
+
 def test_what_a_newer_quiver_wrote_is_not_to_be_deleted(store):
     version = commit(store)
     data = json.loads((version.files.folder / "manifest.json").read_bytes())
@@ -417,3 +428,13 @@ def test_verify_finds_a_missing_input(store):
     _, bad = store.verify("a/logprobs@2")
     assert [error.code for error in bad] == ["E-LINEAGE"]
     assert bad[0].object == "a/logprobs@2" and bad[0].message == "its input a/logprobs@1 is gone"
+
+
+def test_others_may_read_what_a_library_wrote_for_its_owner_alone(store):
+    about = {"stage": "policy", "stage_version": 1, "config": Settings(), "inputs": {}}
+    with begin(store, "a", "policy", **about) as work:
+        work.prepare(fresh=True)
+        (work.folder / "model.safetensors").write_bytes(b"weights")
+        (work.folder / "model.safetensors").chmod(0o600)
+        version = work.commit()
+    assert version.files.path("model.safetensors").stat().st_mode & 0o777 == 0o644
