@@ -58,7 +58,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Write the average. LineageError: they are not one model."""
     writer = writers["policy"]

@@ -68,7 +68,6 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Render the rows that the plan's iteration takes. ConfigError, SecurityError."""
     from .rows import Renderer, assistant_starts, render_rows

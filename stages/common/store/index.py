@@ -2,6 +2,10 @@
 
     STORE/<run>/<kind>/.index/versions    one JSON line a version; the last says of which state
 
+        ["whole", 1, "4be1c0…", "reward", 512, 40960, "2026-…", "", [1767225600000000000, 77]]
+        ["gone", 2, "90ab17…", …]           deleted; made again, it gets its number back
+        {"format": 3, "modified": 1767225600000000000, "count": 1}
+
 The manifests are the truth. The index is trusted only while the kind's folder has the modification
 time and the number of versions that its last line notes; otherwise it is made anew from them. So it
 may be lost, torn, or left behind by an older Quiver, and finding a run_key opens one file however
@@ -14,7 +18,7 @@ import json
 import re
 import time
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, from_json
@@ -22,9 +26,9 @@ from quiver.schemas.refs import Ref
 
 from .storage import Storage
 
-_FORMAT = 2
-_TORN = b'"E-'
-"""How the error of a torn version begins, in its line."""
+_FORMAT = 3
+_WHOLE, _TORN, _GONE = b'["whole"', b'["torn"', b'["gone"'
+"""How the line of a version in such a state begins."""
 _VERSION_NAME = re.compile(r"^v([0-9]{6,})$", re.MULTILINE)
 _SECOND = 1_000_000_000
 _TICK, _COARSE_TICK = _SECOND // 10, 2 * _SECOND
@@ -34,8 +38,10 @@ ticks; the clock of some file systems counts whole seconds."""
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """One version, told without opening it. `error`: its manifest is torn, and why."""
+    """One version, told without opening it."""
 
+    state: str
+    """whole; torn, where its manifest can not be read; gone, where it was deleted."""
     number: int
     run_key: str = ""
     stage: str = ""
@@ -43,20 +49,22 @@ class IndexEntry:
     bytes: int = 0
     created: str = ""
     error: str = ""
-    generation: tuple[int, ...] = ()
+    """Why its manifest can not be read."""
+    stamp: tuple[int, ...] = ()
     """The manifest's, when it was read."""
 
     @classmethod
-    def of(cls, manifest: Manifest, generation: tuple[int, ...]) -> IndexEntry:
+    def of(cls, manifest: Manifest, stamp: tuple[int, ...]) -> IndexEntry:
         """What the index tells of a version with this manifest."""
         return cls(
-            generation=generation,
+            state="whole",
             number=manifest.version,
             run_key=manifest.run_key,
             stage=manifest.stage,
             rows=manifest.rows,
             bytes=sum(manifest.bytes.values()),
             created=manifest.created,
+            stamp=stamp,
         )
 
 
@@ -78,12 +86,11 @@ class Index:
 
     def entries(self) -> list[IndexEntry]:
         """Every version, rising; a manifest that has changed since it was noted is read again."""
-        entries = [_parse(line) for line in self._lines().splitlines()]
+        entries = map(_parse, self._lines().splitlines())
         return [
-            entry
-            if entry.generation == self._generation(entry.number)
-            else self._read(entry.number)
+            entry if entry.stamp == self._stamp(entry.number) else self._read(entry.number)
             for entry in entries
+            if entry.state != "gone"
         ]
 
     def find(self, run_key: str) -> list[int]:
@@ -93,88 +100,98 @@ class Index:
             return []
         entries = [_parse(line) for line in lines.splitlines() if key in line or _TORN in line]
         entries = [self._read(entry.number) if entry.error else entry for entry in entries]
-        return [entry.number for entry in entries if entry.run_key == run_key]
+        return [
+            entry.number for entry in entries if entry.run_key == run_key and entry.state != "gone"
+        ]
 
-    def newest_number(self) -> int | None:
-        """The highest version number; None where there is no version."""
+    def next_number(self, first: int, run_key: str | None) -> int:
+        """The number of the next version: that of a deleted one with this run_key, otherwise the
+        one after the highest, or `first`."""
         lines = self._lines()
-        last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
-        return _parse(last_line).number if last_line else None
+        if run_key is not None and _GONE in lines:
+            for entry in map(_parse, lines.splitlines()):
+                if (entry.state, entry.run_key) == ("gone", run_key):
+                    return entry.number
+        newest = max(lines.rfind(_WHOLE), lines.rfind(_TORN))
+        return first if newest < 0 else _parse(lines[newest:].partition(b"\n")[0]).number + 1
 
     def add(self, manifest: Manifest) -> None:
-        """Note a version that was just published under the number after `newest_number`.
+        """Note a version that was just published, if its number is above all others.
 
-        Where others published meanwhile nothing is noted: whoever asks next makes it anew.
+        Otherwise, and where others published meanwhile, nothing is noted: whoever asks next makes
+        the index anew.
         """
         state = self._state()
-        noted = self._noted()
-        if noted is None or noted[1].get("count", -1) + 1 != state["count"]:
-            return
-        entry = IndexEntry.of(manifest, self._generation(manifest.version))
-        self._write(noted[0] + _line(astuple(entry)), state)
+        lines, noted = self._noted()
+        last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
+        is_highest = not last_line or _parse(last_line).number < manifest.version
+        if is_highest and noted.get("count", -1) + 1 == state["count"]:
+            entry = IndexEntry.of(manifest, self._stamp(manifest.version))
+            self._write(lines + _line(astuple(entry)), state)
 
     def _lines(self) -> bytes:
         """One line a version, from the index or from the manifests."""
-        lines = self._trusted_lines()
-        if lines is not None:
+        lines, noted = self._noted()
+        modified = self._modified()
+        tick = _TICK if modified % _SECOND else _COARSE_TICK
+        is_settled = time.time_ns() - modified > tick
+        count = noted.get("count") if is_settled else len(self.numbers())
+        is_of_now = noted == {"format": _FORMAT, "modified": modified, "count": count}
+        if is_of_now and lines.count(b"\n") - lines.count(_GONE) == count:
             return lines
-        entries = [self._read(number) for number in self.numbers()]
-        lines = b"".join(_line(astuple(entry)) for entry in entries)
-        if entries:
+        numbers = self.numbers()
+        entries = {number: self._read(number) for number in numbers}
+        with suppress(ValueError, TypeError):  # what is left of a torn index
+            for before in map(_parse, lines.splitlines()):
+                entry = entries.get(before.number, replace(before, state="gone"))
+                if entry.state != "whole":
+                    entries[before.number] = replace(entry, run_key=before.run_key)
+        lines = b"".join(_line(astuple(entries[number])) for number in sorted(entries))
+        if numbers:
             # a store that can not be written is read without an index
             with suppress(OSError):
                 self._storage.make_prefix(f"{self._folder}/.index")
                 state = self._state()
-                if state["count"] == len(entries):
+                if state["count"] == len(numbers):
                     self._write(lines, state)
         return lines
 
     def _modified(self) -> int:
-        generation = self._storage.generation(self._folder)
-        return generation[0] if generation else 0
+        stamp = self._storage.stamp(self._folder)
+        return stamp[0] if stamp else 0
 
     def _state(self) -> dict[str, int]:
         modified = self._modified()
         return {"format": _FORMAT, "modified": modified, "count": len(self.numbers())}
 
-    def _noted(self) -> tuple[bytes, dict[str, int]] | None:
-        """The lines of the index, and the state of the folder that its last line notes."""
-        try:
+    def _noted(self) -> tuple[bytes, dict[str, int]]:
+        """The lines of the index, and the state of the folder that its last line notes. Nothing,
+        where there is no index, or one of an earlier Quiver."""
+        with suppress(FileNotFoundError, ValueError):
             raw = bytes(self._storage.read(self._key))
             last_line = raw.rfind(b"\n", 0, -1) + 1
-            return raw[:last_line], json.loads(raw[last_line:])
-        except (FileNotFoundError, ValueError):
-            return None
+            state = json.loads(raw[last_line:])
+            if isinstance(state, dict) and state.get("format") == _FORMAT:
+                return raw[:last_line], state
+        return b"", {}
 
-    def _trusted_lines(self) -> bytes | None:
-        """One line a version; None where there is no index, or one of another state."""
-        noted = self._noted()
-        if noted is None or not isinstance(noted[1], dict):
-            return None
-        modified = self._modified()
-        tick = _TICK if modified % _SECOND else _COARSE_TICK
-        is_settled = time.time_ns() - modified > tick
-        count = noted[1].get("count") if is_settled else len(self.numbers())
-        state = {"format": _FORMAT, "modified": modified, "count": count}
-        return noted[0] if noted[1] == state and noted[0].count(b"\n") == count else None
-
-    def _generation(self, number: int) -> tuple[int, ...]:
+    def _stamp(self, number: int) -> tuple[int, ...]:
         folder = Ref(self._run, self._kind, number).folder
-        return self._storage.generation(f"{folder}/manifest.json") or ()
+        return self._storage.stamp(f"{folder}/manifest.json") or ()
 
     def _read(self, number: int) -> IndexEntry:
         """The version as its manifest has it now."""
         ref = Ref(self._run, self._kind, number)
-        generation = self._generation(number)
+        stamp = self._stamp(number)
         try:
             raw = self._storage.read(f"{ref.folder}/manifest.json")
-            return IndexEntry.of(from_json(raw, str(ref)), generation)
+            return IndexEntry.of(from_json(raw, str(ref)), stamp)
         except (FileNotFoundError, NotADirectoryError):
             error = CorruptError(f"{ref} manifest.json", "is missing")
         except CorruptError as caught:
             error = caught
         message = f"{error.code} {error.object}: {error.message}"
-        return IndexEntry(number, error=message, generation=generation)
+        return IndexEntry("torn", number, error=message, stamp=stamp)
 
     def _write(self, lines: bytes, state: dict[str, int]) -> None:
         self._storage.write(self._key, lines + _line(state), durable=False)
@@ -185,5 +202,5 @@ def _line(fields: tuple | dict) -> bytes:
 
 
 def _parse(line: bytes) -> IndexEntry:
-    *fields, generation = json.loads(line)
-    return IndexEntry(*fields, generation=tuple(generation))
+    *fields, stamp = json.loads(line)
+    return IndexEntry(*fields, stamp=tuple(stamp))

@@ -446,9 +446,7 @@ def test_a_wrong_argument_of_a_shipped_function_is_told_before_any_generation(us
 
 
 def test_what_fits_passes():
-    check(
-        config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"]
-    )
+    check(config("numeric", "mine.py:picky", "mine.py:polite", "mine.py:asks"), ["answer"])
 
 
 @pytest.mark.parametrize(

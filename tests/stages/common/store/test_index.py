@@ -119,3 +119,39 @@ def test_a_store_that_can_not_be_written_is_read(store, monkeypatch):
 
     monkeypatch.setattr(storage_module, "make_folder", refuse)
     assert store.find("a", "logprobs", version.manifest.run_key).ref == version.ref
+
+
+def test_a_deleted_version_that_is_made_again_has_its_number(store):
+    """So what was made of it is still whole, and `latest` is what it was."""
+    first = commit(store, Settings(seed=0), shards=1)
+    for seed in (1, 2):
+        commit(store, Settings(seed=seed), shards=1, inputs={"other": first})
+    shutil.rmtree(first.files.folder)
+    assert [ref.version for ref, _ in store.entries("a")] == [2, 3]
+    assert [error.code for error in store.verify()[1]] == ["E-LINEAGE"] * 2
+    assert str(commit(store, Settings(seed=3), shards=1).ref) == "a/logprobs@4"
+    assert commit(store, Settings(seed=0), shards=1).ref == first.ref
+    assert [ref.version for ref, _ in store.entries("a")] == store.numbers("a", "logprobs")
+    assert store.verify() == (4, [])
+    assert str(store.resolve("a/logprobs@latest")) == "a/logprobs@4"
+    assert str(commit(store, Settings(seed=0), shards=1, force=True).ref) == "a/logprobs@5"
+
+
+def test_so_has_one_whose_manifest_was_torn_before_it_was_deleted(store):
+    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
+    (versions[1].files.folder / "manifest.json").write_bytes(b"{")
+    commit(store, Settings(seed=3), shards=1)
+    shutil.rmtree(versions[0].files.folder)
+    assert [entry.state for _, entry in store.entries("a")] == ["torn", "whole", "whole"]
+    shutil.rmtree(versions[1].files.folder)
+    for version, seed in ((versions[1], 1), (versions[0], 0)):
+        assert commit(store, Settings(seed=seed), shards=1).ref == version.ref
+
+
+def test_force_takes_no_number_back_and_a_number_that_was_taken_is_lost(store):
+    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(2)]
+    shutil.rmtree(versions[0].files.folder)
+    assert str(commit(store, Settings(seed=0), shards=1, force=True).ref) == "a/logprobs@3"
+    shutil.rmtree(store.path / "a/logprobs/v000003")
+    assert str(commit(store, Settings(seed=5), shards=1).ref) == "a/logprobs@3"
+    assert [entry.number for _, entry in store.entries("a")] == [2, 3]
