@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from quiver.schemas.errors import BusyError, NumericError
 from quiver.stages.reward import tables
-from quiver.stages.reward.functions import overlong_penalty
 from quiver.stages.reward.scoring import Part, Scorer
 from quiver.stages.reward.servers.dialects.rows import Row, Scored, as_batch
 from quiver.stages.reward.shards import Allowance, score_all
@@ -116,31 +115,19 @@ def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[S
 
 def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
     """The reward of one row as the reward stage makes it: weights, clip, overlong penalty."""
-    errors = {name: part.error for name, part in parts.items() if part.error is not None}
+    errors = [
+        f"{name}: {part.error}" if len(parts) > 1 else part.error
+        for name, part in parts.items()
+        if part.error is not None
+    ]
     extra = {name: json.loads(part.extra) for name, part in parts.items() if part.extra is not None}
-    numbers = {name: part.value for name, part in parts.items()}
-    reward, error = (
-        None,
-        "; ".join(f"{name}: {text}" if len(parts) > 1 else text for name, text in errors.items())
-        or None,
-    )
-    try:
-        reward = tables.weigh(
-            parts, {each.name: each.weight for each in config.scorers}, config.reward_clip
-        )
-        if config.overlong and row.completion_ids is not None:
-            penalty = overlong_penalty(
-                len(row.completion_ids), config.overlong.max_tokens, config.overlong.cache
-            )
-            numbers[tables.OVERLONG] = penalty
-            reward = (
-                None
-                if reward is None
-                else tables.storable(reward + config.overlong.weight * penalty)
-            )
-    except NumericError as wrong:
-        reward, error = None, wrong.message
+    reward = None
     if config.overlong and row.completion_ids is None:
-        missing = "overlong counts completion_ids, which the request has not"
-        reward, error = None, f"{error}; {missing}" if error else missing
-    return Scored(reward, error, numbers, extra)
+        errors.append("overlong counts completion_ids, which the request has not")
+    else:
+        try:
+            parts, reward = tables.weigh_row(config, parts, len(row.completion_ids or ()))
+        except NumericError as error:
+            errors.append(error.message)
+    numbers = {name: part.value for name, part in parts.items()}
+    return Scored(reward, "; ".join(errors) or None, numbers, extra)

@@ -12,9 +12,10 @@ schedule's next runs or what a person paused meanwhile.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pydoc import locate
 from typing import Any, Literal
 
 from prefect import Flow
@@ -24,6 +25,7 @@ from prefect.client.schemas.objects import (
     ConcurrencyLimitStrategy,
     WorkPool,
 )
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
@@ -40,12 +42,12 @@ from .automations import HEARTBEAT_SECONDS, TAG, install, on_event, silent_runs
 from .paths import check_visible, resolve
 from .server import check_api
 
-Overlap = Literal["queue", "skip"]
 _STRATEGIES = {
     "queue": ConcurrencyLimitStrategy.ENQUEUE,
     "skip": ConcurrencyLimitStrategy.CANCEL_NEW,
 }
 _LOCAL = "process"
+_OF_BEFORE = re.compile(r"(.*/)?flows[./](post_train|nightly|single|stage)\b")
 log = logging.getLogger("quiver")
 
 
@@ -54,10 +56,12 @@ class Where:
     """Where and when. `overlap`: what a run does whose predecessor still runs, wait (queue) or not
     run at all (skip)."""
 
-    pool: str
+    pool: str = ""
+    """Work pool whose workers run it; none where the flow is served."""
     cron: str | None = None
-    timezone: str = "UTC"
-    overlap: Overlap = "queue"
+    timezone: str | None = None
+    """Whose clock `cron` goes by. None: UTC's."""
+    overlap: Literal["queue", "skip"] = "queue"
     on: tuple[str, ...] = ()
     """RUN/KIND whose new versions start a run, too; RUN/KIND@TAG: a tag that moves."""
     image: str | None = None
@@ -74,8 +78,15 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
     anything is registered."""
     url = check_api()
     with get_client(sync_client=True) as client:
-        pools = {name: _pool(client, name) for name in dict.fromkeys([where.pool, *placed(recipe)])}
-        _check_image(where.image, pools)
+        names = dict.fromkeys([where.pool, *recipe.placement.pools.values()])
+        pools = {name: _pool(client, name) for name in names}
+        if where.image and all(pool.type == _LOCAL for pool in pools.values()):
+            raise ConfigError(
+                f"--image {printable(where.image)}",
+                f"work pool {', '.join(pools)} is of type {_LOCAL}: its runs have Quiver where "
+                "their worker has it, and no image",
+                next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
+            )
         resolved = _seen_from(recipe, pools, where.folder)
         wanted = list(_wanted(resolved, where, pools))
         changes = [(deployment.full_name, _register(client, deployment)) for deployment in wanted]
@@ -101,18 +112,13 @@ def recipe_parameters(
     with get_client(sync_client=True) as client:
         recipe = load(file, settings or [])
         install(client, silent_runs())
-        return parameters(_seen_from(recipe, {pool: _pool(client, pool)}, folder))
+        return parameters_of(_seen_from(recipe, {pool: _pool(client, pool)}, folder))
 
 
-def parameters(recipe: Recipe) -> dict[str, Any]:
+def parameters_of(recipe: Recipe) -> dict[str, Any]:
     """What a run is started with: only what the recipe says, since a section's own value goes
     before the run's."""
     return {"recipe": recipe.model_dump(mode="json", exclude_unset=True)}
-
-
-def placed(recipe: Recipe) -> list[str]:
-    """The pools that [placement] sends stages to, each once."""
-    return list(dict.fromkeys(recipe.placement.pools.values()))
 
 
 def flow_of(recipe: Recipe) -> Flow:
@@ -145,33 +151,33 @@ def described(flow: Flow, name: str, where: Where, **more: Any) -> RunnerDeploym
 
 
 def _schedules(where: Where) -> list[Schedule]:
+    timezone = where.timezone or "UTC"
     if where.cron is None:
+        if where.timezone:
+            raise ConfigError(
+                f"--timezone {printable(timezone)}",
+                "there is no schedule that could go by it",
+                next='leave --timezone out, or say when: --cron "0 2 * * *"',
+            )
         return []
     try:
-        CronSchedule(
-            cron=where.cron, timezone=where.timezone
-        )  # Prefect checks some of it only as it registers
+        # Prefect checks some of it only as it registers
+        CronSchedule(cron=where.cron, timezone=timezone)
     except ValueError as error:  # pydantic's is one too
         raise ConfigError(
-            f"--cron {printable(where.cron)} --timezone {printable(where.timezone)}",
+            f"--cron {printable(where.cron)} --timezone {printable(timezone)}",
             printable(error.errors()[0]["msg"] if isinstance(error, ValidationError) else error),
             next='correct it, e.g. --cron "0 2 * * *" --timezone Europe/Berlin',
         ) from None
-    return [Cron(where.cron, timezone=where.timezone, slug="cron")]
+    return [Cron(where.cron, timezone=timezone, slug="cron")]
 
 
 def _wanted(recipe: Recipe, where: Where, pools: dict[str, WorkPool]) -> Iterator[RunnerDeployment]:
     """The recipe's own flow first, then `stage/POOL` of each pool that [placement] names."""
-    yield _versioned(
-        described(
-            flow_of(recipe),
-            recipe.run,
-            where,
-            parameters=parameters(recipe),
-            **_work(pools[where.pool], where),
-        )
-    )
-    for name in placed(recipe):
+    work = _work(pools[where.pool], where)
+    parameters = parameters_of(recipe)
+    yield _versioned(described(flow_of(recipe), recipe.run, where, parameters=parameters, **work))
+    for name in dict.fromkeys(recipe.placement.pools.values()):
         work = _work(pools[name], where)
         yield _versioned(
             RunnerDeployment.from_flow(
@@ -183,11 +189,10 @@ def _wanted(recipe: Recipe, where: Where, pools: dict[str, WorkPool]) -> Iterato
 def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
     """Which pool, and the job variables over its own: the image, and heartbeats, which the worker
     puts beside the environment that the pool has by then."""
-    defaults = pool.base_job_template.get("variables", {}).get("properties", {})
     env = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
     if pool.type == _LOCAL:
         return {"work_pool_name": pool.name, "job_variables": {"env": env}}
-    image = where.image or defaults.get("image", {}).get("default") or ""
+    image = where.image or _default(pool, "image") or ""
     if not image or image.startswith("prefecthq/"):
         raise ConfigError(
             f"work pool {pool.name}",
@@ -218,16 +223,6 @@ def _pool(client: SyncPrefectClient, name: str) -> WorkPool:
         ) from None
 
 
-def _check_image(image: str | None, pools: dict[str, WorkPool]) -> None:
-    if image and all(pool.type == _LOCAL for pool in pools.values()):
-        raise ConfigError(
-            f"--image {printable(image)}",
-            f"work pool {', '.join(pools)} is of type {_LOCAL}: its runs have Quiver where their "
-            "worker has it, and no image",
-            next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
-        )
-
-
 def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -> Recipe:
     """`recipe` with absolute paths that the workers of all these pools can see, as far as can be
     known."""
@@ -243,19 +238,14 @@ def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -
 def _mounts(pool: WorkPool) -> tuple[str, ...]:
     """Folders that every container of a pool sees under the host's own path: `volumes` as Docker
     pools name them."""
-    volumes = (
-        pool.base_job_template.get("variables", {})
-        .get("properties", {})
-        .get("volumes", {})
-        .get("default")
-        or []
-    )
-    halves = [str(volume).split(":") for volume in volumes]
-    return tuple(
-        half[0]
-        for half in halves
-        if len(half) > 1 and half[0] == half[1] and Path(half[0]).is_absolute()
-    )
+    halves = [str(volume).split(":") for volume in _default(pool, "volumes") or []]
+    return tuple(half[0] for half in halves if half[:1] == half[1:2] and half[0].startswith("/"))
+
+
+def _default(pool: WorkPool, variable: str) -> Any:
+    """What the pool's template says of a job variable; None where it says nothing."""
+    properties = pool.base_job_template.get("variables", {}).get("properties", {})
+    return properties.get(variable, {}).get("default")
 
 
 def _register(client: SyncPrefectClient, wanted: RunnerDeployment) -> bool:
@@ -279,3 +269,24 @@ def start_run(client: SyncPrefectClient, deployment: RunnerDeployment) -> str:
     """Start a run of a registered deployment; its id."""
     found = client.read_deployment_by_name(deployment.full_name)
     return str(client.create_flow_run_from_deployment(found.id).id)
+
+
+def outdated() -> list[dict[str, str | None]]:
+    """Deployments of ours whose entrypoint is one of before, so that no run of theirs can start:
+    name, entrypoint, pool, and what registers them again."""
+    check_api()
+    deployments: list[DeploymentResponse] = []
+    answer = []
+    with get_client(sync_client=True) as client:
+        while page := client.read_deployments(offset=len(deployments)):
+            deployments += page
+        for deployment in deployments:
+            entrypoint = deployment.entrypoint or ""
+            is_ours = entrypoint.startswith("quiver.")
+            if not _OF_BEFORE.match(entrypoint) and not (is_ours and locate(entrypoint) is None):
+                continue
+            name = f"{client.read_flow(deployment.flow_id).name}/{deployment.name}"
+            pool = deployment.work_pool_name
+            command = f"quiver deploy RECIPE --pool {pool}" if pool else "quiver serve RECIPE"
+            answer.append({"name": name, "entrypoint": entrypoint, "pool": pool, "next": command})
+    return answer

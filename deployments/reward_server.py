@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
-import json
 import logging
 import signal
 import socket
@@ -40,6 +39,7 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.responses import JSONResponse
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from quiver.stages.common.config import parse
@@ -65,21 +65,20 @@ class _StrictRequest(Request):
     """Its body is limited in size and time, and read as strict JSON."""
 
     async def body(self) -> bytes:
-        if not hasattr(self, "_body"):
-            found = bytearray()
-            try:
-                async with asyncio.timeout(_BODY_SECONDS):
-                    async for chunk in self.stream():
-                        found += chunk
-                        if len(found) > self.app.state.limits.bytes:
-                            raise HTTPException(
-                                413, f"the body has more than {self.app.state.limits.bytes} bytes"
-                            )
-            except TimeoutError:
-                raise HTTPException(
-                    408, f"the body did not arrive within {_BODY_SECONDS:g} s"
-                ) from None
-            self._body = bytes(found)
+        if hasattr(self, "_body"):
+            return self._body
+        most = self.app.state.limits.bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for chunk in self.stream():
+                    body += chunk
+                    if len(body) > most:
+                        raise HTTPException(413, f"the body has more than {most} bytes")
+        except TimeoutError:
+            problem = f"the body did not arrive within {_BODY_SECONDS:g} s"
+            raise HTTPException(408, problem) from None
+        self._body = bytes(body)
         return self._body
 
     async def json(self) -> Any:
@@ -104,7 +103,8 @@ class _Gate:
     host."""
 
     def __init__(self, app: Any, token: str) -> None:
-        self._app, self._token = app, f"Bearer {token}".encode() if token else b""
+        self._app = app
+        self._token = f"Bearer {token}".encode() if token else b""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -116,31 +116,25 @@ class _Gate:
             known = hmac.compare_digest(headers.get(b"authorization", b""), self._token)
             if known or scope["path"] == "/health":
                 return None
-            return _refuse(401, "SECURITY", "the bearer token is missing or wrong")
+            return self._closed(401, "the bearer token is missing or wrong")
         host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
         name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
-        return (
-            None
-            if is_loopback(name)
-            else _refuse(403, "SECURITY", "the request names another host than loopback")
-        )
+        if is_loopback(name):
+            return None
+        return self._closed(403, "the request names another host than loopback")
+
+    def _closed(self, status: int, problem: str) -> Response:
+        return _refuse(status, SecurityError("reward server", problem, next="see /openapi.json"))
 
 
-def _refuse(status: int, code: str, message: str, next: str = "see /openapi.json") -> Response:
-    error = {
-        "code": f"E-{code}",
-        "object": "reward server",
-        "message": printable(message),
-        "next": next,
-    }
+def _refuse(status: int, error: QuiverError) -> Response:
+    shown = {key: text for key, text in error.to_dict().items() if key != "state"}
     headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status)
-    return _json({"error": error}, status, headers)
+    return JSONResponse({"error": shown}, status, headers)
 
 
-def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(
-        json.dumps(data, allow_nan=False), status, headers, media_type="application/json"
-    )
+def _wrong(message: str) -> ConfigError:
+    return ConfigError("reward server", printable(message), next="see /openapi.json")
 
 
 class Error(BaseModel):
@@ -177,30 +171,30 @@ def make_app(
     refusals = {
         status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)
     }
-    told = {"responses": refusals, "dependencies": bearer}
+    described = {"responses": refusals, "dependencies": bearer}
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether the server is there."""
         return {"status": "ok", "format": quiver.FORMAT}
 
-    @app.post(quiver.PATH, response_model=quiver.Answer, **told)
+    @app.post(quiver.PATH, response_model=quiver.Answer, **described)
     async def score(request: quiver.Request) -> Response:
         """Score rows, told apart by their ids."""
         rows = request.as_rows()
-        return _json(quiver.answer(rows, await batcher.score(rows)))
+        return JSONResponse(quiver.answer(rows, await batcher.score(rows)))
 
-    @app.post(openrlhf.PATH, response_model=openrlhf.Answer, **told)
+    @app.post(openrlhf.PATH, response_model=openrlhf.Answer, **described)
     async def get_reward(request: openrlhf.Request) -> Response:
         """Score queries that begin with their prompts, as OpenRLHF asks."""
         rows = request.as_rows(label)
-        return _json(openrlhf.answer(rows, await batcher.score(rows)))
+        return JSONResponse(openrlhf.answer(rows, await batcher.score(rows)))
 
-    @app.post(slime.PATH, response_model=slime.Answer, **told)
+    @app.post(slime.PATH, response_model=slime.Answer, **described)
     async def score_one(request: slime.Request) -> Response:
         """Score one response, as slime asks."""
         rows = request.as_rows(label)
-        return _json(slime.answer(rows, await batcher.score(rows)))
+        return JSONResponse(slime.answer(rows, await batcher.score(rows)))
 
     return app
 
@@ -211,25 +205,20 @@ def _tell_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        return _refuse(422, "CONFIG", f"{place}: {first['msg']}")
+        place = ".".join(map(str, first["loc"]))
+        return _refuse(422, _wrong(f"{place}: {first['msg']}"))
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(_: Request, error: StarletteHTTPException) -> Response:
-        return _refuse(error.status_code, "CONFIG", str(error.detail))
+        return _refuse(error.status_code, _wrong(str(error.detail)))
+
+    @app.exception_handler(QuiverError)
+    async def failed(_: Request, error: QuiverError) -> Response:
+        return _refuse(_STATUS.get(error.code, 500), error)
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
-        known = error if isinstance(error, QuiverError) else unexpected("reward server", error)
-        status = _STATUS.get(known.code, 500)
-        headers = {"Retry-After": "1"} if status == 503 else None
-        return _json(
-            {"error": {key: text for key, text in known.to_dict().items() if key != "state"}},
-            status,
-            headers,
-        )
-
-    app.add_exception_handler(QuiverError, failed)
+    async def broken(_: Request, error: Exception) -> Response:
+        return _refuse(500, unexpected("reward server", error))
 
 
 # -- command line
@@ -288,32 +277,30 @@ def main(arguments: list[str] | None = None) -> int:
         "--label", default="answer", help="column that labels of openrlhf and slime become"
     )
     parser.add_argument("--rows", type=int, default=DEFAULT.rows, help="most rows scored together")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        config, token = load(given.recipe), secret(given.token, "reward server")
-        with listen(given.host, given.port, token) as listener, open_scorers(config) as scorers:
+        config = load(options.recipe)
+        token = secret(options.token, "reward server")
+        with listen(options.host, options.port, token) as listener, open_scorers(config) as scorers:
             app = make_app(
                 config,
                 scorers,
                 token=token,
-                label=given.label,
-                limits=DEFAULT._replace(rows=max(1, given.rows)),
+                label=options.label,
+                limits=DEFAULT._replace(rows=max(1, options.rows)),
             )
-            log.info("rewards are served on http://%s:%d", given.host, listener.getsockname()[1])
-            signal.signal(
-                signal.SIGTERM, lambda *_: sys.exit(143)
-            )  # the server ends by it in order, then raises it anew
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    app,
-                    log_level="warning",
-                    access_log=False,
-                    server_header=False,
-                    timeout_graceful_shutdown=5,
-                )
+            log.info("rewards are served on http://%s:%d", options.host, listener.getsockname()[1])
+            # the server ends by it in order, then raises it anew
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            settings = uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=5,
             )
-            server.run(sockets=[listener])
+            uvicorn.Server(settings).run(sockets=[listener])
     except QuiverError as error:
         print(error, file=sys.stderr)
         return error.exit_code

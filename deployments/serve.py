@@ -6,7 +6,7 @@ Runs are child processes; a run that is due while the last one still runs waits,
 this process ends, its schedule is paused and its runs are cancelled; the finished shards of an
 unfinished stage are kept, and serving again goes on from there.
 
-    serve(load("recipe.toml"), cron="0 2 * * *", timezone="Europe/Berlin")
+    serve(load("recipe.toml"), Where(cron="0 2 * * *", timezone="Europe/Berlin"))
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError, printable
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs
-from .deploy import Overlap, Where, described, flow_of, parameters, start_run
+from .deploy import Where, described, flow_of, parameters_of, start_run
 from .paths import resolve
 from .server import check_api, own_server
 
@@ -34,27 +34,21 @@ log = logging.getLogger("quiver")
 
 def serve(
     recipe: Recipe,
-    cron: str | None = None,
-    timezone: str = "UTC",
-    overlap: Overlap = "queue",
-    on: tuple[str, ...] = (),
-    now: bool = False,
+    where: Where,
     port: int | None = None,
     tell: Callable[[dict[str, Any]], None] = lambda served: None,
 ) -> None:
-    """Run `recipe` when it is due, until SIGINT or SIGTERM. `now`: once at the beginning, too.
-    `port`: of a server of its own; None: Prefect's setting PREFECT_SERVER_API_PORT, 4200. `tell` is
-    called once with what is served, and where."""
+    """Run `recipe` when `where` says (its pool is left out), until SIGINT or SIGTERM. `port`: of a
+    server of its own; None: Prefect's setting PREFECT_SERVER_API_PORT, 4200. `tell` is called once
+    with what is served, and where."""
     if port and PREFECT_API_URL.value():
         what = (
             f"no server is started: PREFECT_API_URL names one, {printable(PREFECT_API_URL.value())}"
         )
         raise ConfigError(f"--port {port}", what, next="leave --port out, or unset PREFECT_API_URL")
-    where = Where(pool="", cron=cron, timezone=timezone, overlap=overlap, on=on)
     resolved, _ = resolve(recipe, "a served run")
-    deployment = described(
-        flow_of(recipe), recipe.run, where, parameters=parameters(resolved), paused=False
-    )
+    parameters = parameters_of(resolved)
+    deployment = described(flow_of(recipe), recipe.run, where, parameters=parameters, paused=False)
     with ExitStack() as stack:
         if not PREFECT_API_URL.value():
             log.info(
@@ -67,15 +61,17 @@ def serve(
         runner.add_deployment(deployment)
         with get_client(sync_client=True) as client:
             install(client, silent_runs())
-            started = start_run(client, deployment) if now else None
+            started = start_run(client, deployment) if where.now else None
         log.info("serving %s; pages: %s", deployment.full_name, url.removesuffix("/api"))
-        log.info("schedule: %s", f"{cron} ({timezone})" if cron else "none; runs start by hand")
+        timezone = where.timezone or "UTC"
+        schedule = f"{where.cron} ({timezone})" if where.cron else "none; runs start by hand"
+        log.info("schedule: %s", schedule)
         log.info("by hand: PREFECT_API_URL=%s prefect deployment run %s", url, deployment.full_name)
         tell(
             {
                 "api": url,
                 "deployment": deployment.full_name,
-                "cron": cron,
+                "cron": where.cron,
                 "timezone": timezone,
                 "flow_run": started,
             }

@@ -6,17 +6,19 @@ behind. Here whatever ends the `with` block (an error, a cancel, Ctrl-C) stops t
 runner ends its child. When the flow is killed outright, the child sees its lifeline close, as every
 stage does.
 
-    with Ahead(lambda: sample(recipe, 2)) as sampling:
+    with run_ahead(lambda: sample(recipe, 2)) as ahead:
         optimize(recipe, 1)
-        sampled = sampling.result()
+        sampled = ahead.result()
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from quiver.stages.common.runtime.subprocesses import GRACE_SECONDS, Stopped
 
@@ -35,38 +37,25 @@ def is_stopped() -> bool:
     return stop is not None and stop.is_set()
 
 
-class Ahead(Generic[_T]):
+@contextmanager
+def run_ahead(work: Callable[[], _T]) -> Iterator[Future[_T]]:
     """`work()` in a thread of its own, in a copy of the caller's context. Its error is raised by
-    `result`, in the caller."""
+    the future's `result`, in the caller."""
+    stop = threading.Event()
+    future: Future[_T] = Future()
 
-    def __init__(self, work: Callable[[], _T]) -> None:
-        self._work = work
-        self._error: BaseException | None = None
-        self._stop = threading.Event()
-        context = copy_context()
-        context.run(_STOP.set, self._stop)
-        self._thread = threading.Thread(
-            target=context.run, args=(self._run,), daemon=True, name="ahead"
-        )
-
-    def __enter__(self) -> Ahead[_T]:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        # a child that ignores SIGTERM is killed after the grace
-        self._thread.join(GRACE_SECONDS + 3)
-
-    def result(self) -> _T:
-        """Wait for the work; what it returned, or raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._answer
-
-    def _run(self) -> None:
+    def run() -> None:
+        _STOP.set(stop)
         try:
-            self._answer = self._work()
+            future.set_result(work())
         except (Exception, Stopped) as error:  # raised where the result is asked for
-            self._error = error
+            future.set_exception(error)
+
+    thread = threading.Thread(target=copy_context().run, args=(run,), daemon=True, name="ahead")
+    thread.start()
+    try:
+        yield future
+    finally:
+        stop.set()
+        # a child that ignores SIGTERM is killed after the grace
+        thread.join(GRACE_SECONDS + 3)

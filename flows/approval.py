@@ -23,7 +23,6 @@ from prefect.exceptions import NotPausedError
 from prefect.flow_runs import pause_flow_run, resume_flow_run
 from prefect.input import RunInput
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError
@@ -73,18 +72,6 @@ class Candidate(NamedTuple):
     rewards: str
     evaluation: str
     judgement: Judgement
-
-
-def require_server() -> None:
-    """ConfigError where nobody could answer."""
-    if not PREFECT_API_URL.value():
-        raise ConfigError(
-            "promotion.approval",
-            "an answer needs a Prefect server that stays; without PREFECT_API_URL the run has one "
-            "of its own, which ends with it",
-            next="prefect server start, then PREFECT_API_URL=http://127.0.0.1:4200/api and the "
-            "same command again",
-        )
 
 
 def ask(question: str, seconds: float) -> Answer:

@@ -16,15 +16,16 @@ import traceback
 import typer
 from typer.main import get_command
 
+from quiver import flows
 from quiver.schemas.errors import ConfigError, QuiverError, unexpected
 
 from .commands import listing, placing, running, versions
 from .commands.next_step import complete, options_in
-from .commands.shared import CALLED, keep_stdout, say
+from .commands.shared import CALLED, keep_stdout, say, with_options
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
-    running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy,
+    running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy, placing.doctor,
     versions.ls, versions.show, versions.lineage, versions.diff, versions.verify,
     versions.tag, versions.history, versions.report,
     listing.algorithms, listing.rewards, listing.engines,
@@ -35,7 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _command in COMMANDS:
-    app.command()(_command)
+    app.command()(with_options(_command))
 
 
 def _run() -> int:
@@ -62,8 +63,7 @@ def _run() -> int:
         traceback.print_exc()
         error = unexpected("quiver", other_error)
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
-    if "--json" in sys.argv:
-        say(True, {"error": error.to_dict()}, [])
+    say({"error": error.to_dict()}, [])
     print(error, file=sys.stderr)
     return error.exit_code
 
@@ -81,6 +81,7 @@ def main() -> None:
     logging.getLogger("quiver.stages").setLevel(logging.WARNING)  # a stage's process logs for it
     # runs of `serve` are read on Prefect's pages, so they log there as they do under a worker
     served = sys.argv[1:2] == ["serve"]
+    flows.has_forms = served or sys.argv[1:2] == ["deploy"]
     if not served:
         os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     if not (debug or served):

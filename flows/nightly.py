@@ -14,6 +14,7 @@ moves by compare-and-swap from the policy that was compared with.
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,13 +29,13 @@ from quiver.stages.common.runtime.prewarm import end_prewarmed
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry, previous
 
-from .approval import Candidate, require_server, reviewed
+from .approval import Candidate, reviewed
 from .evaluation import measure, require_held_out
 from .pages import link_report
 from .pages.events import announce_move, payload_of
-from .placement import check_placement
+from .placement import check_placement, require_server
 from .post_train import Iteration, choose_reference, sample, update
-from .promotion import Promotion, decide, entry_of, judge, roll_back
+from .promotion import decide, entry_of, judge
 from .recipe import Data, Recipe
 from .tasks import perform, tagged
 
@@ -48,22 +49,14 @@ class Night:
     """What one night is made of."""
 
     name: str
+    key: str
+    """What its decision is called in the tag's journal."""
     recipe: Recipe
     """with the night's name filled in; `iterations` is the number of its last one, counted over all
     nights"""
     store: Store
     first: int
     """number of its first iteration"""
-
-    @property
-    def promotion(self) -> Promotion:
-        """The recipe's section."""
-        return self.recipe.promotion
-
-    @property
-    def key(self) -> str:
-        """What its decision is called in the tag's journal."""
-        return f"night {self.name}"
 
 
 def _run_name() -> str:
@@ -73,7 +66,7 @@ def _run_name() -> str:
 
 def _name(night: str | None) -> str:
     """The night's name: as given, or the date in UTC for which the run was scheduled."""
-    return check_name(night or f"{flow_run.scheduled_start_time:%Y-%m-%d}", "night")
+    return night or f"{flow_run.scheduled_start_time:%Y-%m-%d}"
 
 
 @flow(name="nightly", flow_run_name=_run_name, persist_result=False)
@@ -93,7 +86,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
     iterations: list[Iteration] = []
     try:
         with tagged(recipe):
-            entry = entry_of(tonight.store, recipe.run, tonight.promotion, tonight.key)
+            entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
             if entry is None:
                 tonight = replace(tonight, recipe=tonight.recipe.resolved())
                 base = perform(
@@ -126,35 +119,29 @@ def begin(recipe: Recipe, name: str) -> Night:
     require_held_out(recipe)
     check_placement(recipe)
     if recipe.promotion.approval:
-        require_server()
+        require_server("promotion.approval")
     # a user's own algorithm is told what is wrong with it before anything is made
     recipe.optimize_config().resolved()
     store = Store(recipe.store)
     entries = store.history(recipe.run, recipe.promotion.tag)
     first = 1 + max((entry.about.get("iteration", 0) for entry in entries), default=0)
-    section = recipe.data.model_dump(mode="json", exclude_unset=True)
+    # the night's name in every text of [data]; it is letters, digits, dots and dashes
+    section = recipe.data.model_dump_json(exclude_unset=True).replace(
+        NIGHT, check_name(name, "night")
+    )
     update = {
-        "data": parse(Data, _with_name(section, name), "data"),
+        "data": parse(Data, json.loads(section), "data"),
         "iterations": first + recipe.iterations - 1,
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
     }
-    return Night(name, recipe.model_copy(update=update), store, first)
-
-
-def _with_name(section: Any, night: str) -> Any:
-    """What [data] says, with the night's name in every text of it."""
-    if isinstance(section, dict):
-        return {key: _with_name(entry, night) for key, entry in section.items()}
-    if isinstance(section, list):
-        return [_with_name(entry, night) for entry in section]
-    return section.replace(NIGHT, night) if isinstance(section, str) else section
+    return Night(name, f"night {name}", recipe.model_copy(update=update), store, first)
 
 
 def _policy_in_use(night: Night, base: str) -> str:
     """The policy that bears the tag; the first night gives it to `base`. With `rollback` the one
     before, where that is better."""
     store = night.store
-    promotion = night.promotion
+    promotion = night.recipe.promotion
     run = night.recipe.run
     tag = f"{run}/policy@{promotion.tag}"
     if store.tagged(run, promotion.tag) is None:
@@ -177,7 +164,8 @@ def _policy_in_use(night: Night, base: str) -> str:
         "evaluation": earlier_score.ref,
         **judgement.numbers,
     }
-    entry = roll_back(store, run, promotion, key, f"{earlier} is better: {judgement.why}", about)
+    why = f"{earlier} is better: {judgement.why}"
+    entry = decide(store, run, promotion, key, in_use, earlier, why, about)
     log.warning(
         "%-22s rolled back to %s: %s",
         f"nightly {night.name}",
@@ -210,8 +198,8 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     """Measure what the last iteration made, ask where somebody is to be asked, and move the tag or
     leave it."""
     store = night.store
-    promotion = night.promotion
     recipe = night.recipe
+    promotion = recipe.promotion
 
     def weigh(policy: str, rewards: str) -> Candidate:
         evaluation = measure(recipe, policy, recipe.iterations, baseline=baseline)

@@ -24,14 +24,12 @@ from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.prewarm import prewarm
 from quiver.stages.common.runtime.runner import Call, Outcome, run_call
-from quiver.stages.common.runtime.stage import Refs
+from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 
 from .recipe import Recipe
 from .slots import slots
 
-SHARED = ("generate", "reward", "logprobs")
-"""Stages that any number of workers do together, shard by shard."""
 log = logging.getLogger("quiver")
 
 
@@ -82,7 +80,7 @@ class StageCall(Config):
         """The same for the workers of a pool: the store by its absolute path and its id; shared
         where the stage can be, unless it is forced."""
         store = Store(self.store)
-        share = self.stage in SHARED and not self.force
+        share = getattr(load(self.stage), "SHARED", False) and not self.force
         seen = {"store": str(store.path), "store_id": _store_id(store)}
         return self.model_copy(update={**seen, "share": share})
 
@@ -160,13 +158,14 @@ def check_placement(recipe: Recipe) -> None:
 
 
 def require_server(name: str) -> None:
-    """ConfigError unless a Prefect server is named: the one that comes with a run has no pools."""
+    """ConfigError unless a Prefect server is named: the one that comes with a run has no pools, and
+    ends with it. `name`: what of the recipe needs one."""
     from prefect.settings import PREFECT_API_URL
 
     if not PREFECT_API_URL.value():
         raise ConfigError(
             name,
-            "a work pool needs a Prefect server, and PREFECT_API_URL names none",
+            "it needs a Prefect server that stays, and PREFECT_API_URL names none",
             next="prefect server start, then export PREFECT_API_URL=http://127.0.0.1:4200/api and "
             "run again",
         )

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from uuid import UUID, uuid4
 
 import httpx
@@ -88,42 +89,40 @@ def run_in_pool(
     return Outcome(ref, False, manifest.rows, seconds, manifest.metrics)
 
 
+@dataclass
 class _PoolRuns:
     """The flow runs of one call in a pool."""
 
-    def __init__(
-        self, client: SyncPrefectClient, call: StageCall, pool: str, wait_seconds: float
-    ) -> None:
-        self._client = client
-        self._call = call
-        self._pool = pool
-        self._wait_seconds = wait_seconds
-        self._runs: list[FlowRun] = []
-        self._failures: dict[UUID, QuiverError] = {}
-        self._pending_since: dict[UUID, float] = {}
-        """Since when a worker has a run that it has not begun."""
+    client: SyncPrefectClient
+    call: StageCall
+    pool: str
+    wait_seconds: float
+    runs: list[FlowRun] = field(default_factory=list)
+    failures: dict[UUID, QuiverError] = field(default_factory=dict)
+    pending_since: dict[UUID, float] = field(default_factory=dict)
+    """Since when a worker has a run that it has not begun."""
 
     def start(self, fan_out: int | None, tags: tuple[str, ...]) -> None:
         """Start the runs: `fan_out`, or as many as there are workers online; one where the stage is
         not shared. ConfigError where the pool or its deployment is missing."""
-        label = self._call.label
+        label = self.call.label
         online = self._online_workers()
-        count = (fan_out or max(1, len(online))) if self._call.share else 1
+        count = (fan_out or max(1, len(online))) if self.call.share else 1
         if not online:
             log.warning(
                 "%s: pool %s has no worker online; start one: prefect worker start --pool %s",
                 label,
-                self._pool,
-                self._pool,
+                self.pool,
+                self.pool,
             )
-        log.info("%s: %d run%s in pool %s", label, count, "s" if count > 1 else "", self._pool)
+        log.info("%s: %d run%s in pool %s", label, count, "s" if count > 1 else "", self.pool)
         for number in range(1, count + 1):
             numbered = label if count == 1 else f"{label} ({number} of {count})"
-            parameters = self._call.model_copy(update={"label": numbered}).model_dump(mode="json")
+            parameters = self.call.model_copy(update={"label": numbered}).model_dump(mode="json")
             try:
                 with _starting:
                     run = run_deployment(
-                        f"stage/{self._pool}",
+                        f"stage/{self.pool}",
                         parameters={"call": parameters},
                         flow_run_name=numbered,
                         tags=list(tags),
@@ -132,11 +131,11 @@ class _PoolRuns:
                     )
             except ObjectNotFound:
                 raise ConfigError(
-                    f"placement.{self._call.stage} {self._pool}",
-                    f"the server has no deployment stage/{self._pool}",
-                    next=f"quiver deploy RECIPE --pool {self._pool}",
+                    f"placement.{self.call.stage} {self.pool}",
+                    f"the server has no deployment stage/{self.pool}",
+                    next=f"quiver deploy RECIPE --pool {self.pool}",
                 ) from None
-            self._runs.append(run)
+            self.runs.append(run)
 
     def wait(self, stopped: Callable[[], bool]) -> str:
         """The reference that one of the runs answers. Raises the error of the last one that failed;
@@ -149,46 +148,45 @@ class _PoolRuns:
             if ref is not None:
                 return ref
             now = time.monotonic()
-            if any(run.state.is_running() for run in self._runs):
+            if any(run.state.is_running() for run in self.runs):
                 running_since = running_since or now
             elif running_since is not None:
                 waiting_since = now
                 running_since = None
-            if len(self._failures) == len(self._runs):
+            if len(self.failures) == len(self.runs):
                 # a crash says least
                 raise max(
-                    self._failures.values(),
+                    self.failures.values(),
                     key=lambda error: not isinstance(error, ResourceError),
                 )
-            if running_since is None and now > waiting_since + self._wait_seconds:
+            if running_since is None and now > waiting_since + self.wait_seconds:
                 self._require_workers()
                 waiting_since = now
-            limit = self._call.timeout_seconds
+            limit = self.call.timeout_seconds
             if running_since and limit and now > running_since + limit + _OVERTIME_SECONDS:
                 raise ResourceError(
-                    f"stage {self._call.stage}",
+                    f"stage {self.call.stage}",
                     f"nothing heard of its end {_OVERTIME_SECONDS} s after its limit of {limit:g} "
                     "s",
                     state=_STATE,
                     next="look after the pool's workers, then run again",
                 )
             if stopped():
-                raise Stopped(self._call.label)
+                raise Stopped(self.call.label)
             time.sleep(POLL_SECONDS)
 
     def _refresh(self) -> None:
         """Read the runs as the server has them now. A server that is gone is waited for; a run that
         it lost has crashed."""
         since = time.monotonic()
-        ids = FlowRunFilterId(any_=[run.id for run in self._runs])
+        runs = FlowRunFilter(id=FlowRunFilterId(any_=[run.id for run in self.runs]))
         while True:
             try:
-                answer = self._client.read_flow_runs(flow_run_filter=FlowRunFilter(id=ids))
+                answer = self.client.read_flow_runs(flow_run_filter=runs)
                 break
             except (httpx.TransportError, PrefectHTTPStatusError) as error:
-                is_refusal = (
-                    isinstance(error, PrefectHTTPStatusError) and error.response.status_code < 500
-                )
+                response = getattr(error, "response", None)
+                is_refusal = response is not None and response.status_code < 500
                 if is_refusal or time.monotonic() > since + _SERVER_GONE_SECONDS:
                     raise
                 log.warning(
@@ -197,16 +195,16 @@ class _PoolRuns:
                 time.sleep(5)
         known = {run.id: run for run in answer}
         lost = State(type=StateType.CRASHED, message="the server does not know it")
-        self._runs = [
-            known.get(run.id) or run.model_copy(update={"state": lost}) for run in self._runs
+        self.runs = [
+            known.get(run.id) or run.model_copy(update={"state": lost}) for run in self.runs
         ]
 
     def _finished_ref(self) -> str | None:
         """The reference that a finished run answered; of those that failed their errors are
         noted."""
-        stage = f"stage {self._call.stage}"
-        for run in self._runs:
-            if run.id not in self._failures and run.state.is_final():
+        stage = f"stage {self.call.stage}"
+        for run in self.runs:
+            if run.id not in self.failures and run.state.is_final():
                 answer = answer_in(run.state.message) or {}
                 if run.state.is_completed() and "ref" in answer:
                     return answer["ref"]
@@ -227,17 +225,17 @@ class _PoolRuns:
                         state=_STATE,
                         next=f"prefect flow-run logs {run.id}",
                     )
-                self._failures[run.id] = error
+                self.failures[run.id] = error
                 log.warning("%s: %s", run.name, error.message)
             elif not run.state.is_pending():
-                self._pending_since.pop(run.id, None)
-            elif run.id not in self._failures:
+                self.pending_since.pop(run.id, None)
+            elif run.id not in self.failures:
                 now = time.monotonic()
-                if now > self._pending_since.setdefault(run.id, now) + self._wait_seconds:
-                    self._failures[run.id] = ResourceError(
+                if now > self.pending_since.setdefault(run.id, now) + self.wait_seconds:
+                    self.failures[run.id] = ResourceError(
                         stage,
                         f"a worker took {run.name!r} up and did not begin it within "
-                        f"{self._wait_seconds:g} s",
+                        f"{self.wait_seconds:g} s",
                         state=_STATE,
                         next=f"prefect flow-run logs {run.id}",
                     )
@@ -247,23 +245,23 @@ class _PoolRuns:
         """GivenUp when no worker of the pool is online, or the pool is paused; else a line that
         says what is waited for."""
         online = self._online_workers()
-        if self._client.read_work_pool(self._pool).is_paused:
+        if self.client.read_work_pool(self.pool).is_paused:
             reason = "it is paused"
-            command = f"prefect work-pool resume {self._pool}"
+            command = f"prefect work-pool resume {self.pool}"
         elif not online:
             reason = "none is online"
-            command = f"prefect worker start --pool {self._pool}"
+            command = f"prefect worker start --pool {self.pool}"
         else:
             log.warning(
                 "%s waits for a free worker of pool %s: %s",
-                self._call.label,
-                self._pool,
+                self.call.label,
+                self.pool,
                 ", ".join(online),
             )
             return
         raise GivenUp(
-            f"pool {self._pool}",
-            f"no worker took up {self._call.label!r} within {self._wait_seconds:g} s "
+            f"pool {self.pool}",
+            f"no worker took up {self.call.label!r} within {self.wait_seconds:g} s "
             f"(placement.wait_seconds): {reason}",
             state=_STATE,
             next=command,
@@ -271,23 +269,23 @@ class _PoolRuns:
 
     def _online_workers(self) -> list[str]:
         try:
-            workers = self._client.read_workers_for_work_pool(self._pool)
+            workers = self.client.read_workers_for_work_pool(self.pool)
         except (ObjectNotFound, PrefectHTTPStatusError) as error:
             if isinstance(error, PrefectHTTPStatusError) and error.response.status_code != 404:
                 raise
             raise ConfigError(
-                f"pool {self._pool}",
+                f"pool {self.pool}",
                 "the server has no such work pool",
-                next=f"quiver deploy RECIPE --pool {self._pool}",
+                next=f"quiver deploy RECIPE --pool {self.pool}",
             ) from None
         return [worker.name for worker in workers if worker.status.value == "ONLINE"]
 
     def cancel(self) -> None:
         """Cancel what is not finished: a worker ends its process, and the stage below it; what
         waits is not begun."""
-        for run in self._runs:
+        for run in self.runs:
             if run.state is None or not run.state.is_final():
                 try:
-                    self._client.set_flow_run_state(run.id, State(type=StateType.CANCELLING))
+                    self.client.set_flow_run_state(run.id, State(type=StateType.CANCELLING))
                 except Exception as error:  # must not hide what ended the stage
                     log.warning("%s could not be cancelled: %s", run.name, printable(error))

@@ -11,15 +11,16 @@ policy@k-1, which it improves:
     sample 1 (policy@0) · optimize 1 (policy@0 → 1) · sample 2 (policy@1) · optimize 2 (1 → 2) · …
 
 With `overlap = 1` the rollouts of iteration k+1 are sampled and scored while iteration k optimizes,
-by the policy that it starts from; so those of iteration 1 are on-policy, and those of every later
+by the policy that k starts from; so those of iteration 1 are on-policy, and those of every later
 one are by policy@k-2, one step old:
 
     sample 1 (policy@0) · optimize 1 (policy@0 → 1) · optimize 2 (1 → 2)  · optimize 3 (2 → 3) · …
                         · sample 2 (policy@0)       · sample 3 (policy@1) · …
 
 The losses correct it, since each row carries the logprob that it was sampled with. Seeds follow
-from the iteration, and versions of a kind are made one after another; so numbers, references and
-lineage are the same however often the flow was interrupted.
+from the iteration, so contents and lineage are the same however often the flow was interrupted.
+Numbers are too, since versions of a kind are made one after another; but for logprobs with overlap,
+where those of two iterations may be made at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.runtime.stage import Refs
 from quiver.stages.logprobs.average import Config as AverageConfig
 
-from .ahead import Ahead
+from .ahead import run_ahead
 from .evaluation import measure, numbers
 from .pages import link_report
 from .pages.iterations import Curve
@@ -117,7 +118,9 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     Args:
         recipe: The whole recipe, as a TOML file has it.
         first_forced: A stage (prompt, generate, reward, logprobs, optimize or evaluate): it and
-            those after it are done anew, even where a finished version exists.
+            those after it are done anew, even where a finished version exists. Evaluation is always
+            among them: its rollouts, rewards and scores are made anew, its prompts are not. What is
+            done anew is not tried again where it fails.
 
     Returns:
         What `quiver run --json` prints: the run, and for each iteration its references, mean
@@ -158,8 +161,8 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
         reference = choose_reference(recipe, policies, number, reference)
         overlap = nullcontext()
         if recipe.overlap and not is_last:
-            overlap = Ahead(partial(sample, recipe, policy, number + 1, forced))
-        with overlap as sampling:
+            overlap = run_ahead(partial(sample, recipe, policy, number + 1, forced))
+        with overlap as ahead:
             iteration = update(recipe, policy, reference, sampled, forced, newest_first)
             if recipe.is_measured(number):
                 evaluation = measure(recipe, iteration.policy, number, forced)
@@ -172,8 +175,8 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
             iterations.append(iteration)
             printed.append(iteration.to_json())
             curve.show(printed, baseline, last=is_last)
-            if sampling is not None:
-                sampled = sampling.result()
+            if ahead is not None:
+                sampled = ahead.result()
             elif not is_last:
                 sampled = sample(recipe, iteration.policy, number + 1, forced)
     link_report(recipe)
@@ -272,7 +275,7 @@ def update(
         sampled.iteration,
         forced,
         recipe.optimize_config(),
-        next_configs=next_configs(recipe, sampled.iteration),
+        next_configs=configs_after(recipe, sampled.iteration),
         policy=policy,
         **TrainingInputs.refs(inputs),
     )
@@ -284,7 +287,7 @@ def update(
     )
 
 
-def next_configs(recipe: Recipe, iteration: int) -> dict[str, Config]:
+def configs_after(recipe: Recipe, iteration: int) -> dict[str, Config]:
     """The config of the stage that comes after iteration `iteration` has optimized; none where
     sampling goes on beside it, or nothing comes."""
     is_last = iteration == recipe.iterations

@@ -21,9 +21,10 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import FlowRunContext, TaskRunContext
 
 from quiver.stages.common.runtime.runner import Call
+from quiver.stages.report.templates import quoted
 
 from .pages.failures import attempt
-from .pages.text import key, quoted
+from .pages.text import key
 
 SECONDS_BETWEEN = 5.0
 _GRACE_SECONDS = 2.0
@@ -70,8 +71,8 @@ class Bar:
         self._steps = call.config.get("epochs", 1) * call.config.get("minibatches", 1)
         self._first_step: int | None = None
         self.percent = 0.0
-        self.line = ""
-        self._posted: tuple[float, str] | None = None
+        self._line = ""
+        self._posted = (self.percent, self._line)
         self._id: UUID | None = None
 
     def hear(self, line: str) -> None:
@@ -90,7 +91,7 @@ class Bar:
         else:
             return
         self.percent = min(100.0, 100.0 * done / max(total, 1))
-        self.line = line
+        self._line = line
 
     def finish(self) -> None:
         """The stage came to its end: said where it was shown at all."""
@@ -100,12 +101,12 @@ class Bar:
 
     def post(self) -> None:
         """Make or renew the artifact where there is news. Never raises."""
-        news = (self.percent, self.line)
-        if not self.line or news == self._posted:
+        news = (self.percent, self._line)
+        if news == self._posted:
             return
         with attempt(f"the progress of {self._name}"):
             percent = round(self.percent, 1)
-            text = quoted(self.line)
+            text = quoted(self._line)
             if self._id is None:
                 self._id = create_progress_artifact(percent, key=self._name, description=text)
             else:

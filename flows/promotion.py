@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, field_validator
 
-from quiver.schemas.errors import ConflictError, LineageError
+from quiver.schemas.errors import ConflictError
 from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store, tags
 from quiver.stages.evaluate.estimators import Estimate, lower_bound
@@ -110,18 +110,3 @@ def decide(
             next="start the same night again: it starts from the policy that is in use now",
         ) from None
     return entry_of(store, run, promotion, key)
-
-
-def roll_back(
-    store: Store, run: str, promotion: Promotion, key: str, why: str, about: dict[str, Any]
-) -> tags.Entry:
-    """Give the tag back to the version that bore it before. LineageError where there is none."""
-    entries = store.history(run, promotion.tag)
-    target = tags.previous(entries)
-    if target is None:
-        raise LineageError(
-            f"tag {run}/{promotion.tag}",
-            "nothing bore it before",
-            next=f"quiver history {run}/policy@{promotion.tag}",
-        )
-    return decide(store, run, promotion, key, entries[-1].ref, target, why, about)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
+from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import NAME
 from quiver.stages.common.config import Config, Runtime, parse
@@ -89,6 +90,14 @@ class Logprobs(PassConfig):
     prox: bool = False
     """Score under the sampling policy with the trainer's numerics, and take that as the ratio's
     denominator."""
+
+
+class Prompt(TemplateConfig):
+    """How rows become token ids, and how long a prompt may be."""
+
+    reserve_tokens: int | None = Field(None, ge=0)
+    """Tokens of the model's context that are kept for the completion. None:
+    `generate.sampling.max_tokens`."""
 
 
 class Generate(GenerateConfig):
@@ -198,7 +207,7 @@ class Recipe(Config):
     """The base model: `policy@0`."""
     data: Data
     """Source of the prompts."""
-    prompt: TemplateConfig = TemplateConfig()
+    prompt: Prompt = Prompt()
     """How rows become token ids."""
     generate: Generate = Generate()
     """Engine and sampling."""
@@ -216,6 +225,12 @@ class Recipe(Config):
     """When a nightly run's policy becomes the one in use."""
     placement: Placement = Placement()
     """Work pools, interpreters, time limits, retries and slots."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        if not flows.has_forms:
+            return {"type": "object"}
+        return super().__get_pydantic_json_schema__(core_schema, handler)
 
     @model_validator(mode="after")
     def _can_train(self) -> Recipe:
@@ -323,8 +338,8 @@ class Recipe(Config):
         return PromptConfig(**source.model_dump(exclude={"held_out"}), **fields)
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
-        """The generate stage's config; for evaluation the seeds are the same each time, so that
-        scores are paired."""
+        """The generate stage's config in this iteration, counted from 1, or for evaluation: the
+        seeds are then those of iteration 0 each time, so that scores are paired."""
         section = _changed_fields(self.generate)
         if evaluation:
             section = _merge(section, self.evaluate.generate)
@@ -355,7 +370,7 @@ class Recipe(Config):
 
 def _changed_fields(section: Config) -> dict[str, Any]:
     """The fields of a section that differ from their defaults. (Prefect's form sends every default
-    as if it had been typed in.)"""
+    as if it had been typed in; so a field that stands for another's value has the default None.)"""
     dumped = section.model_dump()
     changed = {}
     for name, field in type(section).model_fields.items():

@@ -10,7 +10,7 @@ server that the environment names is told of each version (`by_hand`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from quiver.schemas.errors import ConfigError, LineageError
@@ -18,7 +18,6 @@ from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.store import Store
-from quiver.stages.reward.override import load as load_override
 
 from .by_hand import tell_version
 from .dispatch import run_at
@@ -32,6 +31,7 @@ ROLES = {
     "logprobs": ("rollouts", "policy"),
     "optimize": ("policy", "rollouts", "rewards"),
     "evaluate": ("policy",),
+    "override": ("rollouts", "rewards"),
 }
 """The references that each stage can be given."""
 _SEARCH_ORDER = ("rollouts", "rewards", "prompts", "policy")
@@ -74,20 +74,21 @@ def rerun(
     iteration: int = 1,
     force: bool = False,
     perform: Callable[..., Outcome] = perform_by_hand,
+    overrides: Config | None = None,
 ) -> Outcome:
     """Run `stage` with the given references; one that is not given is found (see `find_refs`).
     LineageError where there is none.
 
     Only optimize takes several rollouts and rewards, as lists. `perform` runs a stage, as
-    `tasks.perform` does.
+    `tasks.perform` does. `overrides`: which rewards the stage `override` replaces.
     """
-    roles = ROLES[stage]
     run = partial(perform, recipe, iteration=iteration)
-    check_placement(recipe)
+    if stage != "override":  # which runs here, wherever the others do
+        check_placement(recipe)
     store = Store(recipe.store)
-    refs = _resolve(recipe, store, stage, roles, references, f"quiver {stage}")
+    refs = _resolve(recipe, store, stage, references)
     for role in _SEARCH_ORDER:
-        if role in roles and role not in refs:
+        if role in ROLES[stage] and role not in refs:
             refs[role] = find_refs(recipe, store, stage, role, refs, run)
     if stage == "evaluate":
         from .evaluation import measure, require_held_out
@@ -97,12 +98,16 @@ def rerun(
         return measure(recipe, refs["policy"][0], iteration, forced, perform=perform)
     if stage == "optimize":
         refs |= _score_again(recipe, store, refs, run)
-    if stage in ("prompt", "generate"):
-        config = getattr(recipe, f"{stage}_config")(iteration)
+        config = recipe.optimize_config()
+    elif stage == "override":
+        del refs["rollouts"]
+        config = overrides
     elif stage == "logprobs":
         config = recipe.logprobs_config("ref")
+    elif stage == "reward":
+        config = recipe.reward
     else:
-        config = recipe.optimize_config() if stage == "optimize" else recipe.reward
+        config = getattr(recipe, f"{stage}_config")(iteration)
     plain = {role: listed[0] if len(listed) == 1 else listed for role, listed in refs.items()}
     outcome = run(stage, config, plain, force=force)
     if outcome.ref == plain.get("retry"):
@@ -110,48 +115,22 @@ def rerun(
     return outcome
 
 
-def override(recipe: Recipe, path: str, references: References, force: bool = False) -> Outcome:
-    """Replace single rewards as the JSON file `path` says (`quiver.stages.reward.override`): in the
-    given rewards, or else in those that this recipe's [reward] gave the given or latest
-    rollouts."""
-    roles = ("rollouts", "rewards")
-    run = partial(perform_by_hand, recipe)
-    store = Store(recipe.store)
-    refs = _resolve(recipe, store, "reward", roles, references, "quiver reward --override")
-    config = load_override(path)
-    if "rewards" not in refs:
-        for role in roles:
-            if role not in refs:
-                refs[role] = find_refs(recipe, store, "reward", role, refs, run)
-    return run("override", config, {"rewards": refs["rewards"][0]}, force=force)
-
-
-def _resolve(
-    recipe: Recipe,
-    store: Store,
-    stage: str,
-    roles: Collection[str],
-    references: References,
-    command: str,
-) -> RefLists:
+def _resolve(recipe: Recipe, store: Store, stage: str, references: References) -> RefLists:
     """The references that the caller names, as versions that are there. ConfigError for a role that
-    the command does not take, for a version of another kind, and for several where it takes
-    one."""
-    named = {role: ref for role, ref in references.items() if ref}
-    foreign = sorted(set(named) - set(roles))
-    if foreign:
-        raise ConfigError(
-            f"--{foreign[0]}",
-            f"{command} takes {' and '.join(f'--{role}' for role in roles)}",
-            next=f"leave --{foreign[0]} out",
-        )
+    the stage does not take, for a version of another kind, and for several where it takes one."""
+    command = "quiver reward --override" if stage == "override" else f"quiver {stage}"
     refs: RefLists = {}
-    for role in roles:
-        if role not in named:
+    for role, named in sorted(references.items()):
+        if not named:
             continue
-        listed = named[role] if isinstance(named[role], list) else [named[role]]
+        if role not in ROLES[stage]:
+            raise ConfigError(
+                f"--{role}",
+                f"{command} takes {' and '.join(f'--{role}' for role in ROLES[stage])}",
+                next=f"leave --{role} out",
+            )
+        parsed = [parse(ref, recipe.run) for ref in ([named] if isinstance(named, str) else named)]
         kind = "rewards" if role == "retry" else role
-        parsed = [parse(ref, recipe.run) for ref in listed]
         for ref in parsed:
             if ref.kind != kind:
                 raise ConfigError(
@@ -163,7 +142,7 @@ def _resolve(
         if len(parsed) > 1 and stage != "optimize":
             raise ConfigError(
                 f"--{role}",
-                f"quiver {stage} takes one, got {len(parsed)}",
+                f"{command} takes one, got {len(parsed)}",
                 next="name them one after another",
             )
     return refs
@@ -185,7 +164,18 @@ def find_refs(
     score under is the first of its line. A policy that is not there yet is imported.
     """
     if role == "rewards":
-        return [_rewards_of(recipe, ref) for ref in refs["rollouts"]]
+        listed = []
+        for rollouts in refs["rollouts"]:
+            call = stage_call(recipe, "reward", recipe.reward, {"rollouts": rollouts})
+            outcome = find(call.runner_call)
+            if outcome is None:
+                raise LineageError(
+                    rollouts,
+                    "this recipe's [reward] has not scored these rollouts",
+                    next=f"quiver reward RECIPE --rollouts {rollouts}",
+                )
+            listed.append(outcome.ref)
+        return listed
     scored = refs.get("rewards") or refs.get("retry")
     if role == "rollouts" and scored:
         return [store.open(ref).manifest.input("rollouts").ref for ref in scored]
@@ -203,24 +193,12 @@ def find_refs(
     )
 
 
-def _rewards_of(recipe: Recipe, rollouts: str) -> str:
-    call = stage_call(recipe, "reward", recipe.reward, {"rollouts": rollouts})
-    outcome = find(call.runner_call)
-    if outcome is None:
-        raise LineageError(
-            rollouts,
-            "this recipe's [reward] has not scored these rollouts",
-            next=f"quiver reward RECIPE --rollouts {rollouts}",
-        )
-    return outcome.ref
-
-
 def _score_again(
     recipe: Recipe, store: Store, refs: RefLists, run: Callable[..., Outcome]
 ) -> RefLists:
     """The logprobs that the recipe's [optimize] asks for beside rollouts and rewards; made now
     where they are not there yet."""
-    scorers: dict[str, Callable[[str], str]] = {}
+    policies: RefLists = {}
     if recipe.optimize.kl_coef > 0:
         if recipe.reference.rule != "fixed":
             raise ConfigError(
@@ -228,18 +206,18 @@ def _score_again(
                 "which policy is the reference of saved rollouts can not be told",
                 next='set reference.rule = "fixed", which is the first policy of the line',
             )
-        reference = first_of_line(store, refs["policy"][0])
-        scorers["ref"] = lambda rollouts: reference
+        policies["ref"] = [first_of_line(store, refs["policy"][0])] * len(refs["rollouts"])
     if recipe.logprobs.prox:
-        scorers["prox"] = lambda rollouts: sampling_policy(store, rollouts)
-    logprobs: RefLists = {}
-    for role, policy_of in scorers.items():
-        config = recipe.logprobs_config(role)
-        logprobs[f"{role}_logprobs"] = [
-            run("logprobs", config, {"rollouts": rollouts, "policy": policy_of(rollouts)}).ref
-            for rollouts in refs["rollouts"]
+        policies["prox"] = [sampling_policy(store, rollouts) for rollouts in refs["rollouts"]]
+    return {
+        f"{role}_logprobs": [
+            run(
+                "logprobs", recipe.logprobs_config(role), {"rollouts": rollouts, "policy": policy}
+            ).ref
+            for rollouts, policy in zip(refs["rollouts"], scorers, strict=True)
         ]
-    return logprobs
+        for role, scorers in policies.items()
+    }
 
 
 def sampling_policy(store: Store, rollouts: str) -> str:

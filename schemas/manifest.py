@@ -133,14 +133,13 @@ def _no_constant(name: str) -> float:
 def from_json(raw: bytes, name: str) -> Manifest:
     """The manifest in `raw`; CorruptError (naming `name`) when it is torn, changed, of a newer
     format, or not one at all."""
-    help = {
-        "state": "no file was changed; other versions are not touched by this.",
-        "next": f"quiver verify {name}",
-    }
+
+    def corrupt(problem: str, next: str = f"quiver verify {name}") -> CorruptError:
+        state = "no file was changed; other versions are not touched by this."
+        return CorruptError(name, problem, state=state, next=next)
+
     if not raw or len(raw) > MAX_BYTES:
-        raise CorruptError(
-            name, f"manifest.json has {len(raw)} bytes, expected 1 to {MAX_BYTES}", **help
-        )
+        raise corrupt(f"manifest.json has {len(raw)} bytes, expected 1 to {MAX_BYTES}")
     try:
         data = json.loads(raw, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
         if not isinstance(data, dict):
@@ -148,23 +147,17 @@ def from_json(raw: bytes, name: str) -> Manifest:
         checksum = data.pop("checksum", None)
         found = digest(data)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(
-            name, f"manifest.json can not be read: {printable(error)}", **help
-        ) from None
-    unknown = set(data.get("required_features") or ()) - FEATURES if checksum == found else set()
-    if checksum == found and (data.get("format") != FORMAT or unknown):
-        what = f"format {data.get('format')!r}" if not unknown else f"features {sorted(unknown)}"
-        newer = f"written by a newer Quiver: {what}; this one reads format {FORMAT}"
-        raise CorruptError(name, newer, state=help["state"], next="update Quiver")
+        raise corrupt(f"manifest.json can not be read: {printable(error)}") from None
     if checksum != found:
-        raise CorruptError(
-            name, f"manifest.json: checksum expected {printable(checksum)}, found {found}", **help
-        )
+        raise corrupt(f"manifest.json: checksum expected {printable(checksum)}, found {found}")
+    unknown = set(data.get("required_features") or ()) - FEATURES
+    if data.get("format") != FORMAT or unknown:
+        what = f"features {sorted(unknown)}" if unknown else f"format {data.get('format')!r}"
+        newer = f"written by a newer Quiver: {what}; this one reads format {FORMAT}"
+        raise corrupt(newer, next="update Quiver")
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise CorruptError(
-            name, f"manifest.json: {where}: {printable(first['msg'])}", **help
-        ) from None
+        raise corrupt(f"manifest.json: {where}: {printable(first['msg'])}") from None

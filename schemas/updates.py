@@ -2,7 +2,7 @@
 
 | column | unit | meaning |
 |---|---|---|
-| step, epoch, minibatch | | `step` counts over the policy's whole life |
+| step, epoch, minibatch | | `step`: optimizer steps of the policy's life that came before |
 | loss, policy_loss, kl_loss | | as minimised; means as the aggregation says, over the step |
 | grad_norm | | before clipping; without a critic of its own trunk, unless it learns alone |
 | learning_rate | | of this step |
@@ -13,7 +13,7 @@
 | value_loss | | the critic's part of the loss, before `value_coef`; null without a critic |
 | explained_variance | share | 1 − Var(returns − values) / Var(returns); null: equal returns |
 | tokens, prompt_tokens, rollouts, microbatches | count | tokens in the loss, … |
-| applied | | false: a gradient was not finite, and the step was left out |
+| applied | | false: loss or gradient was not finite; left out, so the next has the same `step` |
 | seconds | s | wall time of the step |
 
     {"step": 0, "epoch": 0, "minibatch": 0, "loss": 0.01, "grad_norm": 1.3, "tokens": 4096,

@@ -47,7 +47,7 @@ SPINE = (
 VAGUE_NAMES = set(
     "found made told own each given wanted rest known held about taken said other others one kept "
     "what where part parts begun spent whole coming soon beside ahead result value data item obj "
-    "tmp info res".split()
+    "tmp info res".split()  # noqa: SIM905
 )
 """Names that do not say what they hold."""
 _CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)

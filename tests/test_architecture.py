@@ -190,6 +190,7 @@ def test_every_config_field_has_a_docstring():
     from pydantic import BaseModel
 
     from quiver.flows.recipe import Recipe
+    from quiver.stages.common.config import descriptions
 
     seen: set[type] = set()
 
@@ -198,7 +199,9 @@ def test_every_config_field_has_a_docstring():
             return
         seen.add(model)
         for name, field in model.model_fields.items():
-            assert field.description, f"{model.__module__}.{model.__name__}.{name} has no docstring"
+            assert descriptions(model).get(name), (
+                f"{model.__module__}.{model.__name__}.{name} has no docstring"
+            )
             for part in (field.annotation, *getattr(field.annotation, "__args__", ())):
                 if isinstance(part, type) and issubclass(part, BaseModel):
                     check(part)

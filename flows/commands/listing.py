@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .shared import Debug, Json, say
+from .shared import say
 
 
-def _list(word: str, entries: list[dict[str, Any]], details: str, as_json: bool) -> None:
+def _list(word: str, entries: list[dict[str, Any]], details: str) -> None:
     """`entries`, one a line; below it what stands under the key `details` of one, and its
     reference."""
     lines = []
@@ -18,10 +18,10 @@ def _list(word: str, entries: list[dict[str, Any]], details: str, as_json: bool)
             notes.append(entry["reference"])
         if notes:
             lines.append(f"{'':<24} {' · '.join(notes)}")
-    say(as_json, {word: entries}, lines)
+    say({word: entries}, lines)
 
 
-def algorithms(json: Json = False, debug: Debug = False) -> None:
+def algorithms() -> None:
     """The algorithms, with defaults and references."""
     from quiver.stages.optimize.algorithms import ALGORITHMS
 
@@ -35,10 +35,10 @@ def algorithms(json: Json = False, debug: Debug = False) -> None:
         "reference",
     )
     entries = [{key: getattr(row, key) for key in keys} for row in ALGORITHMS.values()]
-    _list("algorithms", entries, "defaults", json)
+    _list("algorithms", entries, "defaults")
 
 
-def rewards(json: Json = False, debug: Debug = False) -> None:
+def rewards() -> None:
     """What can score: functions that come with Quiver, with their arguments, and the dialects in
     which servers are asked."""
     from quiver.stages.reward.functions import FUNCTIONS
@@ -56,10 +56,10 @@ def rewards(json: Json = False, debug: Debug = False) -> None:
         )
     for name, dialect in DIALECTS.items():
         entries.append({"name": name, "kind": "server", "description": dialect.description})
-    _list("rewards", entries, "arguments", json)
+    _list("rewards", entries, "arguments")
 
 
-def engines(json: Json = False, debug: Debug = False) -> None:
+def engines() -> None:
     """The generation engines, with the defaults of their options."""
     from quiver.stages.generate.engine import ENGINES
 
@@ -67,4 +67,4 @@ def engines(json: Json = False, debug: Debug = False) -> None:
     for name, engine in ENGINES.items():
         options = engine.options().model_dump(mode="json")
         entries.append({"name": name, "description": engine.description, "options": options})
-    _list("engines", entries, "options", json)
+    _list("engines", entries, "options")

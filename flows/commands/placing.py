@@ -4,20 +4,20 @@ server."""
 from __future__ import annotations
 
 import importlib
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import typer
 
-from quiver.schemas.errors import ConfigError, printable
-
-from .shared import Debug, Json, RecipeFile, Settings, StorePath, read_recipe, say
+from .shared import RecipeFile, Settings, StorePath, read_recipe, say
 
 Cron = Annotated[str | None, typer.Option(help='when, as cron says it, e.g. "0 2 * * *"')]
 Timezone = Annotated[
     str | None, typer.Option(help="whose clock --cron goes by, e.g. Europe/Berlin; default: UTC")
 ]
 Overlap = Annotated[
-    str, typer.Option(help="a run that is due while the last one still runs: queue or skip")
+    Literal["queue", "skip"],
+    typer.Option(help="what a run does that is due while the last one still runs"),
 ]
 On = Annotated[
     list[str] | None,
@@ -35,21 +35,6 @@ def _room_above(name: str) -> Any:
     return importlib.import_module(f"quiver.deployments.{name}")
 
 
-def _check_schedule(cron: str | None, timezone: str | None, overlap: str) -> str:
-    """The timezone of the schedule. ConfigError where the options do not fit each other."""
-    if timezone and not cron:
-        raise ConfigError(
-            f"--timezone {printable(timezone)}",
-            "there is no schedule that could go by it",
-            next='leave --timezone out, or say when: --cron "0 2 * * *"',
-        )
-    if overlap not in ("queue", "skip"):
-        raise ConfigError(
-            f"--overlap {printable(overlap)}", "expected queue or skip", next="correct --overlap"
-        )
-    return timezone or "UTC"
-
-
 def serve(
     recipe: RecipeFile,
     cron: Cron = None,
@@ -65,20 +50,13 @@ def serve(
     ] = None,
     store: StorePath = None,
     settings: Settings = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Run a recipe on a schedule from this very process, until Ctrl-C: for a laptop, without work
     pools."""
-    clock = _check_schedule(cron, timezone, overlap)
     loaded = read_recipe(recipe, settings, store)
+    where = _room_above("deploy").Where("", cron, timezone, overlap, tuple(on or ()), now=now)
 
-    def tell(served: dict[str, Any]) -> None:
-        if json:
-            say(True, served, [])
-
-    module = _room_above("serve")
-    module.serve(loaded, cron, clock, overlap, tuple(on or ()), now, port, tell)
+    _room_above("serve").serve(loaded, where, port, partial(say, lines=[]))
 
 
 def deploy(
@@ -98,14 +76,11 @@ def deploy(
     now: Now = False,
     store: StorePath = None,
     settings: Settings = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """Register a recipe with a Prefect server: which workers run it, when, and what starts it
     besides."""
     module = _room_above("deploy")
-    clock = _check_schedule(cron, timezone, overlap)
-    where = module.Where(pool, cron, clock, overlap, tuple(on or ()), image, folder, now)
+    where = module.Where(pool, cron, timezone, overlap, tuple(on or ()), image, folder, now)
     outcome = module.deploy(read_recipe(recipe, settings, store), where)
     word = {True: "changed", False: "unchanged"}
     lines = [
@@ -116,4 +91,16 @@ def deploy(
         lines.append(f"{word[entry['changed']]:<10} automation {entry['name']}")
     if outcome["flow_run"]:
         lines.append(f"started flow run {outcome['flow_run']}")
-    say(json, outcome, lines)
+    say(outcome, lines)
+
+
+def doctor() -> None:
+    """List the deployments on the Prefect server that were registered under names of before: no run
+    of theirs can start until they are registered again."""
+    outdated = _room_above("deploy").outdated()
+    lines = [
+        f"{entry['name']}: there is no {entry['entrypoint']} any more; register it again: "
+        f"{entry['next']}"
+        for entry in outdated
+    ]
+    say({"outdated": outdated}, lines or ["every deployment can start"])

@@ -11,9 +11,7 @@ import typer
 from quiver.schemas.errors import ConfigError, printable
 
 from .shared import (
-    Debug,
     Force,
-    Json,
     NamedVersion,
     NamedVersions,
     RecipeFile,
@@ -34,8 +32,6 @@ def run(
     ] = None,
     store: StorePath = None,
     settings: Settings = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after.
     Resumes by itself."""
@@ -58,7 +54,7 @@ def run(
     guard_embedded_server()
     with tagged(loaded):
         outcome = post_train(loaded, first)
-    say(json, outcome, summary(loaded, recipe, settings, outcome))
+    say(outcome, summary(loaded, recipe, settings, outcome))
 
 
 def nightly(
@@ -66,8 +62,6 @@ def nightly(
     night: Annotated[str | None, typer.Option(help="its name; default: the date in UTC")] = None,
     store: StorePath = None,
     settings: Settings = None,
-    json: Json = False,
-    debug: Debug = False,
 ) -> None:
     """One night: improve the policy in use on new prompts, and promote the result if it is better.
     What is decided stays so."""
@@ -80,7 +74,7 @@ def nightly(
     guard_embedded_server()
     outcome = flow(loaded, night)
     decision = f"{outcome['decision']}: {outcome['tag']} is {outcome['in_use']}"
-    say(json, outcome, [decision, printable(outcome["why"], 1000)])
+    say(outcome, [decision, printable(outcome["why"], 1000)])
 
 
 def _stage_command(name: str, help: str) -> Callable[..., None]:
@@ -107,39 +101,42 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         force: Force = False,
         store: StorePath = None,
         settings: Settings = None,
-        json: Json = False,
-        debug: Debug = False,
     ) -> None:
-        from .. import rerun
+        from ..rerun import rerun
 
         references = {
             "prompts": prompts,
             "rollouts": rollouts,
             "rewards": rewards,
             "retry": retry,
+            "override": override,
             "policy": policy,
         }
         loaded = read_recipe(recipe, settings, store)
         if override and name == "reward":
-            outcome = rerun.override(loaded, override, references, force)
+            from quiver.stages.reward.override import load
+
+            del references["override"]
+            overrides = load(override)
+            outcome = rerun(loaded, "override", references, force=force, overrides=overrides)
         else:
-            references["override"] = override
-            outcome = rerun.rerun(loaded, name, references, iteration, force)
+            outcome = rerun(loaded, name, references, iteration, force)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        say(json, asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {seconds}"])
+        say(asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {seconds}"])
 
     command.__name__ = name
     command.__doc__ = help
     return command
 
 
-STAGES = (
-    _stage_command("prompt", "Render the source's rows to token ids: a new prompts version."),
-    _stage_command("generate", "Sample completions: a new rollouts version."),
-    _stage_command("reward", "Score saved rollouts: a new rewards version."),
-    _stage_command(
-        "logprobs", "Score saved completions again, under a reference: a new logprobs version."
-    ),
-    _stage_command("optimize", "Update the policy on saved rollouts: the next policy."),
-    _stage_command("evaluate", "Measure a policy on the held-out rows: a new evaluations version."),
-)
+STAGES = [
+    _stage_command(name, help)
+    for name, help in {
+        "prompt": "Render the source's rows to token ids: a new prompts version.",
+        "generate": "Sample completions: a new rollouts version.",
+        "reward": "Score saved rollouts: a new rewards version.",
+        "logprobs": "Score saved completions again, under a reference: a new logprobs version.",
+        "optimize": "Update the policy on saved rollouts: the next policy.",
+        "evaluate": "Measure a policy on the held-out rows: a new evaluations version.",
+    }.items()
+]

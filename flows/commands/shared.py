@@ -3,10 +3,12 @@ answers."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
-import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -29,11 +31,14 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="KEY=VALUE over the recipe's, e.g. optimize.learning_rate=1e-6"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")]
-Debug = Annotated[bool, typer.Option("--debug", help="traceback of an error")]
 Force = Annotated[
     bool, typer.Option("--force", help="do it anew, even where a finished version exists")
 ]
+_EVERY = {
+    "json": "one JSON object as the last line of stdout",
+    "debug": "traceback of an error",
+}
+"""Options that every command takes, and their help; `main` sees to them."""
 NamedVersion = typer.Option(help="run/kind@version; default: the run's latest")
 NamedVersions = typer.Option(
     help="run/kind@version; default: the run's latest. For optimize it may stand several times "
@@ -41,20 +46,40 @@ NamedVersions = typer.Option(
 )
 
 
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as the command line has it: with the options that every command takes."""
+
+    @wraps(command)
+    def run(json: bool, debug: bool, **options: Any) -> None:
+        command(**options)
+
+    signature = inspect.signature(command, eval_str=True)
+    every = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False,
+            annotation=Annotated[bool, typer.Option(f"--{name}", help=help)],
+        )
+        for name, help in _EVERY.items()
+    ]
+    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *every])
+    return run
+
+
 def keep_stdout() -> None:
-    """From now on only `say` reaches the stdout that this process was started with; what libraries
-    and a user's reward print, as it is imported, goes to stderr."""
+    """From now on `say` answers in JSON, and only that reaches the stdout that this process was
+    started with; what libraries and a user's reward print, as it is imported, goes to stderr."""
     global _stdout  # noqa: PLW0603
     _stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
 
-def say(as_json: bool, answer: dict[str, Any], lines: list[str]) -> None:
-    """The command's answer."""
-    text = "\n".join(lines)
-    if as_json:
-        text = json.dumps(_as_json(answer), ensure_ascii=False)
-    print(text, file=_stdout or sys.stdout, flush=True)
+def say(answer: dict[str, Any], lines: list[str]) -> None:
+    """The command's answer: as JSON after `keep_stdout`, else in `lines`."""
+    text = to_json(answer) if _stdout else "\n".join(lines)
+    if text:
+        print(text, file=_stdout, flush=True)
 
 
 def read_recipe(path: Path, settings: list[str] | None, store: str | None) -> Recipe:
@@ -78,13 +103,31 @@ def open_store(path: str | None) -> Store:
     return Store(path or default_store(), create=False)
 
 
-def _as_json(answer: Any) -> Any:
-    """`answer` as JSON has it: a number that is not finite is null, a date or anything else of the
-    user's columns its text."""
-    if isinstance(answer, dict):
-        return {str(key): _as_json(entry) for key, entry in answer.items()}
-    if isinstance(answer, list | tuple):
-        return [_as_json(entry) for entry in answer]
-    if isinstance(answer, float):
-        return answer if math.isfinite(answer) else None
-    return answer if answer is None or isinstance(answer, str | int) else str(answer)
+class _Written(str):
+    """JSON text that is done."""
+
+
+def to_json(answer: Any) -> str:
+    """`answer` as JSON text: a number that is not finite is null, a date or anything else of the
+    user's columns its text. A loop, since a lineage is as deep as its line of policies is long."""
+    text: list[str] = []
+    waiting = [answer]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, _Written):
+            text.append(part)
+        elif isinstance(part, dict | list | tuple):
+            is_dict = isinstance(part, dict)
+            pieces: list[Any] = []
+            for key, entry in part.items() if is_dict else enumerate(part):
+                separator = ", " if pieces else ""
+                name = f"{json.dumps(str(key), ensure_ascii=False)}: " if is_dict else ""
+                pieces += [_Written(separator + name), entry]
+            opening, closing = "{}" if is_dict else "[]"
+            waiting += [_Written(closing), *reversed(pieces), _Written(opening)]
+        elif isinstance(part, float) and not math.isfinite(part):
+            text.append("null")
+        else:
+            leaf = part if part is None or isinstance(part, str | int | float) else str(part)
+            text.append(json.dumps(leaf, ensure_ascii=False))
+    return "".join(text)

@@ -19,10 +19,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
 from quiver.stages.report.plots import Panel, score_panel
-from quiver.stages.report.words import counted, number, score_of
+from quiver.stages.report.templates import page as render
 
 from .failures import attempt
-from .text import blocks, key, picture, table
+from .text import key, picture
 
 SECONDS_BETWEEN = 10.0
 _MOST_ROWS = 100
@@ -66,29 +66,10 @@ def page(
     rewards = [(done["iteration"], done["reward_mean"], 0.0) for done in iterations]
     evaluations = [(0, baseline), *((done["iteration"], done["evaluation"]) for done in iterations)]
     measured = [(iteration, metrics) for iteration, metrics in evaluations if metrics]
-    description = (
-        f"{counted(len(iterations), 'iteration')}: mean reward {number(rewards[0][1])} → "
-        f"{number(rewards[-1][1])}"
-    )
-    if len(measured) > 1:
-        description += f", held-out score {score_of(measured[0][1])} → {score_of(measured[-1][1])}"
-    rows = [
-        [
-            done["iteration"],
-            done["policy"],
-            done["reward_mean"],
-            score_of(done["evaluation"]) if done["evaluation"] else "",
-            float(sum(done["seconds"].values())),
-        ]
-        for done in iterations[: -_MOST_ROWS - 1 : -1]
-    ]
-    newest = ""
-    if len(rows) < len(iterations):
-        newest = f"The last {_MOST_ROWS} of {len(iterations)} iterations, newest first:"
-    columns = ["iteration", "policy", "mean reward", "held-out score", "seconds"]
-    panels = [Panel("mean reward", rewards), score_panel(measured)]
+    curves = picture([Panel("mean reward", rewards), score_panel(measured)], "iteration")
+    scores = [metrics for _, metrics in measured]
     return {
         "key": key("iterations", run),
-        "markdown": blocks(picture(panels, "iteration"), newest, table(columns, rows)),
-        "description": description,
+        "markdown": render("iterations", iterations, curves, _MOST_ROWS),
+        "description": render("iterations_line", iterations, scores),
     }

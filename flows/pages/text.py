@@ -1,10 +1,6 @@
-"""How text, numbers and pictures are put into Prefect's pages, which read markdown: every cell of a
-table artifact is rendered as such.
-
-What a model wrote may hold markup, script, pictures that a browser would fetch, control characters,
-megabytes. It is shown as one code span: escaped like in a terminal, cut, and without a backtick
-that could end the span.
-"""
+"""What Prefect's pages take besides markdown's own words: foreign text in a table's cells, pictures
+that nothing has to fetch, and the keys of artifacts. Every cell of a table artifact is rendered as
+markdown."""
 
 from __future__ import annotations
 
@@ -12,40 +8,19 @@ import base64
 import hashlib
 import re
 import textwrap
-from typing import Any
 
-from quiver.schemas.errors import printable
 from quiver.stages.report.plots import Panel, draw
-from quiver.stages.report.words import number
-
-LIMIT = 300
+from quiver.stages.report.templates import SPAN_LIMIT, quoted
 
 
-def quoted(text: str, limit: int = LIMIT) -> str:
-    """Foreign text as one code span of at most `limit` characters, an ellipsis where it was cut;
-    nothing stays nothing."""
-    shown = printable(text[: limit + 1], limit).replace("`", "ˋ")
-    return f"`{shown}`" if shown else ""
-
-
-def wrapped(text: str, limit: int = LIMIT, width: int = 60) -> str:
-    """The same for a cell of a table artifact, whose columns are as wide as their longest line: one
-    code span a line."""
+def wrapped(text: str, limit: int = SPAN_LIMIT, width: int = 60) -> str:
+    """Foreign text for a cell of a table artifact, whose columns are as wide as their longest line:
+    one code span a line."""
     shown = quoted(text, limit)[1:-1]
     lines = textwrap.wrap(
         shown, width, drop_whitespace=False, replace_whitespace=False, break_on_hyphens=False
     )
     return "\n".join(f"`{line}`" for line in lines)
-
-
-def table(columns: list[str], rows: list[list[Any]]) -> str:
-    """A markdown table. Cells are our own words and numbers, or `quoted`."""
-    lines = [columns, ["---"] * len(columns)]
-    for row in rows:
-        cells = [cell if isinstance(cell, str) else number(cell) for cell in row]
-        # how many backslashes keep a pipe from ending the cell, renderers do not agree on
-        lines.append([cell.replace("|", "∣") for cell in cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def picture(panels: list[Panel], x_name: str) -> str:
@@ -57,11 +32,6 @@ def picture(panels: list[Panel], x_name: str) -> str:
         return ""
     encoded = base64.b64encode(drawn.svg.encode()).decode()
     return f"![{drawn.words}](data:image/svg+xml;base64,{encoded})"
-
-
-def blocks(*texts: str) -> str:
-    """Markdown of those texts that are not empty, one below the other."""
-    return "\n\n".join(filter(None, texts))
 
 
 def key(view: str, run: str) -> str:

@@ -8,7 +8,12 @@ done".
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import textwrap
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,9 +29,17 @@ Runtime = Annotated[_T, _RUNTIME]
 class Config(BaseModel):
     """A typed section of a recipe."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        # pydantic's use_attribute_docstrings reads the source of each class that is imported
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in descriptions(cls).items():
+            if name in properties:
+                properties[name]["description"] = text
+        return schema
 
     def key(self) -> dict[str, Any]:
         """The resolved values that decide the outcome, as plain JSON: what enters the run_key."""
@@ -43,6 +56,21 @@ class Config(BaseModel):
                     item.key() if isinstance(item, Config) else as_json for item, as_json in plain
                 ]
         return dumped
+
+
+@cache
+def descriptions(cls: type[Config]) -> dict[str, str]:
+    """The docstring under each field, by the field's name."""
+    texts = {}
+    for part in reversed(cls.__mro__):
+        if not issubclass(part, Config) or part is Config:
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0].body
+        for field, below in pairwise(body):
+            match field, below:
+                case ast.AnnAssign(target), ast.Expr(ast.Constant(str(text))):
+                    texts[target.id] = inspect.cleandoc(text)
+    return texts
 
 
 def without_folder(name: str) -> str:

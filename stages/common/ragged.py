@@ -66,10 +66,8 @@ class Ragged:
         they lie on the CPU."""
         values = pa.array(self.values.detach().cpu().numpy())
         field = pa.field("item", values.type, nullable=False)
-        offsets = self.offsets.cpu().numpy()
-        if len(values) > np.iinfo(np.int32).max:
-            return pa.LargeListArray.from_arrays(offsets, values, type=pa.large_list(field))
-        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=pa.list_(field))
+        offsets = pa.array(self.offsets.cpu().numpy(), pa.int32())
+        return pa.ListArray.from_arrays(offsets, values, type=pa.list_(field))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -137,52 +135,32 @@ class Mapped(Ragged):
     once, for whoever asks.
     """
 
-    def __init__(
-        self,
-        chunks: list[np.ndarray],
-        chunk_of: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-    ) -> None:
-        """Row i is `chunks[chunk_of[i]][starts[i] : starts[i] + lengths[i]]`. [B] int64 each."""
-        offsets = _offsets(torch.from_numpy(lengths))
+    def __init__(self, rows: list[np.ndarray], empty: np.ndarray) -> None:
+        """`empty` [0] has the dtype of the values, which no rows would not tell."""
+        offsets = _offsets(torch.tensor([len(row) for row in rows], dtype=torch.int64))
         # past the dataclass, which is frozen and would set `values`
-        vars(self).update(offsets=offsets, _chunks=chunks, _chunk_of=chunk_of, _starts=starts)
+        vars(self).update(offsets=offsets, _rows=rows, _empty=empty)
 
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray | pa.Array) -> Mapped:
         """A list column of numbers, however many chunks it has. ValueError for any null."""
-        chunks = _chunks(column)
-        return cls(
-            [values.numpy() for values, _ in chunks],
-            np.repeat(np.arange(len(chunks)), [len(offsets) - 1 for _, offsets in chunks]),
-            np.concatenate([offsets[:-1] for _, offsets in chunks]),
-            np.concatenate([offsets.diff() for _, offsets in chunks]),
-        )
+        chunks = [Ragged(*chunk) for chunk in _chunks(column)]
+        rows = [row for chunk in chunks for row in chunk.views(np.arange(len(chunk)))]
+        return cls(rows, chunks[0].values[:0].numpy())
 
     @cached_property
     def values(self) -> Tensor:
         """[N] all rows' values, joined."""
-        views = self.views(np.arange(len(self)))
-        return torch.from_numpy(np.concatenate(views or [self._chunks[0][:0]]))
+        return torch.from_numpy(np.concatenate([self._empty, *self._rows]))
 
     def __getitem__(self, row: int) -> Tensor:
-        row = range(len(self))[row]
-        start = self._starts[row]
-        values = self._chunks[self._chunk_of[row]][start : start + int(self.lengths[row])]
-        return torch.from_numpy(values)
+        return torch.from_numpy(self._rows[row])
 
     def views(self, rows: np.ndarray) -> list[np.ndarray]:
-        chunk_of = self._chunk_of[rows].tolist()
-        starts = self._starts[rows]
-        ends = starts + self.lengths.numpy()[rows]
-        places = zip(chunk_of, starts.tolist(), ends.tolist(), strict=True)
-        return [self._chunks[chunk][start:end] for chunk, start, end in places]
+        return [self._rows[row] for row in rows.tolist()]
 
     def take(self, indices: Tensor) -> Mapped:
-        rows = indices.numpy()
-        lengths = self.lengths.numpy()[rows]
-        return Mapped(self._chunks, self._chunk_of[rows], self._starts[rows], lengths)
+        return Mapped(self.views(indices.numpy()), self._empty)
 
 
 def _offsets(lengths: Tensor) -> Tensor:
@@ -198,16 +176,16 @@ def _chunks(column: pa.ChunkedArray | pa.Array) -> list[tuple[Tensor, Tensor]]:
     arrays = [array for array in arrays if len(array)] or [pa.array([], column.type)]
     chunks = []
     for array in arrays:
-        if array.null_count:
-            raise ValueError(f"{array.null_count} rows are null; a ragged column has none")
         offsets = array.offsets.to_numpy().astype(np.int64)
         values = array.values[offsets[0] : offsets[-1]]
-        if values.null_count:
-            raise ValueError(f"{values.null_count} items are null; a ragged column has none")
-        offsets = torch.from_numpy(offsets - offsets[0])
-        if len(values):
-            chunks.append((torch.from_dlpack(values), offsets))
-        else:
-            no_values = np.empty(0, values.type.to_pandas_dtype())
-            chunks.append((torch.from_numpy(no_values), offsets))
+        for what, nulls in (("rows", array.null_count), ("items", values.null_count)):
+            if nulls:
+                raise ValueError(f"{nulls} {what} are null; a ragged column has none")
+        # of no values Arrow's buffer has no address
+        tensor = (
+            torch.from_dlpack(values)
+            if len(values)
+            else torch.from_numpy(np.empty(0, values.type.to_pandas_dtype()))
+        )
+        chunks.append((tensor, torch.from_numpy(offsets - offsets[0])))
     return chunks

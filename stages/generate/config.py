@@ -27,7 +27,8 @@ class Config(Base):
     seed: int = Field(default=0, ge=0)
     """With `iteration`, group and sample it gives each row its own seed."""
     iteration: int = Field(default=0, ge=0)
-    """Makes other seeds for the same prompts in the next iteration."""
+    """Makes other seeds for the same prompts in the next iteration. In a recipe's flow the first
+    iteration has 1, and an evaluation 0."""
     dtype: Dtype = "auto"
     """What the model computes in; auto: bfloat16 where the hardware has it, else float32."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -47,6 +48,9 @@ class Config(Base):
     that shard too. None: twice as long as the slowest shard took so far, and at least 30 s."""
     code_sha256: str = ""
     """Filled in by the stage: hash of the file of your own engine or script."""
+    end_token_ids: tuple[int, ...] = ()
+    """Filled in by the stage: the model's own end tokens, where its generation_config.json names
+    others than its config.json, whose hash says which model it is."""
 
     @model_validator(mode="after")
     def _fits(self) -> Config:
@@ -71,4 +75,7 @@ class Config(Base):
             engine = without_folder(engine)
             if isinstance(options.get("script"), str):
                 options["script"] = without_folder(options["script"])
-        return {**super().key(), "options": options, "engine": engine}
+        fields = {**super().key(), "options": options, "engine": engine}
+        if not self.end_token_ids:  # older keys lack it
+            del fields["end_token_ids"]
+        return fields

@@ -3,7 +3,6 @@ built of finished rows.
 
 A row's seed is a hash of (recipe seed, iteration, group_id, sample_index), so shards, order,
 restarts and the number of workers change nothing. Rows stand prompt by prompt, sample by sample.
-List columns are built from flat buffers.
 """
 
 from __future__ import annotations
@@ -45,12 +44,10 @@ class Rows:
 
     def requests(self, indices: Iterable[int]) -> Iterator[Request]:
         """One request for each row index, made as it is taken."""
-        offsets = self._prompt_ids.offsets.to_numpy()
-        ids = self._prompt_ids.values.to_numpy()
         for index in indices:
             prompt, sample = divmod(index, self.samples)
             seed = row_seed(self.seed, self.iteration, self._groups[prompt], sample)
-            yield Request(index, ids[offsets[prompt] : offsets[prompt + 1]], seed)
+            yield Request(index, self._prompt_ids[prompt].values.to_numpy(), seed)
 
     @cached_property
     def _prompt_ids(self) -> pa.ListArray:
@@ -76,8 +73,8 @@ class Rows:
             "group_id": groups,
             "sample_index": pa.array(samples, pa.int32()),
             "prompt_ids": self._prompt_ids.take(pa.array(prompts)),
-            "completion_ids": _ragged("completion_ids", [c.completion_ids for c in completions]),
-            "old_logprobs": _ragged("old_logprobs", [c.logprobs for c in completions]),
+            "completion_ids": [completion.completion_ids for completion in completions],
+            "old_logprobs": [completion.logprobs for completion in completions],
             "finish_reason": [completion.finish_reason for completion in completions],
             "stop_reason": [completion.stop_reason for completion in completions],
             "completion_text": texts,
@@ -85,13 +82,3 @@ class Rows:
             "seed": [request.seed for request in self.requests(indices)],
         }
         return pa.table(columns, schema=rollouts.SCHEMA)
-
-
-def _ragged(name: str, arrays: list[np.ndarray]) -> pa.ListArray:
-    """The list column `name` of one array a row, from values and offsets."""
-    list_type = rollouts.SCHEMA.field(name).type
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    empty = np.empty(0, list_type.value_type.to_pandas_dtype())
-    values = np.concatenate([empty, *arrays])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), type=list_type)

@@ -71,7 +71,7 @@ class Shards:
                 requests.check(completion)
                 self._add(completion, tokenizer)
                 if time.monotonic() - logged_at > _SECONDS_BETWEEN_LINES:
-                    self._writer.look()
+                    self._writer.stop_if_committed()
                     self._log_progress(num_rows, started_at)
                     logged_at = time.monotonic()
             requests.require_all()

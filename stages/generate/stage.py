@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from quiver.schemas.errors import LineageError
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
 from quiver.stages.common.runtime.stage import Plan, Refs
@@ -47,18 +49,30 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     prompts = store.open(refs["prompts"])
     policy = store.open(refs["policy"])
     options = engines.engine_options(config.engine, config.options)
-    code_sha256 = engines.code_hash(config.engine, options)
-    return Plan(
+    filled_in = {"code_sha256": engines.code_hash(config.engine, options), "end_token_ids": ()}
+    plan = Plan(
         store=store,
         stage="generate",
         stage_version=STAGE_VERSION,
-        config=config.model_copy(update={"code_sha256": code_sha256}),
+        config=config.model_copy(update=filled_in),
         run=into or prompts.ref.run,
         kinds=("rollouts",),
         inputs={"prompts": prompts},
         models=(checkpoints.as_model("policy", policy),),
         patience_seconds=config.patience_seconds,
     )
+    end_token_ids = tuple(checkpoints.generation_end_token_ids(policy))
+    if config.sampling.ignore_eos or not end_token_ids:
+        return plan
+    # rollouts from before these ids were part of the key count where their policy had the same
+    older = store.find(plan.run, "rollouts", plan.run_key)
+    if older is not None:
+        with suppress(LineageError):
+            older_policy = store.open(older.manifest.models[0].ref)
+            if tuple(checkpoints.generation_end_token_ids(older_policy)) == end_token_ids:
+                return replace(plan, answer=older)
+    filled_in["end_token_ids"] = end_token_ids
+    return replace(plan, config=config.model_copy(update=filled_in))
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:

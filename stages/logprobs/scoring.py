@@ -46,9 +46,8 @@ class Scorer:
 
     def score(self, rollouts: pa.Table) -> pa.Table:
         """logprobs/1 of these rollouts; a completion without ids has none. ConfigError."""
-        rows = torch.arange(len(rollouts))
-        prompts = Ragged.from_arrow(rollouts["prompt_ids"]).take(rows)
-        completions = Ragged.from_arrow(rollouts["completion_ids"]).take(rows)
+        prompts = Ragged.from_arrow(rollouts["prompt_ids"])
+        completions = Ragged.from_arrow(rollouts["completion_ids"])
         temperature = np.array(rollouts["temperature"].combine_chunks(), dtype=np.float32)
         sequences = Sequences(prompts, completions, torch.from_numpy(temperature))
         token_logprobs = torch.zeros(len(completions.values))

@@ -113,32 +113,28 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
     sampler = plan.inputs["rollouts"].manifest.model("policy")
     if sampler is None or sampler.tokenizer == plan.models[0].tokenizer:
         return
-    sampled_with = checkpoints.load_tokenizer(plan.store.open(sampler.ref))
-    tokenizer = checkpoints.load_tokenizer(policy)
-    token_of_id = {id: token for token, id in tokenizer.get_vocab().items()}
-    differing = {
-        id: token for token, id in sampled_with.get_vocab().items() if token_of_id.get(id) != token
+    expected = checkpoints.load_tokenizer(plan.store.open(sampler.ref))
+    found = checkpoints.load_tokenizer(policy)
+    differing = set(expected.get_vocab().items()) - set(found.get_vocab().items())
+    special_ids = {
+        id
+        for tokenizer in (expected, found)
+        for id, token in tokenizer.added_tokens_decoder.items()
+        if token.special
     }
-    added_tokens = [
-        *sampled_with.added_tokens_decoder.items(),
-        *tokenizer.added_tokens_decoder.items(),
-    ]
-    special_ids = {id for id, token in added_tokens if token.special}
+    all_special = all(id in special_ids for _, id in differing)
     if plan.config.other_special_tokens:
-        differing = {id: token for id, token in differing.items() if id not in special_ids}
+        differing = {(token, id) for token, id in differing if id not in special_ids}
     if not differing:
         return
-    id = min(differing)
-    expected = printable(repr(differing[id]))
-    here = printable(repr(token_of_id[id])) if id in token_of_id else "none"
-    adjective = ""
-    next = f"score under a policy with the tokenizer of {sampler.ref}"
-    if differing.keys() <= special_ids:
-        adjective = "special "
-        next = "set logprobs.other_special_tokens = true"
+    token, id = min(differing, key=lambda entry: entry[1])
+    here = found.convert_ids_to_tokens(id) if id in found.get_vocab().values() else None
     raise LineageError(
         str(policy.ref),
         f"its tokenizer is not that of {sampler.ref}, which sampled: {len(differing)} "
-        f"{adjective}ids are other tokens, such as {id}, expected {expected}, found {here}",
-        next=next,
+        f"{'special ' if all_special else ''}ids are other tokens, such as {id}, expected "
+        f"{printable(repr(token))}, found {printable(repr(here)) if here else 'none'}",
+        next="set logprobs.other_special_tokens = true"
+        if all_special
+        else f"score under a policy with the tokenizer of {sampler.ref}",
     )

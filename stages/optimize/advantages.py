@@ -2,7 +2,8 @@
 
 Pure functions of flat tensors. Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means
 "not scored": it is left out of every mean, and its rollout has no advantage. A rollout without an
-advantage is NaN in the answer, never 0; the caller drops and counts it.
+advantage is NaN in the answer, never 0; the caller, rollouts.py, drops and counts it. The one for
+critics, `gae`, is called by critic.py.
 
 Sums run in float64 over float32 rewards, so they are exact for equal rewards: these give exactly 0,
 not 1e-9 / 1e-4.
@@ -210,16 +211,9 @@ def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
     Returns:
         [B] bool: the rollout's group has two scored rewards at least, all of them equal.
     """
-    num_groups = int(groups.max()) + 1 if len(groups) else 0
-    scored = ~rewards.isnan()
-    rewards = rewards[scored]
-    groups_of_scored = groups[scored]
-    lowest = rewards.new_full((num_groups,), torch.inf)
-    lowest = lowest.scatter_reduce(0, groups_of_scored, rewards, "amin")
-    highest = rewards.new_full((num_groups,), -torch.inf)
-    highest = highest.scatter_reduce(0, groups_of_scored, rewards, "amax")
-    counts = groups_of_scored.bincount(minlength=num_groups)
-    return ((lowest == highest) & (counts >= 2))[groups]
+    rewards, counts, sums, _ = _group_statistics(rewards, groups)
+    distances = torch.where(rewards.isnan(), 0.0, (rewards - sums / counts).abs())
+    return (_group_sums(distances, groups) == 0) & (counts >= 2)
 
 
 def _group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -211,20 +211,19 @@ def check_options(name: str, options: Iterable[str]) -> None:
 def check_effect(row: Algorithm, changed: Mapping[str, Any]) -> None:
     """ValueError for options of a critic where `row` has none.
 
-    `changed` maps each option that differs from its default to that default, so a recipe may go
-    through all algorithms with the defaults written out.
+    `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so a
+    recipe may go through all algorithms with the defaults written out.
     """
-    idle = [name for name in CRITIC_OPTIONS if name in changed]
-    if row.critic or not idle:
+    if row.critic or not changed:
         return
     with_critic = [algorithm.name for algorithm in ALGORITHMS.values() if algorithm.critic]
     defaults = [
-        f"{name} = {json.dumps(changed[name])}" for name in idle if changed[name] is not None
+        f"{name} = {json.dumps(value)}" for name, value in changed.items() if value is not None
     ]
     or_default = f" (or at the default: {', '.join(defaults)})" if defaults else ""
     raise ValueError(
-        f"{', '.join(idle)} would have no effect: algorithm {row.name!r} has no critic. Leave out "
-        f"what has no effect{or_default}, or take an algorithm with a critic: "
+        f"{', '.join(changed)} would have no effect: algorithm {row.name!r} has no critic. Leave "
+        f"out what has no effect{or_default}, or take an algorithm with a critic: "
         f"{', '.join(with_critic)}"
     )
 
@@ -241,16 +240,12 @@ def resolve(name: str) -> Algorithm:
             "optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms"
         ) from None
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
-    checks = {
-        "advantage": contract.token_advantage if row.critic else contract.advantage,
-        "surrogate": contract.surrogate,
-        "aggregation": contract.aggregation,
-    }
-    functions = {
-        role: check(f"{name} {role}", getattr(row, role))
-        for role, check in checks.items()
-        if callable(getattr(row, role))
-    }
+    functions = {}
+    for role in ("advantage", "surrogate", "aggregation"):
+        function = getattr(row, role)
+        if callable(function):
+            kind = "token_advantage" if row.critic and role == "advantage" else role
+            functions[role] = contract.checked(f"{name} {role}", kind, function)
     return dataclasses.replace(row, **functions)
 
 

@@ -147,19 +147,19 @@ def biases(config: dict[str, Any]) -> list[str]:
     """The sampling settings of a rollouts manifest that make the sampled distribution another one
     than the policy's."""
     sampling = {**config, **(config.get("sampling") or {})}
-    wrong = {
-        "top_p": lambda v: v < 1,
-        "top_k": lambda v: v > 0,
-        "min_p": lambda v: v > 0,
-        "min_tokens": lambda v: v > 0,
-        "presence_penalty": lambda v: v != 0,
-        "frequency_penalty": lambda v: v != 0,
-        "repetition_penalty": lambda v: v != 1,
+    neutral = {
+        "top_p": [1],
+        "top_k": [0, -1],
+        "min_p": [0],
+        "min_tokens": [0],
+        "presence_penalty": [0],
+        "frequency_penalty": [0],
+        "repetition_penalty": [1],
     }
     return [
         f"{name} = {sampling[name]}"
-        for name, test in wrong.items()
-        if sampling.get(name) is not None and test(sampling[name])
+        for name, values in neutral.items()
+        if sampling.get(name) not in (None, *values)
     ]
 
 

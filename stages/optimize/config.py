@@ -20,16 +20,7 @@ from quiver.stages.common.config import Runtime
 from . import algorithms
 from .lora import Lora
 
-SURROGATE_FIELDS = (
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "delta",
-    "clip_max",
-    "tau_positive",
-    "tau_negative",
-    "token_form",
-)
+SURROGATE_FIELDS = {name for options in algorithms.OPTIONS.values() for name in options}
 """The fields that are options of a surrogate."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
@@ -266,14 +257,11 @@ class Config(base.Config):
         return self
 
     def _defaults_of_changed(self) -> dict[str, Any]:
-        """The defaults of the fields that have another value. A field that is written out at its
-        default, as in a config that travels between processes, is not changed."""
-        defaults = {}
-        for name, field in type(self).model_fields.items():
-            default = field.get_default(call_default_factory=True)
-            if getattr(self, name) != default:
-                defaults[name] = default
-        return defaults
+        """The defaults of the critic's fields that have another value. A field that is written out
+        at its default, as in a config that travels between processes, is not changed."""
+        changed = self.model_dump(exclude_defaults=True)
+        fields = type(self).model_fields
+        return {name: fields[name].default for name in algorithms.CRITIC_OPTIONS if name in changed}
 
     def key(self) -> dict[str, Any]:
         """The values that decide the outcome; the source of a user's own algorithm is one of
@@ -304,6 +292,4 @@ class Config(base.Config):
 
     def surrogate_options(self) -> dict[str, Any]:
         """The surrogate's options that are set here; they go before the algorithm's defaults."""
-        fields = {name: getattr(self, name) for name in SURROGATE_FIELDS}
-        set_fields = {name: option for name, option in fields.items() if option is not None}
-        return {**set_fields, **self.options}
+        return {**self.model_dump(include=SURROGATE_FIELDS, exclude_none=True), **self.options}

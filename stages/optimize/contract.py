@@ -4,109 +4,71 @@ A loss of the wrong shape would be broadcast in silence, and a loss without grad
 inside torch. So signatures are looked at before any data is read, and every answer before it is
 used: ConfigError. The table's own rows need none of it.
 
-    checked = advantage("mine.py:ALGORITHM advantage", my_advantage)      # called like the user's
+    function = checked("mine.py:ALGORITHM advantage", "advantage", my_advantage)
+    function(rewards, groups)                            # called like the user's
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
 
-
-def advantage(name: str, function: Callable) -> Callable:
-    """(rewards [B], groups [B]) -> advantages [B]"""
-    _require_signature(name, function, "(rewards, groups)", 0, 0)
-
-    @functools.wraps(function)
-    def checked(rewards, groups):
-        advantages = function(rewards, groups)
-        _require_tensor(name, "advantages", advantages, rewards.shape)
-        return advantages
-
-    return checked
-
-
-def token_advantage(name: str, function: Callable) -> Callable:
-    """(rewards [N], values [N], offsets [B+1], *, gamma, gae_lambda, last_values) -> advantages
-    [N], returns [N]"""
-    form = "(rewards, values, offsets, *, gamma, gae_lambda, last_values)"
-    options = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
-    _require_signature(name, function, form, 0, 0, 0, **options)
-
-    @functools.wraps(function)
-    def checked(rewards, values, offsets, **options):
-        answer = function(rewards, values, offsets, **options)
-        _require_pair(name, "advantages and returns", answer)
-        _require_tensor(name, "advantages", answer[0], values.shape)
-        _require_tensor(name, "returns", answer[1], values.shape)
-        return answer
-
-    return checked
+_CRITIC_OPTIONS = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
+_ROLES = {
+    "advantage": ("(rewards, groups)", 2, {}, ("advantages",)),
+    "token_advantage": (
+        "(rewards, values, offsets, *, gamma, gae_lambda, last_values)",
+        3,
+        _CRITIC_OPTIONS,
+        ("advantages", "returns"),
+    ),
+    "surrogate": ("(tokens, **options)", 1, {}, ("loss", "clipped")),
+    "aggregation": ("(lengths, max_completion_tokens)", 2, {}, ("weights",)),
+}
+"""By role: what a function takes, as text, as the number of its arguments and as its options; and
+the tensors that it answers, [B] or [N], of which `clipped` is bool and the others are float."""
 
 
-def surrogate(name: str, function: Callable) -> Callable:
-    """(Tokens, **options) -> loss [N] with gradient, at_bound [N] bool"""
+def checked(name: str, role: str, function: Callable) -> Callable:
+    """`function`, of `advantage`, `token_advantage`, `surrogate` or `aggregation`, with a look at
+    every answer. `name` is what errors call it."""
+    form, num_arguments, options, contents = _ROLES[role]
+    signature = inspect.signature(function)
+    # which options a surrogate takes is checked with those that the config gives it
+    bind = signature.bind_partial if role == "surrogate" else signature.bind
     try:
-        inspect.signature(function).bind_partial(0)
-    except TypeError as error:
-        raise _wrong(name, f"expected a function (tokens, **options): {error}") from None
-
-    @functools.wraps(function)
-    def checked(tokens, **options):
-        answer = function(tokens, **options)
-        _require_pair(name, "loss and clipped", answer)
-        _require_tensor(name, "loss", answer[0], tokens.logprobs.shape)
-        _require_tensor(name, "clipped", answer[1], tokens.logprobs.shape, kind="bool")
-        if tokens.logprobs.requires_grad and not answer[0].requires_grad:
-            raise _wrong(name, "its loss has no gradient: nothing of it depends on tokens.logprobs")
-        return answer
-
-    return checked
-
-
-def aggregation(name: str, function: Callable) -> Callable:
-    """(lengths [B], max_completion_tokens) -> weights [N]"""
-    _require_signature(name, function, "(lengths, max_completion_tokens)", 0, 0)
-
-    @functools.wraps(function)
-    def checked(lengths, max_completion_tokens):
-        weights = function(lengths, max_completion_tokens)
-        _require_tensor(name, "weights", weights, (int(lengths.sum()),))
-        return weights
-
-    return checked
-
-
-def _require_signature(
-    name: str, function: Callable, form: str, *arguments: Any, **options: Any
-) -> None:
-    try:
-        inspect.signature(function).bind(*arguments, **options)
+        bind(*[0] * num_arguments, **options)
     except TypeError as error:
         raise _wrong(name, f"expected a function {form}: {error}") from None
 
+    @functools.wraps(function)
+    def call(first: Any, *others: Any, **options: Any) -> Any:
+        import torch
 
-def _require_pair(name: str, form: str, answer: Any) -> None:
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise _wrong(name, f"expected the two tensors {form}, found {_describe(answer)}")
+        answer = function(first, *others, **options)
+        tensors = answer if len(contents) > 1 else (answer,)
+        if not isinstance(tensors, tuple) or len(tensors) != len(contents):
+            expected = f"the two tensors {' and '.join(contents)}"
+            raise _wrong(name, f"expected {expected}, found {_describe(answer)}")
+        if role == "aggregation":
+            shape = [int(first.sum())]
+        else:
+            shape = list((first.logprobs if role == "surrogate" else first).shape)
+        for content, tensor in zip(contents, tensors, strict=True):
+            kind = "bool" if content == "clipped" else "float"
+            fits = isinstance(tensor, torch.Tensor) and list(tensor.shape) == shape
+            if not (fits and kind in str(tensor.dtype)):
+                found = _describe(tensor)
+                raise _wrong(name, f"expected {content} as {kind} {shape}, found {found}")
+        if role == "surrogate" and first.logprobs.requires_grad > tensors[0].requires_grad:
+            raise _wrong(name, "its loss has no gradient: nothing of it depends on tokens.logprobs")
+        return answer
 
-
-def _require_tensor(
-    name: str, content: str, answer: Any, shape: Sequence[int], kind: str = "float"
-) -> None:
-    import torch
-
-    fits = isinstance(answer, torch.Tensor) and answer.shape == tuple(shape)
-    if fits and kind == "bool":
-        fits = answer.dtype == torch.bool
-    elif fits:
-        fits = answer.is_floating_point()
-    if not fits:
-        raise _wrong(name, f"expected {content} as {kind} {list(shape)}, found {_describe(answer)}")
+    return call
 
 
 def _describe(answer: Any) -> str:

@@ -70,8 +70,10 @@ def _as_list(refs: GivenRefs | None) -> list[str | Ref]:
 
 def _numbered(role: str, versions: list[Version]) -> dict[str, Version]:
     """By role: `rollouts`, `rollouts.2`, `rollouts.3`, …"""
-    names = [role, *(f"{role}.{number}" for number in range(2, len(versions) + 1))]
-    return dict(zip(names, versions, strict=False))
+    return {
+        f"{role}.{number}" if number > 1 else role: version
+        for number, version in enumerate(versions, 1)
+    }
 
 
 def _require_distinct(rollouts: list[Version]) -> None:

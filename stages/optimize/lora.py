@@ -99,19 +99,19 @@ def check_installed() -> None:
         )
 
 
-def moments_fit(config: Lora | None, policy: Version) -> bool:
-    """Whether the optimizer state in `policy` is of what is trained now, adapters or whole
-    weights."""
+def has_moments(config: Lora | None, policy: Version) -> bool:
+    """Whether `policy` holds optimizer state of what is trained now, adapters or whole weights."""
+    if f"{OPTIMIZER_FOLDER}/state.json" not in policy.files.names:
+        return False
+    trained = ["whole weights", "adapters"]
     had_adapters = policy.manifest.input("base") is not None
     has_adapters = config is not None
-    names = {False: "whole weights", True: "adapters"}
-    has_moments = f"{OPTIMIZER_FOLDER}/state.json" in policy.files.names
-    if has_moments and had_adapters != has_adapters:
+    if had_adapters != has_adapters:
         log.warning(
             "%s was trained by %s, now it is %s: the moments start anew",
             policy.ref,
-            names[had_adapters],
-            names[has_adapters],
+            trained[had_adapters],
+            trained[has_adapters],
         )
     return had_adapters == has_adapters
 

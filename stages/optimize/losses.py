@@ -311,20 +311,21 @@ def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:
 
 
 def explained_variance(
-    returns: float, squares: float, errors: float, error_squares: float
+    mean_return: float, mean_square: float, mean_error: float, mean_square_error: float
 ) -> float:
     """1 − Var(R − V) / Var(R): 1 for a critic that is right, 0 for one that says the same
     everywhere.
 
     Args:
-        returns, squares, errors, error_squares: means over tokens of R, R², R − V and (R − V)².
+        mean_return, mean_square, mean_error, mean_square_error: over tokens, of R, R², R − V and
+            (R − V)².
     Returns:
         At most 1; NaN where all returns are equal.
     """
-    variance = squares - returns**2
-    if not variance > 1e-12 * max(squares, 1e-12):
+    variance = mean_square - mean_return**2
+    if not variance > 1e-12 * max(mean_square, 1e-12):
         return math.nan
-    return 1.0 - (error_squares - errors**2) / variance
+    return 1.0 - (mean_square_error - mean_error**2) / variance
 
 
 # -- KL to the reference

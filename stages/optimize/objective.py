@@ -1,8 +1,8 @@
 """What an optimizer step minimises: a micro-batch's weighted loss, and the step's numbers.
 
 The weights of the tokens are made for the whole step, so the sums of its micro-batches, on whatever
-ranks, are the step's. An algorithm with the config's options in place of its own is all that is
-known here: nothing of models, ranks, or the store.
+ranks, are the step's. An algorithm and a config are all that is known here: nothing of models,
+ranks, or the store. The config's options go before the algorithm's own.
 
     objective = Objective(config, resolve("grpo"))
     weights = objective.weights(batch, members)[batch.positions(layout.rows)]
@@ -30,7 +30,7 @@ from .config import Config
 
 _LOSSES = ("policy_loss", "kl_loss", "value_loss")
 _MEANS = ("clip_fraction", "approx_kl", "entropy")
-_MOMENTS = ("returns", "squares", "errors", "error_squares")
+_MOMENTS = ("return", "square", "error", "square_error")
 NUM_SUMS = len((*_LOSSES, *_MEANS, *_MOMENTS))
 
 
@@ -41,7 +41,7 @@ class Batch:
     sequences: Sequences
     groups: list[int]
     """[K] rollouts of one prompt bear one number."""
-    prompts: list[int]
+    prompt_numbers: list[int]
     """[K] rollouts with the same number have the same prompt ids, so they can share them."""
     advantages: Tensor
     """[K] float32; with a critic [N], NaN until it has given the values"""
@@ -51,7 +51,9 @@ class Batch:
     ref_logprobs: Tensor | None
     stale: Tensor | None = None
     """[K] bool: sampled by an older policy than the starting checkpoint, so that their logprobs
-    differ by right and the audit only reports them. None: no rollout."""
+    differ by right and the audit only reports them. None: none of them is."""
+    max_completion_tokens: int | None = None
+    """What generation allowed, for aggregation `constant`."""
     rewards: Tensor | None = None
     """[K] float32, for a critic"""
     cut: Tensor | None = None
@@ -105,9 +107,7 @@ class Objective:
         the tokens of other rollouts."""
         lengths = batch.sequences.completions.lengths[torch.tensor(members)]
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
-        weights[batch.positions(members)] = self.aggregate(
-            lengths, self.config.max_completion_tokens
-        )
+        weights[batch.positions(members)] = self.aggregate(lengths, batch.max_completion_tokens)
         return weights
 
     def loss(
@@ -142,15 +142,15 @@ class Objective:
         zero = torch.zeros((), device=device)
         kl_loss = value_loss = zero
         moments = [zero] * len(_MOMENTS)
-        if batch.ref_logprobs is not None:
+        if batch.ref_logprobs is not None:  # reported, though `kl_coef` may be 0
             ref_logprobs = select(batch.ref_logprobs)
             kl = losses.kl(logprobs, ref_logprobs, config.kl_estimator, config.kl_unbiased)
             kl_loss = (weights * kl).sum()
         if self.has_critic:
             old_values = select(batch.old_values)
             returns = select(batch.returns)
-            costs = losses.value_loss(values, old_values, returns, config.value_clip)
-            value_loss = (weights * costs).sum()
+            value_costs = losses.value_loss(values, old_values, returns, config.value_clip)
+            value_loss = (weights * value_costs).sum()
             moments = losses.value_moments(values, returns)
         loss = policy_loss + self.kl_coef * kl_loss + config.value_coef * value_loss
         with torch.no_grad():

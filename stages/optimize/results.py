@@ -1,41 +1,31 @@
 """What optimize leaves behind: the policy folder with its optimizer state, advantages/1, updates/1,
-and the manifest's numbers.
-
-Optimizer state is safetensors and JSON in a folder below the policy's, never a pickle.
-"""
+and the manifest's numbers."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import torch
+import pyarrow.compute as pc
 
 from quiver.schemas import advantages as advantages_kind
 from quiver.schemas import updates as updates_kind
-from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import restore_dropout
-from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Version, storage
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
-from . import lora, optimizer, value_head
+from . import lora, optimizer, state_folder, value_head
 from .losses import log_ratio
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from torch import nn
 
     from .config import Config
     from .rollouts import Loaded
-    from .trainer import Outcome, Trainer
-
-_FORMAT = 1
-_FOLDER = checkpoints.OPTIMIZER_FOLDER
+    from .trainer import Trainer
 
 
 def save(
@@ -43,8 +33,6 @@ def save(
 ) -> None:
     """Write the model directory and, if asked, the optimizer's state below it, into the folder of
     `writer`. `model` and `trainer` are of no use after this."""
-    from safetensors.torch import save_file
-
     with storage.storage_errors(f"{writer.run}/policy"):
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
@@ -63,120 +51,82 @@ def save(
         if trainer.accelerator.num_processes == 1:
             trainer.free()
         if state:
-            folder = writer.folder / _FOLDER
-            folder.mkdir()
-            save_file(state, folder / "state.safetensors")
-            about = {"format": _FORMAT, "optimizer": "adamw", "step": trainer.step}
-            storage.write_bytes(folder / "state.json", json.dumps(about).encode())
+            folder = writer.folder / checkpoints.OPTIMIZER_FOLDER
+            state_folder.write(folder, state, optimizer="adamw", step=trainer.step)
 
 
-def load_optimizer(policy: Version) -> dict[str, torch.Tensor] | None:
-    """The state that `save` wrote into this policy, checked against its hashes; None when it holds
-    none. ConfigError."""
-    from safetensors.torch import load_file
-
-    if f"{_FOLDER}/state.json" not in policy.files.names:
-        return None
-    policy.verify(f"{_FOLDER}/")
-    about = json.loads(policy.files.read(f"{_FOLDER}/state.json"))
-    if (about.get("format"), about.get("optimizer")) != (_FORMAT, "adamw"):
-        raise ConfigError(
-            str(policy.ref),
-            f"its optimizer state is {about}, expected adamw",
-            next="set optimize.load_optimizer = false",
-        )
-    return load_file(policy.files.path(f"{_FOLDER}/state.safetensors"))
-
-
-def finish(
-    writers: Mapping[str, Writer], loaded: Loaded, outcome: Outcome, accelerator: Accelerator
-) -> None:
+def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> None:
     """Write advantages and updates, and say what the three manifests tell."""
-    device = accelerator.device.type
-    kept_and_dropped = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
+    device = trainer.accelerator.device.type
     tables = {
-        "advantages": (advantages_table(loaded, outcome), kept_and_dropped),
-        "updates": (updates_table(outcome), {}),
+        "advantages": (
+            advantages_table(loaded, trainer),
+            {"kept": loaded.summary["kept"], **loaded.summary["dropped"]},
+        ),
+        "updates": (updates_table(trainer), {}),
     }
     for kind, (table, status) in tables.items():
         for index in writers[kind].unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
             writers[kind].write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
         writers[kind].finish(status=status, device=device)
-    seconds = writers["policy"].seconds.get("steps", 0.0)
-    metrics = metrics_of(loaded, outcome, seconds)
-    metrics["processes"] = accelerator.num_processes
+    metrics = metrics_of(loaded, trainer, writers["policy"].seconds.get("steps", 0.0))
     writers["policy"].finish(metrics=_finite(metrics), device=device)
 
 
-def metrics_of(loaded: Loaded, outcome: Outcome, seconds: float) -> dict[str, Any]:
+def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, Any]:
     """The policy's metrics: what was learned from, how fast, and the last step's numbers."""
-    tokens = sum(row["tokens"] for row in outcome.updates)
+    updates = trainer.updates
+    tokens = sum(row["tokens"] for row in updates)
     names = ["loss", "grad_norm", "entropy", "approx_kl", "clip_fraction"]
-    names += ["value_loss", "explained_variance"] if outcome.advantages is not None else []
-    last = {key: outcome.updates[-1][key] for key in names} if outcome.updates else {}
+    names += ["value_loss", "explained_variance"] if trainer.algorithm.critic else []
     return {
         **loaded.summary,
-        **last,
-        "trainable_parameters": outcome.trainable,
-        "step": outcome.step,
-        "steps": len(outcome.updates),
-        "skipped_steps": outcome.skipped,
+        **{name: updates[-1][name] for name in names if updates},
+        "trainable_parameters": trainer.num_trained,
+        "step": trainer.step,
+        "steps": len(updates),
+        "skipped_steps": sum(not row["applied"] for row in updates),
         "tokens": tokens,
-        "prompt_tokens": sum(row["prompt_tokens"] for row in outcome.updates),
+        "prompt_tokens": sum(row["prompt_tokens"] for row in updates),
         "tokens_per_second": tokens / seconds if seconds else None,
-        "packing": outcome.mode,
-        "attention": outcome.kernel,
-        "padding_share": outcome.padding_share,
-        "precision": outcome.precision,
-        "max_completion_tokens": loaded.config.max_completion_tokens,
-        "audit": outcome.audit,
+        "packing": trainer.mode,
+        "attention": trainer.kernel,
+        "padding_share": trainer.padding / max(trainer.places, 1),
+        "precision": trainer.precision,
+        "max_completion_tokens": loaded.batch.max_completion_tokens,
+        "audit": trainer.audit_report,
+        "processes": trainer.accelerator.num_processes,
     }
 
 
-def advantages_table(loaded: Loaded, outcome: Outcome) -> pa.Table:
+def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     """advantages/1, one row for each rollout of the dataset, in its order; with a critic one
-    advantage a token. The ratio is to `old_logprobs`."""
-    completions = loaded.batch.sequences.completions
-    rows = loaded.rows
-    means = torch.full((2, len(loaded.reasons)), torch.nan)
-    means[0, rows] = Ragged(
-        log_ratio(outcome.logprobs, loaded.batch.old_logprobs).exp(), completions.offsets
-    ).segment_mean()
-    means[1, rows] = completions.with_values(outcome.logprobs).segment_mean()
-    weights = torch.full((len(loaded.reasons),), torch.nan)
-    weights[rows] = loaded.advantages[rows]
-    columns = [
-        pa.array(values.numpy(), from_pandas=True) for values in (weights, *means)
-    ]  # from_pandas: NaN becomes null
+    advantage a token. `mean_ratio` is to `old_logprobs`, with proximal logprobs too; the
+    `clip_fraction` of updates/1 is of the ratio to those."""
+    batch = trainer.batch
+    completions = batch.sequences.completions
+    ratio = log_ratio(trainer.logprobs, batch.old_logprobs).exp()
+    means = [completions.with_values(values).segment_mean() for values in (ratio, trainer.logprobs)]
     dropped = pa.array(loaded.reasons, pa.string())
+    # the place of each rollout in the batch; null where it was dropped
+    places = pc.index_in(pa.array(range(len(dropped))), value_set=pa.array(loaded.rows.numpy()))
     schema = advantages_kind.SCHEMA
-    if outcome.advantages is not None:
-        places = (
-            torch.full((len(loaded.reasons),), -1)
-            .index_copy(0, rows, torch.arange(len(rows)))
-            .numpy()
-        )
-        lists = (
-            completions.with_values(outcome.advantages)
-            .to_arrow()
-            .take(pa.array(places, mask=places < 0))
-        )
-        schema, columns[0] = (
-            advantages_kind.PER_TOKEN,
-            lists.cast(advantages_kind.PER_TOKEN.field("advantage").type),
-        )
+    advantages = pa.array(loaded.advantages[loaded.rows].numpy())
+    if trainer.algorithm.critic:
+        schema = advantages_kind.PER_TOKEN
+        advantages = completions.with_values(batch.advantages).to_arrow()
+        advantages = advantages.cast(schema.field("advantage").type)
+    columns = [advantages, *(pa.array(mean.numpy(), from_pandas=True) for mean in means)]
+    advantage, *means = (column.take(places) for column in columns)
     return pa.Table.from_arrays(
-        [loaded.ids.combine_chunks(), columns[0], dropped.is_null(), dropped, *columns[1:]],
+        [loaded.ids.combine_chunks(), advantage, dropped.is_null(), dropped, *means],
         schema=schema,
     )
 
 
-def updates_table(outcome: Outcome) -> pa.Table:
+def updates_table(trainer: Trainer) -> pa.Table:
     """updates/1, one row a step."""
-    rows = [
-        {**row, **{key: _finite(value) for key, value in row.items()}} for row in outcome.updates
-    ]
-    return pa.Table.from_pylist(rows, schema=updates_kind.SCHEMA)
+    return pa.Table.from_pylist(list(map(_finite, trainer.updates)), schema=updates_kind.SCHEMA)
 
 
 def _finite(value: Any) -> Any:

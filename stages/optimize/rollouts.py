@@ -1,4 +1,5 @@
-"""Saved rollouts, rewards and logprobs joined into one batch; what is left out has its reason.
+"""Saved rollouts, rewards and logprobs joined into one batch: here advantages are computed, by the
+functions of advantages.py, and rollouts dropped and counted, each with its reason.
 
 Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is an error. Of several
 versions of rollouts each is checked and joined by itself, each row keeps its own old logprobs and
@@ -13,7 +14,6 @@ token).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
 
-from . import advantages
+from .advantages import zero_variance
 from .algorithms import Algorithm, find_function
 from .checks import Sampled, check_lineage, require_own_ids
 from .config import Config
@@ -47,8 +47,6 @@ log = logging.getLogger(__name__)
 class Loaded:
     """The batch, and what became of every rollout of the dataset."""
 
-    config: Config
-    """With what the datasets decided filled in."""
     batch: Batch
     ids: pa.ChunkedArray
     """rollout_id of all rollouts, version after version"""
@@ -80,24 +78,17 @@ class _Joined:
 def load(
     config: Config, algorithm: Algorithm, store: Store, inputs: Mapping[str, Version]
 ) -> Loaded:
-    """Check, join, weigh and filter. LineageError, ConfigError, SchemaError; NumericError when no
-    rollout can have an advantage."""
+    """Check, join, compute advantages and filter. LineageError, ConfigError, SchemaError;
+    NumericError when no rollout can have an advantage."""
     versions = [Sampled(version_inputs) for version_inputs in sets(inputs)]
     biases = [bias for version in versions for bias in check_lineage(config, store, version)]
     joined = _join(versions, with_next_state=config.bootstrap_length)
-    shaped_rewards, weights = _weigh(config, algorithm, joined)
-    reasons = _drop_reasons(config, joined, shaped_rewards, weights)
+    shaped_rewards, advantages = _advantages_of(config, algorithm, joined)
+    reasons = _drop_reasons(config, joined, shaped_rewards, advantages)
     rows = [row for row, reason in enumerate(reasons) if reason is None]
     rows = torch.tensor(rows, dtype=torch.int64)
-    batch = _make_batch(joined, rows, weights)
-    if algorithm.critic:
-        batch = dataclasses.replace(
-            batch,
-            advantages=torch.full_like(batch.old_logprobs, torch.nan),
-            rewards=joined.rewards[rows],
-            cut=_ended_by(joined.table, "length")[rows],
-        )
-    num_idle = 0 if algorithm.critic else int((weights[rows] == 0).sum())
+    batch = _make_batch(config, algorithm, joined, rows, advantages)
+    num_idle = 0 if algorithm.critic else int((advantages[rows] == 0).sum())
     summary = {
         **_summarize(joined, reasons),
         "zero_advantage": num_idle,
@@ -115,9 +106,7 @@ def load(
             "every advantage is 0 (each group's rewards are equal): there is nothing to learn from "
             "these rollouts"
         )
-    longest = config.max_completion_tokens or max(map(_max_completion_tokens, versions))
-    config = config.model_copy(update={"max_completion_tokens": longest})
-    return Loaded(config, batch, joined.table["rollout_id"], rows, reasons, weights, summary)
+    return Loaded(batch, joined.table["rollout_id"], rows, reasons, advantages, summary)
 
 
 def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
@@ -125,8 +114,6 @@ def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
     read. `with_next_state`: with the state after a completion's last id."""
     rewards = torch.cat([_tensor(v.column("rewards", "reward"), np.float32) for v in versions])
     require_own_ids(versions)
-    if not len(rewards):
-        raise _no_advantage(versions, rewards)
     groups = []
     num_groups = 0
     for version in versions:
@@ -151,7 +138,7 @@ def _join_logprobs(versions: Sequence[Sampled], role: str) -> Ragged | None:
     """Logprobs `role` of all rollouts; None where none are given."""
     if role not in versions[0].inputs:
         return None
-    columns = []
+    chunks = []
     for version in versions:
         source = version.inputs[role]
         saved_role = source.manifest.config.get("role")
@@ -161,35 +148,31 @@ def _join_logprobs(versions: Sequence[Sampled], role: str) -> Ragged | None:
                 f"holds {saved_role} logprobs, expected {role}",
                 next=f"name {role} logprobs",
             )
-        logprobs = Ragged.from_arrow(version.column(role, "logprobs"))
-        completions = Ragged.from_arrow(version.table["completion_ids"])
-        if not torch.equal(logprobs.lengths, completions.lengths):
+        logprobs = version.column(role, "logprobs")
+        completions = version.table["completion_ids"]
+        if pc.list_value_length(logprobs) != pc.list_value_length(completions):
             raise SchemaError(
                 str(source.ref),
                 "logprobs and completion_ids differ in length",
                 next=f"score {version.rollouts.ref} again",
             )
-        columns.append(logprobs)
-    return Ragged.from_lengths(
-        torch.cat([column.values for column in columns]),
-        torch.cat([column.lengths for column in columns]),
-    )
+        chunks += logprobs.chunks
+    return Ragged.from_arrow(pa.chunked_array(chunks, logprobs.type))
 
 
-def _weigh(config: Config, algorithm: Algorithm, joined: _Joined) -> tuple[Tensor, Tensor]:
+def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tuple[Tensor, Tensor]:
     """[B] rewards less the KL that is part of them, Σ old − ref over each rollout; and [B]
     advantages, NaN where there is none. With a critic, which gives values later, the rewards."""
-    shaped_rewards = joined.rewards
-    weights = joined.rewards
+    rewards = joined.rewards
+    advantages = rewards
     if not algorithm.critic:
         if config.kl_in_reward:
             old = Ragged.from_arrow(joined.table["old_logprobs"])
             token_kl = log_ratio(old.values, joined.ref_logprobs.values)
-            rollout_kl = old.with_values(token_kl).segment_sum()
-            shaped_rewards = joined.rewards - config.kl_coef * rollout_kl
-        weights = find_function("advantages", algorithm.advantage)(shaped_rewards, joined.groups)
-    if not bool(weights.isnan().all()):
-        return shaped_rewards, weights
+            rewards = rewards - config.kl_coef * old.with_values(token_kl).segment_sum()
+        advantages = find_function("advantages", algorithm.advantage)(rewards, joined.groups)
+    if not bool(advantages.isnan().all()):
+        return rewards, advantages
     num_scored = int((~joined.rewards.isnan()).sum())
     if num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
         raise ConfigError(
@@ -199,43 +182,39 @@ def _weigh(config: Config, algorithm: Algorithm, joined: _Joined) -> tuple[Tenso
             next="set generate.samples_per_prompt >= 2, or use reinforce_pp or ppo, which need no "
             "group",
         )
-    raise _no_advantage(joined.versions, joined.rewards)
-
-
-def _no_advantage(versions: Sequence[Sampled], rewards: Tensor) -> NumericError:
-    names = [str(version.inputs["rewards"].ref) for version in versions]
-    return NumericError(
+    names = [str(version.inputs["rewards"].ref) for version in joined.versions]
+    raise NumericError(
         ", ".join(names),
-        f"{int((~rewards.isnan()).sum())} of {len(rewards)} rollouts are scored, no advantage can "
-        "be computed of them; a group algorithm needs two of a prompt",
+        f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
+        "them; a group algorithm needs two of a prompt",
         next=f"quiver show {names[0]}",
     )
 
 
 def _drop_reasons(
-    config: Config, joined: _Joined, shaped_rewards: Tensor, weights: Tensor
+    config: Config, joined: _Joined, shaped_rewards: Tensor, advantages: Tensor
 ) -> list[str | None]:
     """[B] why each rollout is left out: the first reason that holds, None for none."""
-    zero_variance = torch.zeros(len(weights), dtype=torch.bool)
-    if config.drop_zero_variance:
-        zero_variance = advantages.zero_variance(shaped_rewards, joined.groups)
+    everyone = torch.ones(len(advantages), dtype=torch.bool)
     lengths = pc.list_value_length(joined.table["completion_ids"])
     holds = {
         "abort": _ended_by(joined.table, "abort"),
         "not_scored": shaped_rewards.isnan(),
-        "small_group": weights.isnan(),
-        "zero_variance": zero_variance,
+        "small_group": advantages.isnan(),
+        "zero_variance": zero_variance(shaped_rewards, joined.groups)
+        & bool(config.drop_zero_variance),
         "length": _ended_by(joined.table, "length") & (config.on_length == "mask"),
         "empty": _tensor(pc.equal(lengths, 0), bool),
+        None: everyone,
     }
-    reasons = [None, *holds]
-    codes = torch.zeros(len(weights), dtype=torch.int64)
-    for code in reversed(range(1, len(reasons))):
-        codes[holds[reasons[code]]] = code
-    return [reasons[code] for code in codes.tolist()]
+    reasons = list(holds)
+    first = torch.stack(list(holds.values())).int().argmax(0)  # of equal ones the first
+    return [reasons[index] for index in first.tolist()]
 
 
-def _make_batch(joined: _Joined, rows: Tensor, weights: Tensor) -> Batch:
+def _make_batch(
+    config: Config, algorithm: Algorithm, joined: _Joined, rows: Tensor, advantages: Tensor
+) -> Batch:
     """The rollouts `rows` [k] as tensors."""
     table = joined.table
     prompts = Mapped.from_arrow(table["prompt_ids"]).take(rows)
@@ -247,15 +226,21 @@ def _make_batch(joined: _Joined, rows: Tensor, weights: Tensor) -> Batch:
     def take(logprobs: Ragged | None) -> Tensor | None:
         return None if logprobs is None else logprobs.take(rows).values
 
+    old_logprobs = take(Ragged.from_arrow(table["old_logprobs"]))
+    no_advantages = torch.full_like(old_logprobs, torch.nan)
     return Batch(
         sequences=Sequences(prompts, completions, temperature),
         groups=groups,
-        prompts=prompt_numbers(prompts, groups),
-        advantages=weights[rows],
-        old_logprobs=take(Ragged.from_arrow(table["old_logprobs"])),
+        prompt_numbers=prompt_numbers(prompts, groups),
+        advantages=no_advantages if algorithm.critic else advantages[rows],
+        old_logprobs=old_logprobs,
         prox_logprobs=take(joined.prox_logprobs),
         ref_logprobs=take(joined.ref_logprobs),
         stale=stale[rows],
+        max_completion_tokens=config.max_completion_tokens
+        or max(map(_max_completion_tokens, joined.versions)),
+        rewards=joined.rewards[rows],
+        cut=_ended_by(table, "length")[rows],
     )
 
 

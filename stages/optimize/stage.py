@@ -9,8 +9,9 @@ greedy rows, truncated sampling (unless `allow_biased_sampling`), a KL term with
 logprobs, and logprobs that the trainer can not reproduce (the audit).
 
 It writes three versions under one key: advantages, updates and, last, the policy with its optimizer
-state. When every advantage is 0 there is nothing to learn: the same weights become the next policy,
-and its metrics say so.
+state. A run that is killed between them leaves the first ones without a policy; the same call goes
+on there. When every advantage is 0 there is nothing to learn: the same weights become the next
+policy, and its metrics say so.
 
     refs = {"policy": "a/policy@0", "rollouts": "a/rollouts@1", "rewards": "a/rewards@1"}
     ref = run_stage("optimize", Config(algorithm="dapo"), store, **refs)
@@ -34,7 +35,7 @@ from . import algorithms
 from .checks import check_schedule
 from .config import Audit, Config, Correction
 from .inputs import open_inputs
-from .lora import attach, check_installed, moments_fit, with_base
+from .lora import attach, check_installed, has_moments, with_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -121,15 +122,15 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     with short_of_memory("optimize", next_step):
         with phase("load"):
             loaded = rollouts.load(config, algorithm, plan.store, plan.inputs)
-            model, trainer = _load_trainer(algorithm, plan.inputs, loaded, accelerator)
+            model, trainer = _load_trainer(plan, algorithm, loaded, accelerator)
         with phase("audit"):
             trainer.prepare()
         with phase("steps"):
-            outcome = trainer.train()
+            trainer.train()
     if writer:
         with phase("save"):
             results.save(config, plan.inputs["policy"], model, trainer, writer)
-        results.finish(writers, loaded, outcome, accelerator)
+        results.finish(writers, loaded, trainer)
     # What holds on to the process group goes before the group does: gloo's threads else abort a
     # rank at its exit, now and then.
     accelerator.free_memory()
@@ -138,8 +139,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 
 def _load_trainer(
+    plan: Plan,
     algorithm: algorithms.Algorithm,
-    inputs: Mapping[str, Version],
     loaded: Loaded,
     accelerator: Accelerator,
 ) -> tuple[nn.Module, Trainer]:
@@ -148,17 +149,17 @@ def _load_trainer(
 
     from quiver.stages.common.models.loading import load_model
 
-    from . import results, value_head
+    from . import state_folder, value_head
     from .optimizer import load_state
     from .trainer import Trainer
 
-    policy = inputs["policy"]
-    config = loaded.config
+    policy = plan.inputs["policy"]
+    config = plan.config
     critic = config.critic if algorithm.critic else None
     if config.lora:
         check_installed()
     load = partial(load_model, dtype=torch.float32, device=accelerator.device)
-    model = load(inputs.get("base", policy))
+    model = load(plan.inputs.get("base", policy))
     value_trunk = value_head.trunk_of(load(policy)) if critic == "model" else None
     if config.lora:
         attach(config.lora, model, policy, seed=config.seed)
@@ -166,10 +167,9 @@ def _load_trainer(
     trainer = Trainer(
         config, model, loaded.batch, algorithm, accelerator, step=step, value_trunk=value_trunk
     )
-    if config.load_optimizer and moments_fit(config.lora, policy):
-        state = results.load_optimizer(policy)
-        if state:
-            load_state(trainer.optimizer, model, state)
+    if config.load_optimizer and has_moments(config.lora, policy):
+        state = state_folder.read(policy, checkpoints.OPTIMIZER_FOLDER, optimizer="adamw")
+        load_state(trainer.optimizer, model, state)
     if critic:
         value_head.resume(
             trainer.critic, trainer.optimizer, policy, critic, moments=config.load_optimizer

@@ -7,7 +7,7 @@ update the logprobs are audited against the engine's. Nothing here knows of the 
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
-    outcome = trainer.train()      # trainer.model holds the next policy's weights
+    trainer.train()                # trainer.model holds the next policy's weights
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,38 +44,11 @@ _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a run of the loop leaves behind, beside the changed weights."""
-
-    updates: list[dict[str, Any]]
-    """Rows of updates/1."""
-    logprobs: Tensor
-    """[N] under the policy when the rollout was last trained on (`score_after`: under the new one);
-    NaN where it never was."""
-    audit: dict[str, Any]
-    skipped: int
-    step: int
-    """Optimizer steps over the policy's whole life, this iteration's included."""
-    mode: str
-    kernel: str | None
-    """Of attention; None where nothing was passed through the model."""
-    precision: str
-    advantages: Tensor | None = None
-    """[N] of the tokens, with a critic."""
-    trainable: int = 0
-    """How many numbers were trained: of the policy, or of its adapters, and of the critic."""
-    padding_share: float = 0.0
-    """Of the places that the first rank passed through the model in training, how many held
-    nothing."""
-
-
 def make_accelerator(config: Config) -> Accelerator:
     """Device, ranks and trackers; nothing else is taken from accelerate's environment. ConfigError
     when it gives another device, another number of processes, or another way to distribute than
     plain ranks."""
     from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin
 
     cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     if cpu and "OMP_NUM_THREADS" not in os.environ:
@@ -85,8 +56,6 @@ def make_accelerator(config: Config) -> Accelerator:
     accelerator = Accelerator(
         cpu=cpu,
         mixed_precision="no",
-        dynamo_backend="no",
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         log_with=list(config.trackers) or None,
         project_dir=config.tracker_folder,
     )
@@ -133,16 +102,17 @@ class Trainer:
         step: int = 0,
         value_trunk: nn.Module | None = None,
     ) -> None:
+        """`step`: optimizer steps behind the policy."""
         self.config = config
         self.model = model
         self.batch = batch
         self.algorithm = algorithm
         self.accelerator = accelerator
         self.step = step
+        """Optimizer steps over the policy's whole life; a step that was left out is none."""
         self.objective = Objective(config, algorithm)
         self.budget = config.token_budget or token_budget(accelerator.device)
         self.precision = resolve(config.precision, accelerator.device)
-        self.bf16_weights = self.precision in bf16.PRECISIONS
         self.critic: nn.Module | None = None
         """The value head, with its trunk where it has one of its own."""
         value_head = None
@@ -166,16 +136,21 @@ class Trainer:
         )
         self._prepare_model(value_trunk)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        self.num_trained = sum(parameter.numel() for parameter in self.parameters)
+        """Of the policy, or of its adapters, and of the critic."""
         self.logprobs = torch.full((len(batch.old_logprobs),), torch.nan)
-        self.audit: dict[str, Any] = {}
+        """[N] under the policy when the rollout was last trained on (`score_after`: under the new
+        one); NaN where it never was."""
+        self.audit_report: dict[str, Any] = {}
         self.updates: list[dict[str, Any]] = []
+        """Rows of updates/1."""
         self.padding = 0
         """Places without a token, of the `places` that this rank passed through the model."""
         self.places = 0
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
-        """Packing, dtypes, ranks, attention kernel and optimizer, in the order in which each needs
-        the one before."""
+        """Packing, dtypes, attention kernel and optimizer, in the order in which each needs the one
+        before."""
         config = self.config
         if config.activation_checkpointing:
             for trunk in [self.model] if value_trunk is None else [self.model, value_trunk]:
@@ -184,17 +159,14 @@ class Trainer:
         self.mode = config.packing
         if self.batch.groups:
             self.mode = choose_mode(
-                self.policy, self.batch.sequences, self.batch.prompts, config.packing
+                self.policy, self.batch.sequences, self.batch.prompt_numbers, config.packing
             )
-        masters = narrow(self.model) if self.bf16_weights else None
+        masters = narrow(self.model) if self.precision in bf16.PRECISIONS else None
         if config.lora and self.precision == "bf16":
             narrow_frozen(self.model)
-        # not wrapped where _average_gradients does it
-        self.wrapped = (
-            self.policy if self.bf16_weights else self.accelerator.prepare_model(self.policy)
-        )
         self.policy.fuse()  # after whatever moves weights
         self.kernel = None
+        """Of attention; None where nothing is passed through the model."""
         if self.active:
             longest = self._microbatches(self.active)[0]
             self.kernel = choose_kernel(self.policy, longest, self.batch.sequences)
@@ -215,19 +187,23 @@ class Trainer:
         return self.algorithm.critic and self.step < self.config.critic_warmup_steps
 
     def prepare(self) -> None:
-        """What must be known before the first update: a critic's values, and the audit unless the
-        first step passes over all rollouts anyway. NumericError."""
+        """What must be known before the first update: a critic's values, and the audit. Where there
+        is no critic and one mini-batch only, the audit waits for the first step, whose pass gives
+        the logprobs of all rollouts before any weight changes. NumericError."""
         if not self.active:
             return
-        audits = self.config.audit.enabled
         if self.algorithm.critic:
             logprobs = self._take_values()
-        elif audits and self.config.minibatches > 1:
-            logprobs = self.score(self.active)
-        else:
+        elif self._audits_in_first_step:
             return
-        if audits:
+        elif self.config.audit.enabled:
+            logprobs = self.score(self.active)
+        if self.config.audit.enabled:
             self._audit(logprobs, self.active)
+
+    @property
+    def _audits_in_first_step(self) -> bool:
+        return not self.algorithm.critic and self.config.minibatches == 1
 
     @torch.no_grad()
     def _take_values(self) -> Tensor:
@@ -239,7 +215,7 @@ class Trainer:
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
         microbatches = self.policy.microbatches(
-            self.active, self.batch.prompts, sequences, self.budget
+            self.active, self.batch.prompt_numbers, sequences, self.budget
         )
         # two rows of the same pass: [2, N'] logprobs and values
         scored = score_and_judge(self.policy, self._share(microbatches), sequences)
@@ -250,7 +226,7 @@ class Trainer:
         )
         return logprobs[sampled]
 
-    def train(self) -> Outcome:
+    def train(self) -> None:
         """Run all epochs. NumericError when the audit fails, or when steps are not finite: then
         nothing may be committed."""
         config = self.config
@@ -263,26 +239,14 @@ class Trainer:
             shuffled = [order[group] for group in self.batch.groups]
             for minibatch, members in enumerate(minibatches(shuffled, config.minibatches)):
                 self._train_minibatch(epoch, minibatch, members)
-        skipped = sum(not update["applied"] for update in self.updates)
-        if self.updates and skipped == len(self.updates):
-            raise _not_finite(f"none of {skipped} optimizer steps had a finite loss and gradient")
+        if self.updates and not any(update["applied"] for update in self.updates):
+            raise _not_finite(
+                f"none of {len(self.updates)} optimizer steps had a finite loss and gradient"
+            )
         if not bool(torch.nn.utils.get_total_norm(self.parameters).isfinite()):
             raise _not_finite("a weight is not finite after the last step")
         if config.score_after and self.batch.groups:
             self.logprobs = self.score(range(len(self.batch.groups)))
-        return Outcome(
-            updates=self.updates,
-            logprobs=self.logprobs,
-            audit=self.audit,
-            skipped=skipped,
-            step=self.step,
-            mode=self.mode,
-            kernel=self.kernel,
-            precision=self.precision,
-            advantages=self.batch.advantages if self.algorithm.critic else None,
-            trainable=sum(p.numel() for p in self.parameters),
-            padding_share=self.padding / max(self.places, 1),
-        )
 
     def free(self) -> None:
         """Give back the memory of model, critic and moments, of which nothing is needed any more;
@@ -301,8 +265,8 @@ class Trainer:
             return
         update = {"step": self.step, "epoch": epoch, "minibatch": minibatch}
         update |= self.accumulate(members, active)
-        is_first = not self.updates and not self.audit
-        if self.config.audit.enabled and self.config.minibatches == 1 and is_first:
+        is_first = not self.updates
+        if self.config.audit.enabled and self._audits_in_first_step and is_first:
             self._audit(self.logprobs, active)
         update |= self.apply(update)
         update["seconds"] = time.monotonic() - started
@@ -323,7 +287,9 @@ class Trainer:
 
     def _microbatches(self, rows: Sequence[int]) -> list[list[Piece]]:
         """Of all ranks, the longest first."""
-        return self.policy.microbatches(rows, self.batch.prompts, self.batch.sequences, self.budget)
+        return self.policy.microbatches(
+            rows, self.batch.prompt_numbers, self.batch.sequences, self.budget
+        )
 
     def _share(self, microbatches: list[list[Piece]]) -> list[list[Piece]]:
         """Those of this rank."""
@@ -348,26 +314,26 @@ class Trainer:
     def _audit(self, logprobs: Tensor, rows: list[int]) -> None:
         """Measure; rollouts of the starting checkpoint must be within the limit. With stale ones
         beside them these are measured apart, under `stale`."""
-        stale = set()
+        is_stale = torch.zeros(len(self.batch.groups), dtype=torch.bool)
         if self.batch.stale is not None:
-            stale = set(self.batch.stale.nonzero()[:, 0].tolist())
-        fresh_rows = [row for row in rows if row not in stale]
-        stale_rows = [row for row in rows if row in stale]
-        self.audit = self._measure(logprobs, fresh_rows or stale_rows)
+            is_stale = self.batch.stale
+        fresh_rows = [row for row in rows if not is_stale[row]]
+        stale_rows = [row for row in rows if is_stale[row]]
+        self.audit_report = self._measure(logprobs, fresh_rows or stale_rows)
         if fresh_rows and stale_rows:
-            self.audit["stale"] = self._measure(logprobs, stale_rows)
+            self.audit_report["stale"] = self._measure(logprobs, stale_rows)
         if fresh_rows:
-            audit.require(self.audit, self.config.audit.max_mean_gap, "optimize audit")
+            audit.require(self.audit_report, self.config.audit.max_mean_gap, "optimize audit")
 
     def _measure(self, logprobs: Tensor, rows: list[int]) -> dict[str, Any]:
         completions = self.batch.sequences.completions
         old = completions.with_values(self.batch.old_logprobs).take(torch.tensor(rows))
+        # surrogates without these bounds are measured by PPO's
+        clip_low, clip_high = (
+            self.objective.options.get(name, 0.2) for name in ("clip_low", "clip_high")
+        )
         report = audit.measure(
-            logprobs[self.batch.positions(rows)],
-            old.values,
-            old.offsets,
-            self.objective.options.get("clip_low", 0.2),
-            self.objective.options.get("clip_high", 0.2),
+            logprobs[self.batch.positions(rows)], old.values, old.offsets, clip_low, clip_high
         )
         log.info(
             "audit: mean gap %(mean_gap).1e, largest %(max_gap).1e, effective sample size "
@@ -387,7 +353,8 @@ class Trainer:
         microbatches = self._microbatches(active)
         rank_microbatches = self._share(microbatches)
         num_counted = len(rank_microbatches)
-        # every rank makes equally many passes: one that counts for nothing fills up
+        # every rank makes equally many passes, so that all have a gradient of the same weights:
+        # one that counts for nothing fills up
         num_passes = math.ceil(len(microbatches) / self.accelerator.num_processes)
         rank_microbatches += microbatches[-1:] * (num_passes - num_counted)
         logprobs = torch.zeros_like(self.logprobs)
@@ -399,19 +366,12 @@ class Trainer:
             layouts = self.policy.layouts(rank_microbatches, self.batch.sequences)
             for number, layout in enumerate(layouts, 1):
                 counts = number <= num_counted
-                is_last = number == num_passes
                 positions = self.batch.positions(layout.rows)
-                # ranks exchange gradients once a step, with the last pass
-                with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped):
-                    if self.warming:
-                        outputs = self.policy(layout, frozen=True)
-                    else:
-                        outputs = self.wrapped(layout)
-                    loss, loss_sums, largest_ratio = self.objective.loss(
-                        self.batch, outputs, layout.rows, weights[positions] * counts
-                    )
-                    # ranks take the mean of their gradients, the step's loss is the sum
-                    self.accelerator.backward(loss * self.accelerator.num_processes)
+                outputs = self.policy(layout, frozen=self.warming)
+                loss, loss_sums, largest_ratio = self.objective.loss(
+                    self.batch, outputs, layout.rows, weights[positions] * counts
+                )
+                loss.backward()
                 if counts:
                     padding, places = layout.filling
                     self.padding += padding
@@ -419,21 +379,17 @@ class Trainer:
                     sums += loss_sums
                     ratio_max = max(ratio_max, largest_ratio)
                     logprobs[positions] = outputs[0].detach().cpu()
-                if not is_last and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
+                if number < num_passes and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
                     log.info("step %d: %d of %d micro-batches", self.step, number, num_passes)
                     last_line = time.monotonic()
-        if self.bf16_weights or self.warming:
-            self._average_gradients()
+        # once a step; a gradient is in float32 whatever its weight is, and while the critic warms
+        # up only its weights have one
+        if self.accelerator.num_processes > 1:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
         self.logprobs = self._gather(logprobs, active, self.logprobs)
         return {**self._numbers(sums, ratio_max, active), "microbatches": len(microbatches)}
-
-    def _average_gradients(self) -> None:
-        """Mean of the gradients over ranks, where torch's own wrapper does not: it adds up in the
-        weights' dtype, and these are float32; it wants a gradient of every weight, and while the
-        critic warms up the policy has none."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
 
     def _numbers(self, sums: Tensor, ratio_max: float, active: list[int]) -> dict[str, Any]:
         """The step's numbers of all ranks."""

@@ -12,7 +12,6 @@ policy that it starts beside, lies whole in `critic/`. Never at the top: engines
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -20,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.store import Version, storage
+from quiver.stages.common.store import Version
 
 from . import optimizer as adamw
+from . import state_folder
 
 FOLDERS = {"trunk": "value_head", "model": "critic"}
-_FORMAT = 1
 
 
 class ValueHead(nn.Module):
@@ -60,36 +59,10 @@ def save(
     critic: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, kind: str, *, moments: bool
 ) -> None:
     """Write weights and, if asked, AdamW's moments into the folder of this kind below `folder`."""
-    from safetensors.torch import save_file
-
     tensors = {name: p.detach().cpu().contiguous() for name, p in critic.named_parameters()}
     if moments:
         tensors |= adamw.state(optimizer, critic)
-    critic_folder = folder / FOLDERS[kind]
-    critic_folder.mkdir()
-    save_file(tensors, critic_folder / "state.safetensors")
-    storage.write_bytes(critic_folder / "state.json", json.dumps({"format": _FORMAT}).encode())
-
-
-def holds(policy: Version, kind: str) -> bool:
-    """Whether this policy was saved with a critic of this kind."""
-    return f"{FOLDERS[kind]}/state.json" in policy.files.names
-
-
-def load(policy: Version, kind: str) -> dict[str, Tensor]:
-    """What `save` wrote into this policy, checked against its hashes. ConfigError."""
-    from safetensors.torch import load_file
-
-    folder = FOLDERS[kind]
-    policy.verify(f"{folder}/")
-    note = json.loads(policy.files.read(f"{folder}/state.json"))
-    if note.get("format") != _FORMAT:
-        raise ConfigError(
-            str(policy.ref),
-            f"its critic is {note}, expected format {_FORMAT}",
-            next="take a newer Quiver",
-        )
-    return load_file(policy.files.path(f"{folder}/state.safetensors"))
+    state_folder.write(folder / FOLDERS[kind], tensors)
 
 
 def restore(
@@ -99,7 +72,7 @@ def restore(
     *,
     moments: bool,
 ) -> None:
-    """Take up what `load` gave: the weights and, if asked and there, the moments. ConfigError when
+    """Take up what `save` wrote: the weights and, if asked and there, the moments. ConfigError when
     they are another model's."""
     parameters = dict(critic.named_parameters())
     for name, parameter in parameters.items():
@@ -132,14 +105,18 @@ def resume(
     values are the same at first. The other way there is no going on, because the head was trained
     on other hidden states: ConfigError.
     """
-    if kind == "trunk" and holds(policy, "model"):
+    saved = next((kind for kind in FOLDERS if state_folder.holds(policy, FOLDERS[kind])), None)
+    if saved is None:
+        return
+    if kind == "trunk" and saved == "model":
         raise ConfigError(
             str(policy.ref),
             "its critic is a model of its own, optimize.critic = 'trunk' asks for one on the "
             "policy's trunk",
             next='set optimize.critic = "model"',
         )
-    if holds(policy, kind):
-        restore(critic, optimizer, load(policy, kind), moments=moments)
-    elif holds(policy, "trunk"):
-        restore(critic["head"], optimizer, load(policy, "trunk"), moments=False)
+    tensors = state_folder.read(policy, FOLDERS[saved])
+    if saved == kind:
+        restore(critic, optimizer, tensors, moments=moments)
+    else:
+        restore(critic["head"], optimizer, tensors, moments=False)

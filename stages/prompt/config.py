@@ -98,7 +98,8 @@ class Config(SourceConfig, TemplateConfig):
     seed: int = Field(default=0, ge=0)
     """Decides the shuffles. Without `limit` it decides nothing."""
     iteration: int = Field(default=0, ge=0)
-    """Which `limit` rows to take. Without `limit` it decides nothing."""
+    """Which `limit` rows to take, from 0. Without `limit` it decides nothing. In a recipe's flow
+    the first iteration has 0, and so has an evaluation."""
 
     def key(self) -> dict[str, Any]:
         """As the source has it; a template's hash is that of the model that it stands in for."""

@@ -36,11 +36,6 @@ class Iteration:
     """The rows of its updates: `step` and `STEP_COLUMNS`."""
 
     @property
-    def number(self) -> int:
-        """The version of its policy."""
-        return self.policy.version
-
-    @property
     def versions(self) -> list[Manifest]:
         """Those that are there, in the order in which they were made."""
         versions = (self.prompts, self.rollouts, self.rewards, self.policy)

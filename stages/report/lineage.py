@@ -19,27 +19,33 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
     "ref", …}]}.
 
     A version that was reached before is named without its inputs again; one that is gone is marked
-    `expired`. A reward model that a hub's id or a folder names has no inputs.
+    `expired`. A reward model that a hub's id or a folder names has no inputs. The tree is as deep
+    as the line of policies is long.
     """
+    root: dict[str, Any] = {}
     seen: set[str] = set()
-
-    def trace(ref: str) -> dict[str, Any]:
-        manifest = store.open(ref).manifest
+    waiting = [(root, ref)]
+    while waiting:
+        node, version = waiting.pop()
+        try:
+            manifest = store.open(version).manifest
+        except LookupError:
+            if node is root:
+                raise
+            node["expired"] = True
+            continue
+        node |= {"ref": manifest.ref, "stage": manifest.stage, "inputs": []}
         if manifest.ref in seen:
-            return {"ref": manifest.ref, "stage": manifest.stage, "inputs": [], "seen": True}
+            node["seen"] = True
+            continue
         seen.add(manifest.ref)
-        inputs = []
-        for source, role in _sources(manifest).items():
-            node = {"role": role, "ref": source, "inputs": []}
-            if _is_version(source):
-                try:
-                    node |= trace(source)
-                except LookupError:
-                    node["expired"] = True
-            inputs.append(node)
-        return {"ref": manifest.ref, "stage": manifest.stage, "inputs": inputs}
-
-    return trace(ref)
+        sources = _sources(manifest)
+        node["inputs"] = [{"role": sources[ref], "ref": ref, "inputs": []} for ref in sources]
+        # the last one is taken first, and all that it was made of before the next
+        waiting += [
+            (child, child["ref"]) for child in reversed(node["inputs"]) if _is_version(child["ref"])
+        ]
+    return root
 
 
 def _sources(manifest: Manifest) -> dict[str, str]:

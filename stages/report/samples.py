@@ -98,13 +98,10 @@ def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, st
     except LineageError:
         return {}
     matches = pc.is_in(table["group_id"], value_set=pa.array(groups, pa.string()))
-    prompts = {}
-    for index in pc.indices_nonzero(matches).to_pylist():
-        prompt = _row(table, index)
-        messages = prompt["messages"]
-        text = messages[-1]["content"] if messages else prompt["prompt_text"]
-        prompts[prompt["group_id"]] = text
-    return prompts
+    return {
+        row["group_id"]: row["messages"][-1]["content"] if row["messages"] else row["prompt_text"]
+        for row in table.filter(matches).to_pylist()
+    }
 
 
 def _first_answers(store: Store, evaluation: Manifest) -> dict[str, tuple[str, float | None]]:

@@ -83,7 +83,9 @@ def _curves(gathered: Gathered) -> list[Panel]:
     iterations = gathered.iterations
 
     def curve(title: str, kind: str, *names: str) -> Panel:
-        points = [(done.number, metric(getattr(done, kind), *names), 0.0) for done in iterations]
+        points = [
+            (done.policy.version, metric(getattr(done, kind), *names), 0.0) for done in iterations
+        ]
         return Panel(title, points)
 
     functions = sorted(
@@ -92,7 +94,7 @@ def _curves(gathered: Gathered) -> list[Panel]:
     by_function = [
         curve(name, "rewards", "functions", name, "mean") for name in functions[:_MOST_PARTS]
     ]
-    length_shares = [(done.number, done.length_share, 0.0) for done in iterations]
+    length_shares = [(done.policy.version, done.length_share, 0.0) for done in iterations]
     return [
         score_panel((policy_number(each), each.metrics) for each in gathered.evaluations),
         curve("mean reward", "rewards", "reward_mean"),
@@ -121,33 +123,28 @@ def warnings(gathered: Gathered) -> list[str]:
 def _troubles(iteration: Iteration) -> list[str]:
     """A sentence for each kind of trouble, empty where there is none."""
     policy = iteration.policy
-    rollouts = iteration.rollouts
     rewards = iteration.rewards
-    sentences = [""] * 5
-    skipped = metric(policy, "skipped_steps")
-    if skipped:
-        sentences[0] = (
-            f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, for a loss or gradient "
-            "that is not finite."
-        )
-    unscored = metric(rewards, "reward_null")
-    if unscored:
-        of_all = counted(rewards.rows, "rollout")
-        sentences[1] = f"{rewards.ref}: {number(unscored)} of {of_all} have no reward."
+    skipped = metric(policy, "skipped_steps") or 0
+    unscored = metric(rewards, "reward_null") or 0
     length_share = iteration.length_share or 0
-    if length_share > 0.1:
-        sentences[2] = (
-            f"{rollouts.ref}: {length_share:.0%} of the completions ended at the token limit."
-        )
     equal_share = metric(rewards, "groups", "zero_variance") or 0
-    if equal_share > 0.5:
-        sentences[3] = (
-            f"{rewards.ref}: in {equal_share:.0%} of the groups all rewards are equal, so they "
-            "teach nothing."
-        )
     gap = metric(policy, "audit", "mean_gap") or 0
-    if gap > 0.05:
-        sentences[4] = (
-            f"{policy.ref}: trainer and engine differ by {number(gap)} nats a token on average."
-        )
-    return sentences
+    return [
+        f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, for a loss or gradient that "
+        "is not finite."
+        if skipped
+        else "",
+        f"{rewards.ref}: {number(unscored)} of {counted(rewards.rows, 'rollout')} have no reward."
+        if unscored
+        else "",
+        f"{iteration.rollouts.ref}: {length_share:.0%} of the completions ended at the token limit."
+        if length_share > 0.1
+        else "",
+        f"{rewards.ref}: in {equal_share:.0%} of the groups all rewards are equal, so they teach "
+        "nothing."
+        if equal_share > 0.5
+        else "",
+        f"{policy.ref}: trainer and engine differ by {number(gap)} nats a token on average."
+        if gap > 0.05
+        else "",
+    ]

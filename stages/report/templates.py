@@ -1,7 +1,9 @@
-"""Jinja2 over the `*.j2` files of this folder: HTML and SVG in which everything foreign is escaped.
+"""Jinja2 over the `*.j2` files of this folder: HTML and SVG in which everything foreign is escaped,
+and markdown in which it is quoted.
 
-What a model wrote may hold markup, control characters, megabytes. The filter `foreign` keeps its
-lines, spells out every character that is not printable and cuts it; Jinja2 escapes what remains.
+What a model wrote may hold markup, script, pictures that a browser would fetch, control characters,
+megabytes. The filter `foreign` keeps its lines, spells out every character that is not printable
+and cuts it; Jinja2 escapes what remains. In markdown the filter `quoted` makes one code span of it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from quiver.schemas.errors import printable
 
@@ -19,11 +21,31 @@ from . import words
 from .gather import metric
 
 LIMIT = 1200
+SPAN_LIMIT = 300
 
 
 def render(name: str, **context: Any) -> str:
     """The template `name` filled in."""
     return _ENVIRONMENT.get_template(name).render(context)
+
+
+def page(macro: str, *arguments: Any) -> str:
+    """What a macro of `pages.md.j2` makes of `arguments`: markdown for one of Prefect's pages."""
+    return getattr(_ENVIRONMENT.get_template("pages.md.j2").module, macro)(*arguments).strip()
+
+
+def quoted(text: str, limit: int = SPAN_LIMIT) -> str:
+    """Foreign text as one code span of at most `limit` characters, without a backtick that could
+    end it, and an ellipsis where it was cut; nothing stays nothing."""
+    shown = printable(text[: limit + 1], limit).replace("`", "ˋ")
+    return f"`{shown}`" if shown else ""
+
+
+def cell(content: Any) -> str:
+    """A cell of a markdown table: our own words, a number, or what is `quoted`."""
+    text = content if isinstance(content, str) else words.number(content)
+    # how many backslashes keep a pipe from ending the cell, renderers do not agree on
+    return text.replace("|", "∣")
 
 
 def foreign(text: str) -> str:
@@ -39,18 +61,20 @@ def as_json(plain: Any) -> str:
 
 _ENVIRONMENT = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
+    autoescape=select_autoescape(("html.j2", "svg.j2"), default=False),
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
 _ENVIRONMENT.filters |= {
+    "cell": cell,
     "counted": words.counted,
     "foreign": foreign,
     "json": as_json,
     "metric": metric,
     "number": words.number,
+    "quoted": quoted,
     "printable": partial(printable, limit=LIMIT),
     "score": words.score_of,
     "size": words.size,

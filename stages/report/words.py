@@ -18,14 +18,10 @@ def number(amount: float | None) -> str:
     return f"{amount:,}" if isinstance(amount, int) else f"{amount:.4g}"
 
 
-def measured(score: float, stderr: float | None) -> str:
-    """A score with its standard error."""
-    return f"{number(score)} ± {'–' if stderr is None else f'{stderr:.2g}'}"
-
-
 def score_of(metrics: Mapping[str, Any]) -> str:
-    """The same of the metrics of an evaluation."""
-    return measured(metrics["score"], metrics["stderr"])
+    """The score of an evaluation with its standard error, of its metrics."""
+    stderr = metrics["stderr"]
+    return f"{number(metrics['score'])} ± {'–' if stderr is None else f'{stderr:.2g}'}"
 
 
 def counted(count: int, noun: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
@@ -10,7 +10,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from .functions.config import FunctionConfig
 from .models.config import ModelConfig
-from .scoring import OVERLONG
+from .scoring import OVERLONG, Interval
 from .servers.config import ServerConfig
 
 SCORERS = ("functions", "models", "servers")
@@ -47,7 +47,7 @@ class Config(Base):
     """Reward models, each with a part of its own."""
     servers: tuple[ServerConfig, ...] = ()
     """Servers that score over HTTP, each with a part of its own."""
-    reward_clip: tuple[float, float] | None = None
+    reward_clip: Interval | None = None
     """Lowest and highest reward, applied to the sum before the overlong penalty."""
     overlong: Overlong | None = None
     """Penalty on long completions, added to the clipped sum; in `parts` as `overlong`. A row
@@ -95,10 +95,3 @@ class Config(Base):
                 f"name {OVERLONG} is the penalty's column in parts: give what scores another name"
             )
         return self
-
-    @field_validator("reward_clip")
-    @classmethod
-    def _ordered(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
-        if clip and clip[0] >= clip[1]:
-            raise ValueError(f"the low end must be below the high end, got {clip[0]} and {clip[1]}")
-        return clip

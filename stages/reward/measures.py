@@ -162,11 +162,6 @@ def changes(group_ids: list[str], a: np.ndarray, b: np.ndarray) -> dict[str, Any
 
 def _overtaken(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """[n] bool: some other row is below in x and above in y, or the reverse."""
-    levels, level_of = np.unique(x, return_inverse=True)
-    highest = np.full(len(levels), -np.inf)
-    lowest = np.full(len(levels), np.inf)
-    np.maximum.at(highest, level_of, y)
-    np.minimum.at(lowest, level_of, y)
-    highest_below = np.concatenate([[-np.inf], np.maximum.accumulate(highest)[:-1]])
-    lowest_above = np.concatenate([np.minimum.accumulate(lowest[::-1])[::-1][1:], [np.inf]])
-    return (highest_below[level_of] > y) | (lowest_above[level_of] < y)
+    before = np.sign(x[:, None] - x)
+    after = np.sign(y[:, None] - y)
+    return (before * after < 0).any(1)

@@ -57,17 +57,10 @@ def load(path: str | Path) -> Config:
     try:
         fields = json.loads(Path(path).read_bytes(), object_pairs_hook=no_key_twice)
     except OSError as error:
-        raise ConfigError(
-            name, error.strerror or "can not be read", next="name a JSON file"
-        ) from None
+        raise ConfigError(name, printable(error), next="name a JSON file") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            name, f"is not JSON: {printable(error)}", next="correct the file"
-        ) from None
-    if not isinstance(fields, dict):
-        raise ConfigError(
-            name, "expected an object with author, reason and overrides", next="correct the file"
-        )
+        problem = f"is not JSON: {printable(error)}"
+        raise ConfigError(name, problem, next="correct the file") from None
     return common.parse(Config, fields, name)
 
 
@@ -114,8 +107,7 @@ def override(table: pa.Table, overrides: dict[str, float], name: str) -> pa.Arra
     if unknown:
         raise ConfigError(
             f"override {printable(unknown[0])}",
-            f"{name} has no such rollout"
-            + (f", nor {len(unknown) - 1} others that are named" if len(unknown) > 1 else ""),
+            f"{name} has no such rollout; {len(unknown)} of those named are not there",
             next=f"quiver show {name}",
         )
     rewards = table.column("reward").to_pylist()

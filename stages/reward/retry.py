@@ -17,14 +17,12 @@ from quiver.schemas import rewards
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common.store import Version
 
-from .config import SCORERS
+from .config import SCORERS, Config
 
 
-def require_same(
-    earlier: Version, rollouts: Version, names: list[str], config: dict[str, Any]
-) -> None:
-    """LineageError unless `earlier` was made of `rollouts`; ConfigError unless it has the parts
-    `names`, weighed as in `config`."""
+def require_same(earlier: Version, rollouts: Version, config: Config) -> None:
+    """LineageError unless `earlier` was made of `rollouts`; ConfigError unless it has the parts of
+    `config`, weighed so."""
     entry = earlier.manifest.input("rollouts")
     if entry is None or entry.content_hash != rollouts.manifest.content_hash:
         raise LineageError(
@@ -39,32 +37,16 @@ def require_same(
             f"a person replaced rewards of {replaced} in it: what is scored again belongs there",
             next=f"--retry {replaced}, then override again",
         )
-    earlier_names = set(rewards.names_of(earlier.table()))
-    differences = [
-        f"{who} {', '.join(sorted(lacking))}"
-        for who, lacking in (
-            ("the recipe lacks", earlier_names - set(names)),
-            ("they lack", set(names) - earlier_names),
-        )
-        if lacking
-    ]
-    problem = f"these rewards have other parts than the recipe: {'; '.join(differences)}"
-    if not differences:
-        before = _arithmetic(earlier.manifest.config)
-        for name, setting in _arithmetic(config).items():
-            if setting != before[name]:
-                differences = [name]
-                problem = (
-                    f"{name} was {before[name]} there and is {setting} in the recipe: the rewards "
-                    "of one group would not be comparable"
-                )
-                break
-    if differences:
-        raise ConfigError(
-            f"--retry {earlier.ref}",
-            problem,
-            next="restore [reward] as it was, or leave --retry out to score all rows",
-        )
+    before = _arithmetic(earlier.manifest.config)
+    after = _arithmetic(config.model_dump(mode="json"))
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            raise ConfigError(
+                f"--retry {earlier.ref}",
+                f"{name} was {before.get(name)} there and is {after.get(name)} in the recipe: the "
+                "rewards of one group would not be comparable",
+                next="restore [reward] as it was, or leave --retry out to score all rows",
+            )
 
 
 def _arithmetic(config: dict[str, Any]) -> dict[str, Any]:
@@ -87,23 +69,7 @@ def aligned(earlier: pa.Table, rollouts: pa.Table, names: list[str], extras: lis
             f"{order.null_count} rollouts have no row in these rewards",
             next="leave --retry out",
         )
-    table = earlier.combine_chunks().take(order)
-    schema = rewards.schema_for(names, extras)
-    columns = []
-    for field in schema:
-        if not pa.types.is_struct(field.type):
-            columns.append(table.column(field.name))
-            continue
-        members = rewards.names_of(table, field.name)
-        arrays = []
-        for member in field.type:
-            if member.name in members:
-                array = pc.struct_field(table.column(field.name), [members.index(member.name)])
-                arrays.append(array.combine_chunks())
-            else:
-                arrays.append(pa.nulls(table.num_rows, member.type))
-        columns.append(pa.StructArray.from_arrays(arrays, fields=list(field.type)))
-    return pa.table(columns, schema=schema)
+    return pa.Table.from_pylist(earlier.take(order).to_pylist(), rewards.schema_for(names, extras))
 
 
 def merged(earlier: pa.Table, again: pa.Table) -> pa.Table:

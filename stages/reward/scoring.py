@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
+
+from pydantic import AfterValidator, Field
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.config import Config
 from quiver.stages.common.plugins import did_you_mean
 
 OFFERED = ("prompts", "completions", "completion_ids", "finish_reason", "rollout_ids")
@@ -26,6 +29,33 @@ changed in place."""
 Notice = Callable[[str, str, str], None]
 """Hears of a failed row at once: name of the scorer, rollout_id, error. What it raises ends the
 scoring."""
+
+
+def _in_order(ends: tuple[float, float]) -> tuple[float, float]:
+    if ends[0] >= ends[1]:
+        raise ValueError(f"the low end must be below the high end, got {ends[0]} and {ends[1]}")
+    return ends
+
+
+Interval = Annotated[tuple[float, float], AfterValidator(_in_order)]
+"""A low end and a high end above it."""
+
+
+class ScorerConfig(Config):
+    """What a recipe says of every scorer."""
+
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
+    """Its column in `parts`, unique. Empty: the function's own name, the last part of a model's, or
+    a server's dialect."""
+    weight: float = 1.0
+    """Factor of its part in the reward."""
+    extra: bool = False
+    """Keep as JSON in `extra` what came beside the number: of a function the rest of a row's value,
+    which may then be a mapping with the number under `reward`; of a classifier the values of all
+    labels."""
+    fingerprint: str = ""
+    """Filled in by the stage: of the code, the weights or the section that decide the number. If
+    set, the scorer must have it."""
 
 
 class Part(NamedTuple):
@@ -70,14 +100,14 @@ def as_extra(beside: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def require_columns(name: str, needs: Iterable[str], columns: Iterable[str]) -> None:
-    """ConfigError unless everything that reward function `name` needs is offered, or a column."""
+def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) -> None:
+    """ConfigError unless everything that `owner` needs is offered, or a column."""
     columns = sorted(columns)
     for missing in sorted(set(needs) - {*OFFERED, *columns}):
         raise ConfigError(
-            f"reward function {name}",
-            f"needs {missing}, which is neither a column of the prompts "
+            owner,
+            f"needs {printable(missing)}, which is neither a column of the prompts "
             f"({printable(', '.join(columns)) or 'none'}) nor one of "
             f"{', '.join(OFFERED)}{did_you_mean(missing, [*columns, *OFFERED])}",
-            next="rename the column or the parameter, give it a default, or set it in arguments",
+            next="rename the column, or correct what asks for it in the recipe or the function",
         )

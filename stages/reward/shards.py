@@ -15,7 +15,7 @@ from quiver.schemas.rewards import names_of
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import tables
-from .config import Config
+from .config import SCORERS, Config
 from .measures import failures
 from .retry import aligned, merged
 from .scoring import OVERLONG, Batch, Part, Scorer
@@ -107,7 +107,7 @@ class Shards:
                 self._write(index, {name: [] for name in self._config.part_names})
                 continue
             prompts = self._prompts.take(self._shard(self._prompt_rows, index).take(rows))
-            yield index, tables.Offered(self._shard(self._rollouts, index).take(rows), prompts)
+            yield index, tables.offered(self._shard(self._rollouts, index).take(rows), prompts)
 
     def _write(self, index: int, parts: dict[str, list[Part]]) -> None:
         rollouts = self._shard(self._rollouts, index).take(self._rows_to_score(index))
@@ -134,13 +134,11 @@ class Shards:
     def _too_many(self, allowance: Allowance) -> RewardError:
         """The error for more failed rows than are allowed; it shows the first."""
         name, rollout_id, error = allowance.first
-        kind = "function"
-        for kind_of_config, configs in (
-            ("model", self._config.models),
-            ("server", self._config.servers),
-        ):
-            if name in {config.name for config in configs}:
-                kind = kind_of_config
+        kind = next(
+            kind.removesuffix("s")
+            for kind in SCORERS
+            if name in {config.name for config in getattr(self._config, kind)}
+        )
         finished = sum(self._writer.has(index) for index in range(len(self._starts)))
         return RewardError(
             f"{self._writer.run}/rewards",

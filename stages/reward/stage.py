@@ -49,7 +49,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     answer = None
     if refs.get("retry"):
         earlier = inputs["retry"] = store.open(refs["retry"])
-        require_same(earlier, rollouts, config.part_names, config.model_dump(mode="json"))
+        require_same(earlier, rollouts, config)
         if earlier.table(["reward"]).column("reward").null_count == 0:
             log.info("rewards: every row of %s has a reward, nothing to retry", earlier.ref)
             answer = earlier

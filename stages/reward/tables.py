@@ -7,9 +7,7 @@ penalty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Iterable
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,7 +17,7 @@ from quiver.schemas.errors import LineageError, NumericError, printable
 
 from .config import Config
 from .functions import overlong_penalty
-from .scoring import LARGEST, OVERLONG, Part
+from .scoring import LARGEST, OVERLONG, Batch, Part
 
 
 def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
@@ -37,42 +35,25 @@ def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
     return order
 
 
-class Offered(Mapping[str, list[Any]]):
-    """What scorers are offered, by name; a list is made when it is first asked for. A user's column
-    never hides one of ours."""
-
-    def __init__(self, rollouts: pa.Table, prompts: pa.Table) -> None:
-        """`prompts`: row by row those of `rollouts`."""
-        columns = prompts.column("columns")
-        self._lists: dict[str, list[Any]] = {}
-        self._make = {
-            field.name: lambda index=index: pc.struct_field(columns, [index]).to_pylist()
-            for index, field in enumerate(columns.type)
-        }
-        self._make |= {
-            "prompts": partial(_chats_or_texts, prompts),
-            "completions": rollouts.column("completion_text").to_pylist,
-            "completion_ids": rollouts.column("completion_ids").to_pylist,
-            "finish_reason": rollouts.column("finish_reason").to_pylist,
-            "rollout_ids": rollouts.column("rollout_id").to_pylist,
-        }
-
-    def __getitem__(self, name: str) -> list[Any]:
-        if name not in self._lists:
-            self._lists[name] = self._make[name]()
-        return self._lists[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._make)
-
-    def __len__(self) -> int:
-        return len(self._make)
-
-
-def _chats_or_texts(prompts: pa.Table) -> list[Any]:
+def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
+    """What scorers are offered of `rollouts`, by name; `prompts`: row by row those of them. A
+    user's column never hides one of ours."""
+    columns = prompts.column("columns")
+    batch = {
+        field.name: pc.struct_field(columns, [index]).to_pylist()
+        for index, field in enumerate(columns.type)
+    }
     chats = prompts.column("messages").to_pylist()
     texts = prompts.column("prompt_text").to_pylist()
-    return [text if chat is None else chat for chat, text in zip(chats, texts, strict=True)]
+    return batch | {
+        "prompts": [
+            text if chat is None else chat for chat, text in zip(chats, texts, strict=True)
+        ],
+        "completions": rollouts.column("completion_text").to_pylist(),
+        "completion_ids": rollouts.column("completion_ids").to_pylist(),
+        "finish_reason": rollouts.column("finish_reason").to_pylist(),
+        "rollout_ids": rollouts.column("rollout_id").to_pylist(),
+    }
 
 
 def as_rewards(
@@ -80,22 +61,30 @@ def as_rewards(
 ) -> pa.Table:
     """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
     of the scorers in `extras`."""
-    weights = {scorer.name: scorer.weight for scorer in config.scorers}
     num_tokens = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
     rows = rollouts.select(["rollout_id", "group_id"]).to_pylist()
     for place, row in enumerate(rows):
-        row_parts = {name: parts[name][place] for name in weights}
-        reward = weigh(row_parts, weights, config.reward_clip)
-        if config.overlong:
-            overlong = config.overlong
-            penalty = overlong_penalty(num_tokens[place], overlong.max_tokens, overlong.cache)
-            row_parts[OVERLONG] = Part(penalty)
-            if reward is not None:
-                reward = storable(reward + overlong.weight * penalty)
+        row_parts = {name: column[place] for name, column in parts.items()}
+        row_parts, reward = weigh_row(config, row_parts, num_tokens[place])
         row["reward"] = reward
         for column, field in (("parts", "value"), ("errors", "error"), ("extra", "extra")):
             row[column] = {name: getattr(part, field) for name, part in row_parts.items()}
     return pa.Table.from_pylist(rows, rewards.schema_for(config.part_names, list(extras)))
+
+
+def weigh_row(
+    config: Config, parts: dict[str, Part], num_tokens: int
+) -> tuple[dict[str, Part], float | None]:
+    """The parts of one row, with that of the overlong penalty on `num_tokens`, and its reward."""
+    weights = {scorer.name: scorer.weight for scorer in config.scorers}
+    reward = weigh(parts, weights, config.reward_clip)
+    if config.overlong:
+        overlong = config.overlong
+        penalty = overlong_penalty(num_tokens, overlong.max_tokens, overlong.cache)
+        parts = {**parts, OVERLONG: Part(penalty)}
+        if reward is not None:
+            reward = storable(reward + overlong.weight * penalty)
+    return parts, reward
 
 
 def weigh(

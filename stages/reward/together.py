@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from .scoring import Batch, Part, Scorer
 
 AHEAD = 2  # shards that are being scored at a time
-Batches = queue.SimpleQueue[tuple[Batch, Future[list[Part]]] | None]
-"""What one scorer is to score, with the future of its parts; None at the end."""
+Batches = queue.SimpleQueue[tuple[int, Batch] | None]
+"""What one scorer is to score, by the shard's index; None at the end."""
+Outcomes = queue.SimpleQueue[tuple[int, str, list[Part] | BaseException]]
+"""Index of the shard, name of the scorer, and its parts or what it raised; as they come."""
 
 
 class TooMany(Exception):
@@ -57,51 +57,51 @@ def score_all(
     What a scorer raises, this raises at once, and TooMany when `allowance` says so; shards that
     were handed over are done.
     """
+    outcomes: Outcomes = queue.SimpleQueue()
     batches_of: dict[str, Batches] = {scorer.name: queue.SimpleQueue() for scorer in scorers}
     for scorer in scorers:
         # a daemon: it must not keep a process that was told to end
         threading.Thread(
             target=_score_batches,
-            args=(scorer, batches_of[scorer.name], allowance),
+            args=(scorer, batches_of[scorer.name], outcomes, allowance),
             daemon=True,
             name=f"score {scorer.name}",
         ).start()
-    under_way: deque[tuple[int, dict[str, Future[list[Part]]]]] = deque()
+    under_way: dict[int, dict[str, list[Part]]] = {}
 
-    def finish_first() -> None:
-        index, futures = under_way[0]
-        pending = {future for _, by_name in under_way for future in by_name.values()}
-        while not all(future.done() for future in futures.values()):
-            ended, pending = wait(pending, return_when=FIRST_COMPLETED)
-            # where this shard is done, it is done first, whatever the next says
-            if not all(future.done() for future in futures.values()):
-                for future in ended:
-                    future.result()
-        done(index, {name: future.result() for name, future in futures.items()})
-        under_way.popleft()
+    def collect() -> None:
+        index, name, outcome = outcomes.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        under_way[index][name] = outcome
+        first = next(iter(under_way))  # complete before the next, as each scorer goes in order
+        if len(under_way[first]) == len(scorers):
+            done(first, {scorer.name: under_way[first][scorer.name] for scorer in scorers})
+            del under_way[first]
 
     try:
         for index, batch in shards:
-            futures = {name: Future() for name in batches_of}
-            for name, batches in batches_of.items():
-                batches.put((batch, futures[name]))
-            under_way.append((index, futures))
-            if len(under_way) == AHEAD:
-                finish_first()
+            under_way[index] = {}
+            for batches in batches_of.values():
+                batches.put((index, batch))
+            while len(under_way) == AHEAD:
+                collect()
         while under_way:
-            finish_first()
+            collect()
     finally:
         for batches in batches_of.values():
             batches.put(None)
 
 
-def _score_batches(scorer: Scorer, batches: Batches, allowance: Allowance) -> None:
-    for batch, future in iter(batches.get, None):
+def _score_batches(
+    scorer: Scorer, batches: Batches, outcomes: Outcomes, allowance: Allowance
+) -> None:
+    for index, batch in iter(batches.get, None):
         try:
             parts = scorer.score(batch)
             for rollout_id, part in zip(batch["rollout_ids"], parts, strict=True):
                 if part.error is not None:
                     allowance.notice(scorer.name, rollout_id, part.error)
-            future.set_result(parts)
+            outcomes.put((index, scorer.name, parts))
         except BaseException as error:
-            future.set_exception(error)
+            outcomes.put((index, scorer.name, error))

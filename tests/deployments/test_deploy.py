@@ -28,7 +28,7 @@ from quiver.deployments.server import check_api, listening, own_server
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError, RemoteError, SecurityError
 from tests.deployments.prefect_world import wait_for, world
-from tests.flows.conftest import write_recipe
+from tests.flows.conftest import quiver, write_recipe
 
 pytestmark = pytest.mark.prefect
 ROOT = Path(__file__).parents[2]
@@ -128,6 +128,33 @@ def test_a_run_is_due_at_two_in_the_morning_in_berlin(client):
     for run in wait_for("the scheduler", lambda: runs_of(client, "early")):
         due = datetime.datetime.fromisoformat(run["expected_start_time"].replace("Z", "+00:00"))
         assert due.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
+
+
+def test_doctor_lists_what_was_registered_under_names_of_before(client, place):
+    flow = client.create_flow_from_name("post-train")
+    entrypoints = {
+        "file": "flows/post_train.py:post_train",
+        "whole-path": "/srv/quiver/flows/nightly.py:nightly",
+        "module": "flows.stage.stage",
+        "gone": "quiver.flows.single.prompt",
+        "today": "quiver.flows.post_train.post_train",
+        "theirs": "flows/etl.py:main",
+    }
+    for name, entrypoint in entrypoints.items():
+        pool = "box" if name == "file" else None
+        client.create_deployment(flow, name, entrypoint=entrypoint, work_pool_name=pool)
+    told = quiver(place.folder, "doctor", **place.env)["outdated"]
+    listed = {entry["name"]: entry for entry in told}
+    assert set(listed) == {
+        "post-train/file", "post-train/gone", "post-train/module", "post-train/whole-path"
+    }  # fmt: skip
+    assert listed["post-train/file"] == {
+        "name": "post-train/file",
+        "entrypoint": "flows/post_train.py:post_train",
+        "pool": "box",
+        "next": "quiver deploy RECIPE --pool box",
+    }
+    assert listed["post-train/module"]["next"] == "quiver serve RECIPE"
 
 
 def test_what_is_deployed_anew_takes_the_place_of_the_old(client):

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from quiver.deployments.paths import PATHS, check_visible, resolve
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.config import descriptions
 from quiver.stages.common.runtime.runner import Call, perform
 from tests.flows.conftest import write_recipe
 
@@ -156,7 +157,8 @@ def test_every_field_that_may_name_a_file_is_known():
             for part in inner:
                 if issubclass(part, BaseModel):
                     walk(part, f"{key}.*." if "tuple" in str(field.annotation) else f"{key}.")
-            if any(word in (field.description or "") for word in words) and str in inner:
+            description = descriptions(model).get(name, "")
+            if any(word in description for word in words) and str in inner:
                 found.add(f"{key}.*" if "dict" in str(field.annotation) else key)
 
     walk(Recipe, "")

@@ -106,6 +106,40 @@ def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> 
     return json.loads(lines[0])
 
 
+EACH = """
+import json, os, sys
+import quiver.flows.post_train, quiver.flows.rerun
+from quiver.flows import cli
+answers = []
+for command in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        os.dup2(os.open("answer", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        sys.argv = ["quiver", *command, "--json"]
+        cli.main()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open("answer") as file:
+        (line,) = file.read().splitlines()
+    answers.append([code, json.loads(line)])
+print(json.dumps(answers))
+"""
+
+
+def quiver_each(folder: Path, *commands: list[str]) -> list[tuple[int, dict]]:
+    """As `quiver`, one command after another: exit code and JSON object of each. They are forks of
+    one process, which has imported for all of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, json.dumps(commands)],
+        cwd=folder,
+        env=command_environment(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from quiver.flows.ahead import Ahead, is_stopped
+from quiver.flows.ahead import is_stopped, run_ahead
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.runtime.runner import Call, run_call
@@ -114,7 +114,7 @@ def test_what_runs_ahead_ends_with_the_block(store, tmp_path):
             ended.set()
             raise
 
-    with pytest.raises(ZeroDivisionError), Ahead(sleep):
+    with pytest.raises(ZeroDivisionError), run_ahead(sleep):
         time.sleep(0.2)
         raise ZeroDivisionError
     assert ended.is_set()
@@ -124,5 +124,5 @@ def test_an_error_ahead_rises_where_the_result_is_wanted():
     def fail() -> None:
         raise ConfigError("source", "is missing")
 
-    with Ahead(fail) as ahead, pytest.raises(ConfigError):
+    with run_ahead(fail) as ahead, pytest.raises(ConfigError):
         ahead.result()

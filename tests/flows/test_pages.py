@@ -28,6 +28,7 @@ from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 from quiver.stages.report import samples
+from quiver.stages.report.templates import SPAN_LIMIT
 from tests.flows.test_pages_text import HOSTILE, drawn, lines
 from tests.writing import begin, run_here
 
@@ -242,7 +243,7 @@ def test_rollouts_hostile_ones_too(store):
             re.fullmatch(r"`[^`]+`", span) and span.isprintable() and len(span) <= 62
             for span in spans
         )
-        assert sum(len(span) - 2 for span in spans) <= text.LIMIT
+        assert sum(len(span) - 2 for span in spans) <= SPAN_LIMIT
     assert page["data"][0]["completion"] == f"`{HOSTILE[0]}`"
     said = f"**tiny/rollouts@1**: {len(HOSTILE)} rollouts, 66 tokens, 1234 tokens/s, "
     assert page["description"].startswith(said) and page["description"].endswith(

@@ -18,7 +18,7 @@ from quiver.flows.pages.text import picture
 from quiver.flows.progress import progress
 from quiver.flows.tasks import describe
 from quiver.stages.common.runtime.runner import Call, Outcome
-from quiver.stages.report import plots, words
+from quiver.stages.report import plots, templates, words
 from quiver.stages.report.plots import Panel
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -52,18 +52,20 @@ def lines(picture: ElementTree.Element) -> list[list[str]]:
 
 @pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
 def test_foreign_text_is_one_code_span_on_one_line(hostile):
-    shown = text.quoted(hostile)
+    shown = templates.quoted(hostile)
     assert shown.startswith("`") and shown.endswith("`") and "`" not in shown[1:-1], (
         "the span can not be left"
     )
-    assert shown.isprintable() and len(shown) <= text.LIMIT + 2
-    assert shown.endswith("…`") == (len(hostile) > text.LIMIT)
+    assert shown.isprintable() and len(shown) <= templates.SPAN_LIMIT + 2
+    assert shown.endswith("…`") == (len(hostile) > templates.SPAN_LIMIT)
 
 
 def test_ordinary_text_is_shown_as_it_is():
-    assert text.quoted("It is 12.") == "`It is 12.`"
-    assert text.quoted("two\nlines") == "`two\\nlines`"
-    assert text.quoted("") == "", "an empty span would be two backticks, which begin a longer one"
+    assert templates.quoted("It is 12.") == "`It is 12.`"
+    assert templates.quoted("two\nlines") == "`two\\nlines`"
+    assert templates.quoted("") == "", (
+        "an empty span would be two backticks, which begin a longer one"
+    )
 
 
 def test_a_long_text_is_several_lines_of_one_code_span_each():
@@ -71,13 +73,14 @@ def test_a_long_text_is_several_lines_of_one_code_span_each():
     words = "one two three `four` five\nsix seven" * 3
     parts = text.wrapped(words, limit=50, width=20).splitlines()
     assert all(re.fullmatch(r"`[^`]{1,20}`", part) for part in parts) and len(parts) == 3
-    assert "".join(part[1:-1] for part in parts) == text.quoted(words, 50)[1:-1]
+    assert "".join(part[1:-1] for part in parts) == templates.quoted(words, 50)[1:-1]
     assert text.wrapped("") == ""
 
 
 def test_a_pipe_does_not_end_a_cell():
-    first, _, row = text.table(["name", "value"], [[text.quoted("a|b\\|c"), 1.23456]]).splitlines()
-    assert (first, row) == ("| name | value |", "| `a∣b\\∣c` | 1.235 |")
+    row = templates.page("row", templates.quoted("a|b\\|c"), 1.23456)
+    assert row == "| `a∣b\\∣c` | 1.235 |"
+    assert templates.page("head", "name", "value") == "| name | value |\n| --- | --- |"
 
 
 def test_numbers():
@@ -95,8 +98,8 @@ def test_numbers():
         "2.5 GB",
     ]
     assert (
-        words.measured(0.41234, 0.03867) == "0.4123 ± 0.039"
-        and words.measured(1.0, None) == "1 ± –"
+        words.score_of({"score": 0.41234, "stderr": 0.03867}) == "0.4123 ± 0.039"
+        and words.score_of({"score": 1.0, "stderr": None}) == "1 ± –"
     )
 
 

@@ -1,5 +1,6 @@
 """What [placement] refuses before anything runs, and how it is read."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,7 @@ def test_a_pool_needs_a_server_and_a_store_that_all_see(recipe, tmp_path):
         with pytest.raises(ConfigError, match="relative") as caught:
             check_placement(recipe(pooled))
         assert caught.value.object == "store"
+        assert str(Path("store").absolute()) in caught.value.next
         check_placement(recipe(pooled, f"store={str(tmp_path)!r}"))
 
 
@@ -140,7 +142,7 @@ def test_what_a_new_policy_is_asked_first(recipe, settings, iteration, sampled_f
         expected = {"generate": loaded.generate_config(0, evaluation=True)}
     elif sampled_for:
         expected = {"generate": loaded.generate_config(sampled_for)}
-    assert post_train.next_configs(loaded, iteration) == expected
+    assert post_train.configs_after(loaded, iteration) == expected
 
 
 def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):

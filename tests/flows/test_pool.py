@@ -126,11 +126,6 @@ def test_a_pool_without_a_deployment_is_told(place):
     )
 
 
-def test_what_another_host_could_not_see_is_refused(place):
-    error = quiver(place, "run", "recipe.toml", "--set", "placement.generate=box", code=2)["error"]
-    assert error["object"] == "store" and str(place / "store") in error["next"]
-
-
 def test_another_store_at_the_same_path_is_refused(place, tmp_path):
     from quiver.flows.stage import StageCall
     from quiver.schemas.errors import ConfigError

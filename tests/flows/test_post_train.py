@@ -90,18 +90,10 @@ def test_again_is_already_done(workplace, result, tmp_path):
 def test_the_next_commands_work_as_they_are_printed(workplace, result, monkeypatch):
     monkeypatch.chdir(workplace)
     settings = ["generate.rows_per_shard=7"]
-    commands = [
-        command
-        for _, command in next_commands(
-            load("recipe.toml", settings), "recipe.toml", settings, result
-        )
-    ]
+    commands = next_commands(load("recipe.toml", settings), "recipe.toml", settings, result)
     assert len(commands) == 3
     named = [*settings, "store=store"]
-    once = [
-        command
-        for _, command in next_commands(load("recipe.toml", named), "recipe.toml", named, result)
-    ]
+    once = next_commands(load("recipe.toml", named), "recipe.toml", named, result)
     assert once == commands, "the store is named once"
     before = Store("store").numbers("tiny", "rollouts")
     for command in commands[:2]:

@@ -1,10 +1,10 @@
-"""The rule of promotion on made-up numbers, and the tag's way back; no stage runs here."""
+"""The rule of promotion on made-up numbers; no stage runs here."""
 
 import pytest
 from pydantic import ValidationError
 
-from quiver.flows.promotion import Promotion, decide, entry_of, judge, roll_back
-from quiver.schemas.errors import ConflictError, LineageError
+from quiver.flows.promotion import Promotion, decide, entry_of, judge
+from quiver.schemas.errors import ConflictError
 from tests.stages.common.store.test_store import Settings, commit
 
 
@@ -82,14 +82,3 @@ def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
     assert entry_of(store, "a", promotion, "night 2") is None
     kept = decide(store, "a", promotion, "night 3", b, b, "no better", {})
     assert kept.before == kept.ref == b
-
-
-def test_the_way_back_ends_at_the_first(store):
-    a, b = (str(commit(store, Settings(seed=seed)).ref) for seed in range(2))
-    promotion = Promotion()
-    store.tag("a", "prod", a)
-    store.tag("a", "prod", b)
-    assert roll_back(store, "a", promotion, "back", "b got worse", {}).ref == a
-    with pytest.raises(LineageError, match="nothing bore it before"):
-        roll_back(store, "a", promotion, "further", "a too", {})
-    assert [entry.why for entry in store.history("a", "prod")] == ["", "", "b got worse"]

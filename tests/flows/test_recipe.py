@@ -11,7 +11,7 @@ from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
-from tests.flows.conftest import RECIPE, quiver
+from tests.flows.conftest import RECIPE, quiver_each
 
 
 @pytest.fixture
@@ -142,6 +142,15 @@ def test_a_seed_of_0_in_a_section_is_its_own(recipe):
     assert [loaded.generate_config(1, evaluation=aside).seed for aside in (False, True)] == [7, 0]
 
 
+def test_a_reserve_of_0_is_its_own(recipe):
+    """Written out it counts as any other number does; without it the completion has its room."""
+    reserves = [
+        load(recipe, settings).prompt_config(1).reserve_tokens
+        for settings in ([], ["prompt.reserve_tokens=0"], ["prompt.reserve_tokens=5"])
+    ]
+    assert reserves == [6, 0, 5]
+
+
 def test_keys_are_those_of_the_stages_own_configs(recipe):
     """So a version is found again, however its seed was said."""
     typed = {"engine": "transformers", "samples_per_prompt": 4, "sampling": {"max_tokens": 6}}
@@ -214,46 +223,45 @@ def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
 
 
 def test_errors_on_the_command_line(recipe, tmp_path):
-    error = quiver(tmp_path, "run", "recipe.toml", "--set", "iteration=1", code=2)["error"]
-    assert (
-        error["code"] == "E-CONFIG"
-        and "did you mean iterations?" in error["message"]
-        and error["next"]
+    in_store = ["--store", "my store"]
+    answers = quiver_each(
+        tmp_path,
+        ["run", "recipe.toml", "--set", "iteration=1"],
+        ["ls"],
+        ["generate", "recipe.toml", *in_store, "--set", "seed=1"],
+        ["show", "rubbish", *in_store],
+        ["show", "tiny/policy@9", *in_store],
+        ["run", "--itrations", "2"],
+        ["lz"],
+        ["run"],
+        ["show", "x", "-n", "-1"],
+        ["reward", "recipe.toml", "--policy", "tiny/policy@0"],
+        ["reward", "recipe.toml", "--retry", "tiny/rollouts@1"],
+        ["run", "recipe.toml", "--from", "nowhere"],
     )
-    assert quiver(tmp_path, "ls", code=2)["error"]["message"] == "there is no store here"
-    nothing = quiver(
-        tmp_path, "generate", "recipe.toml", "--store", "my store", "--set", "seed=1", code=5
-    )["error"]
+    assert [code for code, _ in answers] == [2, 2, 5, 2, 5, 2, 2, 2, 2, 2, 2, 2]
+    errors = [answer["error"] for _, answer in answers]
+    key, store, nothing, rubbish, gone, option, command, argument, count, foreign, kind, stage = (
+        errors
+    )
+    assert (key["code"], bool(key["next"])) == ("E-CONFIG", True)
+    assert "did you mean iterations?" in key["message"]
+    assert store["message"] == "there is no store here"
     assert nothing["message"] == "run tiny has no prompts yet"
     assert nothing["next"] == "quiver prompt recipe.toml --set seed=1 --store 'my store'"
-    assert (
-        quiver(tmp_path, "show", "rubbish", "--store", "my store", code=2)["error"]["next"]
-        == "quiver ls --store 'my store'"
-    )
-    assert quiver(tmp_path, "show", "tiny/policy@9", "--store", "my store", code=5)["error"][
-        "next"
-    ].startswith("run a recipe")
-    assert (
-        quiver(tmp_path, "run", "--itrations", "2", code=2)["error"]["next"] == "quiver run --help"
-    )
-    assert quiver(tmp_path, "lz", code=2)["error"]["message"] == "No such command 'lz'."
-    assert "RECIPE" in quiver(tmp_path, "run", code=2)["error"]["message"]
-    assert quiver(tmp_path, "show", "x", "-n", "-1", code=2)["error"]["code"] == "E-CONFIG"
-    foreign = quiver(tmp_path, "reward", "recipe.toml", "--policy", "tiny/policy@0", code=2)[
-        "error"
-    ]
+    assert rubbish["next"] == "quiver ls --store 'my store'"
+    assert gone["next"].startswith("run a recipe")
+    assert option["next"] == "quiver run --help"
+    assert command["message"] == "No such command 'lz'."
+    assert "RECIPE" in argument["message"]
+    assert count["code"] == stage["code"] == "E-CONFIG"
     assert (foreign["object"], foreign["message"]) == (
         "--policy",
         "quiver reward takes --rollouts and --retry",
     )
-    kind = quiver(tmp_path, "reward", "recipe.toml", "--retry", "tiny/rollouts@1", code=2)["error"]
     assert (kind["object"], kind["message"]) == (
         "--retry tiny/rollouts@1",
         "expected a version of rewards",
-    )
-    assert (
-        quiver(tmp_path, "run", "recipe.toml", "--from", "nowhere", code=2)["error"]["code"]
-        == "E-CONFIG"
     )
     done = subprocess.run(
         [sys.executable, "-m", "quiver.flows.cli", "ls", "--store", str(tmp_path / "x")],
@@ -276,20 +284,14 @@ def test_what_there_is(tmp_path):
         check=True,
     )
     assert "clip_low: 0.2 · clip_high: 0.28" in done.stdout, "dapo's defaults, for a person too"
-    assert {row["name"] for row in quiver(tmp_path, "algorithms")["algorithms"]} >= {
-        "grpo",
-        "dapo",
-        "rloo",
-    }
-    rewards = {row["name"]: row["kind"] for row in quiver(tmp_path, "rewards")["rewards"]}
-    assert (rewards["numeric"], rewards["math"], rewards["code"], rewards["openrlhf"]) == (
-        "function",
-    ) * 3 + ("server",)
-    assert {row["name"] for row in quiver(tmp_path, "engines")["engines"]} == {
-        "vllm",
-        "transformers",
-        "scripted",
-    }
+    answers = quiver_each(tmp_path, ["algorithms"], ["rewards"], ["engines"])
+    (_, algorithms), (_, rewards), (_, engines) = answers
+    assert {row["name"] for row in algorithms["algorithms"]} >= {"grpo", "dapo", "rloo"}
+    kinds = {row["name"]: row["kind"] for row in rewards["rewards"]}
+    assert [kinds[name] for name in ("numeric", "math", "code")] == ["function"] * 3
+    assert kinds["openrlhf"] == "server"
+    names = {row["name"] for row in engines["engines"]}
+    assert names == {"vllm", "transformers", "scripted"}
 
 
 def test_a_form_that_sends_every_default_changes_nothing(recipe):

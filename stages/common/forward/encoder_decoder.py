@@ -84,34 +84,36 @@ def _pad(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def pack_pairs(
-    rows: Sequence[int], prompts: Sequence[int], sequences: Sequences, budget: int
+    rows: Sequence[int], prompt_numbers: Sequence[int], sequences: Sequences, budget: int
 ) -> list[list[Piece]]:
     """Rollouts sorted by length, cut where prompts and decoder rows with their padding would exceed
-    `budget` tokens; those with equal `prompts` numbers share theirs. Longest micro-batch first; a
+    `budget` tokens; those with equal `prompt_numbers` share theirs. Longest micro-batch first; a
     rollout that is longer than the budget stands alone."""
     prompt_lengths = sequences.prompts.lengths.tolist()
     lengths = sequences.completions.lengths.tolist()
-    micros: list[dict[int, list[int]]] = []  # the rollouts of each prompt number
+    microbatches: list[dict[int, list[int]]] = []  # the rollouts of each prompt number
     members: dict[int, list[int]] = {}
     count = longest = longest_prompt = 0
     for row in sorted(
-        rows, key=lambda row: (-lengths[row], -prompt_lengths[row], prompts[row], row)
+        rows, key=lambda row: (-lengths[row], -prompt_lengths[row], prompt_numbers[row], row)
     ):
         count += 1
         longest_prompt = max(longest_prompt, prompt_lengths[row])
-        num_prompts = len(members.keys() | {prompts[row]})
-        if not micros or num_prompts * longest_prompt + count * longest > budget:
+        num_prompts = len(members.keys() | {prompt_numbers[row]})
+        if not microbatches or num_prompts * longest_prompt + count * longest > budget:
             members = {}
-            micros.append(members)
+            microbatches.append(members)
             count = 1
             longest = lengths[row]
             longest_prompt = prompt_lengths[row]
-        members.setdefault(prompts[row], []).append(row)
-
-    def piece(rows: list[int]) -> Piece:
-        return Piece(tuple(rows), prompt_lengths[rows[0]] + sum(lengths[row] for row in rows))
-
-    return [[piece(rows) for rows in members.values()] for members in micros]
+        members.setdefault(prompt_numbers[row], []).append(row)
+    return [
+        [
+            Piece(tuple(rows), prompt_lengths[rows[0]] + sum(lengths[row] for row in rows))
+            for rows in members.values()
+        ]
+        for members in microbatches
+    ]
 
 
 def decoder_states(model: nn.Module, pairs: Pairs) -> Tensor:

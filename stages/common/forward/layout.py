@@ -151,7 +151,8 @@ class Layout:
 
     @property
     def filling(self) -> tuple[int, int]:
-        """Places that only fill up, and places in all: nothing is padded here."""
+        """Places of the row that only fill up, and places in all. The row has no fill; that of
+        attention's blocks, whose short spans are filled up, is not counted."""
         return 0, self.ids.numel()
 
 

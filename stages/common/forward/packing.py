@@ -25,27 +25,27 @@ class Piece:
 
 def make_pieces(
     rows: Sequence[int],
-    prompts: Sequence[int],
+    prompt_numbers: Sequence[int],
     prompt_tokens: Sequence[int],
     completion_tokens: Sequence[int],
     budget: int,
 ) -> list[Piece]:
-    """Rollouts `rows` with the same `prompts` number joined, no piece beyond `budget` unless it is
-    a single rollout.
+    """Rollouts `rows` with the same prompt number joined, no piece beyond `budget` unless it is a
+    single rollout.
 
-    `prompts`, `prompt_tokens` and `completion_tokens` are indexed by rollout; equal `prompts`
-    numbers mean equal prompt ids.
+    `prompt_numbers`, `prompt_tokens` and `completion_tokens` are indexed by rollout; equal numbers
+    mean equal prompt ids.
     """
     pieces: list[Piece] = []
     last_piece_of: dict[int, int] = {}
     for row in rows:
         tokens = completion_tokens[row] - 1
-        index = last_piece_of.get(prompts[row])
+        index = last_piece_of.get(prompt_numbers[row])
         if index is not None and pieces[index].tokens + tokens <= budget:
             piece = pieces[index]
             pieces[index] = Piece((*piece.rows, row), piece.tokens + tokens)
         else:
-            last_piece_of[prompts[row]] = len(pieces)
+            last_piece_of[prompt_numbers[row]] = len(pieces)
             pieces.append(Piece((row,), prompt_tokens[row] + tokens))
     return pieces
 
@@ -53,20 +53,20 @@ def make_pieces(
 def pack(pieces: Sequence[Piece], budget: int) -> list[list[Piece]]:
     """Best-fit decreasing: each piece into the fullest micro-batch that still has room for it.
     Longest micro-batch first."""
-    micros: list[list[Piece]] = []
+    microbatches: list[list[Piece]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, index of the micro-batch), sorted
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
         fullest = bisect.bisect_left(free, (piece.tokens, -1))
         if fullest < len(free):
             tokens_left, index = free.pop(fullest)
-            micros[index].append(piece)
+            microbatches[index].append(piece)
         else:
             tokens_left = budget
-            index = len(micros)
-            micros.append([piece])
+            index = len(microbatches)
+            microbatches.append([piece])
         if tokens_left > piece.tokens:
             bisect.insort(free, (tokens_left - piece.tokens, index))
-    return sorted(micros, key=lambda micro: -sum(piece.tokens for piece in micro))
+    return sorted(microbatches, key=lambda microbatch: -sum(piece.tokens for piece in microbatch))
 
 
 def minibatches(groups: Sequence[int], count: int) -> list[list[int]]:

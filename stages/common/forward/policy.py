@@ -1,10 +1,10 @@
-"""The policy as the trainer sees it: a micro-batch's layout in, one logprob and one entropy for
-each completion token out.
+"""The policy as the trainer sees it: a micro-batch's layout in; for each completion token out one
+logprob, one entropy and, with a value head, one value.
 
     policy = Policy(model, autocast=False)
     policy.set_mode("shared")              # or choose_mode(policy, …) of verify.py, which tries it
-    micros = policy.microbatches(rows, prompts, sequences, budget)
-    for layout in policy.layouts(micros, sequences):
+    microbatches = policy.microbatches(rows, prompt_numbers, sequences, budget)
+    for layout in policy.layouts(microbatches, sequences):
         logprobs, entropy, values = policy(layout)
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from quiver.stages.common.models.loading import decoder_start_id
 
 from .attention import hidden_states, set_mode
-from .cpu.projections import FusedProjections, fuse_projections
+from .cpu.projections import Group, casts, fuse_projections
 from .cpu.recompute import recompute_norms_and_mlps
 from .encoder_decoder import (
     Pairs,
@@ -62,11 +62,12 @@ class Policy(nn.Module):
         self.fast = fast
         self.mode = "single"
         self.shaping = Shaping.of(model.config)
-        self.start = decoder_start_id(model) if model.config.is_encoder_decoder else None
-        """The id that an encoder-decoder model's decoder reads first; None: a causal model."""
+        self.is_causal = not model.config.is_encoder_decoder
+        self.start = None if self.is_causal else decoder_start_id(model)
+        """The id that an encoder-decoder model's decoder reads first."""
         self.varlen = False
         """Attend by the kernel for sequences of any lengths; see `choose_kernel` in verify.py."""
-        self._projections: FusedProjections | None = None
+        self._projections: list[Group] = []
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +78,7 @@ class Policy(nn.Module):
         in its own way."""
         for trunk in (self.model, self.value_trunk):
             if trunk is not None:
-                set_mode(trunk, mode if self.start is None else "single")
+                set_mode(trunk, mode if self.is_causal else "single")
         self.mode = mode
 
     def fuse(self) -> None:
@@ -89,8 +90,8 @@ class Policy(nn.Module):
 
     def free(self) -> None:
         """Give back the memory of weights and gradients; nothing can be computed after this."""
-        if self._projections:
-            self._projections.free()
+        for group in self._projections:
+            group.free()
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.grad = None
             tensor.data = tensor.new_empty(0)
@@ -102,18 +103,18 @@ class Policy(nn.Module):
 
     def layout(self, pieces: Sequence[Piece], sequences: Sequences) -> Layout | Pairs:
         """`pieces` as what `forward` reads, on the model's device."""
-        if self.start is None:
+        if self.is_causal:
             return make_layout(pieces, sequences, self.device, varlen=self.varlen)
         return make_pairs(pieces, sequences, self.start, self.device)
 
     def layouts(
-        self, micros: Sequence[Sequence[Piece]], sequences: Sequences
+        self, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
     ) -> Iterator[Layout | Pairs]:
         """The layout of each micro-batch in turn; while one is used, a thread makes the next and
         moves it to the device."""
         with ThreadPoolExecutor(1) as thread:
             pending = None
-            for micro in micros:
+            for micro in microbatches:
                 ready = pending
                 pending = thread.submit(self.layout, micro, sequences)
                 if ready:
@@ -122,26 +123,23 @@ class Policy(nn.Module):
                 yield pending.result()
 
     def microbatches(
-        self, rows: Sequence[int], prompts: Sequence[int], sequences: Sequences, budget: int
+        self, rows: Sequence[int], prompt_numbers: Sequence[int], sequences: Sequences, budget: int
     ) -> list[list[Piece]]:
         """Rollouts `rows` as micro-batches of at most `budget` tokens; with `single` one rollout
-        each."""
-        if self.mode == "single":
-            pieces = pieces_of(self.mode, rows, prompts, sequences, budget)
-            return [[piece] for piece in pieces]
-        if self.start is not None:
-            shared = prompts if self.mode == "shared" else range(len(prompts))
+        each. Rollouts with equal `prompt_numbers` have the same prompt ids."""
+        if not self.is_causal and self.mode != "single":
+            shared = prompt_numbers if self.mode == "shared" else range(len(prompt_numbers))
             return pack_pairs(rows, shared, sequences, budget)
-        return pack(pieces_of(self.mode, rows, prompts, sequences, budget), budget)
+        pieces = pieces_of(self.mode, rows, prompt_numbers, sequences, budget)
+        return [[piece] for piece in pieces] if self.mode == "single" else pack(pieces, budget)
 
     @contextmanager
     def context(self) -> Iterator[None]:
         """The precision asked for, of backward passes too while it is held open. Over a whole step,
         autocast casts each weight once a step instead of once a pass."""
-        casts = self._projections.casts() if self._projections else nullcontext()
         with (
             products(self.device, fast=self.fast),
-            casts,
+            casts(self._projections),
             torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast),
         ):
             yield
@@ -149,7 +147,8 @@ class Policy(nn.Module):
     def forward(
         self, layout: Layout | Pairs, *, frozen: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`frozen`: the values alone have a gradient, for the value head and a trunk of its own."""
+        """Logprobs, entropy (without gradient) and values of the layout's targets. `frozen`: the
+        values alone have a gradient, for the value head and a trunk of its own."""
         with self.context():
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
                 hidden = self._hidden(self.model, layout)
@@ -170,18 +169,22 @@ class Policy(nn.Module):
 
     def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> Tensor:
         """[n, d] hidden states of `trunk` that predict the layout's targets."""
-        if self.start is not None:
-            return decoder_states(trunk, layout)
-        return hidden_states(trunk, layout, single=self.mode == "single")
+        if self.is_causal:
+            return hidden_states(trunk, layout, single=self.mode == "single")
+        return decoder_states(trunk, layout)
 
 
 def pieces_of(
-    mode: str, rows: Sequence[int], prompts: Sequence[int], sequences: Sequences, budget: int
+    mode: str,
+    rows: Sequence[int],
+    prompt_numbers: Sequence[int],
+    sequences: Sequences,
+    budget: int,
 ) -> list[Piece]:
     """Rollouts `rows` as pieces: prompts joined when `mode` is `shared`, else one rollout each."""
     return make_pieces(
         rows,
-        prompts if mode == "shared" else range(len(sequences.prompts)),
+        prompt_numbers if mode == "shared" else range(len(sequences.prompts)),
         sequences.prompts.lengths.tolist(),
         sequences.completions.lengths.tolist(),
         budget,
@@ -193,21 +196,21 @@ def token_budget(device: torch.device) -> int:
     return 8192 if device.type == "cuda" else 2048
 
 
-def score(policy: Policy, micros: Sequence[Sequence[Piece]], sequences: Sequences) -> Tensor:
-    """[N] float32 logprobs of the completion tokens of the rollouts in `micros`, on the CPU; 0 for
-    the others."""
-    return score_and_judge(policy, micros, sequences)[0]
+def score(policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences) -> Tensor:
+    """[N] float32 logprobs of the completion tokens of the rollouts in `microbatches`, on the CPU;
+    0 for the others."""
+    return score_and_judge(policy, microbatches, sequences)[0]
 
 
 @torch.no_grad()
 def score_and_judge(
-    policy: Policy, micros: Sequence[Sequence[Piece]], sequences: Sequences
+    policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
 ) -> Tensor:
     """[2, N] float32: logprobs, and values where the policy has a value head; 0 where there is
     none, and for other rollouts."""
     scores = torch.zeros(2, int(sequences.completions.offsets[-1]))
     with policy.context():
-        for layout in policy.layouts(micros, sequences):
+        for layout in policy.layouts(microbatches, sequences):
             places = sequences.completions.positions(layout.rows)
             logprobs, _, values = policy(layout)
             scores[0, places] = logprobs.float().cpu()

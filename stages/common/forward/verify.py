@@ -12,7 +12,6 @@ Everywhere else there are only blocks.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ _MOST_TOKENS = 256
 _KERNEL_TOLERANCE = 0.02
 """Largest error of an output or gradient, as a share of its norm: bfloat16 itself is near 0.005, a
 wrong key far above."""
-_REPEATS = 3
+_REPEATS = 5
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def choose_mode(
-    policy: Policy, sequences: Sequences, prompts: Sequence[int], preferred: str
+    policy: Policy, sequences: Sequences, prompt_numbers: Sequence[int], preferred: str
 ) -> str:
     """Set and return the first mode from `preferred` on whose logprobs agree with the model's own.
     ConfigError when none does.
@@ -55,14 +54,14 @@ def choose_mode(
     The comparison is in float32, whatever the precision of the passes to come; so weights must
     still be.
     """
-    if preferred != "single" and policy.start is None and depends_on_length(policy.model.config):
+    if preferred != "single" and policy.is_causal and depends_on_length(policy.model.config):
         log.warning(
             "packing: the model's positions depend on the length of the row, so one rollout runs "
             "at a time"
         )
         preferred = "single"
-    rows = _probe(sequences, prompts)
-    prompts = [prompts[row] for row in rows]
+    rows = _probe(sequences, prompt_numbers)
+    prompt_numbers = [prompt_numbers[row] for row in rows]
     sequences = sequences.take(rows)
     precision = policy.autocast, policy.fast
     policy.autocast = policy.fast = False
@@ -70,7 +69,7 @@ def choose_mode(
         policy.set_mode("single")
         expected = [_own_logprobs(policy, sequences, row) for row in range(len(rows))]
         for mode in MODES[MODES.index(preferred) :]:
-            gap = largest_gap(policy, mode, sequences, prompts, expected)
+            gap = largest_gap(policy, mode, sequences, prompt_numbers, expected)
             if gap <= TOLERANCE:
                 return mode
             log.warning(
@@ -99,7 +98,7 @@ def depends_on_length(config) -> bool:
     return "dynamic" in kinds or "longrope" in kinds
 
 
-def _probe(sequences: Sequences, prompts: Sequence[int]) -> list[int]:
+def _probe(sequences: Sequences, prompt_numbers: Sequence[int]) -> list[int]:
     """Up to three rollouts, as short as can be of those with enough tokens: two of one prompt where
     there are two, and one of another."""
     completion_tokens = sequences.completions.lengths.tolist()
@@ -111,8 +110,8 @@ def _probe(sequences: Sequences, prompts: Sequence[int]) -> list[int]:
         return 1, -completion_tokens[row]
 
     rows_of: dict[int, list[int]] = {}
-    for row in sorted(range(len(prompts)), key=preference):
-        rows_of.setdefault(prompts[row], []).append(row)
+    for row in sorted(range(len(prompt_numbers)), key=preference):
+        rows_of.setdefault(prompt_numbers[row], []).append(row)
     prompt = max(rows_of, key=lambda prompt: min(len(rows_of[prompt]), 2))
     rows = rows_of.pop(prompt)[:2]
     rows_of_another = next(iter(rows_of.values()), [])
@@ -125,7 +124,7 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
     model = policy.model
     prompt = sequences.prompts[row].long().to(model.device)
     completion = sequences.completions[row][:_MOST_TOKENS].long().to(model.device)
-    if policy.start is None:
+    if policy.is_causal:
         ids = torch.cat([prompt, completion[:-1]])[None]
         output = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion))
     else:
@@ -141,15 +140,15 @@ def largest_gap(
     policy: Policy,
     mode: str,
     sequences: Sequences,
-    prompts: Sequence[int],
+    prompt_numbers: Sequence[int],
     expected: list[Tensor],
 ) -> float:
     """The largest difference of the logprobs by `mode` to `expected`, those of the first tokens of
     each rollout of `sequences`; infinity where the mode does not run."""
     policy.set_mode(mode)
-    micros = policy.microbatches(range(len(prompts)), prompts, sequences, 1 << 30)
+    microbatches = policy.microbatches(range(len(expected)), prompt_numbers, sequences, 1 << 30)
     try:
-        logprobs = sequences.completions.with_values(score(policy, micros, sequences))
+        logprobs = sequences.completions.with_values(score(policy, microbatches, sequences))
     except (NotImplementedError, TypeError) as error:
         log.warning("packing %r: %s", mode, error)
         return float("inf")
@@ -181,7 +180,7 @@ def choose_kernel(policy: Policy, pieces: Sequence[Piece], sequences: Sequences)
     micro-batch.
     """
     policy.varlen = False
-    if policy.mode == "single" or policy.start is not None:
+    if policy.mode == "single" or not policy.is_causal:
         return "model"
     if policy.device.type != "cuda":
         return "blocks"
@@ -273,18 +272,7 @@ def _pass(call: Call, layout: Layout) -> list[Tensor]:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """The least of some runs after a first one, on the device."""
-    run()
-    seconds = []
-    for _ in range(_REPEATS):
-        _synchronize()
-        started = time.perf_counter()
-        run()
-        _synchronize()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    """The mean of some runs after two others, on the device."""
+    from torch.utils.benchmark import Timer
 
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return Timer("run()", globals={"run": run}).timeit(_REPEATS).mean

@@ -335,14 +335,25 @@ def end_token_ids(version: Version) -> list[int]:
     """Ids that end a completion, from generation_config.json or else config.json, rising.
     ConfigError when there is none."""
     for name in ("generation_config.json", "config.json"):
-        ids = _read_json(version, name).get("eos_token_id")
+        ids = _end_token_ids(version, name)
         if ids is not None:
-            return sorted(ids if isinstance(ids, list) else [ids])
+            return ids
     raise ConfigError(
         str(version.ref),
         "the model names no end token",
         next="add eos_token_id to generation_config.json",
     )
+
+
+def generation_end_token_ids(version: Version) -> list[int]:
+    """Those of generation_config.json, where config.json has others; else none."""
+    ids = _end_token_ids(version, "generation_config.json")
+    return [] if ids is None or ids == _end_token_ids(version, "config.json") else ids
+
+
+def _end_token_ids(version: Version, name: str) -> list[int] | None:
+    ids = _read_json(version, name).get("eos_token_id")
+    return sorted([ids] if isinstance(ids, int) else ids) if ids is not None else None
 
 
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:

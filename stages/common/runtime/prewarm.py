@@ -108,18 +108,21 @@ class StageProcess:
         """Exit code and last lines, once it has ended; `on_line` is given each line as it comes.
         Stopped, ResourceError after `timeout` seconds."""
         last_lines: deque[str] = deque(maxlen=5)
-        try:
-            for line in self.process.lines(timeout, stopped):
-                last_lines.append(line)
-                on_line(line)
-        except TimeoutError as error:
-            raise ResourceError(
-                f"stage {self.stage}",
-                f"still running after its limit of {timeout:g} s; it was ended",
-                state="finished shards and all versions are kept.",
-                next="raise placement.timeout_seconds, then run the same command again",
-            ) from error
-        return self.process.wait(), list(last_lines)
+        lines = self.process.lines(timeout, stopped)
+        while True:
+            try:
+                line = next(lines, None)
+            except TimeoutError as error:
+                raise ResourceError(
+                    f"stage {self.stage}",
+                    f"still running after its limit of {timeout:g} s; it was ended",
+                    state="finished shards and all versions are kept.",
+                    next="raise placement.timeout_seconds, then run the same command again",
+                ) from error
+            if line is None:
+                return self.process.wait(), list(last_lines)
+            last_lines.append(line)
+            on_line(line)
 
     def answer(self) -> dict[str, Any] | None:
         """What it said when it ended; None where it came to another end."""

@@ -2,6 +2,10 @@
 
     STORE/<run>/<kind>/.index/versions    one JSON line a version; the last says of which state
 
+        ["whole", 1, "4be1c0…", "reward", 512, 40960, "2026-…", "", [1767225600000000000, 77]]
+        ["gone", 2, "90ab17…", …]           deleted; made again, it gets its number back
+        {"format": 4, "folder": […], "count": 1, "crc32": …}
+
 The manifests are the truth. The index is trusted only while the kind's folder has the times and the
 number of versions that its last line notes, and the lines before have their checksum; otherwise it
 is made anew from them. So it may be lost, torn, put back from a copy, or left behind by an older
@@ -15,7 +19,7 @@ import re
 import time
 import zlib
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from quiver.schemas.errors import CorruptError
@@ -24,9 +28,9 @@ from quiver.schemas.refs import Ref
 
 from .storage import Storage
 
-_FORMAT = 3
-_TORN = b'"E-'
-"""How the error of a torn version begins, in its line."""
+_FORMAT = 4
+_WHOLE, _TORN, _GONE = b'["whole"', b'["torn"', b'["gone"'
+"""How the line of a version in such a state begins."""
 _VERSION_NAME = re.compile(r"^v([0-9]{6,})$", re.MULTILINE)
 _SECOND = 1_000_000_000
 _TICK, _COARSE_TICK = _SECOND // 10, 2 * _SECOND
@@ -36,8 +40,10 @@ ticks; the clock of some file systems counts whole seconds."""
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """One version, told without opening it. `error`: its manifest is torn, and why."""
+    """One version, told without opening it."""
 
+    state: str
+    """whole; torn, where its manifest can not be read; gone, where it was deleted."""
     number: int
     run_key: str = ""
     stage: str = ""
@@ -45,20 +51,22 @@ class IndexEntry:
     bytes: int = 0
     created: str = ""
     error: str = ""
-    generation: tuple[int, ...] = ()
+    """Why its manifest can not be read."""
+    stamp: tuple[int, ...] = ()
     """The manifest's, when it was read."""
 
     @classmethod
-    def of(cls, manifest: Manifest, generation: tuple[int, ...]) -> IndexEntry:
+    def of(cls, manifest: Manifest, stamp: tuple[int, ...]) -> IndexEntry:
         """What the index tells of a version with this manifest."""
         return cls(
-            generation=generation,
+            state="whole",
             number=manifest.version,
             run_key=manifest.run_key,
             stage=manifest.stage,
             rows=manifest.rows,
             bytes=sum(manifest.bytes.values()),
             created=manifest.created,
+            stamp=stamp,
         )
 
 
@@ -80,12 +88,11 @@ class Index:
 
     def entries(self) -> list[IndexEntry]:
         """Every version, rising; a manifest that has changed since it was noted is read again."""
-        entries = [_parse(line) for line in self._lines().splitlines()]
+        entries = map(_parse, self._lines().splitlines())
         return [
-            entry
-            if entry.generation == self._generation(entry.number)
-            else self._read(entry.number)
+            entry if entry.stamp == self._stamp(entry.number) else self._read(entry.number)
             for entry in entries
+            if entry.state != "gone"
         ]
 
     def find(self, run_key: str) -> list[int]:
@@ -95,23 +102,33 @@ class Index:
             return []
         entries = [_parse(line) for line in lines.splitlines() if key in line or _TORN in line]
         entries = [self._read(entry.number) if entry.error else entry for entry in entries]
-        return [entry.number for entry in entries if entry.run_key == run_key]
+        return [
+            entry.number for entry in entries if entry.run_key == run_key and entry.state != "gone"
+        ]
 
-    def newest_number(self) -> int | None:
-        """The highest version number; None where there is no version."""
-        return _last_number(self._lines())
+    def next_number(self, first: int, run_key: str | None) -> int:
+        """The number of the next version: that of a deleted one with this run_key, otherwise the
+        one after the highest, or `first`."""
+        lines = self._lines()
+        if run_key is not None and _GONE in lines:
+            for entry in map(_parse, lines.splitlines()):
+                if (entry.state, entry.run_key) == ("gone", run_key):
+                    return entry.number
+        newest = max(lines.rfind(_WHOLE), lines.rfind(_TORN))
+        return first if newest < 0 else _parse(lines[newest:].partition(b"\n")[0]).number + 1
 
     def add(self, manifest: Manifest) -> None:
-        """Note a version that was just published under the number after `newest_number`.
+        """Note a version that was just published, if its number is above all others.
 
-        Where others published meanwhile nothing is noted: whoever asks next makes it anew.
+        Otherwise, and where others published meanwhile, nothing is noted: whoever asks next makes
+        the index anew.
         """
         state = self._state(len(self.numbers()))
         lines, noted = self._noted()
-        newest = _last_number(lines)
-        is_next = newest is None or newest < manifest.version
-        if is_next and noted.get("count", -1) + 1 == state["count"]:
-            entry = IndexEntry.of(manifest, self._generation(manifest.version))
+        last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
+        is_highest = not last_line or _parse(last_line).number < manifest.version
+        if is_highest and noted.get("count", -1) + 1 == state["count"]:
+            entry = IndexEntry.of(manifest, self._stamp(manifest.version))
             self._write(lines + _line(astuple(entry)), state)
 
     def _lines(self) -> bytes:
@@ -119,30 +136,37 @@ class Index:
         lines, noted = self._noted()
         if self._is_trusted(noted):
             return lines
-        entries = [self._read(number) for number in self.numbers()]
-        lines = b"".join(_line(astuple(entry)) for entry in entries)
-        if entries:
+        numbers = self.numbers()
+        entries = {number: self._read(number) for number in numbers}
+        for before in map(_parse, lines.splitlines()):
+            entry = entries.get(before.number, replace(before, state="gone"))
+            if entry.state != "whole":
+                entries[before.number] = replace(entry, run_key=before.run_key)
+        lines = b"".join(_line(astuple(entries[number])) for number in sorted(entries))
+        if numbers:
             # a store that can not be written is read without an index
             with suppress(OSError):
                 self._storage.make_prefix(f"{self._folder}/.index")
                 state = self._state(len(self.numbers()))
-                if state["count"] == len(entries):
+                if state["count"] == len(numbers):
                     self._write(lines, state)
         return lines
 
     def _state(self, count: int | None) -> dict[str, Any]:
         """The folder as it is at this moment, with `count` versions."""
-        generation = self._storage.generation(self._folder) or (0,)
-        return {"format": _FORMAT, "folder": list(generation), "count": count}
+        stamp = self._storage.stamp(self._folder) or (0,)
+        return {"format": _FORMAT, "folder": list(stamp), "count": count}
 
     def _noted(self) -> tuple[bytes, dict[str, Any]]:
         """The lines of the index, and the state of the folder that its last line notes. Nothing,
-        where there is no index, or one whose lines are not those that were written."""
+        where there is no index, one of an earlier Quiver, or one whose lines are not those that
+        were written."""
         with suppress(OSError, ValueError, RecursionError):
             raw = self._storage.read(self._key)
             last_line = raw.rfind(b"\n", 0, -1) + 1
             lines, noted = raw[:last_line], json.loads(raw[last_line:])
-            if isinstance(noted, dict) and noted.pop("crc32", None) == zlib.crc32(lines):
+            is_whole = isinstance(noted, dict) and noted.pop("crc32", None) == zlib.crc32(lines)
+            if is_whole and noted["format"] == _FORMAT:
                 return lines, noted
         return b"", {}
 
@@ -155,23 +179,23 @@ class Index:
             state["count"] = len(self.numbers())
         return noted == state
 
-    def _generation(self, number: int) -> tuple[int, ...]:
+    def _stamp(self, number: int) -> tuple[int, ...]:
         folder = Ref(self._run, self._kind, number).folder
-        return self._storage.generation(f"{folder}/manifest.json") or ()
+        return self._storage.stamp(f"{folder}/manifest.json") or ()
 
     def _read(self, number: int) -> IndexEntry:
         """The version as its manifest has it now."""
         ref = Ref(self._run, self._kind, number)
-        generation = self._generation(number)
+        stamp = self._stamp(number)
         try:
             raw = self._storage.read(f"{ref.folder}/manifest.json")
-            return IndexEntry.of(from_json(raw, str(ref)), generation)
+            return IndexEntry.of(from_json(raw, str(ref)), stamp)
         except (FileNotFoundError, NotADirectoryError):
             error = CorruptError(f"{ref} manifest.json", "is missing")
         except CorruptError as caught:
             error = caught
         message = f"{error.code} {error.object}: {error.message}"
-        return IndexEntry(number, error=message, generation=generation)
+        return IndexEntry("torn", number, error=message, stamp=stamp)
 
     def _write(self, lines: bytes, state: dict[str, Any]) -> None:
         last_line = _line({**state, "crc32": zlib.crc32(lines)})
@@ -182,12 +206,6 @@ def _line(fields: tuple | dict) -> bytes:
     return f"{json.dumps(fields)}\n".encode()
 
 
-def _last_number(lines: bytes) -> int | None:
-    """The number in the last line; None where there is none."""
-    last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
-    return _parse(last_line).number if last_line else None
-
-
 def _parse(line: bytes) -> IndexEntry:
-    *fields, generation = json.loads(line)
-    return IndexEntry(*fields, generation=tuple(generation))
+    *fields, stamp = json.loads(line)
+    return IndexEntry(*fields, stamp=tuple(stamp))

@@ -4,6 +4,9 @@ A lease is a chain of numbered objects, each put only where there is none:
 
     .leases/commit/000001    {"owner": …, "token": …}     its process died
     .leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
+    .leases/work/…                                        all of it, by one process alone
+    .leases/worker-1f2e…/…                                a process that shares the work is there
+    .leases/part-00000/…                                  one of its shards
 
 Taking over is creating the next number, so of two that try, one gets it. A holder renews its object
 every few seconds. It is gone when its process is dead, as far as that can be told from here, or
@@ -24,6 +27,7 @@ import os
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -63,8 +67,8 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """What an object of the chain says."""
+class Link:
+    """What an object of the chain says: who took the lease, and whether it was given back."""
 
     number: int
     owner: Owner
@@ -77,23 +81,26 @@ class Holder:
 class Lease:
     """Held by this process until it is released, or until another takes it over."""
 
-    def __init__(self, leases: Leases, name: str, holder: Holder) -> None:
+    def __init__(self, leases: Leases, name: str, link: Link) -> None:
         self.name = name
         self.taken_at = time.monotonic()
         self.storage = leases.storage
-        self.key = leases.key(name, holder.number)
+        self.key = leases.key(name, link.number)
         self._leases = leases
-        self._holder = holder
+        self._link = link
 
     def is_held(self) -> bool:
-        """Whether nobody has taken over: the highest number of the chain is still this one."""
+        """Whether it was neither released nor taken over: the highest number of the chain is
+        still this one."""
         top = self._leases.top(self.name)
-        return top is not None and top.token == self._holder.token
+        return top is not None and top.token == self._link.token and not top.released
 
     def release(self) -> None:
         """Let others have it at once."""
         _renewed.discard(self)
-        self.storage.overwrite(self.key, _encode(self._holder, released=True))
+        with suppress(FileNotFoundError):  # the work is done, and its leases are cleared
+            if self.is_held():
+                self.storage.write(self.key, _encode(self._link, released=True), durable=False)
 
 
 class Leases:
@@ -104,8 +111,8 @@ class Leases:
         self.storage = storage
         self.prefix = prefix
         self.label = label
-        self._first_seen: dict[str, tuple[str, float]] = {}
-        self._last_renewed: dict[str, tuple[object, float]] = {}
+        self._seen: dict[str, tuple[object, float]] = {}
+        """What was last seen of a lease, and since when, by time.monotonic()."""
 
     def key(self, name: str, number: int) -> str:
         """The object of lease `name` with this number."""
@@ -115,7 +122,7 @@ class Leases:
         """All leases that were ever taken here."""
         return self.storage.list(self.prefix)
 
-    def top(self, name: str) -> Holder | None:
+    def top(self, name: str) -> Link | None:
         """The object with the highest number; None where there is none."""
         numbers = [
             int(key) for key in self.storage.list(f"{self.prefix}/{name}") if key.isdecimal()
@@ -126,14 +133,14 @@ class Leases:
         try:
             fields = json.loads(self.storage.read(self.key(name, number)))
             owner = Owner(**fields.pop("owner"))
-            return Holder(number=number, owner=owner, **fields)
+            return Link(number=number, owner=owner, **fields)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, AttributeError):
             # torn by a power loss, so its process is gone too
-            return Holder(number, Owner("", 0, 0, 0), "", "", released=True)
+            return Link(number, Owner("", 0, 0, 0), "", "", released=True)
 
-    def holder(self, name: str) -> Holder | None:
+    def holder(self, name: str) -> Link | None:
         """Who holds the lease now; None where it is free."""
         top = self.top(name)
         return None if top is None or self._is_free(name, top) else top
@@ -143,11 +150,14 @@ class Leases:
         holder = self.holder(name)
         if holder is None:
             return 0.0
-        token, since = self._first_seen.setdefault(name, (holder.token, time.monotonic()))
-        if token != holder.token:
-            since = time.monotonic()
-            self._first_seen[name] = (holder.token, since)
-        return time.monotonic() - since
+        return self._seconds_unchanged(f"holder of {name}", holder.token)
+
+    def _seconds_unchanged(self, what: str, state: object) -> float:
+        """For how long this process has seen `what` in this state."""
+        seen = self._seen.get(what)
+        if seen is None or seen[0] != state:
+            seen = self._seen[what] = (state, time.monotonic())
+        return time.monotonic() - seen[1]
 
     def take(self, name: str, *, from_living: bool = False) -> Lease | None:
         """The lease, if it is free, or `from_living` whoever holds it; None where another has
@@ -157,10 +167,10 @@ class Leases:
             self.seconds_seen(name)
             return None
         number = top.number + 1 if top else 1
-        holder = Holder(number, Owner.this_process(), uuid.uuid4().hex, self.label, False)
-        if not self.storage.put_if_absent(self.key(name, number), _encode(holder), durable=False):
+        link = Link(number, Owner.this_process(), uuid.uuid4().hex, self.label, False)
+        if not self.storage.put_if_absent(self.key(name, number), _encode(link), durable=False):
             return None
-        lease = Lease(self, name, holder)
+        lease = Lease(self, name, link)
         _keep_renewed(lease)
         return lease
 
@@ -175,29 +185,24 @@ class Leases:
             top = self.top(name)
             if lease is not None or top is None:
                 return lease
-            generation = self.storage.generation(self.key(name, top.number))
-            first = first or (top.token, generation)
-            if (top.token, generation) != first or generation is None:
+            stamp = self.storage.stamp(self.key(name, top.number))
+            first = first or (top.token, stamp)
+            if (top.token, stamp) != first or stamp is None:
                 return None
-            seconds_since_renewal = time.time() - generation[0] / 1e9
+            seconds_since_renewal = time.time() - stamp[0] / 1e9
             if top.owner.is_visible and abs(seconds_since_renewal) < SECONDS_TO_LIVE:
                 return None
             time.sleep(min(0.5, SECONDS_TO_LIVE / 4))
 
-    def _is_free(self, name: str, holder: Holder) -> bool:
+    def _is_free(self, name: str, holder: Link) -> bool:
         if holder.released or holder.owner.is_dead:
             return True
-        generation = self.storage.generation(self.key(name, holder.number))
-        now = time.monotonic()
-        seen, since = self._last_renewed.setdefault(name, (generation, now))
-        if seen != generation:
-            self._last_renewed[name] = (generation, now)
-            return False
-        return now - since >= SECONDS_TO_LIVE
+        stamp = self.storage.stamp(self.key(name, holder.number))
+        return self._seconds_unchanged(f"stamp of {name}", stamp) >= SECONDS_TO_LIVE
 
 
-def _encode(holder: Holder, *, released: bool = False) -> bytes:
-    fields = asdict(holder)
+def _encode(link: Link, *, released: bool = False) -> bytes:
+    fields = asdict(link)
     del fields["number"]
     return json.dumps({**fields, "released": released}).encode()
 

@@ -73,10 +73,6 @@ class SoleShards:
         """What other processes say of theirs."""
         return []
 
-    def metrics(self) -> dict[str, Any]:
-        """What the manifest says of the sharing."""
-        return {}
-
 
 class SharedShards:
     """Shards are leased one after the other; a context manager that lets go of what is left."""
@@ -125,15 +121,16 @@ class SharedShards:
         """Wait for a shard to take. False: all are finished and whole, and it is this process that
         commits. Finished."""
         while self.commit_lease is None:
-            self._writer.look()
+            self._writer.stop_if_committed()
             unfinished = self.unfinished()
             if unfinished:
                 index = self._lease_one(unfinished)
                 if index is not None:
+                    # others may have it: some callers load an engine for minutes before they take
                     self._held.pop(index).release()
                     return True
             else:
-                lease = self._lease(_COMMIT)
+                lease = self._leases.take(_COMMIT)
                 if lease is not None:
                     damaged = [i for i in range(self._count) if not self._writer.has(i)]
                     if not damaged:
@@ -178,10 +175,6 @@ class SharedShards:
         parts = [self._writer.read_note(name) for name in names]
         return [part for part in parts if part is not None]
 
-    def metrics(self) -> dict[str, Any]:
-        """How many processes finished a shard."""
-        return {"workers": sum(part["shards"] > 0 for part in self._writer.parts())}
-
     def _lease_one(self, indices: list[int]) -> int | None:
         """A free shard, from where this process's rank begins; with empty hands also the one that
         another has held for longest, if for long enough."""
@@ -190,7 +183,7 @@ class SharedShards:
         rank = sum(worker < self._worker for worker in others)
         start = rank * self._count // (len(others) + 1)
         for index in [*filter(lambda index: index >= start, indices), *indices]:
-            lease = self._lease(_shard(index))
+            lease = self._leases.take(_shard(index))
             if lease is not None:
                 return self._hold(index, lease)
         if self._held:
@@ -213,10 +206,6 @@ class SharedShards:
             return None
         self._held[index] = lease
         return index
-
-    def _lease(self, name: str) -> Lease | None:
-        with self._writer.staged():
-            return self._leases.take(name)
 
     def _other_workers(self) -> list[str]:
         """The other processes that are there."""

@@ -88,24 +88,21 @@ class Storage:
             path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
         )
 
-    @contextlib.contextmanager
-    def create(self, key: str, *, if_absent: bool = False) -> Iterator[HashingFile]:
+    def create(
+        self, key: str, *, if_absent: bool = False
+    ) -> contextlib.AbstractContextManager[HashingFile]:
         """A file to write; the object appears whole and flushed, or not at all.
 
         `if_absent`: FileExistsError where there is one, which stays as it is.
         """
-        with replacing(self.path(key), if_absent=if_absent) as file:
-            yield file
+        return replacing(self.path(key), if_absent=if_absent)
 
     def write(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Write an object whole, in place of the one that was there.
 
         Not `durable`: it need not outlive a power loss, so it is not flushed.
         """
-        if durable:
-            write_bytes(self.path(key), data)
-            return
-        with replacing(self.path(key), durable=False) as file:
+        with replacing(self.path(key), durable=durable) as file:
             file.write(data)
 
     def put_if_absent(self, key: str, data: bytes, *, durable: bool = True) -> bool:
@@ -124,18 +121,7 @@ class Storage:
             sync(path.parent)
         return True
 
-    def overwrite(self, key: str, data: bytes) -> bool:
-        """Replace an object that is there, without flushing it; False where there is none."""
-        path = self.path(key)
-        if not path.exists():
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            with replacing(path, durable=False) as file:
-                file.write(data)
-            return True
-        return False
-
-    def generation(self, key: str) -> tuple[int, int, int] | None:
+    def stamp(self, key: str) -> tuple[int, int, int] | None:
         """What changes with every write or renewal of the object, nanoseconds of the last
         modification first; None where there is none."""
         try:
@@ -146,7 +132,7 @@ class Storage:
         return status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
     def renew(self, key: str) -> bool:
-        """Change the object's generation and nothing else; False where there is none."""
+        """Change the object's stamp and nothing else; False where there is none."""
         try:
             os.utime(self.path(key))
         except FileNotFoundError:

@@ -44,7 +44,7 @@ from quiver.schemas.manifest import Input, Manifest, from_json
 from quiver.schemas.refs import Ref
 
 from .index import Index, IndexEntry
-from .storage import Storage, make_folder, storage_errors, write_bytes
+from .storage import Storage, storage_errors
 from .tags import Entry, Tag, check_name
 
 if TYPE_CHECKING:
@@ -91,11 +91,6 @@ class VersionFiles:
         path = self.path(name)
         return path.stat().st_size if path.is_file() and not path.is_symlink() else None
 
-    def unlisted(self) -> list[str]:
-        """Names of files that the manifest does not list, sorted."""
-        listed = {*self.names, "manifest.json"}
-        return [name for name in self._storage.list_files(self._prefix) if name not in listed]
-
 
 class Version:
     """One immutable version: its reference and manifest; the data on demand, checked before it is
@@ -126,11 +121,13 @@ class Version:
         """The manifest entry of a version that was made of this one."""
         return Input(role=role, ref=str(self.ref), content_hash=self.manifest.content_hash)
 
-    def verify(self, prefix: str = "") -> None:
-        """Check size and sha256 of every file whose name starts with `prefix`; each once a process.
-        CorruptError."""
+    def verify(self, name: str = "") -> None:
+        """Check size and sha256 of file `name`, of every file below it where it ends in a slash,
+        or of all files; each once a process. CorruptError."""
+        prefix = name if name.endswith("/") else None
         for entry in self.manifest.files:
-            if entry.name.startswith(prefix) and entry.name not in self._checked:
+            is_meant = name in ("", entry.name) or (prefix and entry.name.startswith(prefix))
+            if is_meant and entry.name not in self._checked:
                 self._verify_file(entry.name, entry.bytes, entry.sha256)
                 self._checked.add(entry.name)
 
@@ -158,20 +155,9 @@ class Version:
     def table(self, columns: list[str] | None = None) -> pa.Table:
         """All rows in order, mapped into memory (nothing is copied). [rows] with the kind's
         schema."""
-        self.verify()
-        shards = []
-        for entry in self.manifest.files:
-            if entry.name.endswith(".arrow"):
-                shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
-                if shard.num_rows != entry.rows:
-                    raise self.corrupt(
-                        entry.name, f"expected {entry.rows} rows, found {shard.num_rows}"
-                    )
-                shards.append(shard)
-        table = pa.concat_tables(shards)
-        return table.select(columns) if columns else table
+        return self.head(columns, sum(entry.bytes for entry in self.manifest.files))
 
-    def head(self, columns: list[str], most_bytes: int) -> pa.Table:
+    def head(self, columns: list[str] | None, most_bytes: int) -> pa.Table:
         """These columns of the first shards, as many as have `most_bytes` together and at least
         one; checked, then mapped."""
         shards: list[pa.Table] = []
@@ -181,16 +167,19 @@ class Version:
                 break
             self.verify(entry.name)
             shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
-            shards.append(shard.select(columns))
+            if shard.num_rows != entry.rows:
+                raise self.corrupt(
+                    entry.name, f"expected {entry.rows} rows, found {shard.num_rows}"
+                )
+            shards.append(shard.select(columns) if columns else shard)
         return pa.concat_tables(shards)
 
     def to_datasets(self) -> datasets.Dataset:
         """The same rows as a `datasets.Dataset` over the mapped files, without copying."""
         import datasets
-        from datasets.table import ConcatenationTable, InMemoryTable
+        from datasets.table import InMemoryTable
 
-        rows = InMemoryTable(self.table().replace_schema_metadata(None))
-        return datasets.Dataset(ConcatenationTable.from_tables([rows]))
+        return datasets.Dataset(InMemoryTable(self.table().replace_schema_metadata(None)))
 
 
 class Store:
@@ -203,7 +192,7 @@ class Store:
         self.path = Path(path).expanduser().absolute()
         self.storage = Storage(self.path)
         self.written: set[str] = set()
-        if not (self.path / "store.json").exists():
+        if not self.storage.exists("store.json"):
             self._create(create)
         self.id = self._read_marker()
 
@@ -214,29 +203,29 @@ class Store:
                 "there is no store here",
                 next="give --store PATH, or run a recipe first",
             )
-        names = os.listdir(self.path) if self.path.is_dir() else []
-        if any(not name.startswith("store.json") for name in names):
+        if any(not name.startswith("store.json") for name in self.storage.list("")):
             raise ConfigError(
                 f"store {self.path}",
                 "the folder holds other things",
                 next="name an empty or new folder",
             )
         with storage_errors(f"store {self.path}"):
-            make_folder(self.path)
-            write_bytes(self.path / "store.json", _marker().encode())
+            self.storage.make_prefix("")
+            self.storage.put_if_absent("store.json", _marker().encode())
 
     def _read_marker(self) -> str:
         """The id in store.json. CorruptError."""
-        marker = self.path / "store.json"
         try:
-            fields = json.loads(marker.read_bytes())
-            is_newer = fields["format"] != FORMAT
+            fields = json.loads(self.storage.read("store.json"))
+            is_newer = fields["format"] > FORMAT
+            if fields["format"] < FORMAT:
+                raise ValueError
         except (ValueError, KeyError, TypeError):
-            text = _marker()
             raise CorruptError(
                 f"store {self.path}",
                 "store.json can not be read",
-                next=f"write {text} into {marker}, the versions need no more",
+                next=f"write {_marker()} into {self.path / 'store.json'}, the versions need no "
+                "more",
             ) from None
         if is_newer:
             raise CorruptError(
@@ -354,11 +343,12 @@ class Store:
 
     def _verify(self, version: Version) -> None:
         version.verify()
-        unlisted = version.files.unlisted()
-        if unlisted:
-            error = version.corrupt(unlisted[0], "is no file of this version")
-            error.next = shlex.join(["rm", str(version.files.path(unlisted[0]))])
-            raise error
+        listed = {*version.files.names, "manifest.json"}
+        for name in self.storage.list_files(version.ref.folder):
+            if name not in listed:
+                error = version.corrupt(name, "is no file of this version")
+                error.next = shlex.join(["rm", str(version.files.path(name))])
+                raise error
         if version.ref.kind != "policy":
             try:
                 schema_module(version.ref.kind).check(version.table())

@@ -51,7 +51,7 @@ from quiver.schemas.manifest import FileEntry, Manifest, Model, content_hash, di
 from quiver.schemas.refs import Ref
 from quiver.stages.common.runtime.stage import Plan
 
-from .leases import Holder, Lease, Leases
+from .leases import Lease, Leases, Link
 from .sharing import Finished, SharedShards, SoleShards
 from .storage import storage_errors
 from .versions import Version, schema_module
@@ -75,9 +75,8 @@ log = logging.getLogger(__name__)
 class Writer:
     """One version of one kind in the making."""
 
-    def __init__(self, plan: Plan, kind: str, worker: str) -> None:
+    def __init__(self, plan: Plan, kind: str, worker: str, *, force: bool) -> None:
         self.kind = kind
-        self.store = plan.store
         self.run = plan.run
         self.run_key = plan.run_key
         self.seconds: dict[str, float] = {}
@@ -87,15 +86,18 @@ class Writer:
         self.answer: Version | None = None
         """The version, once it is there."""
         self.shards: SoleShards | SharedShards | None = None
+        self._plan = plan
+        self._force = force
         self._name = f"{plan.run}/{kind}"
         self._storage = plan.store.storage
-        self._prefix = f"{plan.run}/{kind}/.staging/{plan.run_key}"
+        self._prefix = f"{self._name}/.staging/{plan.run_key}"
         self._worker = worker
-        self._fields = plan.manifest_fields()
         self._started_at = time.monotonic()
-        self._entries: tuple[FileEntry, ...] | None = None
+        self._entries: tuple[FileEntry, ...] = ()
         self._finished: dict[str, Any] | None = None
-        self._ignored_up_to = -1
+        # what is there already is done again
+        numbers = plan.store.numbers(plan.run, kind) if force else []
+        self._ignored_up_to = max(numbers, default=-1)
 
     # -- the staging place
 
@@ -108,43 +110,30 @@ class Writer:
     def prepare(self, *, fresh: bool) -> None:
         """Make the staging place. `fresh`: without what an earlier attempt left."""
         with storage_errors(self._name):
-            if fresh:
-                self._storage.delete_tree(self._prefix)
-                self._storage.delete_tree(f"{self._prefix}.notes")
-            self._storage.make_prefix(self._prefix)
-            self._storage.make_prefix(f"{self._prefix}.notes")
+            for prefix in (self._prefix, f"{self._prefix}.notes"):
+                if fresh:
+                    self._storage.delete_tree(prefix)
+                self._storage.make_prefix(prefix)
 
-    def clear(self) -> None:
-        """Remove all that is staged, leases included."""
+    def remove_candidates(self) -> None:
+        """Remove what others had ready to publish: from now on only this process can."""
         staging, _, run_key = self._prefix.rpartition("/")
         for name in self._storage.list(staging):
-            if name.startswith(run_key):
+            if name.startswith(f"{run_key}.") and not name.endswith((".notes", ".leases")):
                 self._storage.delete_tree(f"{staging}/{name}")
-
-    def look(self) -> None:
-        """Finished, when another process has committed the version."""
-        if self.is_committed():
-            raise Finished
-
-    def ignore_present(self) -> None:
-        """Take no version that is there now for the answer."""
-        self._ignored_up_to = max([-1, *self.store.numbers(self.run, self.kind)])
 
     def is_committed(self) -> bool:
         """Whether the version is there by now; then it is the `answer`."""
         if self.answer is None:
-            self.answer = self.store.find(self.run, self.kind, self.run_key, self._ignored_up_to)
+            self.answer = self._plan.store.find(
+                self.run, self.kind, self.run_key, self._ignored_up_to
+            )
         return self.answer is not None
 
-    @contextmanager
-    def staged(self) -> Iterator[None]:
-        """Around reading what is staged: where it is gone, Finished when another has committed
-        it."""
-        try:
-            yield
-        except FileNotFoundError:
-            self.look()
-            raise
+    def stop_if_committed(self) -> None:
+        """Finished, when another process has committed the version."""
+        if self.is_committed():
+            raise Finished
 
     # -- shards
 
@@ -160,12 +149,11 @@ class Writer:
     def rows_per_shard(self, rows: int) -> int:
         """Rows a shard: `rows`, unless an earlier attempt, or another process, has begun with
         another number."""
-        key = f"{self._prefix}.notes/plan"
         fields = {"rows_per_shard": rows}
-        with self.staged(), storage_errors(self._name):
+        with storage_errors(self._name):
             if self.shards.is_sole and not self.noted():
                 self.write_note("plan", fields)  # nothing is finished, so nothing binds
-            self._storage.put_if_absent(key, _noted(fields))
+            self._storage.put_if_absent(f"{self._prefix}.notes/plan", _noted(fields))
             begun_with = self.read_note("plan")
             if begun_with is None:  # torn, or of an earlier Quiver: its shards are done again
                 self.prepare(fresh=True)
@@ -175,24 +163,16 @@ class Writer:
     def has(self, index: int) -> bool:
         """Whether shard `index` is finished and is still what it was."""
         entry = self._note(index)
-        if entry is None:
-            return False
-        key = f"{self._prefix}/{entry.name}"
         try:
-            return (
-                self._storage.size(key) == entry.bytes and self._storage.sha256(key) == entry.sha256
-            )
+            return entry is not None and entry == self._entry(entry.name, entry.rows)
         except FileNotFoundError:
             return False
 
     def noted(self) -> list[int]:
         """Indices of the shards that somebody has finished, rising."""
-        with self.staged():
-            names = self._storage.list(f"{self._prefix}.notes")
         suffix = ".arrow.json"
-        return [
-            int(name[5:-11]) for name in names if name.startswith("part-") and name.endswith(suffix)
-        ]
+        names = [name for name in self.note_names() if name.endswith(suffix)]
+        return [int(name.removesuffix(suffix).removeprefix("part-")) for name in names]
 
     def note_names(self) -> list[str]:
         """Names of all that is noted beside the shards."""
@@ -217,14 +197,13 @@ class Writer:
 
     def read(self, index: int) -> pa.Table:
         """A finished shard."""
-        with self.staged():
-            return self._storage.read_table(f"{self._prefix}/{_shard_name(index)}")
+        return self._storage.read_table(f"{self._prefix}/{_shard_name(index)}")
 
     def drop(self, index: int) -> None:
         """Shard `index` is not finished after all."""
         name = _shard_name(index)
         self._storage.delete(f"{self._prefix}/{name}")
-        self._storage.delete(f"{self._prefix}.notes/{name}.json")
+        self.delete_note(f"{name}.json")
 
     def write(self, index: int, table: pa.Table) -> None:
         """Write shard `index` (its rows in order), flushed; then a note beside it that makes it
@@ -233,7 +212,7 @@ class Writer:
         module.check(table)
         schema = table.schema.with_metadata(module.SCHEMA.metadata)
         name = _shard_name(index)
-        with self.staged(), storage_errors(f"{self._name} {name}"):
+        with storage_errors(f"{self._name} {name}"):
             entry = self._write_shard(index, table.cast(schema).combine_chunks())
             self.write_note(f"{name}.json", entry.model_dump(mode="json"))
             self.shards.written(index)
@@ -241,34 +220,31 @@ class Writer:
     def _write_shard(self, index: int, table: pa.Table) -> FileEntry:
         name = _shard_name(index)
         key = f"{self._prefix}/{name}"
-        is_shared = not self.shards.is_sole
         try:
             with (
-                self._storage.create(key, if_absent=is_shared) as file,
+                self._storage.create(key, if_absent=not self.shards.is_sole) as file,
                 pa.ipc.new_file(pa.PythonFile(file, "w"), table.schema) as arrow,
             ):
                 arrow.write_table(table)
-        except FileExistsError:
-            return self._entry_of_first(index, table)
+        except FileExistsError:  # another process wrote it first
+            entry = self._note(index)
+            if entry is not None:
+                return entry
+            # its writer may have died before the note; it may also be of an attempt with other
+            # shards
+            if self._storage.read_table(key).num_rows == table.num_rows:
+                return self._entry(name, table.num_rows)
+            self._storage.delete(key)
+            return self._write_shard(index, table)
         return FileEntry(
             name=name, bytes=file.bytes, sha256=file.sha.hexdigest(), rows=table.num_rows
         )
 
-    def _entry_of_first(self, index: int, table: pa.Table) -> FileEntry:
-        """What to note of a shard that another process wrote first."""
-        name = _shard_name(index)
+    def _entry(self, name: str, rows: int = 0) -> FileEntry:
+        """The manifest's entry of a staged file, as it is now."""
         key = f"{self._prefix}/{name}"
-        entry = self._note(index)
-        if entry is not None:
-            return entry
-        # its writer may have died before the note; it may also be of an attempt with other shards
-        rows = self._storage.read_table(key).num_rows
-        if rows != table.num_rows:
-            self._storage.delete(key)
-            return self._write_shard(index, table)
-        return FileEntry(
-            name=name, bytes=self._storage.size(key), sha256=self._storage.sha256(key), rows=rows
-        )
+        size = self._storage.size(key)
+        return FileEntry(name=name, bytes=size, sha256=self._storage.sha256(key), rows=rows)
 
     def _note(self, index: int) -> FileEntry | None:
         """What the note of a shard says; None where there is none, or one that is not whole."""
@@ -296,8 +272,7 @@ class Writer:
 
     def parts(self) -> list[dict[str, Any]]:
         """What each process that took part says of it, this one first."""
-        with self.staged():
-            return [self.part(), *self.shards.other_parts()]
+        return [self.part(), *self.shards.other_parts()]
 
     def finish(
         self,
@@ -317,39 +292,31 @@ class Writer:
         }
 
     def seal(self) -> None:
-        """Flush and hash all that is staged, once; nothing may be written after it."""
+        """Flush and hash all that is staged; nothing may be written after it. SchemaError."""
         if self._finished is None:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
-        if self._entries is not None:
-            return
         with self.phase("commit"), storage_errors(self._name):
-            if self.kind != "policy":
-                self._entries = self._shard_entries()
+            if self.kind == "policy":
+                names = self._storage.list_files(self._prefix)
+                for name in names:
+                    self._storage.settle(f"{self._prefix}/{name}")
+                self._entries = tuple(map(self._entry, names))
                 return
-            entries = []
-            for name in self._storage.list_files(self._prefix):
-                key = f"{self._prefix}/{name}"
-                self._storage.settle(key)
-                size = self._storage.size(key)
-                entries.append(FileEntry(name=name, bytes=size, sha256=self._storage.sha256(key)))
-            self._entries = tuple(entries)
+            indices = self.noted()
+            self._entries = tuple(map(self._note, indices))
+            if indices != list(range(len(indices))) or None in self._entries:
+                names = [_shard_name(index) for index in indices]
+                raise SchemaError(self._name, f"shards {names} are not one row of numbers")
+            schema_module(self.kind).check(pa.concat_tables(map(self.read, indices)))
 
-    def _shard_entries(self) -> tuple[FileEntry, ...]:
-        indices = self.noted()
-        entries = tuple(self._note(index) for index in indices)
-        if indices != list(range(len(indices))) or None in entries:
-            names = [_shard_name(index) for index in indices]
-            raise SchemaError(self._name, f"shards {names} are not one row of numbers")
-        tables = [self.read(index) for index in indices]
-        schema_module(self.kind).check(pa.concat_tables(tables))
-        return entries
-
-    def publish(self, lease: Lease, numbering: Plan, metrics: dict[str, Any]) -> Version:
-        """Make the version visible under the next number. ConflictError where it may have one
-        number alone, and that is taken; BusyError where another took the lease over."""
+    def publish(self, lease: Lease, metrics: dict[str, Any]) -> None:
+        """Make the version visible under the next number; then it is the `answer`. ConflictError
+        where it may have one number alone, and that is taken; BusyError where another took the
+        lease over."""
+        plan = self._plan
         schema = "policy/1" if self.kind == "policy" else kind_of(schema_module(self.kind).SCHEMA)
         fields = {
-            **self._fields,
+            **plan.manifest_fields(),
             **self._finished,
             "metrics": {**self._finished["metrics"], **metrics},
             "kind_schema": schema,
@@ -362,70 +329,47 @@ class Writer:
             "seconds": _summed([part["seconds"] for part in self.parts()]),
         }
         candidate = f"{self._prefix}.{self._worker}"
-        with self.staged(), storage_errors(self._name):
+        index = plan.store.index(self.run, self.kind)
+        first = plan.first_number if self.kind == plan.kinds[-1] else 1
+        with storage_errors(self._name):
             for entry in self._entries:
                 self._storage.copy_into(f"{self._prefix}/{entry.name}", f"{candidate}/{entry.name}")
             self._storage.sync_folders(candidate)
-            return self._publish(candidate, fields, lease, numbering)
-
-    def _publish(self, candidate: str, fields: dict, lease: Lease, numbering: Plan) -> Version:
-        index = self.store.index(self.run, self.kind)
-        newest = index.newest_number()
-        while True:
-            number = numbering.only_number
+            number = plan.only_number
             if number is None:
-                first = numbering.first_number if self.kind == numbering.kinds[-1] else 1
-                number = first if newest is None else newest + 1
-            manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
-            self._storage.write(f"{candidate}/manifest.json", manifest.to_json())
-            ref = Ref(self.run, self.kind, number)
-            self._require_lease(lease)
-            if self._storage.publish(candidate, ref.folder):
-                index.add(manifest)
-                self.store.written.add(str(ref))
-                self.answer = Version(ref, self._storage)
-                return self.answer
-            if numbering.only_number is not None:
-                self._storage.delete_tree(candidate)
-                raise ConflictError(
-                    str(ref), "this version is there already", next=f"quiver show {ref}"
-                )
-            newest = self.store.numbers(self.run, self.kind)[-1]
-
-    def _require_lease(self, lease: Lease) -> None:
-        """Finished or BusyError where another has taken over; see the top of this file."""
-        if not lease.is_held():
-            self.look()
-            raise BusyError(
-                self._name,
-                "another process took this work over while this one was not heard of",
-                next="run the same command again: it waits for the other one",
-            )
-
-    def remove_candidates(self) -> None:
-        """Remove what others had ready to publish: from now on only this process can."""
-        staging, _, run_key = self._prefix.rpartition("/")
-        for name in self._storage.list(staging):
-            if name.startswith(f"{run_key}.") and not name.endswith((".notes", ".leases")):
-                self._storage.delete_tree(f"{staging}/{name}")
+                number = index.next_number(first, None if self._force else self.run_key)
+            while self.answer is None:
+                manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
+                self._storage.write(f"{candidate}/manifest.json", manifest.to_json())
+                ref = Ref(self.run, self.kind, number)
+                if not lease.is_held():
+                    raise taken_over(self._name)
+                if self._storage.publish(candidate, ref.folder):
+                    index.add(manifest)
+                    plan.store.written.add(str(ref))
+                    self.answer = Version(ref, self._storage)
+                elif plan.only_number is not None:
+                    self._storage.delete_tree(candidate)
+                    raise ConflictError(
+                        str(ref), "this version is there already", next=f"quiver show {ref}"
+                    )
+                else:
+                    number = plan.store.numbers(self.run, self.kind)[-1] + 1
 
 
 class Staging:
     """The writers of a plan, under one lease."""
 
-    def __init__(self, plan: Plan, *, force: bool) -> None:
+    def __init__(self, plan: Plan, *, force: bool, can_share: bool) -> None:
         self.plan = plan
         self.worker = uuid.uuid4().hex[:12]
-        self.writers = {kind: Writer(plan, kind, self.worker) for kind in plan.kinds}
+        self.writers = {kind: Writer(plan, kind, self.worker, force=force) for kind in plan.kinds}
         self.last = self.writers[plan.kinds[-1]]
-        self.leases = Leases(
-            plan.store.storage, f"{plan.run}/{plan.kinds[-1]}/.staging/{plan.run_key}.leases"
-        )
+        self.leases = self._leases_of(plan.run_key)
         self.lease: Lease | None = None
-        self.force = force
-        if force:  # what is there already is done again
-            for writer in self.writers.values():
-                writer.ignore_present()
+        """That of a process which does the work alone."""
+        self._force = force
+        self._can_share = can_share
 
     @property
     def answer(self) -> Version | None:
@@ -440,21 +384,126 @@ class Staging:
         """
         for writer in self.writers.values():
             writer.seal()
-        lease = self.lease or self.last.shards.commit_lease
-        self.last.remove_candidates()
-        refs = {}
-        for kind, writer in self.writers.items():
-            if writer is self.last:
-                break
-            if not writer.is_committed():
-                writer.publish(lease, self.plan, {})
-            refs[kind] = str(writer.answer.ref)
-        metrics = {**refs, **self.last.shards.metrics()}
-        self.last.look()
-        version = self.last.publish(lease, self.plan, metrics)
         for writer in self.writers.values():
-            writer.clear()
-        return version
+            writer.remove_candidates()
+        lease = self.lease or self.last.shards.commit_lease
+        *first_kinds, _ = self.plan.kinds
+        metrics: dict[str, Any] = {}
+        for kind in first_kinds:
+            writer = self.writers[kind]
+            if not writer.is_committed():
+                writer.publish(lease, {})
+            metrics[kind] = str(writer.answer.ref)
+        if not self.last.shards.is_sole:
+            metrics["workers"] = sum(part["shards"] > 0 for part in self.last.parts())
+        self.last.stop_if_committed()
+        self.last.publish(lease, metrics)
+        return self.answer
+
+    @contextmanager
+    def open_alone(self) -> Iterator[None]:
+        """As the one process that does the work. BusyError."""
+        self.leases.label = "alone"
+        self.lease = self.leases.take_when_stale("work")
+        if self.lease is None:
+            raise self._busy(self.leases.holder("work"), " now")
+        try:
+            for name in self.leases.names():
+                holder = self.leases.holder(name) if name.startswith("worker-") else None
+                if holder is not None:
+                    raise self._busy(holder, " and others that share it")
+            for writer in self.writers.values():
+                writer.shards = SoleShards(writer)
+                writer.remove_candidates()
+            if not self.last.is_committed():
+                for kind, writer in self.writers.items():
+                    # half a checkpoint is worth nothing
+                    makes_policy = kind == "policy" or len(self.writers) > 1
+                    writer.prepare(fresh=self._force or makes_policy)
+            with self._ended_by_others():
+                yield
+        finally:
+            self._close(self.lease)
+
+    @contextmanager
+    def open_together(self) -> Iterator[None]:
+        """As one of any number of processes that share the work. BusyError."""
+        writer, leases = self.last, self.leases
+        leases.label = "shared"
+        presence = leases.take(f"worker-{self.worker}")
+        try:
+            deadline = time.monotonic() + _JOIN_SECONDS
+            while (holder := leases.holder("work")) is not None:
+                if time.monotonic() > deadline:
+                    raise self._busy(holder, " alone")
+                time.sleep(0.05)
+            if writer.is_committed():
+                yield
+                return
+            writer.prepare(fresh=False)
+            shards = SharedShards(writer, leases, self.worker, self.plan.patience_seconds)
+            with shards as writer.shards, self._ended_by_others():
+                yield
+        finally:
+            self._close(presence)
+
+    @contextmanager
+    def _ended_by_others(self) -> Iterator[None]:
+        """Around the work: it ends where another process has committed the version. Whatever else
+        fails after another has taken it over is a BusyError."""
+        try:
+            yield
+        except Finished:
+            return
+        except OutcomeUnknownError:  # of this one's own commit
+            raise
+        except Exception as error:
+            lease = self.lease or self.last.shards.commit_lease
+            if lease is not None and lease.is_held():
+                raise
+            if not self.last.is_committed():
+                if lease is None:
+                    raise
+                raise taken_over(self.plan.name) from error
+            if not isinstance(error, FileNotFoundError):  # what is staged is gone since
+                log.warning(
+                    "%s was finished by others; here: %s", self.answer.ref, printable(error)
+                )
+
+    def _leases_of(self, run_key: str) -> Leases:
+        plan = self.plan
+        prefix = f"{plan.run}/{plan.kinds[-1]}/.staging/{run_key}.leases"
+        return Leases(plan.store.storage, prefix)
+
+    def _close(self, lease: Lease) -> None:
+        """Let go of the work; when it is done, remove all that is staged of it, and of finished
+        work whose process died before it could."""
+        plan, storage = self.plan, self.plan.store.storage
+        for kind in plan.kinds if self.answer else ():
+            staging = f"{plan.run}/{kind}/.staging"
+            names = storage.list(staging)
+            run_keys = {name.partition(".")[0] for name in names} - {plan.run_key}
+            is_done = plan.store.index(plan.run, kind).find
+            left_over = {key for key in run_keys if is_done(key) and not self._is_at_work(key)}
+            for name in names:
+                if name.partition(".")[0] in {plan.run_key, *left_over}:
+                    storage.delete_tree(f"{staging}/{name}")
+        lease.release()
+
+    def _is_at_work(self, run_key: str) -> bool:
+        """Whether a process is at other work, which may be done again by force."""
+        leases = self._leases_of(run_key)
+        return any(leases.holder(name) for name in leases.names())
+
+    def _busy(self, holder: Link | None, manner: str) -> BusyError:
+        process = f"process {holder.owner.pid}" if holder else "another process"
+        next = "wait for it, then run again"
+        if manner == " alone":
+            next += "; or end it, and start all of them with share"
+        elif self._can_share:
+            next += "; or start all of them with share, and they work on it together"
+        name = f"{self.plan.name} {printable(self.plan.stage)}"
+        return BusyError(name, f"{process} is at this very work{manner}", next=next)
 
 
 @contextmanager
@@ -473,88 +522,20 @@ def open_staging(
             "from what it replaces",
             next="leave out force, or share",
         )
-    staging = Staging(plan, force=force)
+    staging = Staging(plan, force=force, can_share=share is not None)
     with storage_errors(plan.name):
         plan.store.storage.make_prefix(f"{plan.run}/{plan.kinds[-1]}/.staging")
-    opened = _open_together if share else _open_alone
-    with opened(staging, share) as staging:
+    with staging.open_together() if share else staging.open_alone():
         yield staging
 
 
-@contextmanager
-def _open_alone(staging: Staging, share: bool | None) -> Iterator[Staging]:
-    plan, leases = staging.plan, staging.leases
-    leases.label = "alone"
-    staging.lease = leases.take_when_stale("work")
-    if staging.lease is None:
-        raise _busy(plan, leases.holder("work"), "", share)
-    try:
-        others = [
-            holder
-            for name in leases.names()
-            if name.startswith("worker-") and (holder := leases.holder(name))
-        ]
-        if others:
-            raise _busy(plan, others[0], " and others that share it", share)
-        for writer in staging.writers.values():
-            writer.shards = SoleShards(writer)
-        staging.last.remove_candidates()
-        if not staging.last.is_committed():
-            for kind, writer in staging.writers.items():
-                # half a checkpoint is worth nothing
-                writer.prepare(fresh=staging.force or kind == "policy" or len(plan.kinds) > 1)
-        with suppress(Finished):
-            yield staging
-    finally:
-        staging.lease.release()
-        if staging.answer:
-            staging.last.clear()
-
-
-@contextmanager
-def _open_together(staging: Staging, share: bool) -> Iterator[Staging]:
-    writer, leases, plan = staging.last, staging.leases, staging.plan
-    leases.label = "shared"
-    presence = leases.take(f"worker-{staging.worker}")
-    try:
-        deadline = time.monotonic() + _JOIN_SECONDS
-        while (holder := leases.holder("work")) is not None:
-            if time.monotonic() > deadline:
-                raise _busy(plan, holder, " alone", share)
-            time.sleep(0.05)
-        if writer.is_committed():
-            yield staging
-            return
-        writer.prepare(fresh=False)
-        with SharedShards(writer, leases, staging.worker, plan.patience_seconds) as shards:
-            writer.shards = shards
-            try:
-                yield staging
-            except Finished:
-                return
-            except OutcomeUnknownError:  # of this one's own commit
-                raise
-            except Exception as error:
-                if not writer.is_committed():
-                    raise
-                log.warning(
-                    "%s was finished by others; here: %s", writer.answer.ref, printable(error)
-                )
-    finally:
-        presence.release()
-        if writer.answer:
-            writer.clear()
-
-
-def _busy(plan: Plan, holder: Holder | None, manner: str, share: bool | None) -> BusyError:
-    process = f"process {holder.owner.pid}" if holder else "another process"
-    next = "wait for it, then run again"
-    if share is not None:
-        next += "; or start all of them with share, and they work on it together"
-    if share:
-        next = "wait for it, then run again; or end it, and start all of them with share"
-    name = f"{plan.name} {printable(plan.stage)}"
-    return BusyError(name, f"{process} is at this very work{manner or ' now'}", next=next)
+def taken_over(name: str) -> BusyError:
+    """The error of a process whose lease another has; see the top of this file."""
+    return BusyError(
+        name,
+        "another process took this work over while this one was not heard of",
+        next="run the same command again: it waits for the other one",
+    )
 
 
 @cache

@@ -231,6 +231,8 @@ class Shipped(NamedTuple):
     anything is generated."""
     hash_files: Callable[[dict[str, Any]], str] = lambda _: ""
     """Hash of the files that the arguments name and that decide the numbers."""
+    columns: tuple[str, ...] = ()
+    """Columns that it takes beside those that it needs."""
 
     def fingerprint(self, arguments: dict[str, Any]) -> str:
         """What decides the numbers: its version, and the hash of those files where it has any."""
@@ -324,6 +326,7 @@ FUNCTIONS: dict[str, Shipped] = {
             "sandbox_token": "env:NAME",
         },
         sandbox_is_there,
+        columns=("entry", "language"),
     ),
 }
 

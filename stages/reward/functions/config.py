@@ -7,12 +7,13 @@ from typing import Any
 from pydantic import ConfigDict, Field, model_validator
 
 from quiver.stages.common import plugins
-from quiver.stages.common.config import Config, Runtime, without_folder
+from quiver.stages.common.config import Runtime, without_folder
 from quiver.stages.reward.functions import shipped
+from quiver.stages.reward.scoring import ScorerConfig
 from quiver.stages.reward.servers.config import refuse_token, refuse_url
 
 
-class FunctionConfig(Config):
+class FunctionConfig(ScorerConfig):
     """One reward function."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -20,21 +21,12 @@ class FunctionConfig(Config):
     use: str = Field(min_length=1)
     """A function that comes with Quiver (`quiver rewards`), `module:function`, or
     `file.py:function` seen from the working directory."""
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
-    """Its column in `parts`, unique. Empty: the function's own name."""
-    weight: float = 1.0
-    """Factor of its part in the reward."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for every call; they come before columns of the same name."""
     timeout_seconds: Runtime[float] = Field(default=30.0, gt=0)
     """Longest time for one row, in seconds; a row beyond it has failed."""
-    extra: bool = False
-    """A row's value may be a mapping with the number under `reward`; what stands beside it is kept
-    as JSON in `extra`."""
     concurrency: Runtime[int] = Field(default=64, ge=1)
     """Rows of an async function that wait together. Others: see `reward.workers`."""
-    fingerprint: str = ""
-    """Filled in by the stage: which code scored. If set, the function must have it."""
 
     @property
     def is_shipped(self) -> bool:
@@ -44,23 +36,17 @@ class FunctionConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _nothing_secret(cls, section: Any) -> Any:
-        """With the whole section as its input, so that no message shows what was written."""
-        if isinstance(section, dict) and section.get("use") == "code":
-            arguments = section.get("arguments")
-            if isinstance(arguments, dict):
-                token = arguments.get("sandbox_token")
-                refuse_token(token, "sandbox_token")
-                if arguments.get("sandbox_url"):
-                    refuse_url(arguments["sandbox_url"], needs_tls=bool(token))
-        return section
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_of_function(cls, section: Any) -> Any:
-        if isinstance(section, dict) and isinstance(section.get("use"), str):
-            name = section.get("name") or section["use"].rpartition(":")[2]
-            return {**section, "name": name}
-        return section
+        """With the whole section as its input, so that no message shows what was written; named
+        after the function."""
+        if not isinstance(section, dict) or not isinstance(section.get("use"), str):
+            return section
+        arguments = section.get("arguments")
+        if section["use"] == "code" and isinstance(arguments, dict):
+            token = arguments.get("sandbox_token")
+            refuse_token(token, "sandbox_token")
+            if arguments.get("sandbox_url"):
+                refuse_url(arguments["sandbox_url"], needs_tls=bool(token))
+        return {**section, "name": section.get("name") or section["use"].rpartition(":")[2]}
 
     def key(self) -> dict[str, Any]:
         """The file's bytes decide, wherever it lies, once the fingerprint is known."""

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.schemas.errors import ResourceError, printable
 
 if TYPE_CHECKING:
     from quiver.stages.reward.sandbox import Finished, Limits
@@ -86,24 +86,6 @@ def code(
     """
     from quiver.stages.reward.sandbox import Limits
 
-    # a column of the data that bears an argument's name comes as a list, and where programs run is
-    # the recipe's to say
-    settings = {
-        "isolation": isolation,
-        "sandbox_python": sandbox_python,
-        "sandbox_url": sandbox_url,
-        "sandbox_token": sandbox_token,
-        "all": all,
-        "timeout_seconds": timeout_seconds,
-        "memory_mib": memory_mib,
-    }
-    for name, setting in settings.items():
-        if not isinstance(setting, str | int | float):
-            raise ConfigError(
-                "reward function code",
-                f"{name} must be set in arguments, not by a column",
-                next=f"set {name}",
-            )
     num_rows = len(completions)
     languages = [language] * num_rows if isinstance(language, str) else language
     entries = [entry] * num_rows if isinstance(entry, str) else entry
@@ -216,12 +198,12 @@ def _read_call(input: Any, output: Any) -> tuple[list[Any], Any]:
 def _runner(isolation: str, python: str, url: str, token: str) -> Run:
     """What runs a program; that it can run any is tried first, so that no program is blamed for a
     sandbox that fails."""
-    from quiver.stages.reward.sandbox import describe, remote, run_program
+    from quiver.stages.reward.sandbox import check, remote, run_program
 
     if url:
         remote.check(url, token)
         return functools.partial(remote.run_program, url=url, token=token)
-    describe(isolation, python)
+    check(isolation, python)
     return functools.partial(run_program, isolation=isolation, python=python)
 
 
@@ -293,9 +275,10 @@ def sandbox_is_there(arguments: dict[str, Any]) -> None:
 
     ConfigError where that is on a server and its token's variable holds none.
     """
-    from quiver.stages.reward.sandbox import describe, remote
+    from quiver.stages.reward.sandbox import check
+    from quiver.stages.reward.servers.config import secret
 
     if arguments.get("sandbox_url"):
-        remote.secret(arguments.get("sandbox_token", ""))
+        secret(arguments.get("sandbox_token", ""), "sandbox_token")
     else:
-        describe(arguments.get("isolation", "full"), arguments.get("sandbox_python", ""))
+        check(arguments.get("isolation", "full"), arguments.get("sandbox_python", ""))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
+from quiver.schemas.manifest import no_key_twice
 
 from .answers import score_each
 
@@ -111,7 +112,7 @@ def _json(text: str, schema: Any, find: str) -> float:
     try:
         document = json.loads(
             blocks[-1] if blocks else text,
-            object_pairs_hook=_refuse_key_twice,
+            object_pairs_hook=no_key_twice,
             parse_constant=_refuse_constant,
         )
     except (ValueError, RecursionError):
@@ -121,13 +122,6 @@ def _json(text: str, schema: Any, find: str) -> float:
         return float(_validator(schema).is_valid(document))
     except RecursionError:
         return 0.0
-
-
-def _refuse_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        raise ValueError("a key stands twice")
-    return members
 
 
 def _refuse_constant(constant: str) -> Any:

@@ -20,8 +20,9 @@ from pydantic import Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import Model, digest
-from quiver.stages.common.config import Config, Runtime
+from quiver.stages.common.config import Runtime
 from quiver.stages.common.models import checkpoints, vllm_env
+from quiver.stages.reward.scoring import ScorerConfig
 
 _SET_BY_FIELDS = (
     "model",
@@ -35,16 +36,12 @@ _SET_BY_FIELDS = (
 )
 
 
-class ModelConfig(Config):
+class ModelConfig(ScorerConfig):
     """One reward model."""
 
     model: str = Field(min_length=1)
     """A model directory, `package:NAME/FOLDER` (a directory inside an installed package), or a hub
     id. Safetensors only."""
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
-    """Its column in `parts`, unique. Empty: the last part of `model`."""
-    weight: float = 1.0
-    """Factor of its part in the reward."""
     kind: Literal["classifier", "token"] = "classifier"
     """`classifier`: a sequence classifier's logit. `token`: a language model that judges, and how
     probable it finds `token`."""
@@ -80,8 +77,6 @@ class ModelConfig(Config):
     """Who runs it. On vLLM a judge needs `against`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What it computes in; auto: bfloat16 on a GPU, float32 on a CPU."""
-    extra: bool = False
-    """Keep the values of all labels as JSON in `extra`."""
     revision: str | None = None
     """Commit or tag of a hub id."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
@@ -92,9 +87,6 @@ class ModelConfig(Config):
     """Longest time that the template may take for one row."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """More arguments of `vllm.LLM`, as vLLM names them."""
-    fingerprint: str = ""
-    """Filled in by the stage: hash of weights, tokenizer and template. If set, the model must have
-    it."""
 
     @model_validator(mode="before")
     @classmethod

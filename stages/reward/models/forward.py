@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.forward.attention import hidden_states, set_mode
 from quiver.stages.common.forward.layout import Sequences, make_layout
 from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
@@ -30,7 +32,7 @@ from quiver.stages.common.forward.packing import pack
 from quiver.stages.common.forward.policy import pieces_of, token_budget
 from quiver.stages.common.forward.precision import products
 from quiver.stages.common.forward.verify import depends_on_length
-from quiver.stages.common.models.loading import is_memory_error
+from quiver.stages.common.models.loading import short_of_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged
 
@@ -81,18 +83,12 @@ class Forward:
 
         ResourceError when memory is short.
         """
-        try:
-            with products(self.device, fast=False):
-                return self._score(inputs, groups).cpu()
-        except RuntimeError as error:
-            if not is_memory_error(error):
-                raise
-            raise ResourceError(
-                f"reward model {type(self.model).__name__}",
-                f"memory is short for {self.budget} tokens at once on {self.device.type}",
-                state="finished shards are kept.",
-                next="lower token_budget of that model and run again",
-            ) from error
+        name = f"reward model {type(self.model).__name__}"
+        with (
+            short_of_memory(name, "lower token_budget of that model and run again"),
+            products(self.device, fast=False),
+        ):
+            return self._score(inputs, groups).cpu()
 
     def _score(self, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
         self.way = self.way or self._choose_way(inputs, groups)
@@ -153,15 +149,13 @@ class Forward:
             count = max(1, self.budget // longest)
             rows = unscored[:count]
             unscored = unscored[count:]
-            lengths = torch.tensor([len(inputs[row]) for row in rows], device=self.device)
-            mask = (torch.arange(longest, device=self.device) < lengths[:, None]).long()
-            ids = torch.zeros_like(mask)
-            flat_ids = [id for row in rows for id in inputs[row]]
-            ids[mask.bool()] = torch.tensor(flat_ids, device=self.device)
+            chosen = [torch.tensor(inputs[row], device=self.device) for row in rows]
+            ids = pad_sequence(chosen, batch_first=True)
+            mask = pad_sequence(list(map(torch.ones_like, chosen)), batch_first=True)
             arguments = {"input_ids": ids, "attention_mask": mask}
             if self.has_plain_head:
                 states = self.model.base_model(**arguments, use_cache=False).last_hidden_state
-                last = states[torch.arange(len(rows), device=self.device), lengths - 1]
+                last = states[torch.arange(len(rows), device=self.device), mask.sum(1) - 1]
                 yield rows, self._values(last)
             else:
                 yield rows, self.model(**arguments).logits.float()
@@ -258,11 +252,7 @@ def _common_beginnings(
     group_of = list(range(len(inputs)))
     lengths = [len(ids) for ids in inputs]
     for rows in members.values():
-        # the two that differ soonest
-        low = min(inputs[row] for row in rows)
-        high = max(inputs[row] for row in rows)
-        most = min(len(low), len(high))
-        shared = next((place for place in range(most) if low[place] != high[place]), most)
+        shared = len(os.path.commonprefix([inputs[row] for row in rows]))  # noqa: RUF071  of lists
         for row in rows if shared else ():
             group_of[row] = rows[0]
             lengths[row] = shared

@@ -204,9 +204,9 @@ class ModelScorer:
             if not math.isfinite(value):
                 return Part(error=f"the model gave {value}")
         if self.config.kind == "token":
-            probability = (
-                _sigmoid(values[0] - values[1]) if len(values) > 1 else math.exp(values[0])
-            )
+            probability = math.exp(values[0])
+            if len(values) > 1:
+                probability = _sigmoid(values[0] - values[1])
             return Part(probability)
         if self.config.activation == "sigmoid":
             values = list(map(_sigmoid, values))

@@ -124,19 +124,11 @@ def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:
 def beginnings(
     beginning: str | None, prompts: Version | None, rollouts: Version | None
 ) -> Callable[[str], str]:
-    """From a rollout_id to what the policy was given to continue: `beginning` where a recipe says
-    it, else what `prompts` tell."""
-    if beginning is None and prompts is not None:
-        return prefills(prompts, rollouts)
-    return lambda _: beginning or ""
-
-
-def prefills(prompts: Version, rollouts: Version | None) -> Callable[[str], str]:
-    """From a rollout_id to the end of its prompt that is the answer's own beginning, such as
-    `<think>`; mostly empty.
-
-    ConfigError where the prompts do not tell it.
-    """
+    """From a rollout_id to what the policy was given to continue, the end of its prompt that is the
+    answer's own beginning, such as `<think>`: `beginning` where a recipe says it, else what
+    `prompts` tell; mostly empty. ConfigError where they do not tell it."""
+    if beginning is not None or prompts is None:
+        return lambda _: beginning or ""
     starts = prompts.manifest.metrics.get("assistant_starts", {})
     by_group = {
         row["group_id"]: _prefill(prompts, row, starts)

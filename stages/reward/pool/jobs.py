@@ -2,8 +2,8 @@
 what came of them.
 
     job = Job(function, columns, num_rows=256, notice=…)
-    job.take(largest_call=0, workers=2)      # [0]: a function's first call in a process has one row
-    job.take(largest_call=1, workers=2)      # [1, …, 8]: later ones grow, up to about a second
+    job.take((0, 0.0), workers=2)            # [0]: a function's first call in a process has one row
+    job.take((1, 0.01), workers=2)           # [1, …, 8]: later ones grow, up to about a second
     job.spoiled([1, …, 8], Late())           # called alone now; a row that was alone has failed
 """
 
@@ -38,15 +38,8 @@ class Function:
     about: About | None = None
     seconds: float = 0.0
     """In calls, summed over processes."""
-    row_seconds: float = 0.0
-    """Of the last call."""
-    rows_now: int = field(init=False)
-    """Most rows a call, as long as calls take longer than foreseen."""
     key: int = field(default_factory=count().__next__, init=False)
     """Tells it from others of its name."""
-
-    def __post_init__(self) -> None:
-        self.rows_now = self.max_rows
 
     @property
     def batch_seconds(self) -> float:
@@ -56,7 +49,7 @@ class Function:
 
 class Job:
     """The rows of one `run`: those to be called, those to be called alone, and what came of the
-    others. A job without rows has its function loaded."""
+    others. Any thread may use it."""
 
     def __init__(
         self,
@@ -65,45 +58,38 @@ class Job:
         num_rows: int,
         notice: Callable[[int, Part], None],
     ):
+        """`function` has its `about`."""
         self.function = function
         self.columns = columns
         self.notice = notice
         self.parts: list[Part | None] = [None] * num_rows
         self.error: BaseException | None = None
-        self.running = 0
-        """Calls under way."""
-        self.missing = num_rows
         self.done = threading.Event()
+        """Nothing is missing, or there is an error."""
+        self.missing = num_rows
         self._next_row = 0
         self._alone = deque[int]()
         self._lock = threading.Lock()
 
-    @property
-    def open(self) -> bool:
-        """Whether there is something to take."""
-        if not self.parts:
-            return not self.running
-        return self._next_row < len(self.parts) or bool(self._alone)
-
-    def take(self, largest_call: int, workers: int) -> list[int]:
-        """The next rows for one of `workers` processes, where the largest call of this function had
-        `largest_call` rows."""
-        if self._alone:
-            return [self._alone.popleft()]
-        function = self.function
-        start = self._next_row
-        unasked = len(self.parts) - start
-        size = min(unasked, function.rows_now, function.max_rows if largest_call else 1)
-        if largest_call and not function.about.is_async:
-            rows_per_second = 1 / max(function.row_seconds, 1e-9)
-            seconds = min(_CALL_SECONDS, function.batch_seconds / 3)
-            size = min(size, largest_call * _GROWTH, int(seconds * rows_per_second))
-            if workers > 1:  # the last calls are small, so that all workers end at about one time
-                shortest = int(_SHORTEST_CALL_SECONDS * rows_per_second)
-                size = min(size, max(math.ceil(unasked / (2 * workers)), shortest))
-            size = max(1, size)
-        self._next_row += size
-        return list(range(start, start + size))
+    def take(self, last_call: tuple[int, float], workers: int) -> list[int]:
+        """The next rows for one of `workers` processes, whose last call of this function had so
+        many rows and took so many seconds; none where all are taken."""
+        with self._lock:
+            if self._alone:
+                return [self._alone.popleft()]
+            start = self._next_row
+            unasked = len(self.parts) - start
+            num_rows, seconds = last_call
+            size = self.function.max_rows if num_rows else 1
+            if num_rows and not self.function.about.is_async:
+                rows_per_second = num_rows / max(seconds, 1e-9)
+                longest = min(_CALL_SECONDS, self.function.batch_seconds / 3)
+                size = min(size, num_rows * _GROWTH, int(longest * rows_per_second))
+                if workers > 1:  # small last calls: all workers end at about one time
+                    shortest = int(_SHORTEST_CALL_SECONDS * rows_per_second)
+                    size = min(size, max(math.ceil(unasked / (2 * workers)), shortest))
+            self._next_row = min(start + max(1, size), len(self.parts))
+            return list(range(start, self._next_row))
 
     def put(self, row: int, part: Part) -> None:
         """The part of a row; `notice` hears of an error."""
@@ -115,18 +101,20 @@ class Job:
         if part.error is not None:
             self.notice(row, part)
 
+    def fail(self, error: BaseException) -> None:
+        """What `run` raises, unless it has another error already."""
+        self.error = self.error or error
+        self.done.set()
+
     def spoiled(self, rows: list[int], error: Late | Ended) -> None:
         """A call took too long or ended its process: the rows without a part are called one by one;
         a row that was alone has failed."""
-        function = self.function
         unanswered = [row for row in rows if self.parts[row] is None]
         if len(rows) > 1:
             self._alone += unanswered
-            function.rows_now = max(1, len(rows) // 4)
         elif unanswered:
-            function.rows_now = function.max_rows  # it was this row, and not that calls are large
             if isinstance(error, Late):
-                part = late(function.config.timeout_seconds)
+                part = late(self.function.config.timeout_seconds)
             else:
                 part = Part(error=f"WorkerEnded: its process ended {error}")
             self.put(unanswered[0], part)

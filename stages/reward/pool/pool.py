@@ -12,7 +12,7 @@ that hangs costs itself alone, at most that time + BATCH_SECONDS and the start o
 slow one succeeds. What comes out does not depend on how many workers there are, nor on the calls'
 sizes.
 
-Processes start when there is work for them, and functions are loaded when first called.
+Functions are loaded in a process when they are first called there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import queue
+import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
-from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable, unexpected
+from pydantic import BaseModel, Field, ValidationError
+
+from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
 from quiver.stages.reward.pool.calls import About
 from quiver.stages.reward.pool.jobs import BATCH_SECONDS, Function, Job
 from quiver.stages.reward.pool.process import Ended, Late, Worker
@@ -43,11 +48,18 @@ class Pool:
     def __init__(self, workers: int | None = None, memory_gib: float | None = None) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
         self._memory_gib = memory_gib
-        self._changed = threading.Condition()
-        self._jobs: list[Job] = []
-        self._lanes: list[threading.Thread] = []
+        self._lock = threading.Lock()
         self._processes: set[Worker] = set()
         self._closing = False
+        self._idle = queue.SimpleQueue[Worker | None]()
+        """Processes that wait for a call; None: one that is still to be started."""
+        self._num_places = 0
+        for _ in range(self.workers):
+            self._add_place()
+
+    def _add_place(self) -> None:
+        self._num_places += 1
+        self._idle.put(None)
 
     def __enter__(self) -> Pool:
         return self
@@ -56,9 +68,13 @@ class Pool:
         self.close()
 
     def describe(self, function: Function) -> About:
-        """What `function` takes. ConfigError where it can not be loaded."""
+        """What `function` takes. ConfigError where it can not be loaded, ResourceError where no
+        process can be started."""
         if function.about is None:
-            self._perform(Job(function, {}, 0, lambda *_: None))
+            with self._process(function) as process:
+                self._load(process, function)
+            if function.about.is_async:
+                self._add_place()
         return function.about
 
     def run(
@@ -72,142 +88,103 @@ class Pool:
         raises, this does.
 
         ConfigError where the function can not be loaded, ResourceError where no process can be
-        started.
+        started, or the pool is closed.
         """
+        self.describe(function)
         job = Job(function, columns, num_rows, notice)
         if num_rows:
-            self._perform(job)
+            self._deal(job, num_rows)
+            job.done.wait()
+        if job.error is not None:
+            raise job.error
         return job.parts
 
     def close(self) -> None:
         """Kill all processes and all that they started; a `run` that waits ends with
         ResourceError."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             for process in self._processes:
                 process.kill()
-            self._changed.notify_all()
-        for lane in self._lanes:
-            lane.join()
+        for _ in range(self._num_places):
+            if process := self._idle.get():
+                process.end()
+        self._idle.put(None)  # whoever still waits for a place learns of it, one after the other
 
-    def _perform(self, job: Job) -> None:
-        """Have the lanes do the job, and wait for its end."""
-        with self._changed:
-            if self._closing:
-                raise _closed()
-            self._jobs.append(job)
-            functions = {job.function for job in self._jobs}
-            num_async = sum(bool(each.about and each.about.is_async) for each in functions)
-            while len(self._lanes) < self.workers + num_async:
-                name = f"reward worker {len(self._lanes)}"
-                self._lanes.append(threading.Thread(target=self._lane, daemon=True, name=name))
-                self._lanes[-1].start()
-            self._changed.notify_all()
-        job.done.wait()
-        if job.error is not None:
-            raise job.error
+    def _deal(self, job: Job, num_rows: int) -> None:
+        """Start threads that call rows of the job until all are taken."""
+        for _ in range(min(num_rows, self.workers)):
+            name = f"reward worker: {job.function.config.name}"
+            threading.Thread(target=self._call_rows, args=(job,), daemon=True, name=name).start()
 
-    # -- lanes: one thread and at most one process each
-
-    def _lane(self) -> None:
-        process = None
-        failure = _closed()
+    def _call_rows(self, job: Job) -> None:
+        rows = [0]
         try:
-            while (call := self._next_call(process)) is not None:
-                process = self._perform_call(process, *call)
+            while rows and not job.done.is_set():
+                try:
+                    with self._process(job.function) as process:
+                        last_call = process.last_calls.get(job.function.key, (0, 0.0))
+                        rows = job.take(last_call, self.workers)
+                        if rows:
+                            self._load(process, job.function)
+                            self._call(process, job, rows)
+                except (Late, Ended) as error:
+                    job.spoiled(rows, error)
+                    self._deal(job, len(rows) - 1)
+                if not job.missing:
+                    job.done.set()
         except BaseException as error:
-            failure = unexpected("reward workers", error)
-        finally:
-            self._end(process)
-            with self._changed:
-                # one lane that failed is missing for ever: better none than calls that wait for it
-                self._closing = True
-                self._changed.notify_all()
-                for job in self._jobs[:]:
-                    job.error = job.error or failure
-                    self._finish(job)
+            job.fail(error)
 
-    def _next_call(self, process: Worker | None) -> tuple[Job, list[int]] | None:
-        """Rows of the job that has the fewest calls under way; None when the pool closes."""
-        with self._changed:
-            while not self._closing:
-                open_jobs = [job for job in self._jobs if job.open]
-                if open_jobs:
-                    job = min(open_jobs, key=lambda job: job.running)
-                    job.running += 1
-                    largest_call = process.grown.get(job.function.key, 0) if process else 0
-                    return job, job.take(largest_call, self.workers)
-                self._changed.wait()
-        return None
-
-    def _perform_call(self, process: Worker | None, job: Job, rows: list[int]) -> Worker | None:
-        """Perform one call; the lane's process after it, None where it had to be killed."""
-        is_alive = True
+    @contextmanager
+    def _process(self, function: Function) -> Iterator[Worker]:
+        """An idle process, waited for; it is ended where the block raises."""
+        process = self._idle.get()
+        is_sound = False
         try:
             process = process or self._start()
-            self._load(process, job.function)
-            if rows:
-                self._ask(process, job, rows)
-        except (Late, Ended) as error:
-            is_alive = False
             try:
-                if self._closing:
-                    raise _closed() from None
-                job.spoiled(rows, error)
-            except BaseException as raised:
-                job.error = job.error or raised
-        except BaseException as error:
-            is_alive = False
-            job.error = job.error or error
-        if not is_alive:
-            self._end(process)
-        if process:
-            _log_printed(process, job.function)
-        with self._changed:
-            job.running -= 1
-            if job.error or not job.missing:
-                self._finish(job)
-            self._changed.notify_all()
-        return process if is_alive else None
-
-    def _finish(self, job: Job) -> None:
-        if job in self._jobs:
-            self._jobs.remove(job)
-        job.done.set()
+                yield process
+            finally:
+                _log_printed(process, function)
+            is_sound = True
+        except (Late, Ended):
+            if self._closing:
+                raise _closed() from None
+            raise
+        finally:
+            if process and not is_sound:
+                process.end()
+                with self._lock:
+                    self._processes.discard(process)
+            self._idle.put(process if is_sound else None)
 
     def _start(self) -> Worker:
-        process = Worker(self._memory_gib)
-        with self._changed:
-            self._processes.add(process)
+        with self._lock:
             if self._closing:
-                process.kill()
+                raise _closed()
+            process = Worker(self._memory_gib)
+            self._processes.add(process)
         return process
-
-    def _end(self, process: Worker | None) -> None:
-        if process is not None:
-            process.end()
-            with self._changed:
-                self._processes.discard(process)
 
     def _load(self, process: Worker, function: Function) -> None:
         """Have the function loaded, once a process. ConfigError where that fails, or where its code
         is another than before."""
-        if function.key in process.grown:
+        if function.key in process.last_calls:
             return
         config = function.config
-        names = {"use", "name", "arguments", "extra"}
-        process.send({"load": {"key": function.key, **config.model_dump(include=names)}})
+        load = config.model_dump(include={"use", "name", "arguments", "extra"})
+        request = {"path": list(filter(None, sys.path)), "load": {"key": function.key, **load}}
         try:
-            about = _read_about(process.receive(LOAD_SECONDS))
+            about = _read_about(process.ask(request, LOAD_SECONDS))
         except (Late, Ended) as error:
             if self._closing:
                 raise
+            how = f"ended its process {error}"
             if isinstance(error, Late):
                 how = f"took longer than {LOAD_SECONDS:g} s"
-            else:
-                how = f"ended its process {error}"
             raise ConfigError(
-                f"reward function {function.config.name}",
+                f"reward function {config.name}",
                 f"importing {printable(config.use)} {how}",
                 next=f"see what {printable(config.use)} does when it is imported",
             ) from None
@@ -221,74 +198,82 @@ class Pool:
                 next="run again",
             )
         function.about = about
-        process.grown[function.key] = 0
+        process.last_calls[function.key] = (0, 0.0)
 
-    def _ask(self, process: Worker, job: Job, rows: list[int]) -> None:
+    def _call(self, process: Worker, job: Job, rows: list[int]) -> None:
         """One call. Late, Ended; what it has answered by then is kept."""
         function = job.function
+        config = function.config
         is_async = function.about.is_async
         is_batch = len(rows) > 1
-        limit = function.batch_seconds if is_batch else function.config.timeout_seconds
+        limit = function.batch_seconds if is_batch else config.timeout_seconds
         columns = {name: column[rows[0] : rows[-1] + 1] for name, column in job.columns.items()}
-        process.send(
-            {
-                "key": function.key,
-                "rows": len(rows),
-                "call": pickle.dumps(columns, pickle.HIGHEST_PROTOCOL),
-                "at_once": function.config.concurrency,
-                "seconds": function.config.timeout_seconds,
-            }
-        )
+        request = {
+            "key": function.key,
+            "rows": len(rows),
+            "call": pickle.dumps(columns, pickle.HIGHEST_PROTOCOL),
+            "at_once": config.concurrency,
+            "seconds": config.timeout_seconds,
+        }
         deadline = time.monotonic() + limit + (_LATE_SECONDS if is_async else 0)
-        answer = {"done": False}
-        while not answer["done"]:
+        is_done = False
+        while not is_done:
             # an async function's worker reports all the time, however long the rows take
             beats = is_async and is_batch
-            answer = process.receive(BATCH_SECONDS if beats else deadline - time.monotonic())
-            for row, part in _read_parts(answer, len(rows)):
-                job.put(rows[row], part)
+            seconds = BATCH_SECONDS if beats else deadline - time.monotonic()
+            answer = _read_answer(process.ask(request, seconds), len(rows))
+            for row, *part in answer.parts:
+                job.put(rows[row], Part(*part))
+            is_done = answer.done
+            request = None
         if any(job.parts[row] is None for row in rows):
             raise Ended("after an answer that lacks rows")
-        with self._changed:
-            function.seconds += answer["seconds"]
-            function.row_seconds = answer["seconds"] / len(rows)
-            if is_batch:
-                function.rows_now = min(function.max_rows, function.rows_now * 2)
-            process.grown[function.key] = max(process.grown[function.key], len(rows))
+        with self._lock:
+            function.seconds += answer.seconds
+        process.last_calls[function.key] = (len(rows), answer.seconds)
 
 
 def _closed() -> ResourceError:
     return ResourceError("reward workers", "were closed while rows were scored", next="run again")
 
 
-def _read_about(answer: dict[str, Any]) -> About:
+class Answer(BaseModel):
+    """What a worker says of a call, or a piece of it."""
+
+    parts: list[
+        tuple[
+            Annotated[int, Field(ge=0)],
+            Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None,
+            str | None,
+            str | None,
+        ]
+    ]
+    """Row, value, error, extra."""
+    done: bool
+    seconds: float = Field(default=0.0, ge=0)
+
+
+def _read_answer(answer: Any, num_rows: int) -> Answer:
+    """Ended where the answer is not of the form that workers give: its process is not what it
+    was."""
+    try:
+        pieces = Answer.model_validate(answer)
+    except ValidationError:
+        pieces = None
+    if pieces is None or any(row >= num_rows for row, *_ in pieces.parts):
+        raise Ended("after an answer that can not be read")
+    return pieces
+
+
+def _read_about(answer: Any) -> About:
     """What the answer to a load says. QuiverError where it could not be loaded, Ended as in
-    `_read_parts`."""
+    `_read_answer`."""
     try:
         if "error" in answer:
             raise from_dict(answer["error"])
         return About(**answer["about"])
     except (KeyError, TypeError):
         raise Ended("after an answer that can not be read") from None
-
-
-def _read_parts(answer: dict[str, Any], num_rows: int) -> list[tuple[int, Part]]:
-    """Rows and their parts. Ended where the answer is not of the form that workers give: its
-    process is not what it was."""
-    try:
-        parts = [(row, Part(*columns)) for row, *columns in answer["parts"]]
-        is_sound = (answer["done"] is False or answer["seconds"] >= 0) and all(
-            0 <= row < num_rows
-            and (part.value is None or abs(part.value) <= LARGEST)
-            and isinstance(part.error, str | None)
-            and isinstance(part.extra, str | None)
-            for row, part in parts
-        )
-    except (KeyError, TypeError, ValueError):
-        is_sound = False
-    if not is_sound:
-        raise Ended("after an answer that can not be read")
-    return parts
 
 
 def _log_printed(process: Worker, function: Function) -> None:

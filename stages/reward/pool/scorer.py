@@ -41,7 +41,7 @@ class FunctionScorer:
         """ConfigError unless the function exists, can work here, and everything that it needs is
         offered or among `columns`."""
         about = self._pool.describe(self._function)
-        require_columns(self.name, about.needs, columns)
+        require_columns(f"reward function {self.name}", about.needs, columns)
         if self.config.is_shipped:
             arguments = self.config.arguments
             function = shipped(self.config.use)
@@ -60,7 +60,10 @@ class FunctionScorer:
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""
         rollout_ids = batch["rollout_ids"]
-        takes = self._pool.describe(self._function).takes
+        about = self._pool.describe(self._function)
+        takes = about.takes
+        if self.config.is_shipped:  # a column never stands in for one of its settings
+            takes = [*about.needs, *shipped(self.config.use).columns]
         columns = {
             name: batch[name]
             for name in batch

@@ -1,11 +1,11 @@
-"""The process in which reward functions run: python -P worker.py REQUESTS ANSWERS (two descriptors)
+"""The process in which reward functions run: python -P worker.py CONNECTION (a descriptor)
 
 It is started as a file (-P: the files beside it do not stand in for libraries), and finds all other
-modules by the path that the stage sends first. Requests are pickled by the stage, answers are JSON:
+modules by the path that comes with each load. Requests are pickled by the stage, answers are JSON:
 the stage never unpickles what came from a process that ran user's code.
 
-    {"path": sys.path}                            comes first
-    {"load": {key, use, name, arguments, extra}}  → {"about": {…}} or {"error": {…}}
+    {"path": sys.path, "load": {key, use, name, arguments, extra}}
+                                                  → {"about": {…}} or {"error": {…}}
     {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
                                                   → {"parts": [[row, value, error, extra], …],
                                                      "done": …}
@@ -19,35 +19,42 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import struct
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 BEAT_SECONDS = 0.5
-LENGTH = struct.Struct("!Q")
 
 
 def main() -> None:
-    """Answer requests until their pipe is closed."""
-    requests, answers = map(int, sys.argv[1:3])
-    for handle in (requests, answers):
-        os.set_inheritable(handle, False)
+    """Answer requests until their connection is closed."""
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
     # what a process printed before it was killed is to be seen
     sys.stdout.reconfigure(line_buffering=True)
     functions: dict[str, Any] = {}
-    stream = os.fdopen(requests, "rb")
-    while stream.peek(1):
-        request = pickle.load(stream)
-        if "path" in request:
+
+    def send(answer: dict[str, Any]) -> None:
+        connection.send_bytes(json.dumps(answer).encode())
+
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)  # without waiting for threads that a function left
+        if "load" in request:
             sys.path[:] = request["path"]
-        elif "load" in request:
-            _send(answers, _load(functions, request["load"]))
-        elif functions[request["key"]].about.is_async:
-            _send(answers, _call_async(functions[request["key"]], request, answers))
+            send(_load(functions, request["load"]))
+            continue
+        function = functions[request["key"]]
+        started = time.monotonic()
+        if function.about.is_async:
+            parts = _call_async(function, request, send)
         else:
-            _send(answers, _call(functions[request["key"]], request))
-    os._exit(0)  # without waiting for threads that a function left
+            parts = _call(function, request)
+        send({"parts": parts, "seconds": time.monotonic() - started, "done": True})
 
 
 def _load(functions: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -69,30 +76,27 @@ def _load(functions: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     return {"about": functions[key].about._asdict()}
 
 
-def _call(function: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _call(function: Any, request: dict[str, Any]) -> list[list[Any]]:
     from quiver.stages.reward.pool.calls import call
 
-    started = time.monotonic()
     parts = call(function, lambda: pickle.loads(request["call"]), request["rows"])
-    return {
-        "parts": [[row, *part] for row, part in enumerate(parts)],
-        "seconds": time.monotonic() - started,
-        "done": True,
-    }
+    return [[row, *part] for row, part in enumerate(parts)]
 
 
-def _call_async(function: Any, request: dict[str, Any], answers: int) -> dict[str, Any]:
+def _call_async(
+    function: Any, request: dict[str, Any], send: Callable[[dict[str, Any]], None]
+) -> list[list[Any]]:
+    """The rows that were not sent before."""
     import asyncio
 
     from quiver.stages.reward.pool.calls import call_together
 
-    started = time.monotonic()
     finished: list[list[Any]] = []
 
     async def beat() -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            _send(answers, {"parts": finished[:], "done": False})
+            send({"parts": finished[:], "done": False})
             finished.clear()
 
     async def work() -> None:
@@ -110,17 +114,10 @@ def _call_async(function: Any, request: dict[str, Any], answers: int) -> dict[st
     global _loop  # noqa: PLW0603  one for all calls: what a function keeps open belongs to it
     _loop = _loop or asyncio.new_event_loop()
     _loop.run_until_complete(work())
-    return {"parts": finished, "seconds": time.monotonic() - started, "done": True}
+    return finished
 
 
 _loop: Any = None
-
-
-def _send(handle: int, answer: dict[str, Any]) -> None:
-    encoded = json.dumps(answer).encode()
-    unsent = memoryview(LENGTH.pack(len(encoded)) + encoded)
-    while unsent:
-        unsent = unsent[os.write(handle, unsent) :]
 
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, pri
 from quiver.stages.common.runtime.subprocesses import Process
 
 from . import interpreter
-from .launcher import seccomp
 
 Isolation = Literal["full", "process"]
 _LAUNCHER = Path(__file__).with_name("launcher")
@@ -273,20 +272,8 @@ def _refused(layer: str, why: str) -> SecurityError:
 
 
 @lru_cache(maxsize=8)
-def describe(isolation: Isolation = "full", python: str = "") -> dict[str, str]:
-    """The layers in force on this system, once a program has run. SecurityError where one is
-    missing."""
+def check(isolation: Isolation = "full", python: str = "") -> None:
+    """Run a program that does nothing. SecurityError where a layer is missing."""
     finished = run_program("print('ready')", isolation=isolation, python=python)
     if finished.stdout != "ready\n":
         raise _failed(f"a program that does nothing failed: {printable(finished.stderr[-200:])}")
-    if isolation == "process":
-        layers = dict.fromkeys(("user", "files", "network", "processes"), "those of the user")
-        return {**layers, "calls": "all"}
-    unfiltered = f"all: there is no filter for {os.uname().machine}"
-    return {
-        "user": "nobody" if os.geteuid() == 0 else f"uid {os.geteuid()}, shown as nobody",
-        "files": "a root in memory, read-only, with the interpreter alone; /tmp",
-        "network": "none",
-        "processes": "a namespace of their own, counted",
-        "calls": "filtered" if seccomp.supported() else unfiltered,
-    }

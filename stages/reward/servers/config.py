@@ -26,8 +26,8 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import digest
-from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
+from quiver.stages.reward.scoring import Interval, ScorerConfig
 
 from .dialects import judge
 from .dialects.rows import fields
@@ -52,7 +52,7 @@ _BELONGS = {
 }
 
 
-class ServerConfig(Base):
+class ServerConfig(ScorerConfig):
     """One reward server, on one host or several that are alike."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -62,12 +62,6 @@ class ServerConfig(Base):
     urls: tuple[str, ...] = Field(min_length=1)
     """One URL a host, asked in turn. Without any path, not even /, the dialect's own is taken. No
     user, query or fragment."""
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
-    """Its column in `parts`, unique. Empty: the dialect's name."""
-    weight: float = 1.0
-    """Factor of its part in the reward."""
-    extra: bool = False
-    """Keep what came beside the number, as JSON in `extra`."""
     token: Runtime[str] = ""
     """Bearer token, as `env:NAME`: the environment variable that holds it where the stage runs."""
     model: str = ""
@@ -81,7 +75,7 @@ class ServerConfig(Base):
     """Which number counts. slime: a dotted path into the answer (empty: the answer itself).
     openrlhf: `rewards` (empty) or `scores`. vllm-classify: number of the class, needed where the
     model has several."""
-    range: tuple[float, float] | None = None
+    range: Interval | None = None
     """Lowest and highest number that is believed; one outside is the row's error. None: any finite
     one."""
     rescale: bool = False
@@ -110,9 +104,6 @@ class ServerConfig(Base):
     own."""
     revision: str = ""
     """Raise it when the model behind the URL changes: rewards are then made anew."""
-    fingerprint: str = ""
-    """Filled in by the stage: of everything above that decides the number. If set, the section must
-    have it."""
     allow_plain_http: Runtime[bool] = False
     """Send a token over http to a host other than this one."""
     batch_rows: Runtime[int] = Field(default=16, ge=1, le=10_000)
@@ -164,13 +155,6 @@ class ServerConfig(Base):
             **section,
             **{name: text for name, text in defaults.items() if not section.get(name)},
         }
-
-    @field_validator("range")
-    @classmethod
-    def _ordered(cls, ends: tuple[float, float] | None) -> tuple[float, float] | None:
-        if ends and ends[0] >= ends[1]:
-            raise ValueError(f"the low end must be below the high end, got {ends[0]} and {ends[1]}")
-        return ends
 
     @field_validator("score_pattern")
     @classmethod

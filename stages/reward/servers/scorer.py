@@ -15,15 +15,13 @@ import asyncio
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from quiver.schemas.errors import ConfigError, ResourceError, printable
-from quiver.stages.common.plugins import did_you_mean
-from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part
+from quiver.schemas.errors import ResourceError, printable
+from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_columns
 
 from .config import ServerConfig, secret
 from .dialects import DIALECTS, judge
@@ -64,14 +62,7 @@ class ServerScorer:
     def require(self, columns: Iterable[str]) -> None:
         """ConfigError unless every column that is sent is there."""
         columns = set(columns)
-        for missing in sorted(self._sent_columns(columns) - columns):
-            raise ConfigError(
-                f"reward server {self.name}",
-                f"sends {printable(missing)}, which is no column of the prompts "
-                f"({printable(', '.join(sorted(columns))) or 'none'})"
-                f"{did_you_mean(missing, columns)}",
-                next="correct label, columns or rubric of that server",
-            )
+        require_columns(f"reward server {self.name}", self._sent_columns(columns), columns)
 
     def _sent_columns(self, columns: Iterable[str]) -> set[str]:
         """The user's columns that requests hold, of `columns` where the config names none."""
@@ -83,8 +74,8 @@ class ServerScorer:
         return {config.label} - {""}
 
     def score(self, batch: Batch) -> list[Part]:
-        """One part a row of `batch`, in order. RemoteError where the server refuses whatever is
-        asked (401, a redirect, …).
+        """One part a row of `batch`, in order; called in a thread without an event loop.
+        RemoteError where the server refuses whatever is asked (401, a redirect, …).
 
         What `notice` raises, this does. ResourceError after `close`.
         """
@@ -92,10 +83,10 @@ class ServerScorer:
         columns = sorted(self._sent_columns(batch))
         rows = [
             row._replace(completion=self._prefill(row.id) + row.completion)
-            for row in as_rows(batch, columns, ids=self.config.dialect == "quiver")
+            for row in as_rows(batch, columns)
         ]
         try:
-            return _run(self._score(rows))
+            return asyncio.run(self._score(rows))
         except asyncio.CancelledError:
             raise ResourceError(
                 f"reward server {self.name}", "was closed while it was asked"
@@ -187,13 +178,3 @@ class ServerScorer:
             Part(value, error and hide(error), extra and hide(extra))
             for value, error, extra in parts
         ]
-
-
-def _run(work: Coroutine[Any, Any, list[Part]]) -> list[Part]:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    # the caller is a notebook or a server with a loop of its own
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()

@@ -53,26 +53,32 @@ class RefusedError(Exception):
     """The server says that it can not take these rows."""
 
 
+@dataclass(eq=False)
 class ExhaustedError(Exception):
-    """No answer in the retries and the time allowed; the message is the last cause. `answered`: it
-    was given by a server."""
+    """No answer in the retries and the time allowed."""
 
-    def __init__(self, cause: str, answered: bool) -> None:
-        super().__init__(cause)
-        self.answered = answered
+    cause: str
+    """The last one."""
+    answered: bool
+    """It was given by a server."""
+
+    def __str__(self) -> str:
+        return self.cause
 
 
+@dataclass(eq=False)
 class _FailedError(Exception):
-    """An attempt failed in a way that may pass. `after`: seconds until the server wants to be asked
-    again. `busy`: it only asked for time."""
+    """An attempt failed in a way that may pass."""
 
-    def __init__(
-        self, cause: str, *, after: float = 0.0, busy: bool = False, answered: bool = True
-    ) -> None:
-        super().__init__(cause)
-        self.after = after
-        self.busy = busy
-        self.answered = answered
+    cause: str
+    after: float = 0.0
+    """Seconds until the server wants to be asked again."""
+    busy: bool = False
+    """It only asked for time."""
+    answered: bool = True
+
+    def __str__(self) -> str:
+        return self.cause
 
 
 @dataclass

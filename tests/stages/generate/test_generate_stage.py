@@ -1,6 +1,7 @@
 """The generate stage under the scripted engine: rows, ids, seeds, shards, restarts, refusals."""
 
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
 from quiver.stages.common.config import parse
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
@@ -25,7 +27,7 @@ from quiver.stages.generate.rows import Rows, row_seed
 from quiver.stages.generate.stage import Config
 from tests.stages.generate import making
 from tests.stages.generate.making import good, make_prompts, random_prompts
-from tests.tiny import EOS, make_policy
+from tests.tiny import EOS, make_folder, make_policy
 from tests.writing import begin
 
 MAKING = "tests.stages.generate.making"
@@ -106,6 +108,42 @@ def test_seeds_are_a_hash_of_what_names_the_row():
         row_seed(s, i, g, k) for s in (0, 1) for i in (0, 1) for g in ("a", "b") for k in (0, 1)
     }
     assert len(values) == 16 and all(0 <= value < 2**63 for value in values)
+
+
+def test_policies_with_other_end_tokens_are_other_work(store, tmp_path):
+    """generation_config.json names them, which no hash of a model covers."""
+    policies = []
+    for name, ids in (("plain", EOS), ("more", [EOS, 7]), ("again", [7, EOS])):
+        folder = make_folder(tmp_path / name)
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
+        ref = run_stage("policy", {"model": str(folder)}, store, into=name, in_process=True)
+        policies.append(store.open(ref))
+    assert len({checkpoints.as_model("policy", policy).weights for policy in policies}) == 1
+    prompts = make_prompts(store, [[5, 7, 9]])
+    echo = config(options={"script": "echo"})
+    refs = [str(run(echo, store, prompts=prompts.ref, policy=policy.ref)) for policy in policies]
+    assert refs == ["tiny/rollouts@1", "tiny/rollouts@2", "tiny/rollouts@2"]
+    assert [len(rows_of(store, ref)[0]["completion_ids"]) for ref in refs[:2]] == [4, 2]
+    ignoring = config(options={"script": "echo"}, sampling={"max_tokens": 3, "ignore_eos": True})
+    refs = {
+        str(run(ignoring, store, prompts=prompts.ref, policy=policy.ref)) for policy in policies
+    }
+    assert refs == {"tiny/rollouts@3"}
+
+
+def test_rollouts_from_before_end_tokens_were_part_of_the_key_are_found(
+    store, tmp_path, monkeypatch
+):
+    folder = make_folder(tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [EOS, 7]}))
+    policy = run_stage("policy", {"model": str(folder)}, store, into="tiny", in_process=True)
+    prompts = make_prompts(store, [[5, 7, 9]])
+    with monkeypatch.context() as before:
+        before.setattr(checkpoints, "generation_end_token_ids", lambda _: [])
+        older = run(config(), store, prompts=prompts.ref, policy=policy)
+    assert run(config(), store, prompts=prompts.ref, policy=policy) == older
 
 
 def test_same_work_is_already_done_and_other_work_is_not(store, policy):
@@ -401,15 +439,15 @@ def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, polic
 SCRIPT = """
 import sys
 from quiver.stages.common.runtime.runner import run_stage
-config = {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": int(sys.argv[2]),
-    "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": float(sys.argv[3])}}
+config = {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": 5,
+    "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": 0.05}}
 refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}
 print(run_stage("generate", config, sys.argv[1], in_process=True, **refs))
 """
 
 
-def start(store: Store, size: int, seconds: float) -> subprocess.Popen:
-    command = [sys.executable, "-c", SCRIPT, str(store.path), str(size), str(seconds)]
+def start(store: Store) -> subprocess.Popen:
+    command = [sys.executable, "-c", SCRIPT, str(store.path)]
     return subprocess.Popen(
         command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
     )
@@ -430,7 +468,7 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
         prompts="tiny/prompts@1",
         policy="tiny/policy@0",
     )
-    child = start(killed, 5, 0.05)
+    child = start(killed)
     staging = killed.path / "tiny" / "rollouts" / ".staging"
     while len(list(staging.glob("*.notes/part-*.json"))) < 3:
         assert child.poll() is None
@@ -439,8 +477,9 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
     child.communicate()
     before = {path.name: path.stat().st_ino for path in staging.glob("*/part-*.arrow")}
     assert killed.numbers("tiny", "rollouts") == [] and 3 <= len(before) <= 7
-    again = start(killed, size_after, 0)
-    assert again.communicate()[0].strip() == "tiny/rollouts@1"
+    again = config(samples_per_prompt=2, rows_per_shard=size_after)
+    ref = run(again, killed, prompts="tiny/prompts@1", policy="tiny/policy@0")
+    assert str(ref) == "tiny/rollouts@1"
     version = killed.open("tiny/rollouts@1")
     assert {name: (version.files.folder / name).stat().st_ino for name in before} == before
     assert version.table().equals(calm.open("tiny/rollouts@1").table())

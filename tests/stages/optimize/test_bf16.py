@@ -13,7 +13,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
 from quiver.stages.common.forward.precision import narrow
 from quiver.stages.common.models.loading import load_model
-from quiver.stages.optimize import results
+from quiver.stages.optimize import state_folder
 from quiver.stages.optimize.bf16 import Bf16AdamW, round_by_chance
 from quiver.stages.optimize.optimizer import load_state, make_optimizer, state
 from quiver.stages.optimize.stage import Config
@@ -286,7 +286,7 @@ def test_another_precision_goes_on_from_the_policys_weights(store, policy, made)
 def test_nothing_to_learn_keeps_the_masters(store, policy, made):
     rewards = world.write_rewards(store, made[0], lambda row: 1.0)
     done = _run(store, policy, (made[0], rewards), _config(precision="bf16_master"))
-    kept = results.load_optimizer(done)
+    kept = state_folder.read(done, "optimizer")
     assert all(
         torch.equal(kept[f"master.{name}"], value) for name, value in _tensors(policy).items()
     )

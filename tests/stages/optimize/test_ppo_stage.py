@@ -344,7 +344,7 @@ run(config, Store(store), policy=f"{run_name}/policy@0", rollouts=rollouts, rewa
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("made", ["llama", "t5"], indirect=True)
+@pytest.mark.parametrize("made", ["llama"], indirect=True)
 def test_two_ranks_train_as_one(store, made, tmp_path):
     config = _config(
         minibatches=2,
@@ -399,9 +399,9 @@ def test_the_critic_learns_what_the_prompt_tells(store, made):
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_it_learns(store, kind):
+def test_it_learns(store):
     """Even ids are rewarded, one rollout a prompt; their share rises in what is sampled anew."""
+    kind = "llama"
     policy, share = make_policy(store, kind, kind), []
     config = _config(learning_rate=1e-2, critic_learning_rate=2e-2, epochs=2, minibatches=4)
     for iteration in range(10):

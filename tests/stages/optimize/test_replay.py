@@ -1,6 +1,7 @@
 """Several versions of rollouts in one update: numbers against a float64 loop, what belongs
 together, what is refused."""
 
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.store import Store
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.inputs import open_inputs, sets
@@ -39,23 +41,37 @@ def _sampled(policy, prefix: str, temperature: float = 1.0, seed: int = 0) -> li
     return [{**row, "rollout_id": f"{prefix}-{row['rollout_id']}"} for row in rows]
 
 
-@pytest.fixture
-def two(store, policy):
-    """policy@1 and two versions of rollouts with their rewards: `fresh` of policy@1 at 0.7, `older`
-    of policy@0 at 1.0."""
+@pytest.fixture(scope="module")
+def _store_of_two(tmp_path_factory):
+    """A store with what `two` names, and the references to it."""
+    store = Store(tmp_path_factory.mktemp("two") / "store")
+    policy = make_policy(store)
     older = world.write_rollouts(store, policy, _sampled(policy, "a"))
     scored = world.write_rewards(store, older, world.even_share)
     start = store.open(
         run(_config(), store, policy=policy.ref, rollouts=older.ref, rewards=scored.ref)
     )
     fresh = world.write_rollouts(store, start, _sampled(start, "b", temperature=0.7, seed=1))
-    return SimpleNamespace(
-        base=policy,
-        start=start,
-        fresh=fresh,
-        older=older,
-        rewards=[scored, world.write_rewards(store, fresh, world.even_share)],
-    )
+    scored_fresh = world.write_rewards(store, fresh, world.even_share)
+    versions = {"base": policy, "start": start, "fresh": fresh, "older": older}
+    versions |= {"scored": scored, "scored_fresh": scored_fresh}
+    return store.path, {name: version.ref for name, version in versions.items()}
+
+
+@pytest.fixture
+def store(tmp_path, _store_of_two):
+    """A copy of the module's store."""
+    shutil.copytree(_store_of_two[0], tmp_path / "store")
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def two(store, _store_of_two):
+    """policy@1 and two versions of rollouts with their rewards: `fresh` of policy@1 at 0.7, `older`
+    of policy@0 at 1.0."""
+    versions = {name: store.open(ref) for name, ref in _store_of_two[1].items()}
+    rewards = [versions.pop("scored"), versions.pop("scored_fresh")]
+    return SimpleNamespace(**versions, rewards=rewards)
 
 
 def _run(store, two, config=None, **refs):

@@ -209,6 +209,9 @@ def write_logprobs(
         return work.commit()
 
 
+_sampled: dict[tuple[str, int, int], list[dict]] = {}
+
+
 def make(
     store: Store,
     policy: Version,
@@ -217,9 +220,12 @@ def make(
     each: int = 4,
     run: str = "tiny",
 ):
-    """(rollouts, rewards) of `groups` random prompts, `each` completions."""
-    model = load_model(policy, dtype=torch.float32)
-    rollouts = write_rollouts(store, policy, sample(model, prompts(groups), each), run)
+    """(rollouts, rewards) of `groups` random prompts, `each` completions; of equal weights they are
+    sampled once a process."""
+    key = as_model("policy", policy).weights, groups, each
+    if key not in _sampled:
+        _sampled[key] = sample(load_model(policy, dtype=torch.float32), prompts(groups), each)
+    rollouts = write_rollouts(store, policy, _sampled[key], run)
     return rollouts, write_rewards(store, rollouts, score, run)
 
 

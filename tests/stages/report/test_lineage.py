@@ -1,10 +1,14 @@
 """What a version was made of, down to the sources, and what of it lies outside the store."""
 
+import json
 import shutil
+import sys
 
 import pytest
 
-from quiver.schemas.manifest import Model
+from quiver.flows.commands import versions
+from quiver.flows.commands.shared import to_json
+from quiver.schemas.manifest import Input, Model
 from quiver.stages.common.store import Store
 from quiver.stages.report.lineage import lineage, parents_of
 from tests.benchmarks.made import (
@@ -50,3 +54,28 @@ def test_what_is_gone_is_marked(store):
         "inputs": [],
         "expired": True,
     }
+
+
+def test_a_line_of_a_thousand_policies(store, capsys):
+    """Each is an input of the next, so the tree is as deep as the line is long."""
+    length = 1100
+    first = store.open("bench/policy@0")
+    for number in range(1, length + 1):
+        parent = Input(role="policy", ref=f"bench/policy@{number - 1}", content_hash="0" * 64)
+        changes = {"version": number, "run_key": f"{number:064x}", "inputs": (parent,)}
+        copy = first.files.folder.with_name(f"v{number:06d}")
+        copy.mkdir()
+        manifest = first.manifest.model_copy(update=changes)
+        (copy / "manifest.json").write_bytes(manifest.to_json())
+    ref = f"bench/policy@{length}"
+    versions.lineage(ref, store=str(store.path))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [ref, f"  policy: bench/policy@{length - 1}"]
+    assert lines[length].strip() == "policy: bench/policy@0" and len(lines) == length + 1
+    told = to_json(lineage(store, ref))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20 * length)  # of the reader, and of ==
+    try:
+        assert json.loads(told) == lineage(store, ref)
+    finally:
+        sys.setrecursionlimit(limit)

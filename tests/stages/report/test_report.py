@@ -16,7 +16,7 @@ from quiver.stages.evaluate.stage import Config as EvaluateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
-from quiver.stages.report.words import measured, number
+from quiver.stages.report.words import number, score_of
 from tests.benchmarks.made import (
     make_prompts,
     make_rewards,
@@ -107,7 +107,7 @@ def store(made, tmp_path):
 def test_the_numbers_are_the_manifests(made):
     page = Page(report.render(made, gather(made, "bench"), "x"))
     scores = [made.open(f"bench/evaluations@{number}").manifest.metrics for number in (1, 2)]
-    before, after = (measured(each["score"], each["stderr"]) for each in scores)
+    before, after = map(score_of, scores)
     assert f"Held-out score {before} → {after} (4 prompts)." in page.words
     updates = [made.open(f"bench/policy@{each}").manifest.metrics for each in (1, 2)]
     rows = [
@@ -131,7 +131,9 @@ def test_the_numbers_are_the_manifests(made):
 def test_every_step_is_on_the_curve(made):
     found = gather(made, "bench")
     steps = [row["step"] for each in found.iterations for row in each.steps]
-    assert [each.number for each in found.iterations] == [1, 2] and steps == list(range(len(steps)))
+    assert [each.policy.version for each in found.iterations] == [1, 2] and steps == list(
+        range(len(steps))
+    )
     losses = [
         row
         for number in (1, 2)

@@ -8,6 +8,8 @@ in between.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+
+from quiver.schemas.manifest import digest
 
 
 class Family(NamedTuple):
@@ -150,6 +154,7 @@ def _shown(byte: int) -> str:
     )
 
 
+_MADE = tempfile.TemporaryDirectory(prefix="quiver-reward-models-")
 CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma2": Gemma2Config, "bert": BertConfig}
 
 
@@ -162,7 +167,15 @@ def make_model(
     **config,
 ) -> Path:
     """A tiny classifier as a model directory; `labels` = 0: a language model. The same seed gives
-    the same weights."""
+    the same weights; each is made once a process, then copied."""
+    made = Path(_MADE.name, digest([family, kind, labels, seed, config]))
+    if not made.exists():
+        _make_model(made, family, kind, labels, seed, config)
+    shutil.copytree(made, folder, copy_function=shutil.copy, dirs_exist_ok=True)
+    return folder
+
+
+def _make_model(folder: Path, family: str, kind: str, labels: int, seed: int, config: dict) -> None:
     shape = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -191,4 +204,3 @@ def make_model(
                 torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(folder)
     byte_tokenizer(FAMILIES[family]).save_pretrained(folder)
-    return folder

@@ -542,6 +542,6 @@ def test_rows_and_batches_are_each_others_reverse():
         and batch["rollout_ids"] == ["a", "b"]
     )
     assert as_rows(batch, ["answer", "hint"]) == ROWS
-    assert as_rows(batch, [], ids=False)[0] == ROWS[0]._replace(columns={}, completion_ids=None)
+    assert as_rows(batch, [])[0] == ROWS[0]._replace(columns={})
     hidden = ROWS[0]._replace(columns={"prompts": "mine", "completions": "mine"})
     assert as_batch([hidden])["prompts"] == [CHAT] and as_batch([hidden])["completions"] == ["4"]

@@ -138,7 +138,7 @@ def test_a_file_of_overrides(tmp_path):
         '{"author": "ada", "author": "bob"}': "a key stands twice",
         '{"author": "ada", "reason": "x", "overrides": {"a": NaN}}': "overrides.a",
         '{"autor": "ada", "reason": "x", "overrides": {"a": 1}}': "did you mean author",
-        "[]": "expected an object",
+        "[]": "valid dictionary",
         "{": "is not JSON",
     }
     for text, told in wrong.items():

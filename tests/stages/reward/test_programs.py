@@ -13,8 +13,13 @@ import pytest
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError
 from quiver.stages.reward.functions import programs
+from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.functions.programs import extract, read_tests
-from quiver.stages.reward.sandbox import describe, run_program
+from quiver.stages.reward.pool.pool import Pool
+from quiver.stages.reward.pool.scorer import FunctionScorer
+from quiver.stages.reward.sandbox import check as check_sandbox
+from quiver.stages.reward.sandbox import run_program
+from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.stage import Config, check
 
 
@@ -23,7 +28,7 @@ def isolation() -> str:
     """The verdict does not depend on it: where the system permits no full isolation, these tests
     run with less."""
     try:
-        describe("full")
+        check_sandbox("full")
     except SecurityError:
         return "process"
     return "full"
@@ -479,9 +484,14 @@ def test_after_a_test_that_takes_too_long_the_others_are_not_run():
 
 
 def test_what_runs_programs_comes_from_the_recipe_alone():
-    for name in ("sandbox_url", "sandbox_python", "sandbox_token", "isolation", "timeout_seconds"):
-        with pytest.raises(ConfigError, match=f"{name} must be set in arguments, not by a column"):
-            code([DOUBLE], [ASSERTS], **{name: ["http://127.0.0.1:1"]})
+    """Columns of those names are not given to the function; `entry` and `language` are."""
+    names = ("sandbox_url", "sandbox_python", "sandbox_token", "all", "timeout_seconds")
+    batch = {name: [["http://127.0.0.1:1"]] for name in names}
+    batch |= {"completions": [DOUBLE], "rollout_ids": ["r"], "language": ["python"]}
+    batch |= {"tests": [[{"input": [2], "output": 4}]], "entry": ["double"]}
+    config = FunctionConfig(use="code", arguments={"isolation": isolation()})
+    with Pool(1) as pool:
+        assert FunctionScorer(config, pool, 256).score(batch) == [Part(1.0)]
 
 
 def test_a_sandbox_that_is_not_permitted_is_told_before_any_generation(monkeypatch, tmp_path):

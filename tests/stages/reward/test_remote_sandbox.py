@@ -62,7 +62,7 @@ def server(monkeypatch):
     asked, answers = [], []
     handler = type("Handler", (Server,), {"asked": asked, "answers": answers})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{http.server_port}/run", asked, answers
         http.shutdown()
 
@@ -131,17 +131,18 @@ BAD = {
     "compressed": (200, {"Content-Encoding": "gzip"}, b"x"),
     "moved": (307, {"Location": "http://127.0.0.1:1/"}, b""),
     "refused": (401, {}, b"{}"),
-    "created": (201, {}, json.dumps(GOOD).encode()),
 }
 
 
 @pytest.mark.parametrize("answer", BAD.values(), ids=BAD)
 def test_a_bad_answer_is_an_error(server, answer):
     url, asked, answers = server
-    answers.append(answer)
+    answers += [answer] * remote.ATTEMPTS
     with pytest.raises(RemoteError) as caught:
         remote.run_program("print(1)", url=url)
-    assert caught.value.state == "the program was not judged." and len(asked) == 1
+    assert caught.value.state == "the program was not judged."
+    is_final = answer[0] in (307, 401)
+    assert len(asked) == (1 if is_final else remote.ATTEMPTS)
 
 
 def test_what_may_pass_is_tried_again(server):
@@ -149,7 +150,7 @@ def test_what_may_pass_is_tried_again(server):
     answers += [(503, {}, b""), (429, {}, b""), says()]
     assert remote.run_program("", url=url).exit_code == 3
     answers += [(500, {}, b"")] * 3
-    with pytest.raises(RemoteError, match="status 500, 3 times"):
+    with pytest.raises(RemoteError, match=r"answered 500: no text \(3 attempts\)"):
         remote.run_program("", url=url)
     assert len(asked) == 6
 
@@ -157,8 +158,8 @@ def test_what_may_pass_is_tried_again(server):
 def test_a_server_that_is_not_there(monkeypatch):
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
     with pytest.raises(RemoteError, match="ConnectError"):
-        remote.run_program("", url="http://127.0.0.1:1/run?key=canary")
-    with pytest.raises(RemoteError) as caught:
+        remote.run_program("", url="http://127.0.0.1:1/run")
+    with pytest.raises(ConfigError) as caught:
         code([DOUBLE], [["assert double(1) == 2"]], sandbox_url="http://127.0.0.1:1/run?key=canary")
     assert "canary" not in str(caught.value)
 
@@ -178,12 +179,12 @@ def test_tokens_and_urls(monkeypatch):
         with pytest.raises(ConfigError, match="must be env:NAME") as caught:
             remote.run_program("", url="http://127.0.0.1:1", token=token)
         assert "canary" not in str(caught.value)
-    with pytest.raises(ConfigError, match="no variable MISSING_TOKEN"):
+    with pytest.raises(ConfigError, match="environment variable MISSING_TOKEN is not set"):
         remote.run_program("", url="http://127.0.0.1:1", token="env:MISSING_TOKEN")
     monkeypatch.setenv("SANDBOX_TOKEN", "canary-77")
-    with pytest.raises(ConfigError, match=r"the token would go to scores.example in the clear"):
+    with pytest.raises(ConfigError, match=r"a token would go to scores.example in the clear"):
         remote.run_program("", url="http://scores.example:8/run", token="env:SANDBOX_TOKEN")
-    with pytest.raises(ConfigError, match="http or https"):
+    with pytest.raises(ConfigError, match="a URL must be http"):
         remote.run_program("", url="file:///etc/passwd")
 
 
@@ -226,5 +227,5 @@ def test_no_token_goes_over_plain_http_to_another_machine():
 
 def test_a_token_that_is_not_there_is_told_before_any_generation():
     arguments = {"sandbox_url": "http://127.0.0.1:1", "sandbox_token": "env:MISSING_TOKEN"}
-    with pytest.raises(ConfigError, match="no variable MISSING_TOKEN"):
+    with pytest.raises(ConfigError, match="environment variable MISSING_TOKEN is not set"):
         check(Config(functions=[{"use": "code", "arguments": arguments}]), ["tests"])

@@ -9,7 +9,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.reward.config import Config
-from quiver.stages.reward.fingerprints import fingerprints, model_entries, pinned
+from quiver.stages.reward.fingerprints import model_entries, pinned
 from tests.stages.reward.reward_models import make_model
 
 ROOT = Path(__file__).parents[3]
@@ -21,10 +21,10 @@ NEW_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "o
 sys.addaudithook(lambda event, arguments: started.append(event) if event in NEW_PROCESS else None)
 
 from quiver.stages.reward.config import Config
-from quiver.stages.reward.fingerprints import fingerprints, model_entries
+from quiver.stages.reward.fingerprints import model_entries, pinned
 
 config = Config.model_validate_json(sys.argv[1])
-found = fingerprints(config, model_entries(config))
+found = {scorer.name: scorer.fingerprint for scorer in pinned(config, model_entries(config)).scorers}
 heavy = {"torch", "transformers", "vllm", "mine"} & set(sys.modules)
 print(json.dumps([found, started, sorted(heavy)]))
 """
@@ -65,7 +65,7 @@ def test_planning_starts_no_process_and_imports_no_torch(folder, kind, section, 
 def test_a_scorer_with_another_fingerprint_is_refused(folder):
     config = Config(functions=[{"use": "mine.py:f", "name": "it"}])
     known = pinned(config, model_entries(config))
-    assert known.functions[0].fingerprint == fingerprints(config, ())["it"]
+    assert known.functions[0].fingerprint.startswith("sha256:")
     assert pinned(known, ()) == known
     (folder / "mine.py").write_text("def f(completions): ...\n")
     with pytest.raises(ConfigError, match="fingerprint expected"):
@@ -76,7 +76,7 @@ def test_a_neighbour_of_a_function_counts(folder):
     (folder / "mine.py").write_text("import helper\n")
     (folder / "helper.py").write_text("1")
     config = Config(functions=[{"use": "mine.py:f"}, {"use": "mine:f", "name": "same"}])
-    before = fingerprints(config, ())
+    before = {function.fingerprint for function in pinned(config, ()).functions}
     (folder / "helper.py").write_text("2")
-    after = fingerprints(config, ())
-    assert before["f"] == before["same"] != after["f"] == after["same"]
+    after = {function.fingerprint for function in pinned(config, ()).functions}
+    assert len(before) == len(after) == 1 and before != after

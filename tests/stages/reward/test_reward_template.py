@@ -15,7 +15,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.template import Messages
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
-from quiver.stages.reward.models.template import Reader, prefills, token_id
+from quiver.stages.reward.models.template import Reader, beginnings, token_id
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, byte_tokenizer
 from tests.writing import run_here
@@ -303,7 +303,7 @@ def test_the_end_of_the_prompt_begins_the_answer(store, asked):
     for systems in (("calm", "calm"), ("quick", "calm", "quick")):
         rollouts = answered(store, prompts := asked(*systems))
         found = [
-            prefills(prompts, rollouts)(id)
+            beginnings(None, prompts, rollouts)(id)
             for id in rollouts.table(["rollout_id"]).column(0).to_pylist()
         ]
         assert found == ["" if system == "quick" else "<think>\n" for system in systems]
@@ -326,5 +326,5 @@ def test_prompts_that_do_not_tell_are_refused(write):
     )
     prompts = write("prompts", pa.table(arrays, schema=schema))
     with pytest.raises(ConfigError, match="beginning of the answer") as caught:
-        prefills(prompts, None)
+        beginnings(None, prompts, None)
     assert "prefill" in caught.value.next and "sum-0" in caught.value.object

@@ -22,7 +22,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
 from quiver.stages.reward import sandbox
-from quiver.stages.reward.sandbox import Limits, describe, interpreter, run_program
+from quiver.stages.reward.sandbox import Limits, check, interpreter, run_program
 from quiver.stages.reward.sandbox.launcher import seccomp
 from tests.stages.reward import escapes
 
@@ -34,7 +34,7 @@ CANARY = "canary-5b1f0e"
 def full():
     """Skips where the system does not permit the isolation."""
     try:
-        return describe("full")
+        check("full")
     except SecurityError as error:
         pytest.skip(str(error))
 
@@ -354,7 +354,7 @@ LAYERS = {
 @pytest.mark.parametrize("kind", LAYERS)
 def test_where_a_layer_is_missing_nothing_is_run(kind, tmp_path):
     try:
-        describe("full")
+        check("full")
     except SecurityError as error:  # then this very system is the case
         assert (
             "does not permit the layer" in error.message and 'isolation = "process"' in error.next
@@ -377,8 +377,8 @@ def test_where_a_layer_is_missing_nothing_is_run(kind, tmp_path):
 
 
 UNPRIVILEGED = """
-from quiver.stages.reward.sandbox import describe, run_program
-print(describe()["user"])
+from quiver.stages.reward.sandbox import check, run_program
+check()
 print(run_program("import os; print(os.getuid(), os.listdir('/tmp'))").stdout)
 """
 
@@ -386,8 +386,7 @@ print(run_program("import os; print(os.getuid(), os.listdir('/tmp'))").stdout)
 def test_it_needs_no_root(full):
     """The same for an ordinary user, who keeps his own uid outside."""
     if os.geteuid() != 0:
-        assert full["user"] == f"uid {os.geteuid()}, shown as nobody"
-        return
+        return  # every other test here says so
     with tempfile.TemporaryDirectory(prefix="quiver-unprivileged-") as folder:
         for room in ("schemas", "stages"):
             target = f"{folder}/quiver/{room}"
@@ -411,7 +410,7 @@ def test_it_needs_no_root(full):
                 )
             except (PermissionError, FileNotFoundError):
                 continue  # an interpreter of root's alone, or none
-            assert done.stdout == "uid 1234, shown as nobody\n65534 []\n\n", done.stderr
+            assert done.stdout == "65534 []\n\n", done.stderr
             return
     pytest.skip("no interpreter here may be run by an ordinary user")
 

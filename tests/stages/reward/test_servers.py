@@ -157,7 +157,7 @@ def test_columns_that_are_sent_must_be_there():
     }
     for options in ({"columns": ["answer"]}, {"dialect": "slime", "label": "answer"}, judge):
         ServerScorer(section(**options)).require(["answer", "level"])
-        with pytest.raises(ConfigError, match=r"sends answer.*did you mean answers\?"):
+        with pytest.raises(ConfigError, match=r"needs answer.*did you mean answers\?"):
             ServerScorer(section(**options)).require(["answers"])
     ServerScorer(section()).require([])
 

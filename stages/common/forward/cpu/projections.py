@@ -9,8 +9,8 @@ same input, and compute for themselves when not. So every model is right, and th
 families are faster. A model with fused projections is not to be copied: the copy's modules would
 compute with the weights of the first.
 
-    fused = fuse_projections(model)    # once the weights have their dtype and device
-    with fused.casts():                # weights do not change inside: each is cast once
+    groups = fuse_projections(model)   # once the weights have their dtype and device, for good
+    with casts(groups):                # weights do not change inside: each is cast once
         ...
 """
 
@@ -35,41 +35,23 @@ def product_dtype(states: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
-class FusedProjections:
-    """All fused projections of one model."""
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.groups = groups
-        self._is_open = False
-
-    @contextmanager
-    def casts(self) -> Iterator[None]:
-        """No weight may change inside. Weights that somebody moved elsewhere before, to another
-        device or dtype, are joined again. Within another such context it does nothing."""
-        if self._is_open:
-            yield
-            return
-        for group in self.groups:
-            group.rejoin()
-            group.keeps_cast = True
-        self._is_open = True
-        try:
-            yield
-        finally:
-            self._is_open = False
-            for group in self.groups:
-                group.forget()
-
-    def free(self) -> None:
-        """Let go of the joined weights; nothing can be computed after this."""
-        for group in self.groups:
+@contextmanager
+def casts(groups: Sequence[Group]) -> Iterator[None]:
+    """Each group casts its weights once; no weight may change inside. Within another such context
+    it does nothing."""
+    opened = [group for group in groups if not group.keeps_cast]
+    for group in opened:
+        group.keeps_cast = True
+    try:
+        yield
+    finally:
+        for group in opened:
             group.forget()
-            group.weight = group.bias = None
 
 
-def fuse_projections(model: nn.Module) -> FusedProjections:
+def fuse_projections(model: nn.Module) -> list[Group]:
     """Fuse what is alike in every module of `model`: plain linear siblings of one dtype, all
-    trained or all frozen.
+    trained or all frozen. From then on weights change in place only.
 
     On a CPU the other weights get memory of their own too: one of them in the mapped file would
     keep all of that in memory.
@@ -91,13 +73,13 @@ def fuse_projections(model: nn.Module) -> FusedProjections:
                 for linear in linears
             }
             if len(kinds) == 1:
-                groups.append(getattr(linears[0], "_fused_group", None) or Group(linears))
+                groups.append(Group(linears))
     linears = [linear for group in groups for linear in group.linears]
     joined = {parameter for linear in linears for parameter in linear.parameters()}
     for parameter in model.parameters():
         if parameter not in joined and parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
-    return FusedProjections(groups)
+    return groups
 
 
 class Group:
@@ -105,20 +87,16 @@ class Group:
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = linears
-        self.weight = _join([linear.weight for linear in linears])
+        self.parameters = [linear.weight for linear in linears]
+        self.weight = _join(self.parameters)
         self.bias = None
         if linears[0].bias is not None:
-            self.bias = _join([linear.bias for linear in linears])
+            biases = [linear.bias for linear in linears]
+            self.bias = _join(biases)
+            self.parameters += biases
         self.forget()
         for index, linear in enumerate(linears):
             linear.forward = partial(self._forward, index)
-        linears[0]._fused_group = self  # whoever fuses the same model again gets this very group
-
-    def rejoin(self) -> None:
-        """Weights are slices of `weight` again, if they are no longer."""
-        self.weight = _join([linear.weight for linear in self.linears], self.weight)
-        if self.bias is not None:
-            self.bias = _join([linear.bias for linear in self.linears], self.bias)
 
     def forget(self) -> None:
         """Drop the cast, keep none from now on, and drop outputs that no sibling came for."""
@@ -149,22 +127,20 @@ class Group:
         if weight is None or weight.dtype != dtype:
             weight = self.weight.to(dtype)
             self._cast = weight if self.keeps_cast else None
-        parameters = [linear.weight for linear in self.linears]
-        if self.bias is not None:
-            parameters += [linear.bias for linear in self.linears]
-        return _Product.apply(states, weight, self.bias, *parameters)
+        return _Product.apply(states, weight, self.bias, *self.parameters)
+
+    def free(self) -> None:
+        """Let go of the joined weights; nothing can be computed after this."""
+        self.forget()
+        self.weight = self.bias = None
 
 
-def _join(parameters: Sequence[nn.Parameter], joined: Tensor | None = None) -> Tensor:
-    """One tensor whose slices the parameters now are; `joined`, if they are its slices already."""
+def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor whose slices the parameters now are."""
+    joined = torch.cat([parameter.data for parameter in parameters])
     sizes = [len(parameter) for parameter in parameters]
-    if joined is None or any(
-        parameter.data_ptr() != weight.data_ptr()
-        for parameter, weight in zip(parameters, joined.split(sizes), strict=True)
-    ):
-        joined = torch.cat([parameter.data for parameter in parameters])
-        for parameter, weight in zip(parameters, joined.split(sizes), strict=True):
-            parameter.data = weight
+    for parameter, weight in zip(parameters, joined.split(sizes), strict=True):
+        parameter.data = weight
     return joined
 
 

@@ -21,11 +21,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from quiver.schemas.errors import printable
 from quiver.stages.reward.scoring import Part, as_extra
 
 from .rows import Row, as_text, fill
-from .strict import MalformedError, as_dict, as_part, list_at, shape
+from .strict import as_part, read_as
 
 PATH = "/v1/chat/completions"
 OFFERED = {"prompt", "completion", "finish_reason"}
@@ -50,6 +52,19 @@ where N is a number from 0 (worthless) to 10 (perfect)."""
 _LAST = 4000
 
 
+class _Message(BaseModel):
+    content: str
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: Any = None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
+
+
 def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     """The request for the one row of `rows`."""
     (row,) = rows
@@ -72,13 +87,10 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
 
 def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The part of the one row. MalformedError: not a chat completion with one choice."""
-    (choice,) = list_at(answer, "choices", 1)
-    message = as_dict(as_dict(choice, "a choice").get("message"), "message")
-    text = message.get("content")
-    if not isinstance(text, str):
-        raise MalformedError(f"content is {shape(text)}, expected text")
+    (choice,) = read_as(_Completion, answer).choices
+    text = choice.message.content
     extra = {"answer": text}
-    if choice.get("finish_reason") == "length":
+    if choice.finish_reason == "length":
         error = "the judge's answer was cut by its length"
         return [Part(error=error, extra=as_extra(extra))]
     try:

@@ -21,7 +21,7 @@ from quiver.stages.reward.scoring import Part
 
 from .quiver import part_or_error
 from .rows import Row, Scored, as_text, fill
-from .strict import as_dict, list_at
+from .strict import MalformedError, read_as
 
 PATH = "/get_reward"
 
@@ -42,19 +42,25 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     }
 
 
+class _Answered(BaseModel):
+    rewards: Any = None
+    scores: Any = None
+    extra_logs: dict[str, Any] | None = None
+
+
 def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: no list of the right length where one belongs."""
     num_rows = len(rows)
-    numbers = list_at(answer, config.score_key or "rewards", num_rows)
-    logs = answer.get("extra_logs")
-    logs = {} if logs is None else as_dict(logs, "extra_logs")
-    if "scores" in answer:
-        logs = {**logs, "scores": answer["scores"]}
+    answered = read_as(_Answered, answer)
     columns = {
         name: column
-        for name, column in logs.items()
+        for name, column in {**(answered.extra_logs or {}), "scores": answered.scores}.items()
         if isinstance(column, list) and len(column) == num_rows
     }
+    key = config.score_key or "rewards"
+    numbers = getattr(answered, key)
+    if not isinstance(numbers, list) or len(numbers) != num_rows:
+        raise MalformedError(f"{key} is no list of {num_rows} items")
     parts = []
     for place, number in enumerate(numbers):
         beside = {name: column[place] for name, column in columns.items()}

@@ -24,11 +24,15 @@ from quiver.schemas.errors import printable
 from quiver.stages.reward.scoring import Part, as_extra
 
 from .rows import Row, Scored
-from .strict import MalformedError, as_dict, as_part, list_at, shape
+from .strict import MalformedError, as_part, read_as
 
 FORMAT = 1
 PATH = "/v1/score"
-_KEYS = {"id", "reward", "error", "parts", "extra"}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
 
 # -- the side that asks
 
@@ -42,35 +46,35 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     return {"format": FORMAT, "rows": encoded}
 
 
+class _AnsweredRow(_Strict):
+    """A row of an answer; what stands in `reward` is its own matter."""
+
+    id: str
+    reward: Any
+    error: str | None = None
+    parts: dict[str, Any] | None = None
+    extra: dict[str, Any] | None = None
+
+
+class _Answered(_Strict):
+    format: int = Field(ge=FORMAT, le=FORMAT)  # true and 1.0 are a Literal[1]
+    rows: list[_AnsweredRow]
+
+
 def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: another format, or ids that are not those asked for,
     each once."""
-    version = as_dict(answer, "the answer").get("format")
-    if type(version) is not int or version != FORMAT:
-        raise MalformedError(f"format is {printable(repr(version), 40)}, expected {FORMAT}")
-    parts: dict[str, Part] = {}
-    for document in list_at(answer, "rows", len(rows)):
-        row = as_dict(document, "an item of rows")
-        row_id = row.get("id")
-        if not isinstance(row_id, str) or row_id in parts:
-            raise MalformedError(f"id {printable(repr(row_id), 80)} is not text, or stands twice")
-        parts[row_id] = _decode_row(row, config)
+    answered = read_as(_Answered, answer).rows
+    row_of = {row.id: row for row in answered}
+    if len(answered) != len(rows) or row_of.keys() != {row.id for row in rows}:
+        raise MalformedError("the ids of its rows are not those asked for, each once")
+    parts = []
     for row in rows:
-        if row.id not in parts:
-            raise MalformedError(f"no row has id {printable(row.id, 80)}")
-    return [parts[row.id] for row in rows]
-
-
-def _decode_row(row: dict[str, Any], config: Any) -> Part:
-    for unknown in sorted(row.keys() - _KEYS):
-        raise MalformedError(f"a row has unknown key {printable(unknown, 40)}")
-    if "reward" not in row:
-        raise MalformedError("a row has no reward")
-    error = row.get("error")
-    if not isinstance(error, str | None):
-        raise MalformedError(f"error is {shape(error)}, expected text or null")
-    extra = {name: as_dict(row[name], name) for name in ("parts", "extra") if row.get(name)}
-    return part_or_error(row["reward"], error, config, extra or None)
+        one = row_of[row.id]
+        beside = {"parts": one.parts, "extra": one.extra}
+        extra = {name: members for name, members in beside.items() if members}
+        parts.append(part_or_error(one.reward, one.error, config, extra or None))
+    return parts
 
 
 def part_or_error(number: Any, error: Any, config: Any, extra: Any) -> Part:
@@ -86,10 +90,6 @@ def part_or_error(number: Any, error: Any, config: Any, extra: Any) -> Part:
 
 
 # -- the side that answers
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
 
 
 class Message(_Strict):

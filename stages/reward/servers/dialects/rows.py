@@ -42,18 +42,16 @@ class Scored(NamedTuple):
     extra: dict[str, Any]
 
 
-def as_rows(batch: Batch, columns: Iterable[str], ids: bool = True) -> list[Row]:
-    """The rows of a batch, with those of the user's columns that are named, and with token ids if
-    asked for: a list that nobody needs is not made."""
+def as_rows(batch: Batch, columns: Iterable[str]) -> list[Row]:
+    """The rows of a batch, with those of the user's columns that are named."""
     names = list(columns)
-    completion_ids = batch["completion_ids"] if ids else None
     return [
         Row(
             rollout_id,
             batch["prompts"][row],
             batch["completions"][row],
             {name: batch[name][row] for name in names},
-            completion_ids[row] if completion_ids else None,
+            batch["completion_ids"][row],
             batch["finish_reason"][row],
         )
         for row, rollout_id in enumerate(batch["rollout_ids"])

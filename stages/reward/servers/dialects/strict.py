@@ -16,12 +16,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from quiver.schemas.errors import printable
 from quiver.schemas.manifest import no_key_twice
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
+_T = TypeVar("_T", bound=BaseModel)
 MAX_DEPTH = 64
 # possessive: linear in whatever comes, closed or not
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
@@ -66,39 +69,14 @@ def _finite(text: str) -> float:
     return number
 
 
-def as_dict(document: Any, name: str) -> dict[str, Any]:
-    """`document`, called `name`, where it is an object. MalformedError."""
-    if not isinstance(document, dict):
-        raise MalformedError(f"{name} is {shape(document)}, expected an object")
-    return document
-
-
-def as_list(document: Any, name: str, length: int | None = None) -> list[Any]:
-    """`document` where it is a list, of `length` items if that is given. MalformedError."""
-    if not isinstance(document, list):
-        raise MalformedError(f"{name} is {shape(document)}, expected a list")
-    if length is not None and len(document) != length:
-        raise MalformedError(f"{name} has {len(document)} items, expected {length}")
-    return document
-
-
-def list_at(answer: Any, key: str, length: int) -> list[Any]:
-    """The list of `length` items at `key` of an answer. MalformedError."""
-    return as_list(as_dict(answer, "the answer").get(key), key, length)
-
-
-def by_index(rows: list[Any], name: str) -> list[dict[str, Any]]:
-    """Objects in the order of their `index`, which must be each of 0 … n−1 once. MalformedError."""
-    ordered: list[Any] = [None] * len(rows)
-    for row in rows:
-        index = as_dict(row, f"an item of {name}").get("index")
-        if type(index) is not int or not 0 <= index < len(rows) or ordered[index] is not None:
-            raise MalformedError(
-                f"{name} has index {printable(repr(index), 40)}, expected each of 0 to "
-                f"{len(rows) - 1} once"
-            )
-        ordered[index] = row
-    return ordered
+def read_as(cls: type[_T], document: Any) -> _T:
+    """`document` as a `cls`, nothing converted. MalformedError names the place that is wrong."""
+    try:
+        return cls.model_validate(document, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, problem["loc"])) or "the answer"
+        raise MalformedError(printable(f"{place}: {problem['msg']}", 160)) from None
 
 
 def as_part(

@@ -19,12 +19,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from quiver.stages.reward.scoring import Part
 
 from .rows import Row, as_text
-from .strict import MalformedError, as_list, as_part, by_index, list_at
+from .strict import MalformedError, as_part, read_as
 
-CLASSIFY, SCORE = "/classify", "/score"
+CLASSIFY = "/classify"
+SCORE = "/score"
+
+
+class _Class(BaseModel):
+    index: int
+    probs: list[Any]
+    label: Any = None
+
+
+class _Classes(BaseModel):
+    data: list[_Class]
+
+
+class _Score(BaseModel):
+    index: int
+    score: Any = None
+
+
+class _Scores(BaseModel):
+    data: list[_Score]
 
 
 def encode_classify(rows: list[Row], config: Any) -> dict[str, Any]:
@@ -45,9 +67,8 @@ def is_alone(row: Row) -> bool:
 def decode_classify(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: not one item a row, or no number for the class."""
     parts = []
-    for row in by_index(list_at(answer, "data", len(rows)), "data"):
-        numbers = as_list(row.get("probs"), "probs")
-        num_classes = len(numbers)
+    for row in _by_index(read_as(_Classes, answer).data, len(rows)):
+        num_classes = len(row.probs)
         if not config.score_key and num_classes != 1:
             raise MalformedError(
                 f"the model has {num_classes} classes: say which one counts with score_key"
@@ -57,8 +78,8 @@ def decode_classify(answer: Any, rows: list[Row], config: Any) -> list[Part]:
             raise MalformedError(
                 f"the model has {num_classes} classes, score_key asks for number {number}"
             )
-        extra = {"label": row.get("label"), "probs": numbers} if num_classes > 1 else None
-        parts.append(as_part(numbers[number], config.range, config.rescale, extra))
+        extra = {"label": row.label, "probs": row.probs} if num_classes > 1 else None
+        parts.append(as_part(row.probs[number], config.range, config.rescale, extra))
     return parts
 
 
@@ -70,8 +91,15 @@ def encode_score(rows: list[Row], config: Any) -> dict[str, Any]:
 
 def decode_score(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: not one item a row."""
-    ordered = by_index(list_at(answer, "data", len(rows)), "data")
-    return [as_part(row.get("score"), config.range, config.rescale) for row in ordered]
+    ordered = _by_index(read_as(_Scores, answer).data, len(rows))
+    return [as_part(row.score, config.range, config.rescale) for row in ordered]
+
+
+def _by_index(items: list[Any], num_rows: int) -> list[Any]:
+    ordered = sorted(items, key=lambda item: item.index)
+    if [item.index for item in ordered] != list(range(num_rows)):
+        raise MalformedError(f"index of its data must be each of 0 to {num_rows - 1} once")
+    return ordered
 
 
 def _request(texts: dict[str, Any], config: Any) -> dict[str, Any]:

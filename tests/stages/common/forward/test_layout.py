@@ -14,7 +14,7 @@ B, Z = [40, 41], [50, 51]
 
 def _ragged(rows: list[list[int]]) -> Ragged:
     return Ragged.from_lengths(
-        torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
+        torch.tensor([id for row in rows for id in row]), torch.tensor([len(row) for row in rows])
     )
 
 

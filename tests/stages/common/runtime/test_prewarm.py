@@ -36,3 +36,14 @@ def test_a_time_limit_is_the_stages(interpreter):
     assert caught.value.object == "stage policy"
     assert "placement.timeout_seconds" in caught.value.next
     assert child.process.returncode < 0
+
+
+def test_a_time_limit_of_whoever_reads_its_lines_is_not_its_own(interpreter):
+    def on_line(line):
+        raise TimeoutError("the server does not answer")
+
+    with (
+        StageProcess("policy", interpreter("echo hello; sleep 600")) as child,
+        pytest.raises(TimeoutError, match="the server does not answer"),
+    ):
+        child.follow(on_line)

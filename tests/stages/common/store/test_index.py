@@ -113,7 +113,7 @@ def test_two_changes_within_one_tick_of_a_coarse_clock_are_two(store, monkeypatc
     elsewhere = store.path.with_name("elsewhere")
     second = 1_000_000_000
     tick = (time.time_ns() - second // 2) // second * second
-    monkeypatch.setattr(storage_module.Storage, "generation", lambda *_: (tick, tick, 1))
+    monkeypatch.setattr(storage_module.Storage, "stamp", lambda *_: (tick, tick, 1))
     shutil.move(versions[1].files.folder, elsewhere)
     assert [bool(store.find("a", "logprobs", key)) for key in run_keys] == [True, False]
     shutil.move(elsewhere, versions[1].files.folder)
@@ -173,3 +173,39 @@ def test_a_lower_number_that_is_made_again_does_not_hide_the_highest(store):
     index.add(versions[0].manifest)
     assert [entry.number for entry in index.entries()] == [1, 2, 3]
     assert commit(store, Settings(seed=3), shards=1).ref.version == 4
+
+
+def test_a_deleted_version_that_is_made_again_has_its_number(store):
+    """So what was made of it is still whole, and `latest` is what it was."""
+    first = commit(store, Settings(seed=0), shards=1)
+    for seed in (1, 2):
+        commit(store, Settings(seed=seed), shards=1, inputs={"other": first})
+    shutil.rmtree(first.files.folder)
+    assert [ref.version for ref, _ in store.entries("a")] == [2, 3]
+    assert [error.code for error in store.verify()[1]] == ["E-LINEAGE"] * 2
+    assert str(commit(store, Settings(seed=3), shards=1).ref) == "a/logprobs@4"
+    assert commit(store, Settings(seed=0), shards=1).ref == first.ref
+    assert [ref.version for ref, _ in store.entries("a")] == store.numbers("a", "logprobs")
+    assert store.verify() == (4, [])
+    assert str(store.resolve("a/logprobs@latest")) == "a/logprobs@4"
+    assert str(commit(store, Settings(seed=0), shards=1, force=True).ref) == "a/logprobs@5"
+
+
+def test_so_has_one_whose_manifest_was_torn_before_it_was_deleted(store):
+    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
+    (versions[1].files.folder / "manifest.json").write_bytes(b"{")
+    commit(store, Settings(seed=3), shards=1)
+    shutil.rmtree(versions[0].files.folder)
+    assert [entry.state for _, entry in store.entries("a")] == ["torn", "whole", "whole"]
+    shutil.rmtree(versions[1].files.folder)
+    for version, seed in ((versions[1], 1), (versions[0], 0)):
+        assert commit(store, Settings(seed=seed), shards=1).ref == version.ref
+
+
+def test_force_takes_no_number_back_and_a_number_that_was_taken_is_lost(store):
+    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(2)]
+    shutil.rmtree(versions[0].files.folder)
+    assert str(commit(store, Settings(seed=0), shards=1, force=True).ref) == "a/logprobs@3"
+    shutil.rmtree(store.path / "a/logprobs/v000003")
+    assert str(commit(store, Settings(seed=5), shards=1).ref) == "a/logprobs@3"
+    assert [entry.number for _, entry in store.entries("a")] == [2, 3]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -194,7 +195,7 @@ def test_a_commit_that_slept_too_long_makes_no_second_version(store, short_lived
     child.start()
 
     def is_stopped():
-        status = open(f"/proc/{child.pid}/stat").read()
+        status = Path(f"/proc/{child.pid}/stat").read_text()
         return status.rpartition(")")[2].split()[0] == "T"
 
     wait_until(is_stopped)

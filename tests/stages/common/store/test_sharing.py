@@ -65,7 +65,7 @@ def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
         assert order[0] not in taken and sorted(order) == [0, 1, 2]
         quick.commit()
         with pytest.raises(Finished):
-            slow.write(taken[0], table(2))
+            slow.claim(3).more()
     require_one(store)
 
 

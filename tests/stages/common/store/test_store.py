@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import textwrap
 
 import datasets
 import pyarrow as pa
@@ -28,7 +26,9 @@ from quiver.schemas.errors import (
 )
 from quiver.schemas.manifest import Model, canonical, digest
 from quiver.stages.common.config import Config, Runtime
+from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, storage
+from quiver.stages.common.store.writer import Staging, open_staging
 from tests.writing import begin
 
 
@@ -228,9 +228,7 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
         assert error.state.endswith("what refers to this one: tag prod, a/logprobs@2.")
     shutil.rmtree(first.files.folder)
     again = commit(store)
-    assert again.manifest.content_hash == first.manifest.content_hash
-    assert [error.message for error in store.verify()[1]] == ["its input a/logprobs@1 is gone"]
-    again.files.folder.rename(first.files.folder)
+    assert again.ref == first.ref and store.verify() == (2, [])
     (first.files.folder / "manifest.json").write_bytes(b"")
     assert (
         store.verify("a/logprobs@1")[1][0].next
@@ -327,23 +325,6 @@ def test_two_at_the_same_work_one_is_busy(store):
     assert commit(store).ref.version == 1
 
 
-def test_the_lock_of_a_dead_process_holds_nobody(store):
-    code = """
-        import os, sys, signal
-        sys.path.insert(0, {tests!r})
-        from test_store import Store, table, work_on
-        with work_on(Store({path!r})) as work:
-            work.write(0, table(0))
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    script = textwrap.dedent(code).format(tests=os.path.dirname(__file__), path=str(store.path))
-    died = subprocess.run([sys.executable, "-c", script], cwd=os.getcwd(), check=False)
-    assert died.returncode == -9
-    with work_on(store) as work:
-        assert work.has(0)
-        assert work.commit().manifest.rows == 2
-
-
 def _commit_many(path: str, writer: int, count: int) -> None:
     store = Store(path)
     for index in range(count):
@@ -355,14 +336,14 @@ def test_writers_at_once_get_each_number_once(store):
         "spawn"
     )  # one forked from a process that used Prefect fails as it ends
     writers = [
-        context.Process(target=_commit_many, args=(str(store.path), writer, 8))
-        for writer in range(4)
+        context.Process(target=_commit_many, args=(str(store.path), writer, 16))
+        for writer in range(2)
     ]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert [writer.exitcode for writer in writers] == [0] * 2
     assert store.numbers("a", "logprobs") == list(range(1, 33))
     assert store.verify() == (32, [])
 
@@ -417,8 +398,12 @@ def test_a_folder_with_other_things_is_no_store(tmp_path):
     (tmp_path / "store/store.json").write_text(re.search("{.*}", caught.value.next)[0])
     assert Store(tmp_path / "store").runs() == []
     (tmp_path / "store/store.json").write_text(json.dumps({"format": 2, "id": "x"}))
-    with pytest.raises(CorruptError, match="newer"):
+    with pytest.raises(CorruptError, match="format 2 is newer than 1"):
         Store(tmp_path / "store")
+    for unknown in (0, "1", None):
+        (tmp_path / "store/store.json").write_text(json.dumps({"format": unknown, "id": "x"}))
+        with pytest.raises(CorruptError, match=r"store\.json can not be read"):
+            Store(tmp_path / "store")
 
 
 def test_verify_finds_a_missing_input(store):
@@ -438,3 +423,81 @@ def test_others_may_read_what_a_library_wrote_for_its_owner_alone(store):
         (work.folder / "model.safetensors").chmod(0o600)
         version = work.commit()
     assert version.files.path("model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+def test_two_that_make_a_store_at_once_agree_on_its_id(tmp_path, monkeypatch):
+    path = tmp_path / "new"
+    others = []
+    real = storage.make_folder
+
+    def make_folder(folder):
+        real(folder)
+        monkeypatch.undo()
+        others.append(Store(path))
+
+    monkeypatch.setattr(storage, "make_folder", make_folder)
+    assert Store(path).id == others[0].id == Store(path).id
+
+
+def _staged(store, kind: str) -> list[str]:
+    return sorted(path.name for path in (store.path / "a" / kind / ".staging").iterdir())
+
+
+def test_nothing_stays_of_a_process_that_died_between_publishing_and_clearing(store, monkeypatch):
+    with work_on(store) as work:
+        work.write(0, table(0))
+        monkeypatch.setattr(Staging, "_close", lambda _, lease: lease.release())
+        work.commit()
+        run_key = work.run_key
+    monkeypatch.undo()
+    assert any(name.startswith(run_key) for name in _staged(store, "logprobs"))
+    commit(store, Settings(seed=1))
+    assert _staged(store, "logprobs") == []
+
+
+def test_forced_work_at_what_is_finished_is_left_alone(store):
+    first = commit(store)
+    with work_on(store, force=True) as forced:
+        forced.write(0, table(0))
+        commit(store, Settings(seed=1))
+        assert forced.commit().ref.version == 3
+    assert store.numbers("a", "logprobs") == [first.ref.version, 2, 3]
+
+
+def test_the_staging_of_every_kind_is_cleared(store):
+    plan = Plan(store, "logprobs", 1, Settings(), "a", ("rollouts", "logprobs"))
+    with open_staging(plan):
+        assert len(_staged(store, "rollouts")) == 2
+    commit(store)
+    sleeper = store.path / f"a/rollouts/.staging/{plan.run_key}.0123456789ab"
+    sleeper.mkdir()
+    with open_staging(plan) as staging:
+        assert not sleeper.exists(), "whoever takes over removes what others had ready"
+        assert staging.answer
+    assert _staged(store, "rollouts") == _staged(store, "logprobs") == []
+
+
+def test_who_slept_while_another_took_over_is_told(store, monkeypatch):
+    """Its folder is complete but for the manifest when the other removes it; the other has not
+    committed yet."""
+    real = storage.Storage.sync_folders
+
+    def sleep(self, prefix):
+        monkeypatch.undo()
+        real(self, prefix)
+        work.staging.leases.take("work", from_living=True)
+        shutil.rmtree(store.path / prefix)
+
+    with pytest.raises(BusyError, match="took this work over"), work_on(store) as work:
+        work.write(0, table(0))
+        monkeypatch.setattr(storage.Storage, "sync_folders", sleep)
+        work.commit()
+    assert store.numbers("a", "logprobs") == []
+
+
+def test_who_slept_before_the_last_look_at_its_shards_is_told(store):
+    with pytest.raises(BusyError, match="took this work over"), work_on(store) as work:
+        work.write(0, table(0))
+        work.staging.leases.take("work", from_living=True)
+        shutil.rmtree(work.folder.with_name(f"{work.folder.name}.notes"))
+        work.commit()

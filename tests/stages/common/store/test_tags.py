@@ -66,7 +66,7 @@ def test_a_move_that_a_crash_stopped_did_not_happen(store, versions, monkeypatch
     assert line(store) == [(None, first)]
     assert str(store.resolve("a/logprobs@prod")) == first
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "write_bytes", die)
+        patched.setattr(storage.Storage, "write", die)
         with pytest.raises(KeyboardInterrupt):
             store.tag("a", "prod", second, expected=first, key="night 1")
     assert line(store) == [(None, first), (first, second)], "the entry is the move"

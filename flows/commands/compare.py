@@ -1,15 +1,12 @@
-"""What the command line says of a store: rows of `show`, the differences of `diff`, the versions of
-`ls`, the entries of `history`."""
+"""What differs between two versions of one kind, for `quiver diff`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.refs import parse
 from quiver.stages.common.store import Store, Version
 from quiver.stages.reward.measures import changes
 
@@ -25,35 +22,6 @@ _ALWAYS_DIFFERENT = {
     "files",
     "run",
 }
-
-
-def listing(store: Store, run: str | None) -> list[dict[str, Any]]:
-    """What `ls` prints of each version: ref, rows, stage, created; of one whose manifest is torn,
-    ref and `error`."""
-    lines = []
-    for ref, entry in store.entries(run):
-        if entry.error:
-            lines.append({"ref": str(ref), "error": entry.error})
-        else:
-            line = {"ref": str(ref), "rows": entry.rows}
-            lines.append({**line, "stage": entry.stage, "created": entry.created})
-    return lines
-
-
-def history(store: Store, tag: str) -> list[dict[str, Any]]:
-    """What became of a tag, given as run/kind@tag, oldest first: at, before, ref, why, key, about.
-    ConfigError, LineageError."""
-    ref = parse(tag)
-    entries = store.history(ref.run, str(ref.version))
-    store.resolve(ref)
-    return [entry.model_dump(mode="json") for entry in entries]
-
-
-def rows(version: Version, count: int) -> list[dict[str, Any]]:
-    """The first `count` rows as plain values; none for a policy."""
-    if version.ref.kind == "policy" or count == 0:
-        return []
-    return version.table().slice(0, count).to_pylist()
 
 
 def diff(store: Store, first: str, second: str) -> dict[str, Any]:
@@ -80,16 +48,17 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     shared_a = table_a.filter(pc.is_valid(positions))
     shared_b = table_b.take(positions.drop_null())
     num_shared = shared_a.num_rows
-    num_different = {
-        name: _count_different(shared_a[name], shared_b[name])
-        for name in table_a.column_names
-        if name in table_b.column_names and name != key
-    }
+    changed = {}
+    for name in table_a.column_names:
+        if name in table_b.column_names and name != key:
+            pairs = zip(shared_a[name].to_pylist(), shared_b[name].to_pylist(), strict=True)
+            if count := sum(before != after for before, after in pairs):
+                changed[name] = count
     differences["rows"] = {
         "only_first": table_a.num_rows - num_shared,
         "only_second": table_b.num_rows - num_shared,
         "both": num_shared,
-        "changed": {name: count for name, count in num_different.items() if count},
+        "changed": changed,
     }
     if a.ref.kind == "rewards":
         groups = shared_a["group_id"].to_pylist()
@@ -122,12 +91,3 @@ def _flatten(node: Any, path: str = "") -> dict[str, Any]:
     for name, child in node.items():
         leaves |= _flatten(child, f"{path}.{name}" if path else name)
     return leaves
-
-
-def _count_different(left: pa.ChunkedArray, right: pa.ChunkedArray) -> int:
-    simple = pa.types.is_primitive(left.type) or pa.types.is_string(left.type)
-    if simple and left.type == right.type:
-        same = pc.fill_null(pc.equal(left, right), False)
-        neither = pc.and_(pc.is_null(left), pc.is_null(right))
-        return len(left) - (pc.sum(pc.or_(same, neither)).as_py() or 0)
-    return sum(x != y for x, y in zip(left.to_pylist(), right.to_pylist(), strict=True))
