@@ -44,11 +44,12 @@ SPINE = (
     "stages/evaluate/stage.py",
 )
 """The files to read first: what a run does, from the recipe to the loss."""
-VAGUE_NAMES = set(
-    "found made told own each given wanted rest known held about taken said other others one kept "
-    "what where part parts begun spent whole coming soon beside ahead result value data item obj "
-    "tmp info res".split()  # noqa: SIM905
-)
+_VAGUE = """
+    found made told own each given wanted rest known held about taken said other others one kept
+    what where part parts begun spent whole coming soon beside ahead result value data item obj
+    tmp info res
+"""
+VAGUE_NAMES = set(_VAGUE.split())
 """Names that do not say what they hold."""
 _CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 

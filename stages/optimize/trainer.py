@@ -113,16 +113,7 @@ class Trainer:
         self.objective = Objective(config, algorithm)
         self.budget = config.token_budget or token_budget(accelerator.device)
         self.precision = resolve(config.precision, accelerator.device)
-        self.critic: nn.Module | None = None
-        """The value head, with its trunk where it has one of its own."""
-        value_head = None
-        if algorithm.critic:
-            self.token_advantage = find_function("advantages", algorithm.advantage)
-            width = model.get_output_embeddings().weight.shape[1]
-            value_head = ValueHead(width).to(accelerator.device)
-            self.critic = with_trunk(value_head, value_trunk)
-            if config.value_coef == 0:
-                self.critic.requires_grad_(False)  # it gives values, and learns nothing
+        value_head = self._make_critic(value_trunk)
         self.active = list(range(len(batch.groups)))
         """The rollouts that are passed through the model."""
         if algorithm.zero_is_idle and self.objective.kl_coef == 0 and not algorithm.critic:
@@ -147,6 +138,20 @@ class Trainer:
         self.padding = 0
         """Places without a token, of the `places` that this rank passed through the model."""
         self.places = 0
+
+    def _make_critic(self, value_trunk: nn.Module | None) -> ValueHead | None:
+        """The value head; None where the algorithm has no critic."""
+        self.critic: nn.Module | None = None
+        """The value head, with its trunk where it has one of its own."""
+        if not self.algorithm.critic:
+            return None
+        self.token_advantage = find_function("advantages", self.algorithm.advantage)
+        width = self.model.get_output_embeddings().weight.shape[1]
+        value_head = ValueHead(width).to(self.accelerator.device)
+        self.critic = with_trunk(value_head, value_trunk)
+        if self.config.value_coef == 0:
+            self.critic.requires_grad_(False)  # it gives values, and learns nothing
+        return value_head
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
         """Packing, dtypes, attention kernel and optimizer, in the order in which each needs the one
@@ -382,14 +387,22 @@ class Trainer:
                 if number < num_passes and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
                     log.info("step %d: %d of %d micro-batches", self.step, number, num_passes)
                     last_line = time.monotonic()
-        # once a step; a gradient is in float32 whatever its weight is, and while the critic warms
-        # up only its weights have one
         if self.accelerator.num_processes > 1:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
+            self._sum_gradients()
         self.logprobs = self._gather(logprobs, active, self.logprobs)
         return {**self._numbers(sums, ratio_max, active), "microbatches": len(microbatches)}
+
+    def _sum_gradients(self) -> None:
+        """Sum the step's gradient over ranks, in float32 whatever the weights are. A weight has a
+        gradient where some rank gave it one: another may have sent no token through an expert. And
+        while the critic warms up, only its own weights have one."""
+        is_given = torch.tensor([parameter.grad is not None for parameter in self.parameters])
+        num_given = self._sum_over_ranks(is_given.float()).tolist()
+        for parameter, given in zip(self.parameters, num_given, strict=True):
+            if given and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            if given:
+                parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
 
     def _numbers(self, sums: Tensor, ratio_max: float, active: list[int]) -> dict[str, Any]:
         """The step's numbers of all ranks."""

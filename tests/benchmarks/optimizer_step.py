@@ -263,7 +263,8 @@ def _quiver(arguments: argparse.Namespace) -> None:
     )
     trainer = Trainer(config, model, batch, algorithms.resolve("grpo"), accelerator)
     batch.old_logprobs.copy_(trainer.score(range(total)))
-    updates = trainer.train().updates
+    trainer.train()
+    updates = trainer.updates
     seconds = float(np.median([row["seconds"] for row in updates[1:]]))
     numbers = {
         "tokens_per_second": _logical_tokens(rollouts) / seconds,

@@ -52,13 +52,30 @@ config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40
 run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two")
 """
 
+EXPERTS = """
+import torch
+from accelerate import Accelerator
+from quiver.stages.optimize.trainer import Trainer
+trainer = object.__new__(Trainer)
+trainer.accelerator = Accelerator(cpu=True)
+experts = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3)]
+trainer.parameters = experts
+rank = trainer.accelerator.process_index
+for expert in experts:
+    expert.grad_dtype = torch.float32
+experts[rank].grad = torch.full((3,), 2.0 + rank)
+trainer._sum_gradients()
+print([expert.grad if expert.grad is None else expert.grad.tolist() for expert in experts])
+"""
+"""Each rank sends its tokens through one of three experts."""
+
 
 def _launch(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
     env = {
         **os.environ,
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.run(
@@ -152,3 +169,12 @@ def test_another_number_of_processes_than_asked_for_is_refused(store, policy, tm
     assert done.returncode != 0
     assert "expected 2 processes, found 1" in done.stderr
     assert not store.numbers("two", "policy")
+
+
+@pytest.mark.dist
+def test_an_expert_that_one_rank_alone_used_has_the_same_gradient_on_both(tmp_path):
+    script = tmp_path / "experts.py"
+    script.write_text(EXPERTS)
+    done = _launch([str(script)], 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["[[2.0, 2.0, 2.0], [3.0, 3.0, 3.0], None]"] * 2
