@@ -36,7 +36,7 @@ def place(workplace, api):
     environment = {
         **command_environment(workplace),
         **WORKER,
-        "PYTHONPATH": os.getcwd(),
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
         "PREFECT_API_URL": api,
     }
     subprocess.run(
