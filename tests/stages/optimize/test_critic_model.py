@@ -261,7 +261,7 @@ def test_a_critic_that_is_carried_is_one_that_never_stopped(store, made):
         step=trainer.step,
         value_trunk=trainer.policy.value_trunk,
     )
-    for name in ("policy", "wrapped", "optimizer", "parameters", "clip_groups", "critic"):
+    for name in ("policy", "optimizer", "parameters", "clip_groups", "critic"):
         setattr(again, name, getattr(trainer, name))
     again.prepare()
     again.train()

@@ -188,7 +188,7 @@ def test_a_critic_that_is_carried_is_one_that_never_stopped(store, made):
     trainer.prepare()
     trainer.train()
     again = Trainer(config, model, loaded.batch, row, accelerator, step=trainer.step)
-    for name in ("policy", "wrapped", "optimizer", "parameters", "clip_groups"):
+    for name in ("policy", "optimizer", "parameters", "clip_groups"):
         setattr(again, name, getattr(trainer, name))
     again.prepare()
     again.train()
