@@ -142,7 +142,7 @@ def test_the_longest_completion_is_what_any_of_the_versions_allowed(store, polic
     refs = {"rewards": [version.ref for version in rewards]}
     inputs = open_inputs(store, policy.ref, [version.ref for version in versions], refs)
     loaded = joining.load(config, resolve("dr_grpo"), store, inputs)
-    assert loaded.config.max_completion_tokens == 20
+    assert loaded.batch.max_completion_tokens == 20
 
 
 def test_proximal_logprobs_are_those_of_each_versions_own_policy(store, two):

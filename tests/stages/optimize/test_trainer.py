@@ -355,7 +355,7 @@ def test_the_audit_counts_what_is_outside_the_algorithms_own_bounds(policy, rows
     ]
     assert any(1.2 < ratio < 1.28 for ratio in ratios)
     outside = [ratio < 0.8 or ratio > 1.28 for ratio in ratios]
-    assert made.audit["outside_clip"] == pytest.approx(sum(outside) / len(outside), abs=1e-9)
+    assert made.audit_report["outside_clip"] == pytest.approx(sum(outside) / len(outside), abs=1e-9)
 
 
 @pytest.mark.parametrize(

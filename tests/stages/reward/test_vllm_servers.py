@@ -21,6 +21,7 @@ CHATS = [[{"role": "user", "content": f"{a} + 1?"}] for a in range(4)]
 BATCH = {
     "prompts": [*CHATS, "what is 7? "],
     "completions": ["1", "two", "it is 3", "four", "seven"],
+    "completion_ids": [[5]] * 5,
     "rollout_ids": list("abcde"),
     "finish_reason": ["stop"] * 5,
 }
