@@ -71,7 +71,12 @@ class Batcher:
                 except Exception as error:
                     found = [error] * len(rows)
                 for future, outcome in zip(futures, found, strict=True):
-                    _settle(future, outcome)
+                    if future.done():  # the request was given up
+                        continue
+                    if isinstance(outcome, Exception):
+                        future.set_exception(outcome)
+                    else:
+                        future.set_result(outcome)
         finally:
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -86,15 +91,6 @@ class Batcher:
         if not self._waiting:
             self._arrived.clear()
         return taken
-
-
-def _settle(future: asyncio.Future[Scored], outcome: Scored | Exception) -> None:
-    if future.done():  # the request was given up
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
 
 
 def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[Scored]:

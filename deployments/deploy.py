@@ -231,15 +231,13 @@ def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -
         recipe, f"work pool {next(iter(pools))}", folder=folder, must_exist=not containers
     )
     for pool in containers:
-        check_visible(paths, _mounts(pool), f"work pool {pool.name} (type {pool.type})")
+        # a container sees the host's folder under the same path where its volume says `PATH:PATH`
+        volumes = [str(volume).split(":") for volume in _default(pool, "volumes") or []]
+        mounts = tuple(
+            parts[0] for parts in volumes if parts[:1] == parts[1:2] and parts[0].startswith("/")
+        )
+        check_visible(paths, mounts, f"work pool {pool.name} (type {pool.type})")
     return resolved
-
-
-def _mounts(pool: WorkPool) -> tuple[str, ...]:
-    """Folders that every container of a pool sees under the host's own path: `volumes` as Docker
-    pools name them."""
-    halves = [str(volume).split(":") for volume in _default(pool, "volumes") or []]
-    return tuple(half[0] for half in halves if half[:1] == half[1:2] and half[0].startswith("/"))
 
 
 def _default(pool: WorkPool, variable: str) -> Any:

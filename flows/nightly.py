@@ -61,7 +61,8 @@ class Night:
 
 def _run_name() -> str:
     parameters = flow_run.parameters
-    return f"{parameters['recipe'].run} · nightly {_name(parameters.get('night'))}"
+    night = _name(parameters.get("night"))
+    return f"{parameters['recipe'].run} · nightly {night}"
 
 
 def _name(night: str | None) -> str:

@@ -126,7 +126,8 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return data
 
 
-def _no_constant(name: str) -> float:
+def no_constant(name: str) -> float:
+    """A `parse_constant` for JSON that refuses NaN and Infinity. ValueError."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -141,7 +142,7 @@ def from_json(raw: bytes, name: str) -> Manifest:
     if not raw or len(raw) > MAX_BYTES:
         raise corrupt(f"manifest.json has {len(raw)} bytes, expected 1 to {MAX_BYTES}")
     try:
-        data = json.loads(raw, object_pairs_hook=no_key_twice, parse_constant=_no_constant)
+        data = json.loads(raw, object_pairs_hook=no_key_twice, parse_constant=no_constant)
         if not isinstance(data, dict):
             raise ValueError(f"expected an object, found {type(data).__name__}")
         checksum = data.pop("checksum", None)

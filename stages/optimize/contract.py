@@ -53,7 +53,8 @@ def checked(name: str, role: str, function: Callable) -> Callable:
         tensors = answer if len(contents) > 1 else (answer,)
         if not isinstance(tensors, tuple) or len(tensors) != len(contents):
             expected = f"the two tensors {' and '.join(contents)}"
-            raise _wrong(name, f"expected {expected}, found {_describe(answer)}")
+            found = _describe(answer)
+            raise _wrong(name, f"expected {expected}, found {found}")
         if role == "aggregation":
             shape = [int(first.sum())]
         else:

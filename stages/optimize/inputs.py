@@ -40,7 +40,15 @@ def open_inputs(
     """All versions by role. `beside`: references by role (rewards, ref, prox) of what goes with the
     rollouts. ConfigError, LineageError."""
     rollout_versions = [store.open(ref) for ref in _as_list(rollouts)]
-    _require_distinct(rollout_versions)
+    if not rollout_versions:
+        raise ConfigError("optimize", "no rollouts are given", next="name a version of rollouts")
+    versions_by_content: dict[str, Version] = {}
+    for version in rollout_versions:
+        equal = versions_by_content.setdefault(version.manifest.content_hash, version)
+        if equal is not version:
+            is_same = equal.ref == version.ref
+            problem = "is given twice" if is_same else f"holds the very rows of {equal.ref}"
+            raise ConfigError(str(version.ref), problem, next="name each version of rollouts once")
     inputs = {"policy": store.open(policy), **_numbered("rollouts", rollout_versions)}
     for role, refs in beside.items():
         versions = [store.open(ref) for ref in _as_list(refs)]
@@ -74,18 +82,6 @@ def _numbered(role: str, versions: list[Version]) -> dict[str, Version]:
         f"{role}.{number}" if number > 1 else role: version
         for number, version in enumerate(versions, 1)
     }
-
-
-def _require_distinct(rollouts: list[Version]) -> None:
-    if not rollouts:
-        raise ConfigError("optimize", "no rollouts are given", next="name a version of rollouts")
-    versions_by_content: dict[str, Version] = {}
-    for version in rollouts:
-        equal = versions_by_content.setdefault(version.manifest.content_hash, version)
-        if equal is not version:
-            is_same = equal.ref == version.ref
-            problem = "is given twice" if is_same else f"holds the very rows of {equal.ref}"
-            raise ConfigError(str(version.ref), problem, next="name each version of rollouts once")
 
 
 def _in_order_of(rollouts: list[Version], role: str, versions: list[Version]) -> list[Version]:

@@ -8,8 +8,6 @@ No process is started for it, no code of a user's runs, and torch is not importe
 
 from __future__ import annotations
 
-from typing import Any
-
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import Model
 
@@ -34,20 +32,15 @@ def pinned(config: Config, models: tuple[Model, ...]) -> Config:
         "models": map(model_fingerprint, models),
         "servers": map(server_fingerprint, config.servers),
     }
-    pins = {
-        kind: tuple(
-            _pin(*scorer) for scorer in zip(getattr(config, kind), fingerprints, strict=True)
-        )
-        for kind, fingerprints in found.items()
-    }
+    pins = {}
+    for kind, fingerprints in found.items():
+        pins[kind] = ()
+        for scorer, fingerprint in zip(getattr(config, kind), fingerprints, strict=True):
+            if scorer.fingerprint not in ("", fingerprint):
+                raise ConfigError(
+                    f"reward {scorer.name}",
+                    f"fingerprint expected {printable(scorer.fingerprint)}, found {fingerprint}",
+                    next="restore what scored then, or take the fingerprint out of the recipe",
+                )
+            pins[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
     return config.model_copy(update=pins)
-
-
-def _pin(scorer: Any, fingerprint: str) -> Any:
-    if scorer.fingerprint not in ("", fingerprint):
-        raise ConfigError(
-            f"reward {scorer.name}",
-            f"fingerprint expected {printable(scorer.fingerprint)}, found {fingerprint}",
-            next="restore what scored then, or take the fingerprint out of the recipe",
-        )
-    return scorer.model_copy(update={"fingerprint": fingerprint})

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.manifest import no_key_twice
+from quiver.schemas.manifest import no_constant, no_key_twice
 
 from .answers import score_each
 
@@ -113,7 +113,7 @@ def _json(text: str, schema: Any, find: str) -> float:
         document = json.loads(
             blocks[-1] if blocks else text,
             object_pairs_hook=no_key_twice,
-            parse_constant=_refuse_constant,
+            parse_constant=no_constant,
         )
     except (ValueError, RecursionError):
         return 0.0
@@ -122,10 +122,6 @@ def _json(text: str, schema: Any, find: str) -> float:
         return float(_validator(schema).is_valid(document))
     except RecursionError:
         return 0.0
-
-
-def _refuse_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _without_nulls(schema: Any) -> Any:

@@ -88,15 +88,12 @@ class Forward:
             short_of_memory(name, "lower token_budget of that model and run again"),
             products(self.device, fast=False),
         ):
-            return self._score(inputs, groups).cpu()
-
-    def _score(self, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
-        self.way = self.way or self._choose_way(inputs, groups)
-        values = self._run(self.way, inputs, groups)
-        broken = (~values.isfinite()).any(1).nonzero()[:, 0].tolist()
-        if broken and self.way != "single":  # in a packed row one input's NaN can reach others
-            values[broken] = self._run("single", [inputs[row] for row in broken], broken)
-        return values
+            self.way = self.way or self._choose_way(inputs, groups)
+            values = self._run(self.way, inputs, groups)
+            broken = (~values.isfinite()).any(1).nonzero()[:, 0].tolist()
+            if broken and self.way != "single":  # in a packed row one input's NaN can reach others
+                values[broken] = self._run("single", [inputs[row] for row in broken], broken)
+            return values.cpu()
 
     def _run(self, way: str, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
         """[inputs, values]"""

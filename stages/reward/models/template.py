@@ -59,7 +59,14 @@ class Reader:
             # text that an answer may hold too
             with suppress(ConfigError):
                 turns = self._template.render("probe", [*_PROBE, _PROBE[0]])
-            self._guard = Guard(tokenizer, plain=_plain(tokenizer, turns))
+            written_ids = set(tokenizer(turns, add_special_tokens=False)["input_ids"])
+            # content may hold added tokens that are not special, and that no template writes
+            plain = {
+                id
+                for id, token in tokenizer.added_tokens_decoder.items()
+                if not token.special and id not in written_ids
+            }
+            self._guard = Guard(tokenizer, plain=plain)
         except BaseException:
             self.close()
             raise
@@ -92,17 +99,6 @@ class Reader:
     def probe(self) -> list[int]:
         """The ids of a small conversation: how every input ends."""
         return self.read("probe", _PROBE)
-
-
-def _plain(tokenizer: PreTrainedTokenizerFast, turns: str) -> set[int]:
-    """Added tokens that content may hold: not special, and not what the template writes around the
-    `turns` of a neutral chat."""
-    around = set(tokenizer(turns, add_special_tokens=False)["input_ids"])
-    return {
-        id
-        for id, token in tokenizer.added_tokens_decoder.items()
-        if not token.special and id not in around
-    }
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:

@@ -138,11 +138,16 @@ class Pool:
 
     @contextmanager
     def _process(self, function: Function) -> Iterator[Worker]:
-        """An idle process, waited for; it is ended where the block raises."""
+        """An idle process, waited for, or a new one; it is ended where the block raises."""
         process = self._idle.get()
         is_sound = False
         try:
-            process = process or self._start()
+            if process is None:
+                with self._lock:
+                    if self._closing:
+                        raise _closed()
+                    process = Worker(self._memory_gib)
+                    self._processes.add(process)
             try:
                 yield process
             finally:
@@ -158,14 +163,6 @@ class Pool:
                 with self._lock:
                     self._processes.discard(process)
             self._idle.put(process if is_sound else None)
-
-    def _start(self) -> Worker:
-        with self._lock:
-            if self._closing:
-                raise _closed()
-            process = Worker(self._memory_gib)
-            self._processes.add(process)
-        return process
 
     def _load(self, process: Worker, function: Function) -> None:
         """Have the function loaded, once a process. ConfigError where that fails, or where its code

@@ -88,11 +88,9 @@ def run_program(
 async def _ask(transport: Transport, request: dict) -> Answer:
     async with transport.connection() as connection:
         body = json.dumps(request).encode()
-        return await transport.ask(connection, body, digest(request), _read)
-
-
-def _read(raw: bytes) -> Answer:
-    return read_as(Answer, read_json(raw))
+        return await transport.ask(
+            connection, body, digest(request), lambda raw: read_as(Answer, read_json(raw))
+        )
 
 
 @lru_cache(maxsize=8)

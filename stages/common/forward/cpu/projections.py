@@ -114,20 +114,17 @@ class Group:
                 return F.linear(states, self.linears[index].weight, self.linears[index].bias)
             self._input = states
             self._input_version = states._version
-            self._outputs = dict(enumerate(self._product(states)))
+            dtype = product_dtype(states)
+            weight = self._cast
+            if weight is None or weight.dtype != dtype:
+                weight = self.weight.to(dtype)
+                self._cast = weight if self.keeps_cast else None
+            outputs = _Product.apply(states, weight, self.bias, *self.parameters)
+            self._outputs = dict(enumerate(outputs))
         output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
         return output
-
-    def _product(self, states: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all linears for `states`."""
-        dtype = product_dtype(states)
-        weight = self._cast
-        if weight is None or weight.dtype != dtype:
-            weight = self.weight.to(dtype)
-            self._cast = weight if self.keeps_cast else None
-        return _Product.apply(states, weight, self.bias, *self.parameters)
 
     def free(self) -> None:
         """Let go of the joined weights; nothing can be computed after this."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from quiver.schemas.errors import printable
-from quiver.schemas.manifest import no_key_twice
+from quiver.schemas.manifest import no_constant, no_key_twice
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
 _T = TypeVar("_T", bound=BaseModel)
@@ -46,7 +46,7 @@ def read_json(raw: bytes) -> Any:
             if depth > MAX_DEPTH:
                 raise ValueError(f"nested deeper than {MAX_DEPTH}")
         document = json.loads(
-            text, object_pairs_hook=no_key_twice, parse_constant=_no_constant, parse_float=_finite
+            text, object_pairs_hook=no_key_twice, parse_constant=no_constant, parse_float=_finite
         )
         if "\\u" in text:  # \ud800 alone is half a character: no file and no wire can hold it
             json.dumps(document, ensure_ascii=False).encode()
@@ -56,10 +56,6 @@ def read_json(raw: bytes) -> Any:
             f"is not JSON: {printable(error, 100)}: {shown!r}" if raw else "is empty"
         ) from None
     return document
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:
