@@ -65,12 +65,12 @@ class Batcher:
                     await asyncio.sleep(self._limits.wait)
                 rows, futures = zip(*self._take(), strict=True)
                 try:
-                    found = await asyncio.get_running_loop().run_in_executor(
+                    outcomes = await asyncio.get_running_loop().run_in_executor(
                         thread, self._score, list(rows)
                     )
                 except Exception as error:
-                    found = [error] * len(rows)
-                for future, outcome in zip(futures, found, strict=True):
+                    outcomes = [error] * len(rows)
+                for future, outcome in zip(futures, outcomes, strict=True):
                     if future.done():  # the request was given up
                         continue
                     if isinstance(outcome, Exception):
@@ -82,15 +82,17 @@ class Batcher:
 
     def _take(self) -> list[tuple[Row, asyncio.Future[Scored]]]:
         """The first rows that have the same columns, at most as many as a batch has."""
-        taken, left = [], []
+        batch = []
+        skipped = []
         names = self._waiting[0][0].columns.keys()
-        while self._waiting and len(taken) < self._limits.rows:
-            item = self._waiting.popleft()
-            (taken if item[0].columns.keys() == names else left).append(item)
-        self._waiting.extendleft(reversed(left))
+        while self._waiting and len(batch) < self._limits.rows:
+            row, future = self._waiting.popleft()
+            has_same_columns = row.columns.keys() == names
+            (batch if has_same_columns else skipped).append((row, future))
+        self._waiting.extendleft(reversed(skipped))
         if not self._waiting:
             self._arrived.clear()
-        return taken
+        return batch
 
 
 def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[Scored]:
@@ -98,14 +100,13 @@ def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[S
     another column."""
     for scorer in scorers:
         scorer.require(rows[0].columns)
-    found: dict[str, list[Part]] = {}
-    batch = as_batch(
-        [row._replace(id=str(at)) for at, row in enumerate(rows)]
-    )  # ids of different requests may be the same
-    score_all(scorers, [(0, batch)], Allowance(math.inf), lambda _, parts: found.update(parts))
+    parts_of: dict[str, list[Part]] = {}
+    # ids of different requests may be the same
+    batch = as_batch([row._replace(id=str(index)) for index, row in enumerate(rows)])
+    score_all(scorers, [(0, batch)], Allowance(math.inf), lambda _, parts: parts_of.update(parts))
     return [
-        _weigh(config, row, {name: parts[at] for name, parts in found.items()})
-        for at, row in enumerate(rows)
+        _weigh(config, row, {name: parts[index] for name, parts in parts_of.items()})
+        for index, row in enumerate(rows)
     ]
 
 

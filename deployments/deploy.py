@@ -88,17 +88,20 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
                 next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
             )
         resolved = _seen_from(recipe, pools, where.folder)
-        wanted = list(_wanted(resolved, where, pools))
-        changes = [(deployment.full_name, _register(client, deployment)) for deployment in wanted]
-        changed = install(client, silent_runs())
-        started = start_run(client, wanted[0]) if where.now else None
-    entries = [
-        {"name": name, "pool": d.work_pool_name, "changed": new}
-        for (name, new), d in zip(changes, wanted, strict=True)
-    ]
-    automations = [{"name": silent_runs().name, "changed": changed}]
+        deployments = list(_deployments(resolved, where, pools))
+        entries = [
+            {
+                "name": deployment.full_name,
+                "pool": deployment.work_pool_name,
+                "changed": _register(client, deployment),
+            }
+            for deployment in deployments
+        ]
+        automations = [{"name": silent_runs().name, "changed": install(client, silent_runs())}]
+        started = start_run(client, deployments[0]) if where.now else None
     automations += [
-        {"name": trigger.name, "changed": changes[0][1]} for trigger in wanted[0].triggers
+        {"name": trigger.name, "changed": entries[0]["changed"]}
+        for trigger in deployments[0].triggers
     ]
     return {"api": url, "deployments": entries, "automations": automations, "flow_run": started}
 
@@ -130,7 +133,7 @@ def flow_of(recipe: Recipe) -> Flow:
     return nightly
 
 
-# -- what is wanted
+# -- what is to be there
 
 
 def described(flow: Flow, name: str, where: Where, **more: Any) -> RunnerDeployment:
@@ -172,7 +175,9 @@ def _schedules(where: Where) -> list[Schedule]:
     return [Cron(where.cron, timezone=timezone, slug="cron")]
 
 
-def _wanted(recipe: Recipe, where: Where, pools: dict[str, WorkPool]) -> Iterator[RunnerDeployment]:
+def _deployments(
+    recipe: Recipe, where: Where, pools: dict[str, WorkPool]
+) -> Iterator[RunnerDeployment]:
     """The recipe's own flow first, then `stage/POOL` of each pool that [placement] names."""
     work = _work(pools[where.pool], where)
     parameters = parameters_of(recipe)
@@ -203,9 +208,9 @@ def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
 
 
 def _versioned(deployment: RunnerDeployment) -> RunnerDeployment:
-    said = deployment.model_dump(mode="json", exclude={"version", "storage"})
+    fields = deployment.model_dump(mode="json", exclude={"version", "storage"})
     form = deployment._parameter_openapi_schema.model_dump(mode="json")
-    deployment.version = digest([said, deployment.entrypoint, form])[:12]
+    deployment.version = digest([fields, deployment.entrypoint, form])[:12]
     return deployment
 
 
@@ -246,27 +251,31 @@ def _default(pool: WorkPool, variable: str) -> Any:
     return properties.get(variable, {}).get("default")
 
 
-def _register(client: SyncPrefectClient, wanted: RunnerDeployment) -> bool:
+def _register(client: SyncPrefectClient, deployment: RunnerDeployment) -> bool:
     """Create or update; False where the server has this very version, with all its triggers."""
     try:
-        found = client.read_deployment_by_name(wanted.full_name)
+        registered = client.read_deployment_by_name(deployment.full_name)
     except ObjectNotFound:
-        found = None
-    if found and found.version == wanted.version:
-        owned = client.read_resource_related_automations(f"prefect.deployment.{found.id}")
-        if {trigger.name for trigger in wanted.triggers} <= {each.name for each in owned}:
+        registered = None
+    if registered and registered.version == deployment.version:
+        automations = client.read_resource_related_automations(
+            f"prefect.deployment.{registered.id}"
+        )
+        names = {automation.name for automation in automations}
+        if all(trigger.name in names for trigger in deployment.triggers):
             return False
-    wanted.apply()
-    if found and not wanted.schedules:  # the server takes an empty list for "as they were"
-        for schedule in found.schedules:
-            client.delete_deployment_schedule(found.id, schedule.id)
+    deployment.apply()
+    # the server takes an empty list for "as they were"
+    if registered and not deployment.schedules:
+        for schedule in registered.schedules:
+            client.delete_deployment_schedule(registered.id, schedule.id)
     return True
 
 
 def start_run(client: SyncPrefectClient, deployment: RunnerDeployment) -> str:
     """Start a run of a registered deployment; its id."""
-    found = client.read_deployment_by_name(deployment.full_name)
-    return str(client.create_flow_run_from_deployment(found.id).id)
+    registered = client.read_deployment_by_name(deployment.full_name)
+    return str(client.create_flow_run_from_deployment(registered.id).id)
 
 
 def outdated() -> list[dict[str, str | None]]:

@@ -43,29 +43,29 @@ def resolve(
     """
     data = recipe.model_dump(mode="json", exclude_unset=True)
     data.setdefault("store", recipe.store)
-    found: Paths = {}
+    paths: Paths = {}
     for key, kind in PATHS.items():
         for holder, last, name in _values(data, key.split("."), []):
-            path, rest = kind(holder[last])
+            path, function = kind(holder[last])
             path = path and Path(folder or "").absolute() / path
             if path is None:
                 _check_importable(name, holder[last], where)
                 continue
-            found[name] = path
-            holder[last] = f"{path}{rest}"
+            paths[name] = path
+            holder[last] = f"{path}{function}"
             if must_exist and name != "store" and NIGHT not in str(path) and not path.exists():
                 raise ConfigError(
                     f"{name} {printable(path)}",
                     "there is no such file or folder",
                     next=f"correct {name}",
                 )
-    return parse(Recipe, data, f"recipe {recipe.run}"), found
+    return parse(Recipe, data, f"recipe {recipe.run}"), paths
 
 
 def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
     """ConfigError when a container would not see a path: one in this host's home or temporary
     folder, below none of `mounts`."""
-    own = (
+    private_folders = (
         Path.home(),
         Path(tempfile.gettempdir()).absolute(),
         Path("/tmp"),
@@ -74,7 +74,12 @@ def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
     )
     for name, path in paths.items():
         private = next(
-            (folder for folder in own if folder != Path("/") and path.is_relative_to(folder)), None
+            (
+                folder
+                for folder in private_folders
+                if folder != Path("/") and path.is_relative_to(folder)
+            ),
+            None,
         )
         if private and not any(path.is_relative_to(mount) for mount in mounts):
             raise ConfigError(
@@ -102,17 +107,14 @@ def _model(value: str) -> tuple[Path | None, str]:
     """A directory or file that is there, or is written as a path; else a function, a package's
     file, or a hub id."""
     path = Path(value).expanduser()
-    written = value.startswith((".", "/", "~")) or path.suffix == ".gguf" or value.count("/") > 1
-    named = path.exists() or (written and ":" not in value)
-    return (path, "") if named and not value.startswith("package:") else _code(value)
+    looks_like = value.startswith((".", "/", "~")) or path.suffix == ".gguf" or value.count("/") > 1
+    is_path = path.exists() or (looks_like and ":" not in value)
+    return (path, "") if is_path and not value.startswith("package:") else _code(value)
 
 
 def _rows(value: str) -> tuple[Path | None, str]:
-    return (
-        _path(value)
-        if Path(value).suffix in SUFFIXES and not value.startswith("datasets:")
-        else _code(value)
-    )
+    is_file = Path(value).suffix in SUFFIXES and not value.startswith("datasets:")
+    return _path(value) if is_file else _code(value)
 
 
 def _interpreter(value: str) -> tuple[Path | None, str]:
@@ -145,22 +147,23 @@ PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
 def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any, Any, str]]:
     """The places in `data` at `keys` (`*`: each entry) that hold text: their holder, its key, and
     the whole name."""
-    first, *rest = keys
+    first, *further = keys
     if isinstance(data, list):
         names = range(len(data)) if first == "*" else []
     else:
         names = list(data) if first == "*" else [first] if first in data else []
     for name in names:
-        path, value = [*before, str(name)], data[name]
-        if rest and isinstance(value, dict | list):
-            yield from _values(value, rest, path)
-        elif not rest and isinstance(value, str) and value:
+        path = [*before, str(name)]
+        value = data[name]
+        if further and isinstance(value, dict | list):
+            yield from _values(value, further, path)
+        elif not further and isinstance(value, str) and value:
             yield data, name, ".".join(path)
 
 
 def _check_importable(name: str, value: str, where: str) -> None:
     """ConfigError where `module:function` is found only because the command runs in this folder."""
-    module, colon, _ = value.rpartition(":")
+    module, colon, function = value.rpartition(":")
     if (
         not colon
         or not module.replace(".", "").isidentifier()
@@ -168,15 +171,15 @@ def _check_importable(name: str, value: str, where: str) -> None:
     ):
         return
     here = {"", os.getcwd()}
-    kept, sys.path[:] = sys.path[:], [entry for entry in sys.path if entry not in here]
+    whole_path = sys.path[:]
+    sys.path[:] = [entry for entry in sys.path if entry not in here]
     try:
-        found = importlib.util.find_spec(module.partition(".")[0])
+        spec = importlib.util.find_spec(module.partition(".")[0])
     finally:
-        sys.path[:] = kept
-    if found is None:
+        sys.path[:] = whole_path
+    if spec is None:
         raise ConfigError(
             f"{name} {printable(value)}",
             f"module {module} is not installed, and {where} does not run in this folder",
-            next=f"name its file, {module.replace('.', '/')}.py:{value.rpartition(':')[2]}, or "
-            "install it",
+            next=f"name its file, {module.replace('.', '/')}.py:{function}, or install it",
         )

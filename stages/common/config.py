@@ -100,25 +100,22 @@ def parse(cls: type[_T], data: dict[str, Any], name: str) -> _T:
 
 def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigError:
     problems = []
-    for item in error.errors(include_url=False):
-        path = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            near = _nearest(str(item["loc"][-1]), _fields(cls, item["loc"][:-1]))
-            problems.append(
-                f"unknown key {printable(path)}" + (f"; did you mean {near}?" if near else "")
-            )
-        elif item["type"] == "missing":
-            problems.append(f"{path} is missing")
+    for entry in error.errors(include_url=False):
+        path = ".".join(map(str, entry["loc"]))
+        if entry["type"] == "extra_forbidden":
+            problem = f"unknown key {printable(path)}"
+            near = _nearest(str(entry["loc"][-1]), _fields(cls, entry["loc"][:-1]))
+            if near:
+                problem += f"; did you mean {near}?"
+        elif entry["type"] == "missing":
+            problem = f"{path} is missing"
         else:
-            came = (
-                ""
-                if item["type"] == "value_error" and isinstance(item["input"], dict)
-                else f", got {printable(repr(item['input']))}"
-            )
-            said = f"{printable(item['msg'].removeprefix('Value error, '))}{came}"
-            problems.append(
-                f"{path}: {said}" if path else said
-            )  # the whole is named by the error itself
+            problem = printable(entry["msg"].removeprefix("Value error, "))
+            if entry["type"] != "value_error" or not isinstance(entry["input"], dict):
+                problem += f", got {printable(repr(entry['input']))}"
+            if path:  # the whole is named by the error itself
+                problem = f"{path}: {problem}"
+        problems.append(problem)
     return ConfigError(name, "; ".join(problems), next="correct the key and run again")
 
 
