@@ -95,17 +95,16 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
 def install(client: SyncPrefectClient, automation: AutomationCore) -> bool:
     """Create or correct the automation of this name; whether anything changed. What a person
     switched off stays off."""
-    found = client.read_automations_by_name(automation.name)
-    if not found:
+    installed = client.read_automations_by_name(automation.name)
+    if not installed:
         client.create_automation(automation)
         return True
-    first, *doubles = found
+    first, *doubles = installed
     for double in doubles:
         client.delete_automation(double.id)
     compared = {"trigger", "actions", "description"}
-    if first.model_dump(include=compared) == automation.model_dump(
-        include=compared
-    ):  # as JSON, sets would have an order
+    # not as JSON, in which sets would have an order
+    if first.model_dump(include=compared) == automation.model_dump(include=compared):
         return bool(doubles)
     client.update_automation(first.id, automation.model_copy(update={"enabled": first.enabled}))
     return True
