@@ -144,7 +144,7 @@ class ServerConfig(ScorerConfig):
             return section
         token = section.get("token", "")
         refuse_token(token)
-        needs_tls = bool(token) and not section.get("allow_plain_http")
+        needs_tls = bool(token) and section.get("allow_plain_http") is not True
         urls = section.get("urls", ())
         for url in urls if isinstance(urls, list | tuple) else [urls]:
             refuse_url(url, needs_tls, ", or set allow_plain_http = true")

@@ -103,6 +103,12 @@ def test_a_right_section_survives_being_written_down(options):
     assert section(**made.model_dump(mode="json")) == made
 
 
+def test_only_true_lets_a_token_go_over_plain_http():
+    options = {"urls": ["http://scores.example"], "token": "env:KEY"}
+    with pytest.raises(ValidationError, match="https"):
+        ServerConfig(dialect="quiver", **options, allow_plain_http="false")
+
+
 @pytest.mark.parametrize(
     "value", [None, "", "short", "has space in it", "líne-of-text", "two\nlines-here"]
 )
