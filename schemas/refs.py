@@ -53,7 +53,12 @@ class Ref(NamedTuple):
     @property
     def folder(self) -> str:
         """The version's folder below the store: `arith/rollouts/v000003`."""
-        return f"{self.run}/{self.kind}/v{self.version:06d}"
+        return f"{self.run}/{self.kind}/{version_name(self.version)}"
+
+
+def version_name(number: int) -> str:
+    """The name of a version's folder: `v000003`."""
+    return f"v{number:06d}"
 
 
 def parse(text: str | Ref, run: str | None = None) -> Ref:

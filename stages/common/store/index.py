@@ -3,8 +3,7 @@
     STORE/<run>/<kind>/.index/versions    one JSON line a version; the last says of which state
 
         ["whole", 1, "4be1c0…", "reward", 512, 40960, "2026-…", "", [1767225600000000000, 77]]
-        ["gone", 2, "90ab17…", …]           deleted; made again, it gets its number back
-        {"format": 4, "folder": […], "count": 1, "crc32": …}
+        {"format": 5, "folder": […], "count": 1, "crc32": …}
 
 The manifests are the truth. The index is trusted only while the kind's folder has the times and the
 number of versions that its last line notes, and the lines before have their checksum; otherwise it
@@ -19,18 +18,19 @@ import re
 import time
 import zlib
 from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, from_json
 from quiver.schemas.refs import Ref
 
+from .ledger import Ledger
 from .storage import Storage
 
-_FORMAT = 4
-_WHOLE, _TORN, _GONE = b'["whole"', b'["torn"', b'["gone"'
-"""How the line of a version in such a state begins."""
+_FORMAT = 5
+_TORN = b'["torn"'
+"""How the line of a torn version begins."""
 _VERSION_NAME = re.compile(r"^v([0-9]{6,})$", re.MULTILINE)
 _SECOND = 1_000_000_000
 _TICK, _COARSE_TICK = _SECOND // 10, 2 * _SECOND
@@ -43,7 +43,7 @@ class IndexEntry:
     """One version, told without opening it."""
 
     state: str
-    """whole; torn, where its manifest can not be read; gone, where it was deleted."""
+    """whole; torn, where its manifest can not be read."""
     number: int
     run_key: str = ""
     stage: str = ""
@@ -80,6 +80,7 @@ class Index:
         self._folder = f"{run}/{kind}"
         # A folder of its own: what is written into it leaves the kind's modification time alone.
         self._key = f"{self._folder}/.index/versions"
+        self._ledger = Ledger(storage, run, kind)
 
     def numbers(self) -> list[int]:
         """Version numbers, rising."""
@@ -92,7 +93,6 @@ class Index:
         return [
             entry if entry.stamp == self._stamp(entry.number) else self._read(entry.number)
             for entry in entries
-            if entry.state != "gone"
         ]
 
     def find(self, run_key: str) -> list[int]:
@@ -102,20 +102,7 @@ class Index:
             return []
         entries = [_parse(line) for line in lines.splitlines() if key in line or _TORN in line]
         entries = [self._read(entry.number) if entry.error else entry for entry in entries]
-        return [
-            entry.number for entry in entries if entry.run_key == run_key and entry.state != "gone"
-        ]
-
-    def next_number(self, first: int, run_key: str | None) -> int:
-        """The number of the next version: that of a deleted one with this run_key, otherwise the
-        one after the highest, or `first`."""
-        lines = self._lines()
-        if run_key is not None and _GONE in lines:
-            for entry in map(_parse, lines.splitlines()):
-                if (entry.state, entry.run_key) == ("gone", run_key):
-                    return entry.number
-        newest = max(lines.rfind(_WHOLE), lines.rfind(_TORN))
-        return first if newest < 0 else _parse(lines[newest:].partition(b"\n")[0]).number + 1
+        return [entry.number for entry in entries if entry.run_key == run_key]
 
     def add(self, manifest: Manifest) -> None:
         """Note a version that was just published, if its number is above all others.
@@ -137,15 +124,11 @@ class Index:
         if self._is_trusted(noted):
             return lines
         numbers = self.numbers()
-        entries = {number: self._read(number) for number in numbers}
-        for before in map(_parse, lines.splitlines()):
-            entry = entries.get(before.number, replace(before, state="gone"))
-            if entry.state != "whole":
-                entries[before.number] = replace(entry, run_key=before.run_key)
-        lines = b"".join(_line(astuple(entries[number])) for number in sorted(entries))
+        lines = b"".join(_line(astuple(self._read(number))) for number in numbers)
         if numbers:
             # a store that can not be written is read without an index
             with suppress(OSError):
+                self._ledger.note_missing(numbers)
                 self._storage.make_prefix(f"{self._folder}/.index")
                 state = self._state(len(self.numbers()))
                 if state["count"] == len(numbers):

@@ -44,6 +44,7 @@ from quiver.schemas.manifest import Input, Manifest, from_json
 from quiver.schemas.refs import Ref
 
 from .index import Index, IndexEntry
+from .ledger import Ledger
 from .storage import Storage, storage_errors
 from .tags import Entry, Tag, check_name
 
@@ -252,6 +253,10 @@ class Store:
     def index(self, run: str, kind: str) -> Index:
         """What can be asked of all versions of one kind at once."""
         return Index(self.storage, refs.check_name(run, "run"), kind)
+
+    def ledger(self, run: str, kind: str) -> Ledger:
+        """Every number of one kind that was ever given, also to versions that are gone."""
+        return Ledger(self.storage, refs.check_name(run, "run"), kind)
 
     def refs(self, run: str | None = None, kind: str | None = None) -> Iterator[Ref]:
         """References of all visible versions, by run, kind and number."""

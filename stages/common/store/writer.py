@@ -330,31 +330,33 @@ class Writer:
         }
         candidate = f"{self._prefix}.{self._worker}"
         index = plan.store.index(self.run, self.kind)
+        ledger = plan.store.ledger(self.run, self.kind)
         first = plan.first_number if self.kind == plan.kinds[-1] else 1
         with storage_errors(self._name):
             for entry in self._entries:
                 self._storage.copy_into(f"{self._prefix}/{entry.name}", f"{candidate}/{entry.name}")
             self._storage.sync_folders(candidate)
-            number = plan.only_number
-            if number is None:
-                number = index.next_number(first, None if self._force else self.run_key)
+            ledger.prepare()
             while self.answer is None:
+                content = None if self._force else fields["content_hash"]
+                number = ledger.next_number(first, content, index.numbers())
+                if plan.only_number not in (None, number):
+                    self._storage.delete_tree(candidate)
+                    raise ConflictError(
+                        f"{self._name}@{plan.only_number}",
+                        plan.if_number_taken,
+                        next="choose another name for the run",
+                    )
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
                 self._storage.write(f"{candidate}/manifest.json", manifest.to_json())
                 ref = Ref(self.run, self.kind, number)
                 if not lease.is_held():
                     raise taken_over(self._name)
                 if self._storage.publish(candidate, ref.folder):
+                    ledger.note(number, manifest.content_hash)
                     index.add(manifest)
                     plan.store.written.add(str(ref))
                     self.answer = Version(ref, self._storage)
-                elif plan.only_number is not None:
-                    self._storage.delete_tree(candidate)
-                    raise ConflictError(
-                        str(ref), "this version is there already", next=f"quiver show {ref}"
-                    )
-                else:
-                    number = plan.store.numbers(self.run, self.kind)[-1] + 1
 
 
 class Staging:

@@ -2,12 +2,15 @@
 
 import builtins
 import json
+import multiprocessing
+import os
 import shutil
 import time
 
 import pytest
 
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.ledger import Ledger
 from quiver.stages.common.store import storage as storage_module
 from tests.stages.common.store.test_store import Settings, commit
 
@@ -178,12 +181,12 @@ def test_a_lower_number_that_is_made_again_does_not_hide_the_highest(store):
 def test_a_deleted_version_that_is_made_again_has_its_number(store):
     """So what was made of it is still whole, and `latest` is what it was."""
     first = commit(store, Settings(seed=0), shards=1)
-    for seed in (1, 2):
-        commit(store, Settings(seed=seed), shards=1, inputs={"other": first})
+    for shards in (2, 3):
+        commit(store, Settings(seed=shards), shards=shards, inputs={"other": first})
     shutil.rmtree(first.files.folder)
     assert [ref.version for ref, _ in store.entries("a")] == [2, 3]
     assert [error.code for error in store.verify()[1]] == ["E-LINEAGE"] * 2
-    assert str(commit(store, Settings(seed=3), shards=1).ref) == "a/logprobs@4"
+    assert str(commit(store, Settings(seed=3), shards=4).ref) == "a/logprobs@4"
     assert commit(store, Settings(seed=0), shards=1).ref == first.ref
     assert [ref.version for ref, _ in store.entries("a")] == store.numbers("a", "logprobs")
     assert store.verify() == (4, [])
@@ -192,20 +195,41 @@ def test_a_deleted_version_that_is_made_again_has_its_number(store):
 
 
 def test_so_has_one_whose_manifest_was_torn_before_it_was_deleted(store):
-    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
+    versions = [commit(store, Settings(seed=shards), shards=shards) for shards in (1, 2, 3)]
     (versions[1].files.folder / "manifest.json").write_bytes(b"{")
-    commit(store, Settings(seed=3), shards=1)
+    commit(store, Settings(seed=4), shards=4)
     shutil.rmtree(versions[0].files.folder)
     assert [entry.state for _, entry in store.entries("a")] == ["torn", "whole", "whole"]
     shutil.rmtree(versions[1].files.folder)
-    for version, seed in ((versions[1], 1), (versions[0], 0)):
-        assert commit(store, Settings(seed=seed), shards=1).ref == version.ref
+    for version, shards in ((versions[1], 2), (versions[0], 1)):
+        assert commit(store, Settings(seed=shards), shards=shards).ref == version.ref
 
 
-def test_force_takes_no_number_back_and_a_number_that_was_taken_is_lost(store):
-    versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(2)]
-    shutil.rmtree(versions[0].files.folder)
-    assert str(commit(store, Settings(seed=0), shards=1, force=True).ref) == "a/logprobs@3"
-    shutil.rmtree(store.path / "a/logprobs/v000003")
-    assert str(commit(store, Settings(seed=5), shards=1).ref) == "a/logprobs@3"
-    assert [entry.number for _, entry in store.entries("a")] == [2, 3]
+@pytest.mark.parametrize("older", [False, True])
+def test_a_number_is_never_given_to_other_content(store, older):
+    """Also the highest one, whose folder was deleted by hand; also in a store of before, where
+    nothing but the versions themselves says what was given."""
+    versions = [commit(store, Settings(seed=shards), shards=shards) for shards in (1, 2)]
+    if older:
+        shutil.rmtree(store.path / "a/logprobs/.ledger")
+        shutil.rmtree(store.path / "a/logprobs/.index", ignore_errors=True)
+        store.find("a", "logprobs", "0" * 64)
+    shutil.rmtree(versions[1].files.folder)
+    shutil.rmtree(store.path / "a/logprobs/.index", ignore_errors=True)
+    assert str(commit(store, Settings(seed=3), shards=3).ref) == "a/logprobs@3"
+    assert commit(store, Settings(seed=2), shards=2).ref == versions[1].ref
+    assert commit(store, Settings(seed=1), shards=1, force=True).ref.version == 4
+
+
+def test_a_process_that_dies_before_it_notes_its_number_leaves_that_to_the_next(store, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "note", lambda *_: os._exit(9))
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=commit, args=(store, Settings(seed=1)), kwargs={"shards": 1})
+        process.start()
+        process.join()
+    assert process.exitcode == 9
+    made = store.open("a/logprobs@1")
+    commit(store, Settings(seed=2), shards=2)
+    shutil.rmtree(made.files.folder)
+    assert str(commit(store, Settings(seed=3), shards=3).ref) == "a/logprobs@3"
