@@ -4,8 +4,8 @@
     STORE/<run>/<kind>/.ledger/v000003.expired    it was deleted on purpose: when and why
 
 A number is never given to other content. The folder of a version may be deleted, by `quiver rm` or
-by hand; its manifest stays here (a second link to the same file), and the number comes back only
-with the very same content, so that what was made of it is whole again.
+by hand; a copy of its manifest stays here, and the number comes back only with the very same content,
+so that what was made of it is whole again.
 
 Only names are read to choose a number, so that costs two listings however many versions there are.
 A process that dies between publishing a version and noting it leaves that to whoever comes next.
@@ -45,19 +45,22 @@ class Ledger:
         folder by its times."""
         self._storage.make_prefix(self._prefix)
 
-    def note(self, number: int, content_hash: str) -> None:
-        """Number `number` is given, for good: its version is visible."""
-        manifest = f"{Ref(self._run, self._kind, number).folder}/manifest.json"
-        self._storage.link(manifest, f"{self._prefix}/{version_name(number)}.{content_hash}")
-        self._storage.delete(self._expiry(number))
+    def note(self, manifest: Manifest) -> None:
+        """Its number is given, for good: the version is visible."""
+        self.prepare()
+        self._storage.write(self._key(manifest.version, manifest.content_hash), manifest.to_json())
+        self._storage.delete(self._key(manifest.version, _EXPIRED))
 
     def note_missing(self, visible: list[int]) -> None:
         """Note the visible versions that are not noted yet: those of an earlier Quiver, and those
         whose process died just then."""
         for number in sorted(set(visible) - set(self.content_hashes())):
-            with suppress(FileNotFoundError):  # it has no manifest, or was deleted meanwhile
-                manifest = self._read(f"{Ref(self._run, self._kind, number).folder}/manifest.json")
-                self.note(number, manifest.content_hash if manifest else "")
+            manifest = self._read(f"{Ref(self._run, self._kind, number).folder}/manifest.json")
+            if manifest is not None:
+                self.note(manifest)
+            else:
+                self.prepare()
+                self._storage.write(self._key(number, ""), b"")
 
     def next_number(self, first: int, content_hash: str | None, visible: list[int]) -> int:
         """The number of the next version: that of a deleted one with this content, otherwise the
@@ -70,16 +73,16 @@ class Ledger:
         return max([first - 1, *given, *visible]) + 1
 
     def manifest(self, number: int) -> Manifest | None:
-        """The manifest of a version that was deleted; None where nothing is known of it."""
-        content_hash = self.content_hashes().get(number)
-        if content_hash is None:
-            return None
-        return self._read(f"{self._prefix}/{version_name(number)}.{content_hash}")
+        """The manifest of a version, also of one that is gone; None where it is not known."""
+        return self._read(self._key(number, self.content_hashes().get(number, "")))
 
     def _read(self, key: str) -> Manifest | None:
-        with suppress(CorruptError):
+        with suppress(CorruptError, FileNotFoundError, NotADirectoryError):
             return from_json(self._storage.read(key), key)
         return None
+
+    def _key(self, number: int, suffix: str) -> str:
+        return f"{self._prefix}/{version_name(number)}.{suffix}"
 
     # -- versions that were deleted on purpose
 
@@ -87,14 +90,11 @@ class Ledger:
         """Say that the version is deleted on purpose, before it is."""
         fields = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "why": why}
         line = json.dumps({**fields, "checksum": digest(fields)})
-        self._storage.write(self._expiry(number), line.encode())
+        self._storage.write(self._key(number, _EXPIRED), line.encode())
 
     def is_expired(self, number: int) -> bool:
         """Whether the version was deleted on purpose."""
         return f"{version_name(number)}.{_EXPIRED}" in self._names()
-
-    def _expiry(self, number: int) -> str:
-        return f"{self._prefix}/{version_name(number)}.{_EXPIRED}"
 
     def _names(self) -> list[str]:
         return [name for name in self._storage.list(self._prefix) if not name.endswith(".tmp")]

@@ -155,14 +155,6 @@ class Storage:
             shutil.copyfile(self.path(key), self.path(target))  # a file system without links
             sync(self.path(target))
 
-    def link(self, key: str, target: str) -> None:
-        """Let `target` be the same immutable object, flushed, in place of what was there."""
-        self.make_prefix(target.rpartition("/")[0])
-        self.delete(target)
-        with contextlib.suppress(FileExistsError):  # another process did the same just now
-            self.copy_into(key, target)
-        sync(self.path(target).parent)
-
     def settle(self, key: str) -> None:
         """Flush a file that a library wrote; some write weights for their owner alone."""
         self.path(key).chmod(0o644)

@@ -353,7 +353,7 @@ class Writer:
                 if not lease.is_held():
                     raise taken_over(self._name)
                 if self._storage.publish(candidate, ref.folder):
-                    ledger.note(number, manifest.content_hash)
+                    ledger.note(manifest)
                     index.add(manifest)
                     plan.store.written.add(str(ref))
                     self.answer = Version(ref, self._storage)
