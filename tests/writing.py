@@ -20,7 +20,7 @@ class OpenWriter:
 
     @property
     def done(self) -> Version | None:
-        return self.staging.answer
+        return self.staging.committed
 
     def commit(self, **about) -> Version:
         self.writer.finish(**about)
@@ -45,7 +45,8 @@ def begin(
     share: bool | None = None,
     patience: float | None = None,
 ) -> Iterator[OpenWriter]:
-    """The one writer of such a plan, once nobody else is at it; or the finished version."""
+    """The one writer of such a plan, once nobody else is at it; or the finished version. `share`
+    None: of a stage whose work can not be shared."""
     first = 0 if kind == "policy" else 1
     plan = Plan(
         store,
@@ -59,8 +60,8 @@ def begin(
         first_number=first,
         patience_seconds=patience,
     )
-    with open_staging(plan, force=force, share=share) as staging:
-        if not staging.answer and not force:
+    with open_staging(plan, force=force, share=bool(share), can_share=share is not None) as staging:
+        if not staging.committed and not force:
             staging.last.is_committed()
         yield OpenWriter(staging)
 

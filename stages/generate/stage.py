@@ -70,7 +70,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         with suppress(LineageError):
             older_policy = store.open(older.manifest.models[0].ref)
             if tuple(checkpoints.generation_end_token_ids(older_policy)) == end_token_ids:
-                return replace(plan, answer=older)
+                return replace(plan, already_made=older)
     filled_in["end_token_ids"] = end_token_ids
     return replace(plan, config=config.model_copy(update=filled_in))
 

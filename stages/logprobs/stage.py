@@ -91,7 +91,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         writer.notes.update(scorer.ways, tokens=num_tokens)
         writer.write(index, shard)
         log.info("logprobs: %d of %d rows", min(start + ROWS_PER_SHARD, len(table)), len(table))
-    workers = [worker for worker in writer.parts() if worker.get("tokens")]
+    workers = [worker for worker in writer.reports() if worker.get("tokens")]
     speeds = [worker["tokens"] / worker["seconds"]["score"] for worker in workers]
     ways = workers[0] if workers else {}
     metrics = {

@@ -63,7 +63,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         kinds=("rewards",),
         inputs=inputs,
         models=models,
-        answer=answer,
+        already_made=answer,
         patience_seconds=config.patience_seconds,
     )
 

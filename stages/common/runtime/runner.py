@@ -5,9 +5,10 @@ this process, in milliseconds; otherwise the stage runs in a child process of it
 memory and its device are free when it ends, and it ends with whoever called.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
-    outcome = find(call) or run_call(call)
+    outcome = run_call(call)    # what is finished, or made now in a child process
+    outcome = find(call)        # only a look; None where it is not finished
 
-    run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")    # the same
+    run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")    # run_call
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def find(call: Call) -> Outcome | None:
 
 def find_version(plan: Plan) -> Version | None:
     """The finished version that answers the plan. Raises what the stage's `accept` raises."""
-    version = plan.answer or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
+    version = plan.already_made or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
     accept = getattr(load(plan.stage), "accept", None)
     if version is not None and accept is not None:
         accept(plan, version)
@@ -142,8 +143,8 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
                 next="start it once, without RANK in the environment",
             )
         return _make_without_writers(stage, plan)
-    with open_staging(plan, force=force, share=share if can_share else None) as staging:
-        if staging.answer is None:
+    with open_staging(plan, force=force, share=share, can_share=can_share) as staging:
+        if staging.committed is None:
             if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
                 raise ConflictError(
                     f"{plan.name}@{plan.only_number}",
@@ -152,7 +153,7 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
                 )
             stage.make(plan, staging.writers)
             staging.publish()
-    return staging.answer
+    return staging.committed
 
 
 def _make_without_writers(stage: Any, plan: Plan) -> Version:

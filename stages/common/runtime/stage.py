@@ -8,7 +8,10 @@ A stage is a module with
 
 `plan` imports no torch and starts no process; once a recipe is resolved it asks no network and
 reads no source either. A stage knows no process, no lease and no Prefect: `runner` finds what is
-finished, holds the lease, and publishes what was made. A stage may also have
+finished, holds the lease, and publishes what was made. Asking a writer for a shard may raise
+CommittedByOther, where another process has finished the version: `make` lets it pass.
+
+A stage may also have
 
     resolve(config) -> config                   read what the recipe names outside the store, once
     check(config, columns, prompts)             what only trying can tell, before any generation
@@ -70,7 +73,7 @@ class Plan:
     """The one number that it may have, unless it is forced. None: the next free one."""
     if_number_taken: str = ""
     """What is wrong where another version has that number."""
-    answer: Version | None = None
+    already_made: Version | None = None
     """A version that answers the call without any work, whatever its key."""
     patience_seconds: float | None = None
     """Processes that share the work: how long an idle one waits for another's shard."""

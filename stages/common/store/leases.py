@@ -9,9 +9,9 @@ A lease is a chain of numbered objects, each put only where there is none:
     .leases/part-00000/…                                  one of its shards
 
 Taking over is creating the next number, so of two that try, one gets it. A holder renews its object
-every few seconds. It is gone when its process is dead, as far as that can be told from here, or
-when its object has not changed for a minute by the clock of whoever waits. Whoever was asleep that
-long finds a higher number, and may not commit any more.
+every few seconds. A holder counts as gone when its process is dead, as far as that can be told from
+here, or when its object has not changed for a minute by the clock of whoever waits. Whoever was
+asleep that long finds a higher number, and may not commit any more.
 
     leases = Leases(storage, "arith/rollouts/.staging/KEY.leases")
     lease = leases.take("commit")        # None: somebody holds it

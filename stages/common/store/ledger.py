@@ -4,8 +4,8 @@
     STORE/<run>/<kind>/.ledger/v000003.expired    it was deleted on purpose: when and why
 
 A number is never given to other content. The folder of a version may be deleted, by `quiver rm` or
-by hand; a copy of its manifest stays here, and the number comes back only with the very same content,
-so that what was made of it is whole again.
+by hand; a copy of its manifest stays here, and the number comes back only with the very same
+content, so that what was made of it is whole again.
 
 Only names are read to choose a number, so that costs two listings however many versions there are.
 A process that dies between publishing a version and noting it leaves that to whoever comes next.

@@ -2,7 +2,7 @@
 
     for index in writer.unfinished(count):    # waits while the others are at the last shards
         writer.write(index, table)
-    writer.finish()                           # one process comes here; in the others Finished rises
+    writer.finish()     # one process comes here; in the others CommittedByOther is raised before
 
 Each process has a lease that says that it is there, and one for each shard that it is at. Leases
 decide who does the work, and nothing else: a shard is put into place whole and the first one stays,
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.2
 _COMMIT = "commit"
 
 
-class Finished(Exception):
+class CommittedByOther(Exception):
     """Another process has committed the version."""
 
 
@@ -65,11 +65,11 @@ class SoleShards:
         if index in self._unfinished:
             self._unfinished.remove(index)
 
-    def part(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """What is told of the shards of this process."""
         return {}
 
-    def other_parts(self) -> list[dict[str, Any]]:
+    def other_reports(self) -> list[dict[str, Any]]:
         """What other processes say of theirs."""
         return []
 
@@ -97,7 +97,7 @@ class SharedShards:
 
     def __enter__(self) -> SharedShards:
         if not self._other_workers():
-            for name in self._part_names():  # of earlier attempts, all dead: their shards stay
+            for name in self._report_names():  # of earlier attempts, all dead: their shards stay
                 self._writer.delete_note(name)
         return self
 
@@ -119,7 +119,7 @@ class SharedShards:
 
     def more(self) -> bool:
         """Wait for a shard to take. False: all are finished and whole, and it is this process that
-        commits. Finished."""
+        commits. CommittedByOther."""
         while self.commit_lease is None:
             self._writer.stop_if_committed()
             unfinished = self.unfinished()
@@ -129,19 +129,26 @@ class SharedShards:
                     # others may have it: some callers load an engine for minutes before they take
                     self._held.pop(index).release()
                     return True
-            else:
-                lease = self._leases.take(_COMMIT)
-                if lease is not None:
-                    damaged = [i for i in range(self._count) if not self._writer.has(i)]
-                    if not damaged:
-                        self.commit_lease = lease
-                        break
-                    for index in damaged:  # nobody has finished them after all
-                        self._writer.drop(index)
-                    lease.release()
+            elif self._may_commit():
+                break
             with self._writer.phase("wait"):
                 time.sleep(_POLL_SECONDS)
         return False
+
+    def _may_commit(self) -> bool:
+        """Take the lease to commit, where it is free and every shard is whole. A damaged one is
+        dropped: somebody does it again."""
+        lease = self._leases.take(_COMMIT)
+        if lease is None:
+            return False
+        damaged = [index for index in range(self._count) if not self._writer.has(index)]
+        for index in damaged:
+            self._writer.drop(index)
+        if damaged:
+            lease.release()
+            return False
+        self.commit_lease = lease
+        return True
 
     def take(self) -> int | None:
         """Lease a shard without waiting; None: not now. A process that has one gets another only
@@ -163,17 +170,17 @@ class SharedShards:
             self._slowest_seconds = max(self._slowest_seconds, time.monotonic() - lease.taken_at)
             lease.release()
         self._num_written += 1
-        self._writer.write_note(f"{self._worker}.part", self._writer.part())
+        self._writer.write_note(f"{self._worker}.report", self._writer.report())
 
-    def part(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """What is told of the shards of this process."""
         return {"shards": self._num_written, "slowest": self._slowest_seconds}
 
-    def other_parts(self) -> list[dict[str, Any]]:
+    def other_reports(self) -> list[dict[str, Any]]:
         """What other processes said when they finished their last shard."""
-        names = [name for name in self._part_names() if name != f"{self._worker}.part"]
-        parts = [self._writer.read_note(name) for name in names]
-        return [part for part in parts if part is not None]
+        names = [name for name in self._report_names() if name != f"{self._worker}.report"]
+        reports = [self._writer.read_note(name) for name in names]
+        return [report for report in reports if report is not None]
 
     def _lease_one(self, indices: list[int]) -> int | None:
         """A free shard, from where this process's rank begins; with empty hands also the one that
@@ -190,7 +197,7 @@ class SharedShards:
             return None
         patience = self._patience_seconds
         if patience is None:
-            slowest = max(part["slowest"] for part in self._writer.parts())
+            slowest = max(report["slowest"] for report in self._writer.reports())
             patience = max(LEAST_PATIENCE_SECONDS, 2 * slowest)
         longest_first = sorted(indices, key=lambda index: -self._leases.seconds_seen(_shard(index)))
         for index in longest_first:
@@ -213,9 +220,9 @@ class SharedShards:
         workers = [name.removeprefix("worker-") for name in names if self._leases.holder(name)]
         return [worker for worker in workers if worker != self._worker]
 
-    def _part_names(self) -> list[str]:
-        return [name for name in self._writer.note_names() if name.endswith(".part")]
+    def _report_names(self) -> list[str]:
+        return [name for name in self._writer.note_names() if name.endswith(".report")]
 
 
 def _shard(index: int) -> str:
-    return f"part-{index:05d}"
+    return f"shard-{index:05d}"

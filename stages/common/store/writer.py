@@ -1,13 +1,20 @@
 """How versions are written: staged shard by shard under a lease, then published at once.
 
     with open_staging(plan) as staging:
-        if staging.answer:
-            return staging.answer                      # another process has finished it
+        if staging.committed:
+            return staging.committed                      # another process has finished it
         writer = staging.writers["rewards"]
         for index in writer.unfinished(count):    # a restart redoes at most one shard
             writer.write(index, table)
         writer.finish(metrics={...})
         return staging.publish()
+
+What lies in `STORE/<run>/<kind>/.staging/` while the work goes on, and goes with it:
+
+    KEY/                 shards, or the files of a policy
+    KEY.notes/           what makes each shard count, and what each process says of its part
+    KEY.leases/          who is at the work (see `leases`)
+    KEY.<worker>/        links to the shards and the manifest: what will be renamed
 
 The commit: shards are written, hashed and flushed as they come, each with a note that makes it
 count. Then a folder of links to them gets its manifest, flushed, and is renamed to the next number
@@ -52,7 +59,7 @@ from quiver.schemas.refs import Ref
 from quiver.stages.common.runtime.stage import Plan
 
 from .leases import Lease, Leases, Link
-from .sharing import Finished, SharedShards, SoleShards
+from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import storage_errors
 from .versions import Version, schema_module
 
@@ -82,8 +89,9 @@ class Writer:
         self.seconds: dict[str, float] = {}
         """Seconds by phase, of this process."""
         self.notes: dict[str, Any] = {}
-        """What the stage notes of its part in the work, as plain JSON, for `parts`."""
-        self.answer: Version | None = None
+        """What the stage notes of its part in the work, as plain JSON, for `reports`. To be set
+        before a shard is written: only what is noted by then reaches the process that commits."""
+        self.committed: Version | None = None
         """The version, once it is there."""
         self.shards: SoleShards | SharedShards | None = None
         self._plan = plan
@@ -123,17 +131,17 @@ class Writer:
                 self._storage.delete_tree(f"{staging}/{name}")
 
     def is_committed(self) -> bool:
-        """Whether the version is there by now; then it is the `answer`."""
-        if self.answer is None:
-            self.answer = self._plan.store.find(
+        """Whether the version is there by now; then it is the `committed`."""
+        if self.committed is None:
+            self.committed = self._plan.store.find(
                 self.run, self.kind, self.run_key, self._ignored_up_to
             )
-        return self.answer is not None
+        return self.committed is not None
 
     def stop_if_committed(self) -> None:
-        """Finished, when another process has committed the version."""
+        """CommittedByOther, when another process has committed the version."""
         if self.is_committed():
-            raise Finished
+            raise CommittedByOther
 
     # -- shards
 
@@ -265,14 +273,14 @@ class Writer:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started_at
 
-    def part(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """What this process says of its part: `notes`, the `seconds` of its phases, its shards."""
         total = time.monotonic() - self._started_at
-        return {**self.notes, "seconds": {**self.seconds, "total": total}, **self.shards.part()}
+        return {**self.notes, "seconds": {**self.seconds, "total": total}, **self.shards.report()}
 
-    def parts(self) -> list[dict[str, Any]]:
+    def reports(self) -> list[dict[str, Any]]:
         """What each process that took part says of it, this one first."""
-        return [self.part(), *self.shards.other_parts()]
+        return [self.report(), *self.shards.other_reports()]
 
     def finish(
         self,
@@ -310,7 +318,7 @@ class Writer:
             schema_module(self.kind).check(pa.concat_tables(map(self.read, indices)))
 
     def publish(self, lease: Lease, metrics: dict[str, Any]) -> None:
-        """Make the version visible under the next number; then it is the `answer`. ConflictError
+        """Make the version visible under the next number; then it is the `committed`. ConflictError
         where it may have one number alone, and that is taken; BusyError where another took the
         lease over."""
         plan = self._plan
@@ -326,7 +334,7 @@ class Writer:
             "rows": sum(entry.rows for entry in self._entries),
             "content_hash": content_hash(schema, self._entries),
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
-            "seconds": _summed([part["seconds"] for part in self.parts()]),
+            "seconds": _summed([report["seconds"] for report in self.reports()]),
         }
         candidate = f"{self._prefix}.{self._worker}"
         index = plan.store.index(self.run, self.kind)
@@ -337,7 +345,7 @@ class Writer:
                 self._storage.copy_into(f"{self._prefix}/{entry.name}", f"{candidate}/{entry.name}")
             self._storage.sync_folders(candidate)
             ledger.prepare()
-            while self.answer is None:
+            while self.committed is None:
                 content = None if self._force else fields["content_hash"]
                 number = ledger.next_number(first, content, index.numbers())
                 if plan.only_number not in (None, number):
@@ -356,7 +364,7 @@ class Writer:
                     ledger.note(manifest)
                     index.add(manifest)
                     plan.store.written.add(str(ref))
-                    self.answer = Version(ref, self._storage)
+                    self.committed = Version(ref, self._storage)
 
 
 class Staging:
@@ -374,15 +382,16 @@ class Staging:
         self._can_share = can_share
 
     @property
-    def answer(self) -> Version | None:
+    def committed(self) -> Version | None:
         """The version of the last kind, once it is there."""
-        return self.last.answer
+        return self.last.committed
 
     def publish(self) -> Version:
         """Publish every kind in the plan's order; the version of the last one.
 
-        All is flushed and hashed before, so between the first and the last lie milliseconds. A
-        process that dies just there leaves the first ones; the next attempt takes them up.
+        All is flushed and hashed before, so between the first and the last lie milliseconds. Where
+        a process dies just there, the first ones stay: the same call does the whole work again,
+        and publishes only those that are not there yet.
         """
         for writer in self.writers.values():
             writer.seal()
@@ -395,12 +404,12 @@ class Staging:
             writer = self.writers[kind]
             if not writer.is_committed():
                 writer.publish(lease, {})
-            metrics[kind] = str(writer.answer.ref)
+            metrics[kind] = str(writer.committed.ref)
         if not self.last.shards.is_sole:
-            metrics["workers"] = sum(part["shards"] > 0 for part in self.last.parts())
+            metrics["workers"] = sum(report["shards"] > 0 for report in self.last.reports())
         self.last.stop_if_committed()
         self.last.publish(lease, metrics)
-        return self.answer
+        return self.committed
 
     @contextmanager
     def open_alone(self) -> Iterator[None]:
@@ -418,10 +427,10 @@ class Staging:
                 writer.shards = SoleShards(writer)
                 writer.remove_candidates()
             if not self.last.is_committed():
-                for kind, writer in self.writers.items():
-                    # half a checkpoint is worth nothing
-                    makes_policy = kind == "policy" or len(self.writers) > 1
-                    writer.prepare(fresh=self._force or makes_policy)
+                # shards of a table are worth keeping, half a checkpoint is not
+                starts_over = self._force or self.last.kind == "policy"
+                for writer in self.writers.values():
+                    writer.prepare(fresh=starts_over)
             with self._ended_by_others():
                 yield
         finally:
@@ -455,7 +464,7 @@ class Staging:
         fails after another has taken it over is a BusyError."""
         try:
             yield
-        except Finished:
+        except CommittedByOther:
             return
         except OutcomeUnknownError:  # of this one's own commit
             raise
@@ -469,7 +478,7 @@ class Staging:
                 raise taken_over(self.plan.name) from error
             if not isinstance(error, FileNotFoundError):  # what is staged is gone since
                 log.warning(
-                    "%s was finished by others; here: %s", self.answer.ref, printable(error)
+                    "%s was finished by others; here: %s", self.committed.ref, printable(error)
                 )
 
     def _leases_of(self, run_key: str) -> Leases:
@@ -481,7 +490,7 @@ class Staging:
         """Let go of the work; when it is done, remove all that is staged of it, and of finished
         work whose process died before it could."""
         plan, storage = self.plan, self.plan.store.storage
-        for kind in plan.kinds if self.answer else ():
+        for kind in plan.kinds if self.committed else ():
             staging = f"{plan.run}/{kind}/.staging"
             names = storage.list(staging)
             run_keys = {name.partition(".")[0] for name in names} - {plan.run_key}
@@ -510,12 +519,12 @@ class Staging:
 
 @contextmanager
 def open_staging(
-    plan: Plan, *, force: bool = False, share: bool | None = None
+    plan: Plan, *, force: bool = False, share: bool = False, can_share: bool = True
 ) -> Iterator[Staging]:
     """The writers for `plan`, while this process holds its lease, or a part in it with `share`.
 
-    `share` None: the stage's work can not be shared. Where another process has committed the
-    version meanwhile, the body ends early, with `answer` set. BusyError: another process is at it.
+    Where another process has committed the version meanwhile, the body ends early, with `committed`
+    set. BusyError: another process is at it; it says whether they could share the work.
     """
     if share and force:
         raise ConfigError(
@@ -524,7 +533,7 @@ def open_staging(
             "from what it replaces",
             next="leave out force, or share",
         )
-    staging = Staging(plan, force=force, can_share=share is not None)
+    staging = Staging(plan, force=force, can_share=can_share)
     with storage_errors(plan.name):
         plan.store.storage.make_prefix(f"{plan.run}/{plan.kinds[-1]}/.staging")
     with staging.open_together() if share else staging.open_alone():

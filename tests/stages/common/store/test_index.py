@@ -10,8 +10,8 @@ import time
 import pytest
 
 from quiver.stages.common.store import Store
-from quiver.stages.common.store.ledger import Ledger
 from quiver.stages.common.store import storage as storage_module
+from quiver.stages.common.store.ledger import Ledger
 from tests.stages.common.store.test_store import Settings, commit
 
 
@@ -225,7 +225,9 @@ def test_a_process_that_dies_before_it_notes_its_number_leaves_that_to_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "note", lambda *_: os._exit(9))
         context = multiprocessing.get_context("fork")
-        process = context.Process(target=commit, args=(store, Settings(seed=1)), kwargs={"shards": 1})
+        process = context.Process(
+            target=commit, args=(store, Settings(seed=1)), kwargs={"shards": 1}
+        )
         process.start()
         process.join()
     assert process.exitcode == 9

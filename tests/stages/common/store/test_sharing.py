@@ -8,7 +8,7 @@ import pytest
 
 from quiver.schemas.errors import BusyError, ConfigError, OutcomeUnknownError
 from quiver.stages.common.store import sharing, storage
-from quiver.stages.common.store.sharing import Finished
+from quiver.stages.common.store.sharing import CommittedByOther
 from tests.stages.common.store.test_store import Settings, table
 from tests.writing import begin
 
@@ -64,7 +64,7 @@ def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
             quick.write(index, table(2 * index))
         assert order[0] not in taken and sorted(order) == [0, 1, 2]
         quick.commit()
-        with pytest.raises(Finished):
+        with pytest.raises(CommittedByOther):
             slow.claim(3).more()
     require_one(store)
 
@@ -176,7 +176,7 @@ def test_seconds_are_summed_and_the_total_is_the_longest(store):
         two.notes["rows"] = 3
         for work, index in ((one, first.take()), (two, second.take())):
             work.write(index, table(2 * index))
-        assert [part.get("rows") for part in one.parts()] == [None, 3]
+        assert [part.get("rows") for part in one.reports()] == [None, 3]
         assert not first.more()
         manifest = one.commit().manifest
     assert (manifest.seconds["score"], manifest.seconds["load"]) == (3.0, 0.5)
@@ -272,7 +272,7 @@ def test_what_the_dead_told_is_forgotten_where_nobody_else_lives(store):
     attempt."""
     die_after(store, True, first_shard)
     with work_on(store) as work:
-        assert [part["shards"] for part in work.parts()] == [0]
+        assert [part["shards"] for part in work.reports()] == [0]
         write_all(work, 3)
         manifest = work.commit().manifest
     assert "score" not in manifest.seconds and manifest.metrics["workers"] == 1
@@ -286,7 +286,7 @@ def test_what_was_told_stays_while_one_of_them_lives(store):
         index = shards.take()
         living.write(index, table(2 * index))
         with work_on(store) as late:
-            assert [part["shards"] for part in late.parts()] == [0, 1, 1]
+            assert [part["shards"] for part in late.reports()] == [0, 1, 1]
 
 
 def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):

@@ -473,7 +473,7 @@ def test_the_staging_of_every_kind_is_cleared(store):
     sleeper.mkdir()
     with open_staging(plan) as staging:
         assert not sleeper.exists(), "whoever takes over removes what others had ready"
-        assert staging.answer
+        assert staging.committed
     assert _staged(store, "rollouts") == _staged(store, "logprobs") == []
 
 
