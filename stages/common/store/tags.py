@@ -5,7 +5,8 @@
 
 An entry is the move: it is put under the next number only where there is none, so of two that move
 a tag at once one gets the number, and the other sees what was decided meanwhile. The file beside
-the journal follows. Older stores have the file and `.prod.journal`, which go on being read.
+the journal follows. Older stores have the file and `.prod.journal`, which go on being read where
+they agree.
 """
 
 from __future__ import annotations
@@ -54,22 +55,38 @@ class Tag:
     def ref(self) -> str | None:
         """What the tag points at, or None. CorruptError."""
         numbers = self._numbers()
-        return self._entry(numbers[-1]).ref if numbers else self._file()
+        if numbers:
+            return self._entry(numbers[-1]).ref
+        held = self._file()
+        journal = self._old_lines()
+        if journal and journal[-1].ref != held:
+            raise CorruptError(
+                f"{self._run} tag {self.name}",
+                f"the tag says {held}, the last line of its journal {journal[-1].ref}",
+                state="all versions are intact; nothing was changed.",
+                next=f"quiver tag {self.name} {journal[-1].ref}, or what it is meant to be",
+            )
+        return held
 
     def history(self) -> list[Entry]:
         """The tag's entries, oldest first. CorruptError."""
+        self.ref()
         return self._old_journal() + [self._entry(number) for number in self._numbers()]
 
     def move(self, target: str, expected: str | None, why: str, key: str, about: dict) -> None:
         """Point the tag at `target`. ConflictError unless it holds `expected` ("*": whatever).
 
         Nothing is done where an entry has this `key` already, or where the tag points there and
-        nothing is decided (no `key`).
+        nothing is decided (no `key`). A tag and a journal that disagree are settled by "*" alone.
         """
+        if expected != "*":
+            self.ref()
         while True:
-            numbers = self._numbers()  # before the rest: what comes meanwhile has the next number
-            entries = self.history()
-            before = self.ref()
+            # all from one look at the journal: what comes meanwhile has the next number
+            numbers = self._numbers()
+            moves = [self._entry(number) for number in numbers]
+            entries = self._old_journal() + moves
+            before = moves[-1].ref if moves else self._file()
             if key and any(entry.key == key for entry in entries):
                 return
             if expected not in ("*", before):
@@ -109,23 +126,31 @@ class Tag:
 
     def _file(self) -> str | None:
         try:
-            return self._storage.read(f"{self._folder}/{self.name}").decode().strip()
+            text = self._storage.read(f"{self._folder}/{self.name}").decode().strip()
+            if not isinstance(refs.parse(text).version, int):
+                raise ValueError(f"{text} names no version by its number")
+            return text
         except FileNotFoundError:
             return None
-        except (UnicodeDecodeError, IsADirectoryError) as error:
+        except (ValueError, OSError) as error:
             raise self._corrupt(self.name, printable(error)) from None
 
-    def _old_journal(self) -> list[Entry]:
-        """Entries of a store that an earlier Quiver wrote; its last one counts where the tag, or
-        the entry after it, bears it out."""
+    def _old_lines(self) -> list[Entry]:
+        """Lines of the journal that an earlier Quiver wrote."""
         key = f".{self.name}.journal"
         try:
             lines = self._storage.read(f"{self._folder}/{key}").splitlines()
-            entries = [Entry.model_validate_json(line) for line in lines]
+            return [Entry.model_validate_json(line) for line in lines]
         except FileNotFoundError:
             return []
         except ValidationError as error:
             raise self._corrupt(key, printable(error.errors()[0]["msg"])) from None
+        except OSError as error:
+            raise self._corrupt(key, printable(error)) from None
+
+    def _old_journal(self) -> list[Entry]:
+        """The same; the last one counts where the tag, or the entry after it, bears it out."""
+        entries = self._old_lines()
         if not entries:
             return []
         numbers = self._numbers()

@@ -109,6 +109,29 @@ def test_of_two_that_move_at_once_one_does(store, versions, same_key):
     assert len(line(store)) == 2 and line(store)[1][1] == str(store.resolve("a/logprobs@prod"))
 
 
+@pytest.mark.parametrize("moment", range(8))
+def test_another_moves_the_tag_between_any_two_looks_at_it(store, versions, monkeypatch, moment):
+    """What this process decides on is the tag at one moment, not its journal then and its target
+    later."""
+    first, second, *_ = versions
+    store.tag("a", "prod", first)
+    looks = []
+
+    def after_another(real):
+        def look(*arguments):
+            looks.append(arguments)
+            if len(looks) == moment + 1:
+                Store(store.path).tag("a", "prod", second, expected=first, key="night 1")
+            return real(*arguments)
+
+        return look
+
+    for name in ("list", "read"):
+        monkeypatch.setattr(storage.Storage, name, after_another(getattr(storage.Storage, name)))
+    store.tag("a", "prod", second, expected=first, key="night 1")
+    assert line(store) == [(None, first), (first, second)]
+
+
 def test_the_way_back_leaves_out_what_was_given_up(store, versions):
     a, b, c, d = versions
     expected = {a: None, b: a, c: b}
@@ -149,6 +172,23 @@ def test_a_journal_that_can_not_be_read_is_told(store, versions, damage):
             call()
 
 
+@pytest.mark.parametrize(
+    "damage", [b"a/logprobs@prod", b"\xff", b"", b"a/nothing@1", "folder", "loop"]
+)
+def test_a_tag_of_before_that_names_no_version_is_told(store, versions, damage):
+    path = store.path / "a/tags/prod"
+    path.parent.mkdir()
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "loop":
+        path.symlink_to(path)
+    else:
+        path.write_bytes(damage)
+    for call in (lambda: store.resolve("a/logprobs@prod"), lambda: store.history("a", "prod")):
+        with pytest.raises(CorruptError, match="prod can not be read"):
+            call()
+
+
 def test_the_journal_of_an_earlier_quiver_goes_on(store, versions):
     (store.path / "a/tags").mkdir()
     (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
@@ -158,7 +198,13 @@ def test_the_journal_of_an_earlier_quiver_goes_on(store, versions):
     ]
     lines = "".join(f"{entry.model_dump_json()}\n" for entry in entries)
     (store.path / "a/tags/.prod.journal").write_text(lines)
-    assert line(store) == [(None, versions[0])], "the tag does not bear the last entry out"
+    for call in (
+        lambda: store.resolve("a/logprobs@prod"),
+        lambda: line(store),
+        lambda: store.tag("a", "prod", versions[3], expected=versions[0]),
+    ):
+        with pytest.raises(CorruptError, match=f"says {versions[0]}, .* journal {versions[1]}"):
+            call()
     store.tag("a", "prod", versions[3], key="unfinished")
     assert line(store) == [(None, versions[0]), (versions[0], versions[3])], "nor does the next one"
     shutil.rmtree(store.path / "a/tags/.prod")
