@@ -27,7 +27,7 @@ _UsageError = typer.BadParameter.__base__  # of the click that typer brings alon
 COMMANDS = (
     running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy, placing.doctor,
     versions.ls, versions.show, versions.lineage, versions.diff, versions.verify,
-    versions.tag, versions.history, versions.report,
+    versions.rm, versions.tag, versions.history, versions.report,
     listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip
 app = typer.Typer(

@@ -26,8 +26,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def search_path(monkeypatch):
-    """What a test adds to the search path, or a recipe's dotted name in its folder, ends with it."""
+    """What a test adds to the search path, or a recipe's dotted name in its folder, ends with it.
+
+    The rooms have one import name, `quiver.…`: a second copy of a module would be another class.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    doubled = {"schemas", "stages", "flows", "deployments"} & set(sys.modules)
+    assert not doubled, f"imported without `quiver.`: {sorted(doubled)}"
 
 
 @pytest.fixture
@@ -42,9 +48,3 @@ def policy(store) -> Version:
     from tests.tiny import make_policy
 
     return make_policy(store)
-
-
-def pytest_sessionfinish():
-    """The rooms have one import name, `quiver.…`; a second copy of a module would be another class."""
-    doubled = {"schemas", "stages", "flows", "deployments"} & set(sys.modules)
-    assert not doubled, f"imported without `quiver.`: {sorted(doubled)}"

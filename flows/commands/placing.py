@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .shared import RecipeFile, Settings, StorePath, read_recipe, say
+from .shared import RecipeFile, Settings, StorePath, open_store, read_recipe, say
 
 Cron = Annotated[str | None, typer.Option(help='when, as cron says it, e.g. "0 2 * * *"')]
 Timezone = Annotated[
@@ -94,9 +94,21 @@ def deploy(
     say(outcome, lines)
 
 
-def doctor() -> None:
+def doctor(
+    quarantine: Annotated[
+        str | None, typer.Option(help="put this damaged version aside", metavar="REF")
+    ] = None,
+    store: StorePath = None,
+) -> None:
     """List the deployments on the Prefect server that were registered under names of before: no run
-    of theirs can start until they are registered again."""
+    of theirs can start until they are registered again. Or put a damaged version aside."""
+    if quarantine:
+        from quiver.stages.common.store.retention import quarantine as put_aside
+
+        ref, folder = put_aside(open_store(store), quarantine)
+        lines = [f"{ref} is in {folder}", "run the command that made it again"]
+        say({"quarantined": str(ref), "folder": str(folder)}, lines)
+        return
     outdated = _room_above("deploy").outdated()
     lines = [
         f"{entry['name']}: there is no {entry['entrypoint']} any more; register it again: "

@@ -90,13 +90,28 @@ def verify(
     store: StorePath = None,
 ) -> None:
     """Check every byte: sizes, hashes, schemas, and that no input is missing."""
-    checked, bad = open_store(store).verify(ref)
+    from quiver.stages.common.verification import verify as verify_store
+
+    checked, bad = verify_store(open_store(store), ref)
     for error in bad:
         error.next = complete(error.next, CALLED, options_in(context.parent.command.commands))
     lines = [*(str(error) for error in bad), f"{checked} checked, {len(bad)} bad"]
     say({"checked": checked, "bad": [error.to_dict() for error in bad]}, lines)
     if bad:
         raise SystemExit(bad[0].exit_code)
+
+
+def rm(
+    ref: Reference,
+    reason: Annotated[str, typer.Option(help="why, for its tombstone")] = "",
+    store: StorePath = None,
+) -> None:
+    """Delete a version. Its number and its manifest stay; what was made of it is kept."""
+    from quiver.stages.common.store.retention import remove
+
+    removed, users = remove(open_store(store), ref, reason)
+    lines = [f"{removed} is deleted", *(f"{user} was made of it" for user in users)]
+    say({"removed": str(removed), "users": users}, lines)
 
 
 def tag(

@@ -4,11 +4,16 @@ each field.
 A field that changes how fast or where the work runs, but not what comes out, is annotated
 `Runtime[...]`; it is left out of the run_key, so a rerun with another batch size is still "already
 done".
+
+A field that comes to a config of which stores hold versions already is annotated `Added[...]`; it
+is left out of the run_key while it has its default, so what was made before it came stays found. A
+field that goes is still read from old manifests: `parse_saved`.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import inspect
 import textwrap
@@ -22,8 +27,10 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.plugins import ROOMS
 
 _RUNTIME = "runtime knob: not part of the run_key"
+_ADDED = "came later: not part of the run_key while it has its default"
 _T = TypeVar("_T")
 Runtime = Annotated[_T, _RUNTIME]
+Added = Annotated[_T, _ADDED]
 
 
 class Config(BaseModel):
@@ -43,14 +50,17 @@ class Config(BaseModel):
 
     def key(self) -> dict[str, Any]:
         """The resolved values that decide the outcome, as plain JSON: what enters the run_key."""
-        knobs = {
-            name for name, field in type(self).model_fields.items() if _RUNTIME in field.metadata
+        left_out = {
+            name
+            for name, field in type(self).model_fields.items()
+            if _RUNTIME in field.metadata
+            or (_ADDED in field.metadata and getattr(self, name) == field.get_default())
         }
-        dumped = self.model_dump(mode="json", exclude=knobs)
+        dumped = self.model_dump(mode="json", exclude=left_out)
         for name, value in self:
-            if name not in knobs and isinstance(value, Config):
+            if name not in left_out and isinstance(value, Config):
                 dumped[name] = value.key()
-            elif name not in knobs and isinstance(value, tuple):
+            elif name not in left_out and isinstance(value, tuple):
                 plain = zip(value, dumped[name], strict=True)
                 dumped[name] = [
                     item.key() if isinstance(item, Config) else as_json for item, as_json in plain
@@ -96,6 +106,25 @@ def parse(cls: type[_T], data: dict[str, Any], name: str) -> _T:
         return cls.model_validate(data)
     except ValidationError as error:
         raise _explain(cls, error, name) from None
+
+
+def parse_saved(cls: type[_T], data: dict[str, Any], name: str) -> tuple[_T, dict[str, Any]]:
+    """`data` of a manifest as a `cls`, and what it says under keys that have gone since, by path.
+    ConfigError."""
+    gone: dict[str, Any] = {}
+    data = copy.deepcopy(data)
+    try:
+        return cls.model_validate(data), gone
+    except ValidationError as error:
+        for entry in error.errors(include_url=False):
+            if entry["type"] == "extra_forbidden":
+                *path, key = entry["loc"]
+                section = data
+                for part in path:  # names the chosen class of a union too, which the data do not
+                    if isinstance(part, int) or part in section:
+                        section = section[part]
+                gone[".".join(map(str, entry["loc"]))] = section.pop(key)
+    return parse(cls, data, name), gone
 
 
 def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigError:

@@ -19,6 +19,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from quiver.deployments.deploy import Where, deploy
 from quiver.flows.recipe import load
 from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
 from tests.deployments.prefect_world import World, wait_for, world
 from tests.flows.conftest import write_recipe
 
@@ -128,7 +129,7 @@ class Runs:
             assert self.store.numbers(self.name, kind) == versions, (
                 f"{kind}: a version was made twice, or not at all"
             )
-        assert self.store.verify()[1] == []
+        assert verify(self.store)[1] == []
 
 
 def _parent(pid: int) -> int:

@@ -22,6 +22,7 @@ import pytest
 
 from quiver.stages.common.runtime.runner import Call, find, perform, plan_of
 from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_bytes())
@@ -53,7 +54,7 @@ def call_stage(
 
 def check_store(store: Path) -> tuple[int, list[str]]:
     """How many versions there are, and what is wrong with their bytes, schemas and lineage."""
-    count, errors = Store(store).verify()
+    count, errors = verify(Store(store))
     return count, list(map(str, errors))
 
 

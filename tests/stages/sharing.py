@@ -15,6 +15,7 @@ from pathlib import Path
 from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.common.runtime.runner import Call, perform
 from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
 
 _FORK = multiprocessing.get_context("fork")
 LIMIT_SECONDS = 60
@@ -73,7 +74,7 @@ def hashes(store: Store, ref: str) -> dict[str, str]:
 def require_whole(store: Store, run: str, kind: str) -> None:
     """One version, of whole files, and nothing beside it."""
     assert len(store.numbers(run, kind)) == 1
-    assert store.verify()[1] == []
+    assert verify(store)[1] == []
     assert list((store.path / run / kind / ".staging").iterdir()) == []
 
 

@@ -1,7 +1,7 @@
 """Whether an Arrow file can be parsed, told without parsing it in this process.
 
-    with ArrowCheck() as check:
-        problem = check.problem(path)    # "" where it can be
+with ArrowCheck() as check:
+    problem = check.problem(path)    # "" where it can be
 """
 
 from __future__ import annotations

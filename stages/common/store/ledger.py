@@ -92,9 +92,13 @@ class Ledger:
         line = json.dumps({**fields, "checksum": digest(fields)})
         self._storage.write(self._key(number, _EXPIRED), line.encode())
 
-    def is_expired(self, number: int) -> bool:
-        """Whether the version was deleted on purpose."""
-        return f"{version_name(number)}.{_EXPIRED}" in self._names()
+    def expiry(self, number: int) -> str:
+        """When and why the version was deleted on purpose; empty where it was not."""
+        try:
+            fields = json.loads(self._storage.read(self._key(number, _EXPIRED)))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return ""
+        return f"{fields.get('at')} {fields.get('why')}".strip()
 
     def _names(self) -> list[str]:
         return [name for name in self._storage.list(self._prefix) if not name.endswith(".tmp")]

@@ -46,6 +46,11 @@ class Storage:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether somebody else wrote what is here, as far as store.json tells."""
+        return self.path("store.json").stat().st_uid != os.geteuid()
+
     def path(self, key: str) -> Path:
         """Where the object lies on this host, for libraries that read files themselves."""
         return self.root / key
@@ -59,8 +64,14 @@ class Storage:
         return self.path(key).read_bytes()
 
     def read_table(self, key: str) -> pa.Table:
-        """An Arrow file, mapped into memory."""
-        return pa.ipc.open_file(pa.memory_map(str(self.path(key)))).read_all()
+        """An Arrow file, mapped into memory. pyarrow.ArrowException where it can not be parsed."""
+        file = pa.memory_map(str(self.path(key)))
+        try:
+            return pa.ipc.open_file(file).read_all()
+        except OSError as error:
+            if error.errno is None:  # pyarrow's word for a file that contradicts itself
+                raise pa.ArrowInvalid(str(error)) from None
+            raise
 
     def size(self, key: str) -> int:
         """Bytes of an object."""

@@ -73,6 +73,21 @@ class Tag:
         self.ref()
         return self._old_journal() + [self._entry(number) for number in self._numbers()]
 
+    def verify(self) -> None:
+        """CorruptError where an entry or the file can not be read, or where they disagree.
+
+        A process that died between the two leaves a file that says what was before.
+        """
+        entries = self.history()
+        held, shown = self.ref(), self._file()
+        if shown != held and not (entries and shown == entries[-1].before):
+            raise CorruptError(
+                f"{self._run} tag {self.name}",
+                f"the file says {shown}, its journal {held}, which counts",
+                state="all versions are intact; nothing was changed.",
+                next=f"quiver tag {self.name} {held}",
+            )
+
     def move(self, target: str, expected: str | None, why: str, key: str, about: dict) -> None:
         """Point the tag at `target`. ConflictError unless it holds `expected` ("*": whatever).
 
@@ -88,6 +103,7 @@ class Tag:
             entries = self._old_journal() + moves
             before = moves[-1].ref if moves else self._file()
             if key and any(entry.key == key for entry in entries):
+                self._write_file()
                 return
             if expected not in ("*", before):
                 raise ConflictError(
@@ -96,6 +112,7 @@ class Tag:
                     next="look at what the tag points at now, then tag again",
                 )
             if before == target and not key:
+                self._write_file()
                 return
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             entry = Entry(at=at, before=before, ref=target, why=why, key=key, about=about)
@@ -106,8 +123,15 @@ class Tag:
             # no other process can get the number that this one gets
             number = (numbers[-1] if numbers else len(entries)) + 1
             if self._storage.put_if_absent(f"{prefix}/{number:06d}", line.encode()):
-                self._storage.write(f"{self._folder}/{self.name}", f"{target}\n".encode())
+                self._write_file()
                 return
+
+    def _write_file(self) -> None:
+        """Let the file say what the journal does, also where another moves the tag meanwhile."""
+        written = None
+        while self._numbers() and written != (held := self.ref()):
+            self._storage.write(f"{self._folder}/{self.name}", f"{held}\n".encode())
+            written = held
 
     def _numbers(self) -> list[int]:
         names = self._storage.list(f"{self._folder}/.{self.name}")
@@ -165,6 +189,13 @@ class Tag:
             state="all versions are intact; nothing was changed.",
             next=f"restore tags/{key}, or delete it: the tag then goes on from the entry before",
         )
+
+
+def is_name(name: str) -> bool:
+    """Whether a tag may be called so; an old journal beside a tag may not."""
+    if name == "latest" or name.isdecimal() or name.endswith(".journal"):
+        return False
+    return bool(refs.NAME.fullmatch(name))
 
 
 def check_name(name: str) -> str:

@@ -18,12 +18,10 @@ silence: when the newest version is torn, `latest` is an error. Writing is `writ
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
 import os
-import shlex
 import uuid
 from collections.abc import Iterator
 from functools import cached_property
@@ -37,16 +35,17 @@ from quiver.schemas.errors import (
     ConfigError,
     CorruptError,
     LineageError,
-    QuiverError,
-    SchemaError,
+    printable,
 )
-from quiver.schemas.manifest import Input, Manifest, from_json
+from quiver.schemas.fields import kind_of
+from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
 from quiver.schemas.refs import Ref
 
+from .arrow_check import ArrowCheck
 from .index import Index, IndexEntry
 from .ledger import Ledger
 from .storage import Storage, storage_errors
-from .tags import Entry, Tag, check_name
+from .tags import Entry, Tag, check_name, is_name
 
 if TYPE_CHECKING:
     import datasets
@@ -55,9 +54,18 @@ FORMAT = 1
 log = logging.getLogger(__name__)
 
 
+_parsed_hashes: set[str] = set()
+"""Files of somebody else's stores that a child process has parsed, by their sha256."""
+
+
 def schema_module(kind: str):
     """The module of `schemas` that describes `kind`; only for kinds that are tables."""
     return importlib.import_module(f"quiver.schemas.{kind}")
+
+
+def schema_name(kind: str) -> str:
+    """What this Quiver calls the schema of a kind: `rollouts/1`."""
+    return "policy/1" if kind == "policy" else kind_of(schema_module(kind).SCHEMA)
 
 
 class VersionFiles:
@@ -116,6 +124,14 @@ class Version:
         manifest = from_json(raw, str(self.ref))
         if manifest.ref != str(self.ref):
             raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
+        if manifest.kind_schema != schema_name(self.ref.kind):
+            error = self.corrupt(
+                "manifest.json",
+                f"its schema is {printable(manifest.kind_schema)}, this Quiver reads "
+                f"{schema_name(self.ref.kind)}",
+            )
+            error.next = "update Quiver"
+            raise error
         return manifest
 
     def as_input(self, role: str) -> Input:
@@ -167,13 +183,25 @@ class Version:
             if shards and most_bytes < 0:
                 break
             self.verify(entry.name)
-            shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
-            if shard.num_rows != entry.rows:
-                raise self.corrupt(
-                    entry.name, f"expected {entry.rows} rows, found {shard.num_rows}"
-                )
-            shards.append(shard.select(columns) if columns else shard)
+            shards.append(self._read_shard(entry, columns))
         return pa.concat_tables(shards)
+
+    def _read_shard(self, entry: FileEntry, columns: list[str] | None) -> pa.Table:
+        """One file, whose hash is right; of somebody else's store a child parses it first."""
+        if self._storage.is_foreign and entry.sha256 not in _parsed_hashes:
+            with ArrowCheck() as arrow_check:
+                problem = arrow_check.problem(self.files.path(entry.name))
+            if problem:
+                raise self.corrupt(entry.name, f"can not be parsed: {problem}")
+            _parsed_hashes.add(entry.sha256)
+        try:
+            shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
+            shard = shard.select(columns) if columns else shard
+        except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            raise self.corrupt(entry.name, f"can not be parsed: {printable(error)}") from None
+        if shard.num_rows != entry.rows:
+            raise self.corrupt(entry.name, f"expected {entry.rows} rows, found {shard.num_rows}")
+        return shard
 
     def to_datasets(self) -> datasets.Dataset:
         """The same rows as a `datasets.Dataset` over the mapped files, without copying."""
@@ -266,7 +294,7 @@ class Store:
 
     def versions(self, run: str | None = None, kind: str | None = None) -> Iterator[Version]:
         """Every visible version, by run, kind and number."""
-        return map(self._version, self.refs(run, kind))
+        return map(self.version, self.refs(run, kind))
 
     def entries(self, run: str | None = None) -> Iterator[tuple[Ref, IndexEntry]]:
         """What the indexes tell of every visible version, by run, kind and number."""
@@ -281,7 +309,11 @@ class Store:
         parsed = refs.parse(ref, run)
         if isinstance(parsed.version, int):
             if not self._is_folder(parsed.folder):
-                raise self._nowhere(parsed, "there is no such version")
+                expiry = self.ledger(parsed.run, parsed.kind).expiry(parsed.version)
+                why = (
+                    f"it was deleted on purpose: {expiry}" if expiry else "there is no such version"
+                )
+                raise self._nowhere(parsed, why)
             return parsed
         if parsed.version == "latest":
             numbers = self.numbers(parsed.run, parsed.kind)
@@ -298,7 +330,7 @@ class Store:
 
     def open(self, ref: str | Ref, run: str | None = None) -> Version:
         """The version that `ref` names, its manifest checked. LineageError, CorruptError."""
-        version = self._version(self.resolve(ref, run))
+        version = self.version(self.resolve(ref, run))
         version.manifest  # noqa: B018  a torn manifest is found here, not later
         return version
 
@@ -306,7 +338,7 @@ class Store:
         """The newest complete version that bears `run_key` and a number above `above`, or None. One
         whose manifest is torn is passed over, with a warning."""
         for number in reversed(self.index(run, kind).find(run_key)):
-            version = self._version(Ref(run, kind, number))
+            version = self.version(Ref(run, kind, number))
             try:
                 if number > above and version.manifest.run_key == run_key:
                     return version
@@ -314,12 +346,17 @@ class Store:
                 log.warning("%s is passed over: %s", version.ref, error.message)
         return None
 
-    def _version(self, ref: Ref) -> Version:
+    def version(self, ref: Ref) -> Version:
+        """The version of a reference with its number, which may be torn. CorruptError."""
         if self.storage.is_linked(ref.folder):
             raise CorruptError(
                 str(ref), "the folder is a link", next="replace the link by the folder itself"
             )
         return Version(ref, self.storage)
+
+    def exists(self, ref: Ref) -> bool:
+        """Whether the version is there, torn or whole."""
+        return self._is_folder(ref.folder)
 
     def _is_folder(self, key: str) -> bool:
         return self.storage.path(key).is_dir()
@@ -330,75 +367,6 @@ class Store:
         there_are = f"; there are {', '.join(names[-5:])}" if names else ""
         next = "quiver ls" if any(self.refs()) else "run a recipe with this store first"
         return LineageError(str(ref), why + there_are, next=next)
-
-    # -- lineage and checks
-
-    def verify(self, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
-        """Check every byte of one version, or of all: how many were checked, and the errors."""
-        checked = [self.resolve(ref)] if ref else list(self.refs())
-        errors: list[QuiverError] = []
-        for version_ref in checked:
-            try:
-                self._verify(self._version(version_ref))
-            except QuiverError as error:
-                if error.next == f"quiver verify {version_ref}":  # that is what was asked already
-                    self._add_users(error, version_ref)
-                errors.append(error)
-        return len(checked), errors
-
-    def _verify(self, version: Version) -> None:
-        version.verify()
-        listed = {*version.files.names, "manifest.json"}
-        for name in self.storage.list_files(version.ref.folder):
-            if name not in listed:
-                error = version.corrupt(name, "is no file of this version")
-                error.next = shlex.join(["rm", str(version.files.path(name))])
-                raise error
-        if version.ref.kind != "policy":
-            try:
-                schema_module(version.ref.kind).check(version.table())
-            except SchemaError as error:
-                raise version.corrupt(error.object, error.message) from error
-        for parent in version.manifest.inputs:
-            self._verify_parent(version, parent)
-
-    def _verify_parent(self, version: Version, parent: Input) -> None:
-        ref = refs.parse(parent.ref)
-        if not self._is_folder(ref.folder):
-            raise LineageError(
-                str(version.ref),
-                f"its input {ref} is gone",
-                next=f"restore {self.path / ref.folder} from a copy; without it {version.ref} is "
-                "whole, but not its lineage",
-            )
-        if self.open(ref).manifest.content_hash != parent.content_hash:
-            raise LineageError(
-                str(version.ref),
-                f"input {ref} is not what it was",
-                next=f"make {version.ref.kind} anew of what {ref} is now",
-            )
-
-    def _add_users(self, error: QuiverError, ref: Ref) -> None:
-        """Say in `error` what refers to `ref`, whose bytes are not those written, and that only
-        making it anew helps."""
-        users = [
-            f"tag {name}"
-            for name in self.storage.list(f"{ref.run}/tags")
-            if refs.NAME.fullmatch(name) and self.tagged(ref.run, name) == str(ref)
-        ]
-        for other in self.refs():
-            with contextlib.suppress(QuiverError):  # a torn one is told by itself
-                manifest = self._version(other).manifest
-                refers = any(
-                    entry.ref == str(ref) for entry in (*manifest.inputs, *manifest.models)
-                )
-                if refers and other != ref:
-                    users.append(str(other))
-        error.state = (
-            "no other version is touched by this; what refers to this one: "
-            f"{', '.join(users) or 'nothing'}."
-        )
-        error.next = f"delete {self.path / ref.folder} and run the stage that made it again"
 
     # -- tags
 
@@ -432,6 +400,15 @@ class Store:
     def tagged(self, run: str, name: str) -> str | None:
         """The reference that tag `name` of `run` holds; None where there is no such tag."""
         return self._tag(run, check_name(name)).ref()
+
+    def tag_names(self, run: str) -> list[str]:
+        """Names of all tags of `run`, sorted."""
+        names = {name.removeprefix(".") for name in self.storage.list(f"{run}/tags")}
+        return sorted(name for name in names if is_name(name))
+
+    def verify_tag(self, run: str, name: str) -> None:
+        """CorruptError where the tag or its journal can not be read, or where they disagree."""
+        self._tag(run, name).verify()
 
     def history(self, run: str, name: str) -> list[Entry]:
         """What became of tag `name` of `run`, oldest first; empty for a tag that never moved.

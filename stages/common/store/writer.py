@@ -40,6 +40,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +50,24 @@ from quiver.schemas.errors import (
     BusyError,
     ConfigError,
     ConflictError,
+    CorruptError,
     OutcomeUnknownError,
     SchemaError,
     printable,
 )
-from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
-from quiver.schemas.refs import Ref
+from quiver.schemas.refs import KINDS, Ref
 from quiver.stages.common.runtime.stage import Plan
 
 from .leases import Lease, Leases, Link
 from .sharing import CommittedByOther, SharedShards, SoleShards
-from .storage import storage_errors
-from .versions import Version, schema_module
+from .storage import Storage, storage_errors
+from .versions import Store, Version, schema_module, schema_name
 
 ROWS_PER_SHARD = 256
 _JOIN_SECONDS = 10.0
+_SOURCES = "sources"
+"""The note that names what the stage reads."""
 _PACKAGES = (
     "accelerate",
     "datasets",
@@ -188,12 +191,7 @@ class Writer:
 
     def read_note(self, name: str) -> dict[str, Any] | None:
         """What a note says; None where there is none, or one that is not whole."""
-        try:
-            fields = json.loads(self._storage.read(f"{self._prefix}.notes/{name}"))
-            checksum = fields.pop("checksum")
-            return fields if checksum == digest(fields) else None
-        except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
-            return None
+        return _read_note(self._storage, f"{self._prefix}.notes/{name}")
 
     def write_note(self, name: str, fields: dict[str, Any]) -> None:
         """Note something beside the shards."""
@@ -322,7 +320,7 @@ class Writer:
         where it may have one number alone, and that is taken; BusyError where another took the
         lease over."""
         plan = self._plan
-        schema = "policy/1" if self.kind == "policy" else kind_of(schema_module(self.kind).SCHEMA)
+        schema = schema_name(self.kind)
         fields = {
             **plan.manifest_fields(),
             **self._finished,
@@ -431,6 +429,7 @@ class Staging:
                 starts_over = self._force or self.last.kind == "policy"
                 for writer in self.writers.values():
                     writer.prepare(fresh=starts_over)
+                self._note_sources()
             with self._ended_by_others():
                 yield
         finally:
@@ -452,11 +451,18 @@ class Staging:
                 yield
                 return
             writer.prepare(fresh=False)
+            self._note_sources()
             shards = SharedShards(writer, leases, self.worker, self.plan.patience_seconds)
             with shards as writer.shards, self._ended_by_others():
                 yield
         finally:
             self._close(presence)
+
+    def _note_sources(self) -> None:
+        """Note what is read, so that nobody deletes it meanwhile."""
+        sources = [str(version.ref) for version in self.plan.inputs.values()]
+        sources += [model.ref for model in self.plan.models]
+        self.last.write_note(_SOURCES, {"refs": sources})
 
     @contextmanager
     def _ended_by_others(self) -> Iterator[None]:
@@ -578,6 +584,57 @@ def _shard_name(index: int) -> str:
 def _noted(fields: dict[str, Any]) -> bytes:
     """A note in the staging place, with a checksum: what is not hashed decides nothing."""
     return json.dumps({**fields, "checksum": digest(fields)}).encode()
+
+
+def _read_note(storage: Storage, key: str) -> dict[str, Any] | None:
+    """What a note says; None where there is none, or one that is not whole."""
+    try:
+        fields = json.loads(storage.read(key))
+        checksum = fields.pop("checksum")
+        return fields if checksum == digest(fields) else None
+    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]:
+    """What is staged of one kind and is not what was written: notes, and shards that have one."""
+    errors = []
+    staging = f"{run}/{kind}/.staging"
+    for folder in storage.list(staging):
+        for name in storage.list(f"{staging}/{folder}") if folder.endswith(".notes") else []:
+            if name.endswith(".tmp"):
+                continue
+            note = _read_note(storage, f"{staging}/{folder}/{name}")
+            shard = f"{staging}/{folder.removesuffix('.notes')}/{name.removesuffix('.json')}"
+            is_whole = note is not None and (
+                "sha256" not in note
+                or (storage.exists(shard) and storage.sha256(shard) == note["sha256"])
+            )
+            if not is_whole:
+                errors.append(
+                    CorruptError(
+                        f"{run}/{kind} staged {name}",
+                        "is not what was written",
+                        state="no version is touched by this.",
+                        next="run the stage again: it throws this away and does it again",
+                    )
+                )
+    return errors
+
+
+def readers_at_work(store: Store, ref: Ref) -> list[str]:
+    """The stages that are at work and read version `ref`: `process 17 (demo/rewards)`."""
+    readers = []
+    for run, kind in product(store.runs(), KINDS):
+        staging = f"{run}/{kind}/.staging"
+        for folder in store.storage.list(staging):
+            run_key, _, suffix = folder.partition(".")
+            note = _read_note(store.storage, f"{staging}/{folder}/{_SOURCES}")
+            if suffix == "notes" and note is not None and str(ref) in note["refs"]:
+                leases = Leases(store.storage, f"{staging}/{run_key}.leases")
+                holders = filter(None, map(leases.holder, leases.names()))
+                readers += [f"process {holder.owner.pid} ({run}/{kind})" for holder in holders]
+    return readers
 
 
 def _summed(seconds: list[dict[str, float]]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
 from quiver.stages.generate import stage
 from quiver.stages.generate.rows import Rows, row_seed
 from quiver.stages.generate.stage import Config
@@ -488,7 +489,7 @@ def test_kill_9_costs_at_most_one_shard(tmp_path, size_after):
         version.manifest.metrics["tokens"]
         == calm.open("tiny/rollouts@1").manifest.metrics["tokens"]
     )
-    assert killed.verify()[1] == []
+    assert verify(killed)[1] == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 from quiver.schemas.errors import QuiverError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.tiny import make_policy
@@ -252,7 +253,7 @@ def test_bad_input(store, policy, case):
     assert any(
         word in error.state for word in ("nothing was changed", "intact", "no version was written")
     ), error.state
-    assert versions(store) == before and store.verify()[1] == []
+    assert versions(store) == before and verify(store)[1] == []
     good = prepared(store, policy, Case("", 0, "", [], ""))
     assert (
         str(run(Config(device="cpu", algorithm="bad_algo:FINE"), store, **good)) == "tiny/policy@1"

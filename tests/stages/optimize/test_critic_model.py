@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import value_head
 from quiver.stages.optimize.algorithms import resolve
@@ -209,7 +210,7 @@ def test_it_lies_below_the_policy_whole_and_without_output_embedding(store, made
         "updates",
     }
     assert {value.dtype for value in found.values()} == {torch.float32}
-    assert store.verify()[1] == []
+    assert verify(store)[1] == []
     slim = _run(store, made, _config(save_optimizer=False))
     assert _tensors(slim, "critic/state.safetensors").keys() == weights
     group = (

@@ -16,6 +16,7 @@ from quiver.schemas.errors import ConfigError, CorruptError, LineageError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.lora import Lora, attach, narrow_frozen
@@ -163,7 +164,7 @@ def test_only_the_adapters_are_trained_and_have_moments(store, made):
     assert changed == trained
     assert done.manifest.config["lora"] == {**SMALL, "target_modules": "all-linear"}
     assert done.manifest.input("base").ref == str(made[0].ref)
-    assert store.verify()[1] == []
+    assert verify(store)[1] == []
 
 
 def test_the_same_work_gives_the_same_bytes(store, made):

@@ -11,6 +11,7 @@ from quiver.schemas.errors import LineageError, NumericError
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store.writer import Writer
+from quiver.stages.common.verification import verify
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -43,7 +44,7 @@ def test_it_writes_a_policy_advantages_and_updates(store, policy, made):
     advantages = store.open(metrics["advantages"])
     assert advantages.manifest.status == {"kept": 16}
     assert advantages.table()["rollout_id"].to_pylist() == made[0].table()["rollout_id"].to_pylist()
-    assert store.verify()[1] == []
+    assert verify(store)[1] == []
 
 
 def test_the_next_policy_loads_and_keeps_the_tokenizer(store, policy, made):

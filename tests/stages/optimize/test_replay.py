@@ -11,6 +11,7 @@ import torch
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.inputs import open_inputs, sets
@@ -227,7 +228,7 @@ def test_the_manifest_names_every_version_and_advantages_every_row(store, two):
             "reward_mean": pytest.approx(mean, abs=1e-6),
         }
         assert versions[str(version.ref)] == told
-    assert store.verify()[1] == []
+    assert verify(store)[1] == []
 
 
 def test_the_same_work_again_is_a_cache_hit_in_whatever_order_rewards_stand(store, two):

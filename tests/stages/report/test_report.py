@@ -12,6 +12,7 @@ import pytest
 from quiver.schemas.errors import LineageError
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
 from quiver.stages.evaluate.stage import Config as EvaluateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.report import stage as report
@@ -175,7 +176,7 @@ def test_the_same_store_gives_the_same_bytes(store):
     assert report.write(Store(store.path.parent / "elsewhere"), "bench").read_bytes() == first
     other = report.write(store, "bench", store.path.parent / "other.html")
     assert other.read_bytes() == first and other.name == "other.html"
-    assert store.verify() == (len(list(store.refs())), []), (
+    assert verify(store) == (len(list(store.refs())), []), (
         "a report in the run's folder is in nobody's way"
     )
 

@@ -12,6 +12,7 @@ import pytest
 from quiver.stages.common.store import Store
 from quiver.stages.common.store import storage as storage_module
 from quiver.stages.common.store.ledger import Ledger
+from quiver.stages.common.verification import verify
 from tests.stages.common.store.test_store import Settings, commit
 
 
@@ -185,11 +186,11 @@ def test_a_deleted_version_that_is_made_again_has_its_number(store):
         commit(store, Settings(seed=shards), shards=shards, inputs={"other": first})
     shutil.rmtree(first.files.folder)
     assert [ref.version for ref, _ in store.entries("a")] == [2, 3]
-    assert [error.code for error in store.verify()[1]] == ["E-LINEAGE"] * 2
+    assert [error.code for error in verify(store)[1]] == ["E-LINEAGE"] * 2
     assert str(commit(store, Settings(seed=3), shards=4).ref) == "a/logprobs@4"
     assert commit(store, Settings(seed=0), shards=1).ref == first.ref
     assert [ref.version for ref, _ in store.entries("a")] == store.numbers("a", "logprobs")
-    assert store.verify() == (4, [])
+    assert verify(store) == (4, [])
     assert str(store.resolve("a/logprobs@latest")) == "a/logprobs@4"
     assert str(commit(store, Settings(seed=0), shards=1, force=True).ref) == "a/logprobs@5"
 

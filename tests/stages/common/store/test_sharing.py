@@ -9,6 +9,7 @@ import pytest
 from quiver.schemas.errors import BusyError, ConfigError, OutcomeUnknownError
 from quiver.stages.common.store import sharing, storage
 from quiver.stages.common.store.sharing import CommittedByOther
+from quiver.stages.common.verification import verify
 from tests.stages.common.store.test_store import Settings, table
 from tests.writing import begin
 
@@ -32,7 +33,7 @@ def write_all(work, count):
 
 
 def require_one(store):
-    assert store.numbers("a", "logprobs") == [1] and store.verify() == (1, [])
+    assert store.numbers("a", "logprobs") == [1] and verify(store) == (1, [])
     assert list((store.path / KIND / ".staging").iterdir()) == []
 
 
@@ -164,7 +165,7 @@ def test_another_version_between_takes_its_number_and_nothing_else(store, monkey
         write_all(work, 1)
         monkeypatch.setattr(storage, "publish", publish)
         assert work.commit().ref.version == 2
-    assert store.verify() == (2, [])
+    assert verify(store) == (2, [])
 
 
 def test_seconds_are_summed_and_the_total_is_the_longest(store):

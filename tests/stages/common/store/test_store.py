@@ -29,6 +29,7 @@ from quiver.stages.common.config import Config, Runtime
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, storage
 from quiver.stages.common.store.writer import Staging, open_staging
+from quiver.stages.common.verification import verify
 from tests.writing import begin
 
 
@@ -132,7 +133,7 @@ def test_shards_of_another_size_are_not_published(store):
         "manifest.json",
         "part-00000.arrow",
     ]
-    assert store.verify() == (1, [])
+    assert verify(store) == (1, [])
 
 
 def test_force_begins_anew(store):
@@ -147,10 +148,10 @@ def test_a_file_too_many_is_found(store):
     (version.files.folder / "part-00002.arrow").write_bytes(
         (version.files.folder / "part-00001.arrow").read_bytes()
     )
-    _, bad = store.verify()
+    _, bad = verify(store)
     assert "part-00002.arrow: is no file of this version" in str(bad[0])
     subprocess.run(bad[0].next, shell=True, check=True)
-    assert store.verify() == (1, [])
+    assert verify(store) == (1, [])
 
 
 def test_an_unclear_outcome_is_said(store, monkeypatch):
@@ -212,7 +213,7 @@ def test_damage_is_found_before_parsing_and_named(store, damage):
     with pytest.raises(CorruptError, match=r"a/logprobs@1 part-00000\.arrow") as caught:
         store.open("a/logprobs@1").table()
     assert caught.value.next == "quiver verify a/logprobs@1"
-    checked, bad = store.verify()
+    checked, bad = verify(store)
     assert (checked, len(bad)) == (1, 1)
 
 
@@ -223,17 +224,14 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     path = first.files.folder / "part-00000.arrow"
     path.write_bytes(path.read_bytes()[:-1])
     for ref in ("a/logprobs@1", "a/logprobs@prod", None):
-        error = store.verify(ref)[1][0]
-        assert error.next == f"delete {first.files.folder} and run the stage that made it again"
+        error = verify(store, ref)[1][0]
+        assert error.next.startswith("quiver doctor --quarantine a/logprobs@1, then run the stage")
         assert error.state.endswith("what refers to this one: tag prod, a/logprobs@2.")
     shutil.rmtree(first.files.folder)
     again = commit(store)
-    assert again.ref == first.ref and store.verify() == (2, [])
+    assert again.ref == first.ref and verify(store) == (2, [])
     (first.files.folder / "manifest.json").write_bytes(b"")
-    assert (
-        store.verify("a/logprobs@1")[1][0].next
-        == f"delete {first.files.folder} and run the stage that made it again"
-    )
+    assert "doctor --quarantine" in verify(store, "a/logprobs@1")[1][0].next
 
 
 def test_verify_says_what_was_made_with_a_model_that_is_lost(store):
@@ -243,7 +241,7 @@ def test_verify_says_what_was_made_with_a_model_that_is_lost(store):
     commit(store, Settings(seed=1), models=(model,))
     path = first.files.folder / "part-00000.arrow"
     path.write_bytes(path.read_bytes()[:-1])
-    (error,) = store.verify(first.ref)[1]
+    (error,) = verify(store, first.ref)[1]
     assert error.state.endswith("what refers to this one: a/logprobs@2.")
 
 
@@ -255,7 +253,7 @@ def test_what_a_newer_quiver_wrote_is_not_to_be_deleted(store):
     (version.files.folder / "manifest.json").write_bytes(
         canonical({**data, "checksum": digest(data)})
     )
-    assert store.verify()[1][0].next == "update Quiver"
+    assert verify(store)[1][0].next == "update Quiver"
 
 
 def test_latest_never_falls_back_in_silence(store):
@@ -274,7 +272,7 @@ def test_latest_never_falls_back_in_silence(store):
     assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@4", (
         "nor does a flipped bit stop it"
     )
-    assert [error.object for error in store.verify()[1]] == ["a/logprobs@2", "a/logprobs@3"]
+    assert [error.object for error in verify(store)[1]] == ["a/logprobs@2", "a/logprobs@3"]
 
 
 def test_a_version_moved_elsewhere_is_not_believed(store):
@@ -345,7 +343,7 @@ def test_writers_at_once_get_each_number_once(store):
         writer.join()
     assert [writer.exitcode for writer in writers] == [0] * 2
     assert store.numbers("a", "logprobs") == list(range(1, 33))
-    assert store.verify() == (32, [])
+    assert verify(store) == (32, [])
 
 
 @pytest.fixture
@@ -373,7 +371,7 @@ def test_a_full_disk_loses_nothing(small_disk):
         with pytest.raises(ResourceError, match="the disk is full") as caught:
             work.write(1, big)
     assert caught.value.exit_code == 7
-    assert store.verify() == (1, [])
+    assert verify(store) == (1, [])
     with work_on(store, Settings(seed=1)) as work:
         assert work.has(0) and not work.has(1)
         work.write(1, table(2))
@@ -410,7 +408,7 @@ def test_verify_finds_a_missing_input(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
     first.files.folder.rename(first.files.folder.with_name("v000077"))
-    _, bad = store.verify("a/logprobs@2")
+    _, bad = verify(store, "a/logprobs@2")
     assert [error.code for error in bad] == ["E-LINEAGE"]
     assert bad[0].object == "a/logprobs@2" and bad[0].message == "its input a/logprobs@1 is gone"
 

@@ -1,0 +1,158 @@
+"""Whether a store is whole: every version, and the small files around them.
+
+Of a version all is looked at: size and hash of each file, that Arrow files can be parsed (by a
+child process: see `arrow_check`), that they are of the kind's schema, that what the manifest says
+of the whole follows from its files, that its number was given to it, and that its inputs and models
+are what they were. A version that was deleted on purpose is `expired`, which is no error.
+
+    count, errors = verify(store)
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quiver.schemas import refs
+from quiver.schemas.errors import LineageError, QuiverError, SchemaError
+from quiver.schemas.manifest import Manifest, Model, content_hash
+from quiver.schemas.refs import Ref
+from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.common.store import Store, Version, schema_module
+from quiver.stages.common.store.arrow_check import ArrowCheck
+from quiver.stages.common.store.retention import users_of
+from quiver.stages.common.store.writer import damaged_staging
+
+
+def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
+    """Check one version, or all that is in the store: how many versions, and what is wrong."""
+    checked = [store.resolve(ref)] if ref else list(store.refs())
+    errors: list[QuiverError] = []
+    with ArrowCheck() as arrow_check:
+        for version_ref in checked:
+            with _collected(errors):
+                try:
+                    _verify_version(store, version_ref, arrow_check)
+                except QuiverError as error:
+                    # the version itself is not what was written, and that was asked already
+                    if error.next == f"quiver verify {version_ref}":
+                        _say_who_refers(store, error, version_ref)
+                    raise
+    if ref is None:
+        for run in store.runs():
+            for name in store.tag_names(run):
+                with _collected(errors):
+                    _verify_tag(store, run, name)
+            for kind in refs.KINDS:
+                errors += damaged_staging(store.storage, run, kind)
+    return len(checked), errors
+
+
+@contextmanager
+def _collected(errors: list[QuiverError]) -> Iterator[None]:
+    try:
+        yield
+    except QuiverError as error:
+        errors.append(error)
+
+
+def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
+    version = store.version(ref)
+    manifest = version.manifest
+    version.verify()
+    listed = {*version.files.names, "manifest.json"}
+    for name in store.storage.list_files(ref.folder):
+        if name not in listed:
+            error = version.corrupt(name, "is no file of this version")
+            error.next = shlex.join(["rm", str(version.files.path(name))])
+            raise error
+    if manifest.content_hash != content_hash(manifest.kind_schema, manifest.files):
+        raise version.corrupt("manifest.json", "content_hash is not that of its files")
+    if manifest.rows != sum(entry.rows for entry in manifest.files):
+        raise version.corrupt("manifest.json", f"says {manifest.rows} rows, its files have others")
+    given_to = store.ledger(ref.run, ref.kind).content_hashes().get(ref.version)
+    if given_to and given_to != manifest.content_hash:
+        raise version.corrupt("manifest.json", f"number {ref.version} was given to other content")
+    if ref.kind != "policy":
+        for name in version.files.names:
+            problem = arrow_check.problem(version.files.path(name))
+            if problem:
+                raise version.corrupt(name, f"can not be parsed: {problem}")
+        try:
+            schema_module(ref.kind).check(version.table())
+        except SchemaError as error:
+            raise version.corrupt(error.object, error.message) from error
+    for parent in manifest.inputs:
+        _verify_parent(store, version, parent.ref, parent.content_hash)
+    for model in manifest.models:
+        _verify_model(store, version, model)
+
+
+def _verify_parent(store: Store, version: Version, parent: str, expected: str) -> None:
+    """LineageError unless the parent is what it was, or was deleted on purpose."""
+    ref = refs.parse(parent)
+    manifest = _manifest(store, version, ref)
+    if manifest is not None and manifest.content_hash != expected:
+        raise _changed(version, f"input {ref}", ref)
+
+
+def _verify_model(store: Store, version: Version, model: Model) -> None:
+    """LineageError unless a model of this store is what it was, or was deleted on purpose."""
+    try:
+        ref = refs.parse(model.ref)
+    except QuiverError:
+        return  # a folder or a hub's id
+    if ref.kind != "policy" or ref == version.ref:
+        return
+    manifest = _manifest(store, version, ref)
+    if manifest is not None:
+        then = (model.weights, model.tokenizer, model.template)
+        now = as_model(model.role, store.version(ref))
+        if then != (now.weights, now.tokenizer, now.template):
+            raise _changed(version, f"model {ref}", ref)
+
+
+def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
+    """The manifest of what `version` was made of; None where that was deleted on purpose.
+    LineageError where it is gone otherwise."""
+    if store.exists(ref):
+        return store.open(ref).manifest
+    if store.ledger(ref.run, ref.kind).expiry(ref.version):
+        return None
+    raise LineageError(
+        str(version.ref),
+        f"its input {ref} is gone",
+        next=f"restore {store.path / ref.folder} from a copy; without it {version.ref} is "
+        "whole, but not its lineage",
+    )
+
+
+def _changed(version: Version, what: str, ref: Ref) -> LineageError:
+    return LineageError(
+        str(version.ref),
+        f"{what} is not what it was",
+        next=f"make {version.ref.kind} anew of what {ref} is now",
+    )
+
+
+def _say_who_refers(store: Store, error: QuiverError, ref: Ref) -> None:
+    """Say in `error` what refers to `ref`, and that only making it anew helps."""
+    tags, versions = users_of(store, ref)
+    users = [*(f"tag {name}" for name in tags), *versions]
+    error.state = (
+        "no other version is touched by this; what refers to this one: "
+        f"{', '.join(users) or 'nothing'}."
+    )
+    error.next = f"quiver doctor --quarantine {ref}, then run the stage that made it again"
+
+
+def _verify_tag(store: Store, run: str, name: str) -> None:
+    """CorruptError where tag and journal can not be read or disagree; LineageError where the tag
+    points at nothing."""
+    store.verify_tag(run, name)
+    target = store.tagged(run, name)
+    if target is not None and not store.exists(refs.parse(target)):
+        raise LineageError(
+            f"{run} tag {name}", f"points at {target}, which is gone", next=f"quiver tag {name} REF"
+        )

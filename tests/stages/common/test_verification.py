@@ -1,0 +1,191 @@
+"""What `quiver verify` sees, what is deleted on purpose, and what is put aside."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from quiver.schemas.errors import ConflictError, CorruptError, LineageError
+from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
+from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.common.store import Store
+from quiver.stages.common.store.arrow_check import ArrowCheck
+from quiver.stages.common.store.retention import quarantine, remove
+from quiver.stages.common.store.storage import sha256
+from quiver.stages.common.verification import verify
+from tests.stages.common.store.test_store import Settings, commit, work_on
+
+
+def rewrite(version, **changes) -> None:
+    """The manifest with other words, and the checksum that fits them."""
+    path = version.files.folder / "manifest.json"
+    data = {**json.loads(path.read_bytes()), **changes}
+    del data["checksum"]
+    path.write_bytes(canonical({**data, "checksum": digest(data)}))
+
+
+def said(store, ref=None) -> str:
+    return " | ".join(str(error) for error in verify(store, ref)[1])
+
+
+def test_the_manifest_is_held_to_its_files(store):
+    version = commit(store)
+    rewrite(version, rows=5)
+    assert "says 5 rows" in said(store)
+    rewrite(version, rows=4, content_hash="0" * 64)
+    assert "content_hash is not that of its files" in said(store)
+
+
+def test_other_content_under_a_number_is_told(store):
+    """A folder that came from elsewhere, whole in itself."""
+    version = commit(store)
+    other = commit(Store(store.path.with_name("other")), shards=1)
+    shutil.rmtree(version.files.folder)
+    shutil.copytree(other.files.folder, version.files.folder)
+    assert "number 1 was given to other content" in said(Store(store.path))
+
+
+def test_an_unknown_schema_is_refused_by_every_reader(store):
+    version = commit(store)
+    files = version.manifest.files
+    rewrite(version, schema="logprobs/9", content_hash=content_hash("logprobs/9", files))
+    for read in (lambda s: s.open("a/logprobs@1").table(), lambda s: s.open("a/logprobs@latest")):
+        with pytest.raises(CorruptError, match="logprobs/9") as caught:
+            read(Store(store.path))
+        assert caught.value.next == "update Quiver"
+    assert "logprobs/9" in said(Store(store.path))
+
+
+def test_models_are_held_to_their_hashes(store, policy):
+    model = as_model("policy", policy)
+    commit(store, models=(model,))
+    assert said(store) == ""
+    commit(store, Settings(seed=1), models=(model.model_copy(update={"weights": "f" * 64}),))
+    assert "a/logprobs@2" in said(store) and "model tiny/policy@0 is not what it was" in said(store)
+    outside = Model(role="judge", ref="some/model", weights="w", tokenizer="t", template="t")
+    commit(store, Settings(seed=2), models=(outside,))
+    assert len(verify(store)[1]) == 1, "what is not in the store is not looked for"
+
+
+def crafted(version) -> None:
+    """An Arrow file whose offsets lead outside, with the right hash everywhere."""
+    path = version.files.folder / "part-00000.arrow"
+    raw = bytearray(path.read_bytes())
+    offsets = raw.find((0).to_bytes(4, "little") + (2).to_bytes(4, "little"))
+    raw[offsets + 4 : offsets + 8] = (0x7FFFFFF0).to_bytes(4, "little")
+    path.write_bytes(raw)
+    entry = FileEntry(name=path.name, bytes=len(raw), sha256=sha256(path), rows=2)
+    rewrite(
+        version,
+        files=[entry.model_dump(mode="json")],
+        content_hash=content_hash("logprobs/1", (entry,)),
+    )
+
+
+def test_a_crafted_arrow_file_with_the_right_hash_is_told(store):
+    version = commit(store, shards=1)
+    crafted(version)
+    shutil.rmtree(store.path / "a/logprobs/.ledger")
+    assert "part-00000.arrow" in said(store) and "can not be parsed" in said(store)
+
+
+def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, monkeypatch):
+    from quiver.stages.common.store import arrow_child
+
+    whole = tmp_path / "whole.arrow"
+    with pa.ipc.new_file(whole, pa.schema([("a", pa.int64())])) as file:
+        file.write_table(pa.table({"a": [1]}))
+    child = tmp_path / "child.py"
+    text = Path(arrow_child.__file__).read_text()
+    child.write_text(
+        text.replace(
+            "        try:\n",
+            "        import os; 'bomb.arrow' in line and os.abort()\n        try:\n",
+        )
+    )
+    monkeypatch.setattr(arrow_child, "__file__", str(child))
+    with ArrowCheck() as check:
+        assert check.problem(whole) == ""
+        assert "crashes" in check.problem(tmp_path / "bomb.arrow")
+        assert check.problem(whole) == "", "a new child reads on"
+        assert "FileNotFoundError" in check.problem(tmp_path / "nowhere.arrow")
+
+
+def test_a_store_of_somebody_else_is_parsed_in_a_child_first(store, monkeypatch):
+    version = commit(store, shards=1)
+    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
+    assert Store(store.path).open(version.ref).table().num_rows == 2
+    crafted(version)
+    with pytest.raises(CorruptError, match="can not be parsed"):
+        Store(store.path).open(version.ref).table()
+
+
+@pytest.mark.parametrize("damage", ["note", "shard"])
+def test_damage_in_staging_is_told(store, damage):
+    with pytest.raises(KeyboardInterrupt), work_on(store) as work:
+        work.write(0, commit(Store(store.path.with_name("other")), shards=1).table())
+        raise KeyboardInterrupt
+    assert said(store) == ""
+    folder = next((store.path / "a/logprobs/.staging").glob("*.notes"))
+    path = folder / "part-00000.arrow.json"
+    if damage == "shard":
+        path = folder.with_suffix("") / "part-00000.arrow"
+    raw = bytearray(path.read_bytes())
+    raw[-20] ^= 1
+    path.write_bytes(raw)
+    assert "staged part-00000.arrow.json is not what was written" in said(store).replace(": ", " ")
+    assert commit(store).manifest.rows == 4 and said(store) == ""
+
+
+def test_tags_are_looked_at(store):
+    first, second = commit(store), commit(store, Settings(seed=1))
+    store.tag("a", "prod", first.ref)
+    store.tag("a", "prod", second.ref)
+    store.tag("a", "old", first.ref)
+    assert said(store) == ""
+    (store.path / "a/tags/prod").write_text("a/logprobs@7\n")
+    assert "the file says a/logprobs@7, its journal a/logprobs@2" in said(store)
+    store.tag("a", "prod", second.ref)
+    assert said(store) == "" and (store.path / "a/tags/prod").read_text() == "a/logprobs@2\n"
+    shutil.rmtree(first.files.folder)
+    assert "tag old" in said(store) and "a/logprobs@1, which is gone" in said(store)
+
+
+def test_a_version_that_is_deleted_on_purpose_is_no_error(store):
+    first = commit(store)
+    second = commit(store, Settings(seed=1), inputs={"other": first})
+    assert remove(store, "a/logprobs@1", "no longer needed") == (first.ref, ["a/logprobs@2"])
+    assert [str(ref) for ref in store.refs()] == ["a/logprobs@2"]
+    assert verify(store) == (1, [])
+    with pytest.raises(LineageError, match=r"deleted on purpose.*no longer needed"):
+        store.open("a/logprobs@1")
+    assert store.ledger("a", "logprobs").manifest(1).commit_id == first.manifest.commit_id
+    assert commit(store, Settings(seed=2), shards=1).ref.version == 3
+    assert commit(store).ref == first.ref, "the very same content again"
+    assert store.ledger("a", "logprobs").expiry(1) == "" and second.ref in list(store.refs())
+
+
+def test_what_a_tag_or_a_reader_holds_is_not_deleted(store):
+    first, second = commit(store), commit(store, Settings(seed=1))
+    store.tag("a", "prod", first.ref)
+    with pytest.raises(ConflictError, match="tag prod points at it"):
+        remove(store, first.ref)
+    about = {"config": Settings(seed=2), "inputs": {"other": second}}
+    with work_on(store, **about), pytest.raises(ConflictError, match=r"process \d+ .a/logprobs."):
+        remove(store, second.ref)
+    remove(store, second.ref)
+    assert store.numbers("a", "logprobs") == [1]
+
+
+def test_a_damaged_version_is_put_aside_and_made_again(store):
+    first = commit(store)
+    commit(store, Settings(seed=1), inputs={"other": first})
+    store.tag("a", "prod", first.ref)
+    (first.files.folder / "manifest.json").write_bytes(b"{")
+    ref, folder = quarantine(store, "a/logprobs@1")
+    assert ref == first.ref and (folder / "manifest.json").read_bytes() == b"{"
+    assert "E-LINEAGE" in said(store), "it is missing, not expired"
+    assert commit(store).ref == first.ref
+    assert said(store) == "" and str(store.resolve("a/logprobs@prod")) == "a/logprobs@1"
