@@ -1,8 +1,8 @@
 """A folder that holds a model, before it is anybody's checkpoint: is it whole, is it safe, what
 does a GGUF file become.
 
-Refused: pickled weights, code that a model brings along, weight files that are missing or cut, no
-tokenizer.
+Refused: pickled weights, code that a model brings along, weight files that are missing, cut, empty
+or outside the folder, links to other places, no tokenizer.
 
     check_folder(Path("path/to/model"), "path/to/model")
 """
@@ -13,8 +13,9 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
-from quiver.schemas.errors import ConfigError, SecurityError
+from quiver.schemas.errors import ConfigError, SecurityError, printable
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 log = logging.getLogger(__name__)
@@ -23,56 +24,91 @@ log = logging.getLogger(__name__)
 def check_folder(folder: Path, name: str) -> None:
     """Raise unless `folder` is a whole model directory: ConfigError names what is missing,
     SecurityError what is refused."""
-
-    def incomplete(problem: str) -> ConfigError:
-        next = "complete the directory, or name another model"
-        return ConfigError(f"model {name}", problem, next=next)
-
+    title = f"model {name}"
     if not (folder / "config.json").is_file():
-        raise incomplete("config.json is missing")
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except ValueError:
-        raise incomplete("config.json is not JSON") from None
+        raise _incomplete(title, "config.json is missing")
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not _is_in_hub_cache(path):
+            raise SecurityError(
+                title,
+                f"{path.name} is a link",
+                next="put the file itself into the folder, or name another model",
+            )
+    config = _read_object(folder / "config.json")
+    if config is None:
+        raise _incomplete(title, "config.json is no JSON object")
     if "auto_map" in config:
         raise SecurityError(
-            f"model {name}",
+            title,
             "config.json asks to run code that the model brings (auto_map)",
             next="take auto_map out of config.json, or name another model",
         )
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        raise _incomplete(title, "the tokenizer's files are missing")
+    _check_weights(folder, title)
+
+
+def _incomplete(title: str, problem: str) -> ConfigError:
+    return ConfigError(title, problem, next="complete the directory, or name another model")
+
+
+def _check_weights(folder: Path, title: str) -> None:
     index = folder / "model.safetensors.index.json"
     weights = sorted(folder.glob("*.safetensors"))
     if index.is_file():
         shards = _read_index(index)
         if shards is None:
-            raise incomplete(f"{index.name} is no index of weight files")
+            raise _incomplete(title, f"{index.name} is no index of weight files")
+        outside = [shard for shard in shards if Path(shard).name != shard]
+        if outside:
+            raise SecurityError(
+                title,
+                f"{index.name} names weight files outside the folder: {printable(outside[0])}",
+                next="put all weight files into the folder itself",
+            )
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing:
-            raise incomplete(
-                f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}"
+            raise _incomplete(
+                title, f"{len(missing)} of {len(shards)} weight files are missing: {missing[0]}"
             )
     elif not weights:
         if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
             raise SecurityError(
-                f"model {name}",
+                title,
                 "pickled weights only; safetensors are needed",
                 next="save its weights as safetensors, or name another model",
             )
-        raise incomplete("no *.safetensors")
-    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
-        raise incomplete("the tokenizer's files are missing")
+        raise _incomplete(title, "no *.safetensors")
     for path in weights:
         if not _is_safetensors(path):
-            raise incomplete(f"{path.name} is cut or not a safetensors file")
+            raise _incomplete(title, f"{path.name} is cut or not a safetensors file")
+    if count_parameters(folder) == 0:
+        raise _incomplete(title, "its weight files hold no weights")
 
 
 def _read_index(index: Path) -> list[str] | None:
     """The weight files that an index names; None where it is not an index."""
     try:
-        shards = set(json.loads(index.read_bytes())["weight_map"].values())
-        return sorted(shards) if all(isinstance(shard, str) for shard in shards) else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+        shards = set(_read_object(index)["weight_map"].values())
+        return sorted(shards) if shards and all(isinstance(s, str) for s in shards) else None
+    except (TypeError, KeyError, AttributeError):
         return None
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where it holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _is_in_hub_cache(link: Path) -> bool:
+    """Whether a link leads from a snapshot to a blob of the same repository in a hub's cache."""
+    repository = link.parent.resolve().parent.parent
+    is_snapshot = link.parent.resolve().parent.name == "snapshots"
+    return is_snapshot and link.resolve().is_relative_to(repository / "blobs")
 
 
 def _is_safetensors(path: Path) -> bool:

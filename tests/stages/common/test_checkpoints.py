@@ -120,6 +120,66 @@ def test_an_index_that_is_none_is_named(store, folder, index):
         run(PolicyConfig(model=str(folder)), store, into="a")
 
 
+@pytest.mark.parametrize("where", ["absolute", "above", "below"])
+def test_an_index_leads_to_no_weights_outside(store, folder, tmp_path, where):
+    """The outside file was loaded, and no weights at all were in the store."""
+    outside = tmp_path / "outside.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    name = {"absolute": str(outside), "above": "../outside.safetensors"}.get(where)
+    if name is None:
+        name = "weights/model.safetensors"
+        (folder / "weights").mkdir()
+        outside.rename(folder / name)
+    index = {"weight_map": {"model.embed_tokens.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(SecurityError, match="weight files outside the folder"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+    assert list(store.versions()) == []
+
+
+def test_weight_files_that_hold_nothing_are_no_weights(store, folder):
+    save_file({}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="hold no weights"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "vocab.txt"])
+def test_links_in_a_model_folder_are_refused(store, folder, tmp_path, name):
+    """A linked vocab.txt copied a secret file into the store."""
+    secret = tmp_path / "secret"
+    if (folder / name).exists():
+        (folder / name).rename(secret)
+    else:
+        secret.write_text("secret")
+    (folder / name).symlink_to(secret)
+    with pytest.raises(SecurityError, match=f"{name} is a link"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+def test_links_inside_a_repository_of_a_hubs_cache_are_its_files(store, folder, tmp_path):
+    repository = tmp_path / "models--someone--tiny"
+    snapshot = repository / "snapshots/abc"
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        path.rename(repository / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    run(PolicyConfig(model=str(snapshot)), store, into="a")
+    assert not store.open("a/policy@0").files.path("config.json").is_symlink()
+    (tmp_path / "secret").write_text("secret")
+    (snapshot / "vocab.txt").symlink_to("../../../secret")
+    with pytest.raises(SecurityError, match=r"vocab\.txt is a link"):
+        run(PolicyConfig(model=str(snapshot)), store, into="b")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "7", '"auto_map"', "[]"])
+def test_json_that_is_no_config_is_named(store, folder, name, text):
+    (folder / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
 def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
     """safetensors' error is no OSError: a limit on the size of files, which Rust meets as Python
     does."""
