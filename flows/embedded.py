@@ -1,33 +1,117 @@
-"""Prefect's embedded server, for a run without a server of its own: it ends with the run, even when
-that is killed by kill -9.
+"""Prefect's embedded server, for a run without a server of its own.
 
-Prefect stops it at a normal exit only. Ctrl-C in a terminal, and `timeout`, signal every process of
-the flow's group: the server stands outside it, since the flow, as it ends, still has to tell the
-server so and would wait for a dead one for more than a minute.
+It ends with the run, even when that is killed by kill -9; Prefect stops it at a normal exit only.
+Ctrl-C in a terminal, and `timeout`, signal every process of the flow's group: the server stands
+outside it, since the flow, as it ends, still has to tell the server so and would wait for a dead one
+for more than a minute.
+
+When the server dies before the run (the kernel may need its memory), another is started at the same
+address over the same database, and the flow's client, which asks again for a while, does not notice.
+A server that dies again and again ends the run, with an error; what is finished is kept.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime.subprocesses import Process
 
+from .commands.shared import say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from prefect.server.api.server import SubprocessASGIServer
+
+MOST_DEATHS = 3
+"""Servers that may die within a minute; the next death ends the run."""
 _GRACE_SECONDS = 5
+_POLL_SECONDS = 0.2
+log = logging.getLogger(__name__)
 
 
 def guard_embedded_server() -> None:
-    """Start the embedded server so; nothing where PREFECT_API_URL names a server."""
-    from prefect.settings import PREFECT_API_URL
+    """Start the embedded server so; nothing where PREFECT_API_URL names a server. ResourceError
+    where Prefect can not write what it needs."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME
 
     if PREFECT_API_URL.value():
         return
+    _require_writable(PREFECT_HOME.value())
     # the whole server: half of a short run's imports
     from prefect.server.api.server import SubprocessASGIServer
 
-    popen = subprocess.Popen
-    subprocess.Popen = partial(Process, orphan_grace=_GRACE_SECONDS)  # Prefect has no option for it
+    server = SubprocessASGIServer()  # one a process: the flow's client takes this very server
+    with _kept():
+        server.start()
+    is_over = threading.Event()
+    atexit.register(is_over.set)  # before Prefect's own, which stops the server
+    threading.Thread(
+        target=_watch, args=(server, is_over), daemon=True, name="prefect-server-watch"
+    ).start()
+
+
+def _require_writable(home: Path) -> None:
     try:
-        SubprocessASGIServer().start()  # one a process: the flow's client takes this very server
+        home.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home):
+            pass
+    except OSError as error:
+        raise ResourceError(
+            f"PREFECT_HOME {home}",
+            f"Prefect can not keep its database there: {error.strerror}",
+            next="export PREFECT_HOME to a folder that can be written",
+        ) from None
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Processes started inside end with this one: Prefect has no option for it."""
+    popen = subprocess.Popen
+    subprocess.Popen = partial(Process, orphan_grace=_GRACE_SECONDS)
+    try:
+        yield
     finally:
         subprocess.Popen = popen
+
+
+def _watch(server: SubprocessASGIServer, is_over: threading.Event) -> None:
+    """Start the server anew whenever it dies before the run is over."""
+    deaths: list[float] = []
+    while not is_over.wait(_POLL_SECONDS):
+        if server.server_process is None or server.server_process.poll() is None:
+            continue
+        code = server.server_process.poll()
+        deaths = [*(at for at in deaths if time.monotonic() - at < 60), time.monotonic()]
+        if len(deaths) > MOST_DEATHS:
+            _end_run(code)
+        log.warning("Prefect's embedded server died (exit code %s); another is started", code)
+        with _kept():
+            server.server_process = server._run_uvicorn_command()
+
+
+def _end_run(code: int) -> None:
+    """End this process at once: the flow would wait for the server for minutes, and nothing that
+    it could still say reaches anybody."""
+    error = ResourceError(
+        "Prefect's embedded server",
+        f"died {MOST_DEATHS + 1} times within a minute (exit code {code})",
+        state="all finished shards and versions are kept.",
+        next="look at memory and at PREFECT_HOME, or start `prefect server start` and export "
+        "PREFECT_API_URL; then run the same command again",
+    )
+    say({"error": error.to_dict()}, [])
+    print(error, file=sys.stderr, flush=True)
+    os._exit(error.exit_code)

@@ -35,6 +35,9 @@ def run(
 ) -> None:
     """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after.
     Resumes by itself."""
+    from prefect import tags
+
+    from ..abandoned import crash_abandoned, shell_tag
     from ..embedded import guard_embedded_server
     from ..placement import check_placement
     from ..post_train import STAGES, post_train
@@ -52,7 +55,8 @@ def run(
     loaded = read_recipe(recipe, [*settings, *length], store)
     check_placement(loaded)
     guard_embedded_server()
-    with tagged(loaded):
+    crash_abandoned()
+    with tagged(loaded), tags(shell_tag()):
         outcome = post_train(loaded, first)
     say(outcome, summary(loaded, recipe, settings, outcome))
 
@@ -65,6 +69,9 @@ def nightly(
 ) -> None:
     """One night: improve the policy in use on new prompts, and promote the result if it is better.
     What is decided stays so."""
+    from prefect import tags
+
+    from ..abandoned import crash_abandoned, shell_tag
     from ..embedded import guard_embedded_server
     from ..nightly import begin
     from ..nightly import nightly as flow
@@ -72,7 +79,9 @@ def nightly(
     loaded = read_recipe(recipe, settings, store)
     begin(loaded, night or "tonight")  # what is refused is refused before a server is started
     guard_embedded_server()
-    outcome = flow(loaded, night)
+    crash_abandoned()
+    with tags(shell_tag()):
+        outcome = flow(loaded, night)
     decision = f"{outcome['decision']}: {outcome['tag']} is {outcome['in_use']}"
     say(outcome, [decision, printable(outcome["why"], 1000)])
 

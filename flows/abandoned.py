@@ -1,0 +1,48 @@
+"""Flow runs of shells that died: Prefect would show them as running for ever.
+
+A flow that a shell runs bears a tag that names its process. The next command on the same host finds
+the runs of processes that are gone, and says so to the server.
+
+    with tags(shell_tag()):
+        flow()
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import astuple
+
+from quiver.stages.common.store.leases import Owner
+
+_PREFIX = "shell:"
+
+
+def shell_tag() -> str:
+    """The tag of this process's flow runs: `shell:BOOT_ID:PID_NAMESPACE:PID:START_TIME`."""
+    return _PREFIX + ":".join(map(str, astuple(Owner.this_process())))
+
+
+def crash_abandoned() -> int:
+    """Tell the server of the runs whose process on this host is gone: how many there were."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.client.schemas.objects import StateType
+    from prefect.states import Crashed
+
+    is_unfinished = {"state": {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}}}
+    message = "its process is gone; what it finished is kept"
+    count = 0
+    with get_client(sync_client=True) as client:
+        filters = FlowRunFilter.model_validate(is_unfinished)
+        for run in client.read_flow_runs(flow_run_filter=filters):
+            if any(_is_dead(tag) for tag in run.tags if tag.startswith(_PREFIX)):
+                client.set_flow_run_state(run.id, Crashed(message=message), force=True)
+                count += 1
+    return count
+
+
+def _is_dead(tag: str) -> bool:
+    with suppress(ValueError, TypeError):  # somebody else's tag
+        boot_id, *numbers = tag.removeprefix(_PREFIX).split(":")
+        return Owner(boot_id, *map(int, numbers)).is_dead
+    return False

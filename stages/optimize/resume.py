@@ -1,0 +1,134 @@
+"""A training that was killed goes on in the middle: the state after some step, beside the staging
+place, and the rollouts of a step that was not finite.
+
+    STORE/<run>/policy/.staging/KEY.resume/state-000012.safetensors    weights and moments
+    STORE/<run>/policy/.staging/KEY.resume/progress                    after which step; its checksum
+    STORE/<run>/policy/.not_finite/KEY-step-000007.arrow               what a broken step was made of
+
+The trainer is made as at the first start, and values and audit are those of the starting weights;
+then the weights and moments of the saved step replace them. On a CPU the steps that follow are
+equal bit for bit to those of a training that was never killed. A state that is not whole, or does
+not fit, is thrown away, and the training starts over.
+
+    progress = Progress(plan, saves=writer is not None)
+    trainer.train(progress)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from torch import Tensor
+
+from quiver.schemas.manifest import digest
+from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store.storage import storage_errors
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """What is kept of one training while it runs."""
+
+    def __init__(self, plan: Plan, rollout_ids: pa.Array, *, saves: bool) -> None:
+        """`rollout_ids`: of the batch's rollouts, in its order. `saves`: of several ranks one
+        does."""
+        self.saves = saves
+        self._storage = plan.store.storage
+        self._name = plan.name
+        self._prefix = f"{plan.name}/.staging/{plan.run_key}.resume"
+        self._broken_prefix = f"{plan.name}/.not_finite/{plan.run_key[:12]}"
+        self._rollout_ids = rollout_ids
+        self._saved_at = time.monotonic()
+
+    # -- going on
+
+    def load(self, trainer: Trainer) -> tuple[int, int, int]:
+        """Put the saved state into the trainer: the epoch and the mini-batch that come next, and
+        the step that the epoch began with. (0, 0, the trainer's step) where nothing is saved."""
+        saved = self._read()
+        if saved is None:
+            return 0, 0, trainer.step
+        note, tensors = saved
+        trainer.load_state(tensors, note["counters"])
+        log.info("the training goes on after step %d", trainer.step - 1)
+        return note["epoch"], note["minibatch"], note["epoch_step"]
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        from safetensors.torch import load_file
+
+        try:
+            note = json.loads(self._storage.read(f"{self._prefix}/progress"))
+            checksum = note.pop("checksum")
+            key = f"{self._prefix}/{note['file']}"
+            is_whole = checksum == digest(note) and self._storage.sha256(key) == note["sha256"]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, AttributeError, TypeError):
+            is_whole = False
+        if not is_whole:
+            log.warning("the saved training state is not whole; the training starts over")
+            return None
+        return note, load_file(self._storage.path(key))
+
+    # -- saving
+
+    def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
+        """Save the state where it is time for it. `epoch` and `minibatch` come next."""
+        config = trainer.config
+        minutes = (time.monotonic() - self._saved_at) / 60
+        steps = config.resume_steps
+        is_time = len(trainer.updates) % steps == 0 if steps else minutes >= config.resume_minutes
+        if self.saves and is_time:
+            place = {"epoch": epoch, "minibatch": minibatch, "epoch_step": epoch_step}
+            with storage_errors(self._name):
+                self._save(trainer, place)
+            self._saved_at = time.monotonic()
+
+    def _save(self, trainer: Trainer, place: dict[str, int]) -> None:
+        from safetensors.torch import save_file
+
+        tensors, counters = trainer.state()
+        file = f"state-{trainer.step:06d}-{len(trainer.updates):06d}.safetensors"
+        key = f"{self._prefix}/{file}"
+        self._storage.make_prefix(self._prefix)
+        save_file(tensors, self._storage.path(key))
+        self._storage.settle(key)
+        note = {**place, "counters": counters, "file": file, "sha256": self._storage.sha256(key)}
+        line = json.dumps({**note, "checksum": digest(note)})
+        self._storage.write(f"{self._prefix}/progress", line.encode())
+        for name in self._storage.list(self._prefix):
+            if name not in (file, "progress"):
+                self._storage.delete(f"{self._prefix}/{name}")
+
+    def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
+        """Keep what a step was made of whose loss or gradient is not finite."""
+        if not self.saves:
+            return
+        batch = trainer.batch
+        completions = batch.sequences.completions
+        logprobs = completions.with_values(trainer.logprobs).to_arrow()
+        old_logprobs = completions.with_values(batch.old_logprobs).to_arrow()
+        table = pa.table(
+            {
+                "rollout_id": self._rollout_ids.take(pa.array(rows)),
+                "logprobs": logprobs.take(pa.array(rows)),
+                "old_logprobs": old_logprobs.take(pa.array(rows)),
+            }
+        ).replace_schema_metadata({"update": json.dumps(update)})
+        key = f"{self._broken_prefix}-step-{update['step']:06d}.arrow"
+        with storage_errors(self._name):
+            self._storage.make_prefix(key.rpartition("/")[0])
+            with (
+                self._storage.create(key) as file,
+                pa.ipc.new_file(pa.PythonFile(file, "w"), table.schema) as arrow,
+            ):
+                arrow.write_table(table)
+        log.warning("its rollouts are in %s", self._storage.path(key))

@@ -1,0 +1,120 @@
+"""Prefect's embedded server dies before the run, or can not start."""
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.flows.conftest import command_environment, processes, quiver, write_recipe
+
+SCRIPTED = ["--set", 'generate.engine="scripted"', "--set", "iterations=1"]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return write_recipe(tmp_path / "work")
+
+
+class ServerKiller(threading.Thread):
+    """Kills every embedded server of the runs in a folder, `most` times at most."""
+
+    def __init__(self, folder, most: int) -> None:
+        super().__init__(daemon=True)
+        self.folder = folder
+        self.most = most
+        self.killed: set[int] = set()
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        while len(self.killed) < self.most and not self.is_over.wait(0.1):
+            for pid in server_pids(self.folder):
+                if pid not in self.killed and (self.folder / "store").exists():
+                    os.kill(pid, signal.SIGKILL)
+                    self.killed.add(pid)
+
+
+def server_pids(folder) -> list[int]:
+    pids = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+            with open(f"/proc/{name}/environ", "rb") as file:
+                home = f"PREFECT_HOME={folder / 'prefect'}".encode() in file.read().split(b"\0")
+        except OSError:
+            continue
+        is_python = words[0].endswith((b"python", b"python3")) and words[1:3] == [b"-m", b"uvicorn"]
+        if home and is_python:
+            pids.append(int(name))
+    return pids
+
+
+@pytest.mark.prefect
+def test_the_run_goes_on_with_a_new_server(place):
+    killer = ServerKiller(place, most=1)
+    killer.start()
+    answer = quiver(place, "run", "recipe.toml", *SCRIPTED)
+    killer.is_over.set()
+    assert len(killer.killed) == 1, "it was not killed in time"
+    assert answer["iterations"][0]["policy"] == "tiny/policy@1"
+    assert processes(place) == []
+
+
+@pytest.mark.prefect
+def test_a_server_that_dies_again_and_again_ends_the_run_with_an_error(place):
+    killer = ServerKiller(place, most=100)
+    killer.start()
+    answer = quiver(place, "run", "recipe.toml", *SCRIPTED, code=7)
+    killer.is_over.set()
+    assert "died 4 times" in answer["error"]["message"]
+    assert "PREFECT_API_URL" in answer["error"]["next"]
+    deadline = time.monotonic() + 30
+    while processes(place) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes(place) == []
+
+
+@pytest.mark.prefect
+def test_a_home_that_can_not_be_written_is_told_in_one_line(place):
+    (place / "file").touch()
+    environment = {**command_environment(place), "PREFECT_HOME": str(place / "file/home")}
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", *SCRIPTED]
+    done = subprocess.run(
+        command, cwd=place, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 7 and "Traceback" not in done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert error["object"] == f"PREFECT_HOME {place}/file/home"
+    assert error["message"].endswith("Not a directory")
+
+
+@pytest.mark.prefect
+def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
+    (place / "rewards.py").write_text(
+        "import time\n\ndef evenness(completion_ids, **_):\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
+    shell = subprocess.Popen(command, cwd=place, env=command_environment(place))
+    while not list(place.glob("store/tiny.eval/rewards/.staging/*")):
+        assert shell.poll() is None
+        time.sleep(0.1)
+    shell.kill()
+    shell.wait()
+    assert states(place) == {"RUNNING"}
+    (place / "rewards.py").write_text(
+        "def evenness(completion_ids, **_):\n    return [1.0] * len(completion_ids)\n"
+    )
+    quiver(place, "run", "recipe.toml", *SCRIPTED)
+    assert states(place) == {"COMPLETED", "CRASHED"}
+
+
+def states(folder) -> set[str]:
+    with contextlib.closing(sqlite3.connect(folder / "prefect/prefect.db")) as database:
+        return {state for (state,) in database.execute("select state_type from flow_run")}
