@@ -2,12 +2,12 @@
 
 It ends with the run, even when that is killed by kill -9; Prefect stops it at a normal exit only.
 Ctrl-C in a terminal, and `timeout`, signal every process of the flow's group: the server stands
-outside it, since the flow, as it ends, still has to tell the server so and would wait for a dead one
-for more than a minute.
+outside it, since the flow, as it ends, still has to tell the server so and would wait for a dead
+one for more than a minute.
 
-When the server dies before the run (the kernel may need its memory), another is started at the same
-address over the same database, and the flow's client, which asks again for a while, does not notice.
-A server that dies again and again ends the run, with an error; what is finished is kept.
+When the server dies before the run (the kernel may need its memory), another is started at the
+same address over the same database, and the flow's client, which asks again for a while, does not
+notice. A server that dies again and again ends the run, with an error; what is finished is kept.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A training that was killed goes on in the middle: the state after some step, beside the staging
 place, and the rollouts of a step that was not finite.
 
-    STORE/<run>/policy/.staging/KEY.resume/state-000012.safetensors    weights and moments
-    STORE/<run>/policy/.staging/KEY.resume/progress                    after which step; its checksum
-    STORE/<run>/policy/.not_finite/KEY-step-000007.arrow               what a broken step was made of
+    STORE/<run>/policy/.staging/KEY.resume/state-….safetensors    weights and moments
+    STORE/<run>/policy/.staging/KEY.resume/progress               after which step; its checksum
+    STORE/<run>/policy/.not_finite/KEY-step-000007.arrow          what a broken step was made of
 
 The trainer is made as at the first start, and values and audit are those of the starting weights;
 then the weights and moments of the saved step replace them. On a CPU the steps that follow are
