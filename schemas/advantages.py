@@ -28,10 +28,7 @@ SCHEMA = fields.kind_schema(
         pa.field("mean_logprob", pa.float32()),
     ],
 )
-PER_TOKEN = fields.kind_schema(
-    "advantages/1",
-    [SCHEMA.field(0), pa.field("advantage", pa.list_(pa.float32())), *list(SCHEMA)[2:]],
-)
+PER_TOKEN = SCHEMA.set(1, pa.field("advantage", pa.list_(pa.float32())))
 
 
 def check(table: pa.Table) -> None:

@@ -61,25 +61,22 @@ def fail(schema: pa.Schema, message: str) -> SchemaError:
 def compare(table: pa.Table, schema: pa.Schema) -> None:
     """Raise SchemaError with the difference unless `table` has `schema`'s columns, types and no
     forbidden null."""
-    wanted, found = set(schema.names), set(table.column_names)
-    problems = [f"missing {name}" for name in schema.names if name not in found]
-    problems += [f"unexpected {name}" for name in table.column_names if name not in wanted]
+    names = table.column_names
+    problems = [f"missing {name}" for name in schema.names if name not in names]
+    problems += [f"unexpected {name}" for name in names if name not in schema.names]
     for field in schema:
-        if field.name not in found:
+        if field.name not in names:
             continue
         column = table.column(field.name)
-        opened = (
-            pa.types.is_struct(field.type)
-            and field.type.num_fields == 0
-            and pa.types.is_struct(column.type)
-        )
-        if not opened and column.type != field.type:
+        is_open = field.type == pa.struct([]) and pa.types.is_struct(column.type)
+        if not is_open and column.type != field.type:
             problems.append(f"{field.name} is {column.type}, expected {field.type}")
         elif not field.nullable and column.null_count:
             problems.append(f"{field.name} has {column.null_count} nulls, expected none")
         elif pa.types.is_list(field.type) and not field.type.value_field.nullable:
-            nulls = sum(chunk.flatten().null_count for chunk in column.chunks)
-            problems += [f"{field.name} has {nulls} null items, expected none"] if nulls else []
+            nulls = pc.list_flatten(column).null_count
+            if nulls:
+                problems.append(f"{field.name} has {nulls} null items, expected none")
     if problems:
         raise fail(schema, "; ".join(problems))
 
@@ -95,24 +92,22 @@ def require_unique(table: pa.Table, schema: pa.Schema, name: str) -> None:
 
 def require_same_lengths(table: pa.Table, schema: pa.Schema, first: str, second: str) -> None:
     """Raise SchemaError unless the lists of two columns have equal lengths row by row."""
-    same = pc.equal(
-        pc.list_value_length(table.column(first)), pc.list_value_length(table.column(second))
-    )
-    if not pc.all(same, min_count=0).as_py():
-        row = pc.index(same, False).as_py()
-        lengths = [len(table.column(name)[row]) for name in (first, second)]
-        raise fail(schema, f"row {row}: {first} has {lengths[0]} items, {second} has {lengths[1]}")
+    first_lengths = pc.list_value_length(table.column(first))
+    second_lengths = pc.list_value_length(table.column(second))
+    row = pc.index(pc.equal(first_lengths, second_lengths), False).as_py()
+    if row >= 0:
+        difference = f"{first} has {first_lengths[row]} items, {second} has {second_lengths[row]}"
+        raise fail(schema, f"row {row}: {difference}")
 
 
 def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message: str) -> None:
     """Raise SchemaError when `wrong(values)` (a compute expression on the flat values) is true
     anywhere."""
-    for chunk in table.column(name).chunks:
-        values = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
-        found = wrong(values)
-        if pc.any(found, min_count=0).as_py():
-            bad = values[pc.index(found, True).as_py()].as_py()
-            raise fail(schema, f"{name} holds {bad}: {message}")
+    column = table.column(name)
+    values = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+    position = pc.index(wrong(values), True).as_py()
+    if position >= 0:
+        raise fail(schema, f"{name} holds {values[position]}: {message}")
 
 
 def require_logprobs(table: pa.Table, schema: pa.Schema, name: str) -> None:
