@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.manifest import no_key_twice
+from quiver.schemas.manifest import no_constant, no_key_twice
 from quiver.stages.common.chat.template import bad_text
 
 CHUNK = 1024
@@ -43,7 +43,7 @@ def parse(place: str, raw: bytes) -> Any:
     ConfigError names `place`."""
     try:
         text = raw.decode("utf-8-sig")
-        parsed = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=_refuse_constant)
+        parsed = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=no_constant)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise bad_source(
@@ -57,10 +57,6 @@ def parse(place: str, raw: bytes) -> Any:
         except RecursionError:
             raise bad_source(place, "is nested too deeply") from None
     return parsed
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON's")
 
 
 def _require_text(place: str, node: Any) -> None:

@@ -17,7 +17,6 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
-from .sources import Source
 
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Prompt = dict[str, Any]
@@ -141,18 +140,18 @@ class Renderer:
 
 
 def render_rows(
-    source: Source, rows: list[int], group_ids: list[str], renderer: Renderer
+    source: pa.Table, rows: list[int], group_ids: list[str], renderer: Renderer
 ) -> pa.Table:
-    """Those `rows` of the source as prompts/1; the ones that are too long left out, where the
+    """Those `rows` of `source` as prompts/1; the ones that are too long left out, where the
     config says so."""
-    table = source.table.take(pa.array(rows, pa.int64()))
+    table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
     cells = table.column(getattr(config, config.input)).to_pylist()
     rendered: list[Prompt] = []
     positions: list[int] = []
     for position, (row, cell) in enumerate(zip(rows, cells, strict=True)):
         group_id = group_ids[row]
-        name = f"prompt {printable(group_id)} (row {row + 1} of {printable(source.name)})"
+        name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         prompt = renderer.render(name, cell)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
@@ -173,11 +172,10 @@ def assistant_starts(chats: pa.ChunkedArray, renderer: Renderer) -> dict[str, st
     message already.
     """
     starts: dict[str, str | None] = {}
-    for chunk in chats.chunks:
-        for messages in chunk.drop_null().to_pylist():
-            roles = [message["role"] for message in messages]
-            if roles[-1] not in starts:
-                starts[roles[-1]] = renderer.assistant_start(roles)
+    for chat in chats.drop_null():
+        roles = [message["role"] for message in chat.as_py()]
+        if roles[-1] not in starts:
+            starts[roles[-1]] = renderer.assistant_start(roles)
     return starts
 
 

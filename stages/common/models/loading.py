@@ -155,22 +155,18 @@ def check_rows(
 
 
 @contextmanager
-def short_of_memory(name: str, help: str) -> Iterator[None]:
-    """Turn torch's lack of memory inside into ResourceError about `name`, with what helps."""
+def short_of_memory(name: str, help: str, **details: str) -> Iterator[None]:
+    """Turn torch's or Python's lack of memory inside into ResourceError about `name`, with what
+    helps, and `state` where it is not the usual one."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_memory_error(error):
+        import torch
+
+        # on a CPU torch raises a plain RuntimeError
+        phrases = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
+        is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_known and not any(phrase in str(error) for phrase in phrases):
             raise
-        raise ResourceError(name, f"memory is short: {printable(error)}", next=help) from None
-
-
-def is_memory_error(error: BaseException) -> bool:
-    """Whether torch or Python says that memory is short. On a CPU torch raises a plain
-    RuntimeError."""
-    import torch
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    phrases = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
-    return any(phrase in str(error) for phrase in phrases)
+        problem = f"memory is short: {printable(error)}"
+        raise ResourceError(name, problem, next=help, **details) from None

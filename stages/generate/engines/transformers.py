@@ -21,10 +21,10 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
 from quiver.stages.common.forward.precision import products
-from quiver.stages.common.models.loading import decoder_start_id, is_memory_error, load_model
+from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import TransformersOptions
 from quiver.stages.generate.sampling import draw, processed_logprobs
@@ -127,18 +127,13 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _run(self, requests: list[Request]) -> list[Completion]:
-        try:
-            with products(self.device, fast=False):
-                return list(self._decode(self._start(requests)))
-        except (RuntimeError, MemoryError) as error:
-            if not is_memory_error(error):
-                raise
-            raise ResourceError(
-                "engine transformers",
-                f"{type(error).__name__}: {printable(error)}",
-                state="finished shards are kept; nothing else was written.",
-                next="lower options.batch_size, then run the same command again",
-            ) from error
+        out_of_memory = short_of_memory(
+            "engine transformers",
+            "lower options.batch_size, then run the same command again",
+            state="finished shards are kept; nothing else was written.",
+        )
+        with out_of_memory, products(self.device, fast=False):
+            return list(self._decode(self._start(requests)))
 
     def _start(self, requests: list[Request]) -> _Batch:
         """The batch before its first id; an encoder has read its prompts, which are not
