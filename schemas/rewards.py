@@ -38,7 +38,7 @@ def schema_for(functions: list[str], extras: list[str] | tuple[str, ...] = ()) -
         errors=pa.struct(dict.fromkeys(functions, pa.string())),
     )
     texts = pa.struct(dict.fromkeys(extras, pa.string()))
-    return made.append(pa.field("extra", texts, nullable=False)) if extras else made
+    return made.append(fields.required("extra", texts)) if extras else made
 
 
 def names_of(table: pa.Table, column: str = "parts") -> list[str]:
@@ -51,8 +51,7 @@ def check(table: pa.Table) -> None:
     """Raise SchemaError unless `table` is rewards/1: unique ids, finite rewards, parts and errors
     of the same functions."""
     has_extra = "extra" in table.column_names
-    fields.compare(table.drop_columns("extra") if has_extra else table, SCHEMA)
-    fields.require_unique(table, SCHEMA, "rollout_id")
+    fields.compare(table.drop_columns("extra") if has_extra else table, SCHEMA, unique="rollout_id")
     if has_extra and not pa.types.is_struct(table.schema.field("extra").type):
         raise fields.fail(SCHEMA, "extra must be a struct with one string a function")
     names = names_of(table)

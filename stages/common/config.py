@@ -129,13 +129,12 @@ def _fields(cls: Any, parents: list[Any]) -> list[str]:
         if isinstance(part, int) or not hasattr(cls, "model_fields"):
             continue
         field = cls.model_fields.get(part)
-        candidates = [field.annotation, *_unfold(field.annotation)] if field else []
-        cls = next(
-            (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None
-        )
+        cls = _model_in(field.annotation) if field else None
     return list(getattr(cls, "model_fields", {}))
 
 
-def _unfold(annotation: Any) -> list[Any]:
-    inner = list(get_args(annotation))
-    return inner + [deep for item in inner for deep in _unfold(item)]
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """`annotation` itself, or what it is a list, a table or a choice of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)

@@ -14,6 +14,8 @@ import logging
 import math
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from quiver.schemas.errors import ConfigError, SecurityError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -62,8 +64,11 @@ def check_folder(folder: Path, name: str) -> None:
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         raise incomplete("the tokenizer's files are missing")
     for path in weights:
-        if not _is_safetensors(path):
-            raise incomplete(f"{path.name} is cut or not a safetensors file")
+        try:
+            with safe_open(path, "numpy") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError):
+            raise incomplete(f"{path.name} is cut or not a safetensors file") from None
 
 
 def _read_index(index: Path) -> list[str] | None:
@@ -73,17 +78,6 @@ def _read_index(index: Path) -> list[str] | None:
         return sorted(shards) if all(isinstance(shard, str) for shard in shards) else None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _is_safetensors(path: Path) -> bool:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "numpy") as tensors:
-            tensors.keys()
-    except (SafetensorError, OSError):
-        return False
-    return True
 
 
 def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
@@ -110,8 +104,6 @@ def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
 
 def count_parameters(folder: Path) -> int:
     """Numbers in all weight files; only their headers are read."""
-    from safetensors import safe_open
-
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as tensors:
