@@ -95,8 +95,9 @@ def require_same_lengths(table: pa.Table, schema: pa.Schema, first: str, second:
     """Raise SchemaError unless the lists of two columns have equal lengths row by row."""
     first_lengths = pc.list_value_length(table.column(first))
     second_lengths = pc.list_value_length(table.column(second))
-    row = pc.index(pc.equal(first_lengths, second_lengths), False).as_py()
-    if row >= 0:
+    differs = pc.not_equal(first_lengths, second_lengths)
+    if pc.any(differs).as_py():
+        row = pc.index(differs, True).as_py()
         difference = f"{first} has {first_lengths[row]} items, {second} has {second_lengths[row]}"
         raise fail(schema, f"row {row}: {difference}")
 
@@ -106,9 +107,10 @@ def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message
     anywhere."""
     column = table.column(name)
     values = pc.list_flatten(column) if pa.types.is_list(column.type) else column
-    position = pc.index(wrong(values), True).as_py()
-    if position >= 0:
-        raise fail(schema, f"{name} holds {values[position]}: {message}")
+    is_wrong = wrong(values)
+    if pc.any(is_wrong).as_py():  # None of no values
+        first_wrong = values[pc.index(is_wrong, True).as_py()]
+        raise fail(schema, f"{name} holds {first_wrong}: {message}")
 
 
 def require_logprobs(table: pa.Table, schema: pa.Schema, name: str) -> None:

@@ -95,7 +95,7 @@ class Shards:
         return metrics, dict(sorted(reasons.items()))
 
     def _range_of(self, index: int) -> range:
-        return range(index * self._size, min((index + 1) * self._size, len(self._rows)))
+        return range(len(self._rows))[index * self._size : (index + 1) * self._size]
 
     def _add(self, completion: Completion, tokenizer: PreTrainedTokenizerFast) -> None:
         self._num_tokens += len(completion.completion_ids)

@@ -62,13 +62,15 @@ class ScriptedEngine:
         for request in requests:
             time.sleep(self.options.seconds_per_row)
             ids = self._answer(request.prompt_ids.tolist(), request.seed)[:max_tokens]
-            end = ("length",)
+            finish_reason = "length"
+            stop_reason = None
             if self.setup.stop_ids and len(ids) < max_tokens:
-                stop_id = self.setup.stop_ids[0]
-                ids = [*ids, stop_id]
-                end = ("stop", str(stop_id))
+                ids = [*ids, self.setup.stop_ids[0]]
+                finish_reason = "stop"
+                stop_reason = str(ids[-1])
             logprobs = np.full(len(ids), self.options.logprob, np.float32)
-            yield Completion(request.index, np.array(ids, np.int32), logprobs, *end)
+            ids = np.array(ids, np.int32)
+            yield Completion(request.index, ids, logprobs, finish_reason, stop_reason)
 
     def close(self) -> None:
         """Nothing is held."""
