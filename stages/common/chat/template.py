@@ -82,8 +82,7 @@ class Template:
 
     def _ask(self, name: str, question: dict[str, Any]) -> str:
         try:
-            self._child.stdin.write(json.dumps(question) + "\n")
-            self._child.stdin.flush()
+            print(json.dumps(question), file=self._child.stdin, flush=True)
             line = self._child.stdout.readline()
         except BrokenPipeError:
             line = ""

@@ -116,7 +116,7 @@ def check_rows(
     id is asked for too."""
     if not len(table):
         return
-    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
+    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py()
     if greedy:
         raise ConfigError(
             name,
@@ -133,11 +133,11 @@ def check_rows(
         )
     vocabulary = vocabulary_size(version)
     for column in ("prompt_ids", "completion_ids"):
-        largest_ids = [pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks]
-        if max(largest_ids) >= vocabulary:
+        largest_id = pc.max(pc.list_flatten(table[column])).as_py() or 0
+        if largest_id >= vocabulary:
             raise SchemaError(
                 name,
-                f"{column} holds {max(largest_ids)}, the policy knows ids below {vocabulary}",
+                f"{column} holds {largest_id}, the policy knows ids below {vocabulary}",
                 next="take a policy with the tokenizer that made them",
             )
     if is_encoder_decoder(version):  # a context each
