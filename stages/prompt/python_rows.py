@@ -68,9 +68,7 @@ def _require_text(place: str, node: Any) -> None:
         for child in node:
             _require_text(place, child)
     elif isinstance(node, dict):
-        for key, child in node.items():
-            _require_text(place, key)
-            _require_text(place, child)
+        _require_text(place, [*node, *node.values()])
 
 
 def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Table:

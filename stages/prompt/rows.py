@@ -94,16 +94,25 @@ class Renderer:
             return None
         return {"messages": messages, "prompt_text": rendering.text, "prompt_ids": rendering.ids}
 
-    def assistant_start(self, roles: list[str]) -> str | None:
-        """What stands between the last message, of a chat with these roles, and the assistant's own
-        text; None: can not be told."""
+    def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
+        """For each role that a chat ends with, what stands between that message and the assistant's
+        own text; None: can not be told.
+
+        Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to
+        that message already.
+        """
 
         def render(messages: Messages, generation: bool) -> str:
             return self._template.render(
                 "prompt.template", messages, add_generation_prompt=generation
             )
 
-        return learn_start(render, roles, self._guard.token_ends)
+        starts: dict[str, str | None] = {}
+        for chat in chats.drop_null():
+            roles = [message["role"] for message in chat.as_py()]
+            if roles[-1] not in starts:
+                starts[roles[-1]] = learn_start(render, roles, self._guard.token_ends)
+        return starts
 
     def _render_chat(self, name: str, messages: Messages) -> Rendering:
         roles = tuple(message["role"] for message in messages)
@@ -165,21 +174,6 @@ def render_rows(
     schema = prompts.SCHEMA.remove(prompts.SCHEMA.get_field_index("columns"))
     field = required("columns", struct.type)
     return pa.Table.from_pylist(rendered, schema).append_column(field, struct)
-
-
-def assistant_starts(chats: pa.ChunkedArray, renderer: Renderer) -> dict[str, str | None]:
-    """For each role that a chat ends with, what stands between that message and the assistant's own
-    text.
-
-    Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to that
-    message already.
-    """
-    starts: dict[str, str | None] = {}
-    for chat in chats.drop_null():
-        roles = [message["role"] for message in chat.as_py()]
-        if roles[-1] not in starts:
-            starts[roles[-1]] = renderer.assistant_start(roles)
-    return starts
 
 
 def _read_message(name: str, number: int, message: Any) -> dict[str, str]:

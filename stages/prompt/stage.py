@@ -70,7 +70,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Render the rows that the plan's iteration takes. ConfigError, SecurityError."""
-    from .rows import Renderer, assistant_starts, render_rows
+    from .rows import Renderer, render_rows
 
     config = plan.config
     writer = writers["prompts"]
@@ -91,7 +91,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         columns = ["group_id", "messages", "prompt_ids"]
         tables = [writer.read(index).select(columns) for index in range(len(starts))]
         prompts = pa.concat_tables(tables)
-        answer_starts = assistant_starts(prompts.column("messages"), renderer)
+        answer_starts = renderer.assistant_starts(prompts.column("messages"))
     rendered_ids = set(prompts.column("group_id").to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
