@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from quiver.schemas.errors import LineageError
+from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
 from quiver.stages.common.runtime.stage import Plan, Refs
@@ -40,8 +41,12 @@ _LEAST_ROOM = 64
 
 
 def prepare(config: Config) -> None:
-    """Import what the engine needs, before there is anything to sample."""
-    engines.prepare(config.engine, config.device)
+    """Import what the engine needs, before there is anything to sample, where it is one of ours
+    and takes long."""
+    if config.engine in engines.ENGINES:
+        engine_class, _ = plugins.load(engines.ENGINES[config.engine].path, "generate.engine")
+        if hasattr(engine_class, "prepare"):
+            engine_class.prepare(config.device)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
