@@ -22,20 +22,16 @@ SCHEMA = fields.kind_schema(
     [
         fields.ROLLOUT_ID,
         pa.field("advantage", pa.float32()),
-        pa.field("kept", pa.bool_(), nullable=False),
+        fields.required("kept", pa.bool_()),
         pa.field("drop_reason", pa.string()),
         pa.field("mean_ratio", pa.float32()),
         pa.field("mean_logprob", pa.float32()),
     ],
 )
-PER_TOKEN = fields.kind_schema(
-    "advantages/1",
-    [SCHEMA.field(0), pa.field("advantage", pa.list_(pa.float32())), *list(SCHEMA)[2:]],
-)
+PER_TOKEN = SCHEMA.set(1, pa.field("advantage", pa.list_(pa.float32())))
 
 
 def check(table: pa.Table) -> None:
     """Raise SchemaError unless `table` is advantages/1, one value a rollout or one a token."""
     listed = "advantage" in table.column_names and pa.types.is_list(table.column("advantage").type)
-    fields.compare(table, PER_TOKEN if listed else SCHEMA)
-    fields.require_unique(table, SCHEMA, "rollout_id")
+    fields.compare(table, PER_TOKEN if listed else SCHEMA, unique="rollout_id")

@@ -27,10 +27,8 @@ Next: quiver verify
 
 from __future__ import annotations
 
-_LIMIT = 200
 
-
-def printable(text: object, limit: int = _LIMIT) -> str:
+def printable(text: object, limit: int = 200) -> str:
     """Foreign text made safe for a terminal: control characters escaped, cut at `limit`
     characters."""
     escaped = "".join(
@@ -61,13 +59,8 @@ class QuiverError(Exception):
 
     def to_dict(self) -> dict[str, str]:
         """The error as the command line's JSON has it."""
-        return {
-            "code": self.code,
-            "object": self.object,
-            "message": self.message,
-            "state": self.state,
-            "next": self.next,
-        }
+        names = ("code", "object", "message", "state", "next")
+        return {name: getattr(self, name) for name in names}
 
 
 class ConfigError(QuiverError, ValueError):
@@ -126,10 +119,9 @@ BY_CODE: dict[str, type[QuiverError]] = {
 def unexpected(object: str, error: BaseException) -> QuiverError:
     """Any other exception as one of ours: full memory as E-RESOURCE, the rest as E-INTERNAL."""
     cls = ResourceError if isinstance(error, MemoryError) else QuiverError
-    what = f"{type(error).__name__}: {printable(error)}"
     return cls(
         object,
-        what,
+        f"{type(error).__name__}: {printable(error)}",
         state="finished shards and all versions are kept.",
         next="run again with --debug for the traceback",
     )
@@ -137,7 +129,5 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
 
 def from_dict(data: dict[str, str]) -> QuiverError:
     """The error that `to_dict` described, as the same class."""
-    cls = BY_CODE.get(data.get("code", ""), QuiverError)
-    return cls(
-        data["object"], data["message"], state=data.get("state", ""), next=data.get("next", "")
-    )
+    fields = dict(data)
+    return BY_CODE.get(fields.pop("code"), QuiverError)(**fields)

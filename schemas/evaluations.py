@@ -23,13 +23,12 @@ SCHEMA = fields.kind_schema(
         fields.SAMPLE_INDEX,
         fields.ROLLOUT_ID,
         pa.field("score", pa.float32()),
-        pa.field("completion_tokens", pa.int32(), nullable=False),
-        pa.field("finish_reason", pa.string(), nullable=False),
+        fields.required("completion_tokens", pa.int32()),
+        fields.required("finish_reason", pa.string()),
     ],
 )
 
 
 def check(table: pa.Table) -> None:
     """Raise SchemaError unless `table` is evaluations/1 with unique rollout ids."""
-    fields.compare(table, SCHEMA)
-    fields.require_unique(table, SCHEMA, "rollout_id")
+    fields.compare(table, SCHEMA, unique="rollout_id")

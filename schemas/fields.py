@@ -11,26 +11,32 @@ import pyarrow.compute as pc
 
 from .errors import SchemaError
 
-GROUP_ID = pa.field("group_id", pa.string(), nullable=False)
-ROLLOUT_ID = pa.field("rollout_id", pa.string(), nullable=False)
-SAMPLE_INDEX = pa.field("sample_index", pa.int32(), nullable=False)
-ROLE = pa.field("role", pa.string(), nullable=False)
-CONTENT = pa.field("content", pa.string(), nullable=False)
+
+def required(name: str, kind: pa.DataType) -> pa.Field:
+    """A column, or the items of one, that is never null."""
+    return pa.field(name, kind, nullable=False)
+
+
+GROUP_ID = required("group_id", pa.string())
+ROLLOUT_ID = required("rollout_id", pa.string())
+SAMPLE_INDEX = required("sample_index", pa.int32())
+ROLE = required("role", pa.string())
+CONTENT = required("content", pa.string())
 
 
 def token_ids(name: str) -> pa.Field:
     """A ragged column of token ids: list<int32>, neither lists nor items null."""
-    return pa.field(name, pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False)
+    return required(name, pa.list_(required("item", pa.int32())))
 
 
 def per_token(name: str) -> pa.Field:
     """A ragged column with one float32 a token: list<float32>, neither lists nor items null."""
-    return pa.field(name, pa.list_(pa.field("item", pa.float32(), nullable=False)), nullable=False)
+    return required(name, pa.list_(required("item", pa.float32())))
 
 
 def open_struct(name: str) -> pa.Field:
     """A struct whose fields the user decides; `compare` looks only at its being a struct."""
-    return pa.field(name, pa.struct([]), nullable=False)
+    return required(name, pa.struct([]))
 
 
 def kind_schema(kind: str, fields: list[pa.Field]) -> pa.Schema:
@@ -46,7 +52,7 @@ def kind_of(schema: pa.Schema) -> str:
 def with_struct(schema: pa.Schema, **structs: pa.StructType) -> pa.Schema:
     """`schema` with each open struct replaced by the given type, to build a table with."""
     for name, kind in structs.items():
-        schema = schema.set(schema.get_field_index(name), pa.field(name, kind, nullable=False))
+        schema = schema.set(schema.get_field_index(name), required(name, kind))
     return schema
 
 
@@ -58,61 +64,53 @@ def fail(schema: pa.Schema, message: str) -> SchemaError:
     )
 
 
-def compare(table: pa.Table, schema: pa.Schema) -> None:
+def compare(table: pa.Table, schema: pa.Schema, unique: str | None = None) -> None:
     """Raise SchemaError with the difference unless `table` has `schema`'s columns, types and no
-    forbidden null."""
-    wanted, found = set(schema.names), set(table.column_names)
-    problems = [f"missing {name}" for name in schema.names if name not in found]
-    problems += [f"unexpected {name}" for name in table.column_names if name not in wanted]
+    forbidden null, and no value twice in the column `unique`."""
+    names = table.column_names
+    problems = [f"missing {name}" for name in schema.names if name not in names]
+    problems += [f"unexpected {name}" for name in names if name not in schema.names]
     for field in schema:
-        if field.name not in found:
+        if field.name not in names:
             continue
         column = table.column(field.name)
-        opened = (
-            pa.types.is_struct(field.type)
-            and field.type.num_fields == 0
-            and pa.types.is_struct(column.type)
-        )
-        if not opened and column.type != field.type:
+        is_open = field.type == pa.struct([]) and pa.types.is_struct(column.type)
+        if not is_open and column.type != field.type:
             problems.append(f"{field.name} is {column.type}, expected {field.type}")
         elif not field.nullable and column.null_count:
             problems.append(f"{field.name} has {column.null_count} nulls, expected none")
         elif pa.types.is_list(field.type) and not field.type.value_field.nullable:
-            nulls = sum(chunk.flatten().null_count for chunk in column.chunks)
-            problems += [f"{field.name} has {nulls} null items, expected none"] if nulls else []
+            nulls = pc.list_flatten(column).null_count
+            if nulls:
+                problems.append(f"{field.name} has {nulls} null items, expected none")
     if problems:
         raise fail(schema, "; ".join(problems))
-
-
-def require_unique(table: pa.Table, schema: pa.Schema, name: str) -> None:
-    """Raise SchemaError when a value of column `name` stands twice."""
-    column = table.column(name)
-    if pc.count_distinct(column).as_py() != len(column):
-        counts = column.value_counts()
-        twice = pc.filter(counts.field("values"), pc.greater(counts.field("counts"), 1))[0]
-        raise fail(schema, f"{name} {twice.as_py()!r} stands more than once")
+    if unique and pc.count_distinct(table.column(unique)).as_py() != len(table):
+        counts = table.column(unique).value_counts()
+        twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))[0]
+        raise fail(schema, f"{unique} {twice.as_py()!r} stands more than once")
 
 
 def require_same_lengths(table: pa.Table, schema: pa.Schema, first: str, second: str) -> None:
     """Raise SchemaError unless the lists of two columns have equal lengths row by row."""
-    same = pc.equal(
-        pc.list_value_length(table.column(first)), pc.list_value_length(table.column(second))
-    )
-    if not pc.all(same, min_count=0).as_py():
-        row = pc.index(same, False).as_py()
-        lengths = [len(table.column(name)[row]) for name in (first, second)]
-        raise fail(schema, f"row {row}: {first} has {lengths[0]} items, {second} has {lengths[1]}")
+    first_lengths = pc.list_value_length(table.column(first))
+    second_lengths = pc.list_value_length(table.column(second))
+    differs = pc.not_equal(first_lengths, second_lengths)
+    if pc.any(differs).as_py():
+        row = pc.index(differs, True).as_py()
+        difference = f"{first} has {first_lengths[row]} items, {second} has {second_lengths[row]}"
+        raise fail(schema, f"row {row}: {difference}")
 
 
 def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message: str) -> None:
     """Raise SchemaError when `wrong(values)` (a compute expression on the flat values) is true
     anywhere."""
-    for chunk in table.column(name).chunks:
-        values = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
-        found = wrong(values)
-        if pc.any(found, min_count=0).as_py():
-            bad = values[pc.index(found, True).as_py()].as_py()
-            raise fail(schema, f"{name} holds {bad}: {message}")
+    column = table.column(name)
+    values = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+    is_wrong = wrong(values)
+    if pc.any(is_wrong).as_py():  # None of no values
+        first_wrong = values[pc.index(is_wrong, True).as_py()]
+        raise fail(schema, f"{name} holds {first_wrong}: {message}")
 
 
 def require_logprobs(table: pa.Table, schema: pa.Schema, name: str) -> None:

@@ -20,6 +20,5 @@ SCHEMA = fields.kind_schema("logprobs/1", [fields.ROLLOUT_ID, fields.per_token("
 def check(table: pa.Table) -> None:
     """Raise SchemaError unless `table` is logprobs/1: unique ids, every logprob finite and at most
     0."""
-    fields.compare(table, SCHEMA)
-    fields.require_unique(table, SCHEMA, "rollout_id")
+    fields.compare(table, SCHEMA, unique="rollout_id")
     fields.require_logprobs(table, SCHEMA, "logprobs")

@@ -67,7 +67,7 @@ class Model(_Part):
 class Manifest(_Part):
     """What `manifest.json` holds. `kind_schema` is written as `schema`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
     format: Literal[1] = FORMAT
     required_features: tuple[str, ...] = ()

@@ -17,13 +17,13 @@ import pyarrow as pa
 
 from . import fields
 
-MESSAGES = pa.list_(pa.field("item", pa.struct([fields.ROLE, fields.CONTENT]), nullable=False))
+MESSAGES = pa.list_(fields.required("item", pa.struct([fields.ROLE, fields.CONTENT])))
 SCHEMA = fields.kind_schema(
     "prompts/1",
     [
         fields.GROUP_ID,
         pa.field("messages", MESSAGES),
-        pa.field("prompt_text", pa.string(), nullable=False),
+        fields.required("prompt_text", pa.string()),
         fields.token_ids("prompt_ids"),
         fields.open_struct("columns"),
     ],
@@ -33,6 +33,5 @@ SCHEMA = fields.kind_schema(
 def check(table: pa.Table) -> None:
     """Raise SchemaError unless `table` is prompts/1 with unique group ids and non-negative,
     non-empty prompts."""
-    fields.compare(table, SCHEMA)
-    fields.require_unique(table, SCHEMA, "group_id")
+    fields.compare(table, SCHEMA, unique="group_id")
     fields.require_ids(table, SCHEMA, "prompt_ids")

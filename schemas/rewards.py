@@ -34,38 +34,29 @@ def schema_for(functions: list[str], extras: list[str] | tuple[str, ...] = ()) -
     `extra` for `extras`, if any."""
     made = fields.with_struct(
         SCHEMA,
-        parts=pa.struct([pa.field(name, pa.float32()) for name in functions]),
-        errors=pa.struct([pa.field(name, pa.string()) for name in functions]),
+        parts=pa.struct(dict.fromkeys(functions, pa.float32())),
+        errors=pa.struct(dict.fromkeys(functions, pa.string())),
     )
-    texts = pa.struct([pa.field(name, pa.string()) for name in extras])
-    return made.append(pa.field("extra", texts, nullable=False)) if extras else made
+    texts = pa.struct(dict.fromkeys(extras, pa.string()))
+    return made.append(fields.required("extra", texts)) if extras else made
 
 
 def names_of(table: pa.Table, column: str = "parts") -> list[str]:
     """The functions' names in a struct column of a rewards table, in order; none where there is no
     such column."""
-    return (
-        [field.name for field in table.schema.field(column).type]
-        if column in table.column_names
-        else []
-    )
+    return table.schema.field(column).type.names if column in table.column_names else []
 
 
 def check(table: pa.Table) -> None:
     """Raise SchemaError unless `table` is rewards/1: unique ids, finite rewards, parts and errors
     of the same functions."""
-    fields.compare(
-        table.drop_columns(["extra"]) if "extra" in table.column_names else table, SCHEMA
-    )
-    fields.require_unique(table, SCHEMA, "rollout_id")
-    if "extra" in table.column_names and not pa.types.is_struct(table.schema.field("extra").type):
+    has_extra = "extra" in table.column_names
+    fields.compare(table.drop_columns("extra") if has_extra else table, SCHEMA, unique="rollout_id")
+    if has_extra and not pa.types.is_struct(table.schema.field("extra").type):
         raise fields.fail(SCHEMA, "extra must be a struct with one string a function")
-    names, extras = names_of(table), names_of(table, "extra")
-    if (
-        table.schema != schema_for(names, extras)
-        or names_of(table, "errors") != names
-        or not set(extras) <= set(names)
-    ):
+    names = names_of(table)
+    extras = names_of(table, "extra")
+    if table.schema != schema_for(names, extras) or not set(extras) <= set(names):
         raise fields.fail(
             SCHEMA, "parts must be float32, errors and extra string, with the same function names"
         )

@@ -34,11 +34,11 @@ SCHEMA = fields.kind_schema(
         fields.token_ids("prompt_ids"),
         fields.token_ids("completion_ids"),
         fields.per_token("old_logprobs"),
-        pa.field("finish_reason", pa.string(), nullable=False),
+        fields.required("finish_reason", pa.string()),
         pa.field("stop_reason", pa.string()),
-        pa.field("completion_text", pa.string(), nullable=False),
-        pa.field("temperature", pa.float32(), nullable=False),
-        pa.field("seed", pa.int64(), nullable=False),
+        fields.required("completion_text", pa.string()),
+        fields.required("temperature", pa.float32()),
+        fields.required("seed", pa.int64()),
     ],
 )
 
@@ -46,8 +46,7 @@ SCHEMA = fields.kind_schema(
 def check(table: pa.Table) -> None:
     """Raise SchemaError unless `table` is rollouts/1: unique ids, one finite logprob ≤ 0 a token,
     known finish reasons."""
-    fields.compare(table, SCHEMA)
-    fields.require_unique(table, SCHEMA, "rollout_id")
+    fields.compare(table, SCHEMA, unique="rollout_id")
     fields.require_same_lengths(table, SCHEMA, "completion_ids", "old_logprobs")
     fields.require_logprobs(table, SCHEMA, "old_logprobs")
     fields.require_ids(table, SCHEMA, "prompt_ids")

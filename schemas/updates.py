@@ -41,11 +41,11 @@ _FLOATS = (
 SCHEMA = fields.kind_schema(
     "updates/1",
     [
-        *[pa.field(name, pa.int64(), nullable=False) for name in ("step", "epoch", "minibatch")],
+        *[fields.required(name, pa.int64()) for name in ("step", "epoch", "minibatch")],
         *[pa.field(name, pa.float64()) for name in _FLOATS],
-        *[pa.field(name, pa.int64(), nullable=False) for name in _COUNTS],
-        pa.field("applied", pa.bool_(), nullable=False),
-        pa.field("seconds", pa.float64(), nullable=False),
+        *[fields.required(name, pa.int64()) for name in _COUNTS],
+        fields.required("applied", pa.bool_()),
+        fields.required("seconds", pa.float64()),
     ],
 )
 

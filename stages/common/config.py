@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import difflib
 import inspect
 import textwrap
 from functools import cache
@@ -24,7 +23,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.plugins import ROOMS
+from quiver.stages.common.plugins import ROOMS, did_you_mean
 
 _RUNTIME = "runtime knob: not part of the run_key"
 _ADDED = "came later: not part of the run_key while it has its default"
@@ -50,21 +49,22 @@ class Config(BaseModel):
 
     def key(self) -> dict[str, Any]:
         """The resolved values that decide the outcome, as plain JSON: what enters the run_key."""
+        fields = type(self).model_fields
         left_out = {
             name
-            for name, field in type(self).model_fields.items()
+            for name, field in fields.items()
             if _RUNTIME in field.metadata
             or (_ADDED in field.metadata and getattr(self, name) == field.get_default())
         }
         dumped = self.model_dump(mode="json", exclude=left_out)
-        for name, value in self:
-            if name not in left_out and isinstance(value, Config):
+        for name in dumped:
+            value = getattr(self, name)
+            if isinstance(value, Config):
                 dumped[name] = value.key()
-            elif name not in left_out and isinstance(value, tuple):
-                plain = zip(value, dumped[name], strict=True)
-                dumped[name] = [
-                    item.key() if isinstance(item, Config) else as_json for item, as_json in plain
-                ]
+            elif isinstance(value, tuple):
+                for index, member in enumerate(value):
+                    if isinstance(member, Config):
+                        dumped[name][index] = member.key()
         return dumped
 
 
@@ -132,10 +132,8 @@ def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigE
     for entry in error.errors(include_url=False):
         path = ".".join(map(str, entry["loc"]))
         if entry["type"] == "extra_forbidden":
-            problem = f"unknown key {printable(path)}"
-            near = _nearest(str(entry["loc"][-1]), _fields(cls, entry["loc"][:-1]))
-            if near:
-                problem += f"; did you mean {near}?"
+            *parents, key = entry["loc"]
+            problem = f"unknown key {printable(path)}{_hint(str(key), _fields(cls, parents))}"
         elif entry["type"] == "missing":
             problem = f"{path} is missing"
         else:
@@ -148,29 +146,26 @@ def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigE
     return ConfigError(name, "; ".join(problems), next="correct the key and run again")
 
 
-def _nearest(key: str, names: list[str]) -> str | None:
-    """The name whose initials `key` is (lr: learning_rate), or the one that is spelled most like
+def _hint(key: str, names: list[str]) -> str:
+    """Tells the name whose initials `key` is (lr: learning_rate), or one that is spelled like
     it."""
-    short = [
-        name
-        for name in names
-        if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_"))
-    ]
-    return next(iter(short or difflib.get_close_matches(key, names, 1, 0.5)), None)
+    for name in names:
+        if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_")):
+            return f"; did you mean {name}?"
+    return did_you_mean(key, names)
 
 
-def _fields(cls: Any, path: tuple[Any, ...]) -> list[str]:
-    for part in path:
+def _fields(cls: Any, parents: list[Any]) -> list[str]:
+    for part in parents:
         if isinstance(part, int) or not hasattr(cls, "model_fields"):
             continue
         field = cls.model_fields.get(part)
-        candidates = [field.annotation, *_unfold(field.annotation)] if field else []
-        cls = next(
-            (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None
-        )
+        cls = _model_in(field.annotation) if field else None
     return list(getattr(cls, "model_fields", {}))
 
 
-def _unfold(annotation: Any) -> list[Any]:
-    inner = list(get_args(annotation))
-    return inner + [deep for item in inner for deep in _unfold(item)]
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """`annotation` itself, or what it is a list, a table or a choice of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)

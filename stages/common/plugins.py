@@ -131,8 +131,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
             return importlib.util.find_spec(name)
         return None
     finders = [finder for finder in sys.meta_path if not isinstance(finder, _OldNames)]
-    specs = (finder.find_spec(top, None) for finder in finders)
-    spec = next((spec for spec in specs if spec is not None), None)
+    spec = next(filter(None, (finder.find_spec(top, None) for finder in finders)), None)
     for submodule in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return None
@@ -190,9 +189,10 @@ def _neighbours(path: Path) -> list[Path]:
             modules = [[*package, alias.name] for alias in node.names]
         else:
             continue
+        level = getattr(node, "level", 0)
         for names in modules:
-            if isinstance(node, ast.ImportFrom) and node.level:
-                package_folder = path.parents[min(node.level, len(path.parents)) - 1]
+            if level:
+                package_folder = path.parents[min(level, len(path.parents)) - 1]
                 neighbours += [package_folder / "__init__.py", *_files_of(package_folder, names)]
             elif names[0] not in sys.stdlib_module_names:
                 neighbours += _files_of(path.parent, names) or _files_of(project, names)

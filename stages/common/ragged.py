@@ -57,9 +57,9 @@ class Ragged:
         ValueError for any null."""
         chunks = _chunks(column)
         if len(chunks) == 1:
-            return cls(*chunks[0])
-        lengths = torch.cat([offsets.diff() for _, offsets in chunks])
-        return cls.from_lengths(torch.cat([values for values, _ in chunks]), lengths)
+            return chunks[0]
+        values = torch.cat([chunk.values for chunk in chunks])
+        return cls.from_lengths(values, torch.cat([chunk.lengths for chunk in chunks]))
 
     def to_arrow(self) -> pa.Array:
         """A list array whose lists and items are not null. The values are shared, not copied, where
@@ -144,7 +144,7 @@ class Mapped(Ragged):
     @classmethod
     def from_arrow(cls, column: pa.ChunkedArray | pa.Array) -> Mapped:
         """A list column of numbers, however many chunks it has. ValueError for any null."""
-        chunks = [Ragged(*chunk) for chunk in _chunks(column)]
+        chunks = _chunks(column)
         rows = [row for chunk in chunks for row in chunk.views(np.arange(len(chunk)))]
         return cls(rows, chunks[0].values[:0].numpy())
 
@@ -169,9 +169,9 @@ def _offsets(lengths: Tensor) -> Tensor:
     return offsets
 
 
-def _chunks(column: pa.ChunkedArray | pa.Array) -> list[tuple[Tensor, Tensor]]:
-    """Values and offsets of each chunk of a list column that has rows; of an empty column, those of
-    one chunk without rows. A chunk may be a slice of a longer array."""
+def _chunks(column: pa.ChunkedArray | pa.Array) -> list[Ragged]:
+    """The chunks of a list column that have rows, not copied; of an empty column one chunk without
+    rows. A chunk may be a slice of a longer array."""
     arrays = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     arrays = [array for array in arrays if len(array)] or [pa.array([], column.type)]
     chunks = []
@@ -187,5 +187,5 @@ def _chunks(column: pa.ChunkedArray | pa.Array) -> list[tuple[Tensor, Tensor]]:
             if len(values)
             else torch.from_numpy(np.empty(0, values.type.to_pandas_dtype()))
         )
-        chunks.append((tensor, torch.from_numpy(offsets - offsets[0])))
+        chunks.append(Ragged(tensor, torch.from_numpy(offsets - offsets[0])))
     return chunks

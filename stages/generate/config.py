@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,7 +12,7 @@ from quiver.stages.common.config import Runtime, without_folder
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from .engine import engine_options
-from .options import Device, Dtype, Overlong, Sampling
+from .options import Sampling
 
 
 class Config(Base):
@@ -29,16 +29,16 @@ class Config(Base):
     iteration: int = Field(default=0, ge=0)
     """Makes other seeds for the same prompts in the next iteration. In a recipe's flow the first
     iteration has 1, and an evaluation 0."""
-    dtype: Dtype = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What the model computes in; auto: bfloat16 where the hardware has it, else float32."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and completion together. None: the model's context."""
-    overlong: Overlong = "error"
+    overlong: Literal["error", "drop"] = "error"
     """What to do with a prompt that leaves no room for max_tokens: stop, or leave it out, counted
     and listed."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The engine's own options: see `stages/generate/options.py`."""
-    device: Runtime[Device] = "auto"
+    device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: the GPU where there is one."""
     rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
     """Rows written at once: what a crash can cost at most, and what processes that share the work

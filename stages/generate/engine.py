@@ -149,14 +149,6 @@ def make_engine(name: str, setup: Setup) -> Engine:
     return engine_class(setup)
 
 
-def prepare(name: str, device: str) -> None:
-    """Import what the engine of that name needs, where it is one of ours and takes long."""
-    if name in ENGINES:
-        engine_class, _ = plugins.load(ENGINES[name].path, "generate.engine")
-        if hasattr(engine_class, "prepare"):
-            engine_class.prepare(device)
-
-
 def code_hash(engine: str, options: Config | None) -> str:
     """Hash of the user's own code that answers, be it an engine or a script; empty where there is
     none. The code is not run. ConfigError."""

@@ -8,7 +8,7 @@ speed or memory.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -127,8 +127,3 @@ class ScriptedOptions(Config):
     """The logprob of every id: log(1/2) unless said otherwise."""
     seconds_per_row: Runtime[float] = Field(default=0.0, ge=0)
     """Waits so long for each row, so that progress, cancelling and crashes can be tried."""
-
-
-Overlong = Literal["error", "drop"]
-Dtype = Literal["auto", "float32", "bfloat16"]
-Device = Literal["auto", "cpu", "cuda"]

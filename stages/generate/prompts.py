@@ -4,7 +4,6 @@ knows. Nothing is ever cut."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -19,20 +18,11 @@ from .config import Config
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Selection:
-    """The prompts that fit."""
-
-    prompts: pa.Table
-    """[prompts] with group_id and prompt_ids."""
-    dropped: list[str]
-    """Group ids of the others."""
-    longest: int
-    """Most ids that a row can have."""
-
-
-def select_prompts(config: Config, prompts: Version, policy: Version) -> Selection:
-    """The prompts that `policy` can answer. ConfigError, SchemaError."""
+def select_prompts(
+    config: Config, prompts: Version, policy: Version
+) -> tuple[pa.Table, list[str], int]:
+    """The prompts that `policy` can answer, with group_id and prompt_ids; the group ids of the
+    others; and the most ids that a row can have. ConfigError, SchemaError."""
     table = prompts.table(["group_id", "prompt_ids"])
     groups = table["group_id"]
     vocabulary = checkpoints.vocabulary_size(policy)
@@ -74,10 +64,13 @@ def select_prompts(config: Config, prompts: Version, policy: Version) -> Selecti
         )
     dropped = groups.filter(pa.array(~fits)).to_pylist()
     if dropped:
-        message = "%d of %d prompts leave no room for the completion and are dropped"
-        log.warning(message, len(dropped), len(fits))
+        log.warning(
+            "%d of %d prompts leave no room for the completion and are dropped",
+            len(dropped),
+            len(fits),
+        )
     longest = int(row_lengths[fits].max(initial=1))
-    return Selection(table.filter(pa.array(fits)), dropped, longest)
+    return table.filter(pa.array(fits)), dropped, longest
 
 
 def context_limit(config: Config, policy: Version) -> int:

@@ -18,6 +18,7 @@ import pyarrow as pa
 from quiver.schemas import rollouts
 from quiver.schemas.manifest import canonical
 
+from .config import Config
 from .engine import Completion, Request
 
 
@@ -29,24 +30,23 @@ def row_seed(seed: int, iteration: int, group_id: str, sample_index: int) -> int
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows to make. Row r is sample r % samples of prompt r // samples."""
+    """All rows to make. With n samples a prompt, row r is sample r % n of prompt r // n."""
 
     prompts: pa.Table
     """[prompts] with group_id and prompt_ids, without the dropped ones."""
-    samples: int
-    seed: int
-    iteration: int
+    config: Config
     prefix: str
     """The run_key's first 8 digits: what rollout ids start with."""
 
     def __len__(self) -> int:
-        return self.prompts.num_rows * self.samples
+        return self.prompts.num_rows * self.config.samples_per_prompt
 
     def requests(self, indices: Iterable[int]) -> Iterator[Request]:
         """One request for each row index, made as it is taken."""
+        config = self.config
         for index in indices:
-            prompt, sample = divmod(index, self.samples)
-            seed = row_seed(self.seed, self.iteration, self._groups[prompt], sample)
+            prompt, sample = divmod(index, config.samples_per_prompt)
+            seed = row_seed(config.seed, config.iteration, self._groups[prompt], sample)
             yield Request(index, self._prompt_ids[prompt].values.to_numpy(), seed)
 
     @cached_property
@@ -57,13 +57,12 @@ class Rows:
     def _groups(self) -> list[str]:
         return self.prompts.column("group_id").to_pylist()
 
-    def table(
-        self, start: int, completions: list[Completion], texts: list[str], temperature: float
-    ) -> pa.Table:
+    def table(self, start: int, completions: list[Completion], texts: list[str]) -> pa.Table:
         """rollouts/1 of the rows from `start` on: one completion a row, in the order of their
         indices. [rows]"""
         indices = range(start, start + len(completions))
-        prompts, samples = np.divmod(np.array(indices, np.int64), self.samples)
+        prompts, samples = np.divmod(np.array(indices, np.int64), self.config.samples_per_prompt)
+        temperatures = np.full(len(completions), self.config.sampling.temperature)
         groups = [self._groups[prompt] for prompt in prompts]
         rollout_ids = [
             f"{self.prefix}-{group}-{sample}" for group, sample in zip(groups, samples, strict=True)
@@ -78,7 +77,7 @@ class Rows:
             "finish_reason": [completion.finish_reason for completion in completions],
             "stop_reason": [completion.stop_reason for completion in completions],
             "completion_text": texts,
-            "temperature": pa.array(np.full(len(completions), temperature), pa.float32()),
+            "temperature": pa.array(temperatures, pa.float32()),
             "seed": [request.seed for request in self.requests(indices)],
         }
         return pa.table(columns, schema=rollouts.SCHEMA)

@@ -9,6 +9,7 @@ id is always read off this distribution.
 from __future__ import annotations
 
 import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .options import Sampling
 
@@ -43,18 +44,11 @@ def processed_logprobs(
         return logits.log_softmax(-1)
     logits = logits / sampling.temperature
     if sampling.min_p > 0:
-        probs = logits.softmax(-1)
-        too_unlikely = probs < sampling.min_p * probs.amax(-1, keepdim=True)
-        logits = logits.masked_fill(too_unlikely, -torch.inf)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        kth_logit = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < kth_logit, -torch.inf)
+        logits = MinPLogitsWarper(sampling.min_p)(None, logits)
+    if sampling.top_k > 0:
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
     if sampling.top_p < 1:
-        rising, order = logits.sort(-1)
-        is_outside = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        is_outside[:, -1] = False  # the likeliest id always stays
-        is_outside = torch.zeros_like(is_outside).scatter(-1, order, is_outside)
-        logits = logits.masked_fill(is_outside, -torch.inf)
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
     return logits.log_softmax(-1)
 
 

@@ -31,11 +31,10 @@ log = logging.getLogger(__name__)
 class Shards:
     """All shards of one version: which are finished, which wait for rows."""
 
-    def __init__(self, writer: Writer, rows: Rows, rows_per_shard: int, temperature: float) -> None:
+    def __init__(self, writer: Writer, rows: Rows) -> None:
         self._writer = writer
         self._rows = rows
-        self._temperature = temperature
-        self._size = writer.rows_per_shard(rows_per_shard)
+        self._size = writer.rows_per_shard(rows.config.rows_per_shard)
         # a version of no rows still has its one file
         self._count = max(1, -(-len(rows) // self._size))
         self.claim = writer.claim(self._count)
@@ -77,11 +76,6 @@ class Shards:
             requests.require_all()
         self._log_progress(num_rows, started_at)
 
-    def write_empty(self) -> None:
-        """Write the one shard of a version without rows."""
-        for index in self.claim:
-            self._writer.write(index, self._rows.table(0, [], [], self._temperature))
-
     def summary(self) -> tuple[dict[str, Any], dict[str, int]]:
         """Metrics over all rows, and how many ended how. The speed is over those made now, summed
         over processes."""
@@ -101,7 +95,7 @@ class Shards:
         return metrics, dict(sorted(reasons.items()))
 
     def _range_of(self, index: int) -> range:
-        return range(index * self._size, min((index + 1) * self._size, len(self._rows)))
+        return range(len(self._rows))[index * self._size : (index + 1) * self._size]
 
     def _add(self, completion: Completion, tokenizer: PreTrainedTokenizerFast) -> None:
         self._num_tokens += len(completion.completion_ids)
@@ -116,8 +110,7 @@ class Shards:
             in_order = [completions[row] for row in rows]
             ids = [completion.completion_ids for completion in in_order]
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            table = self._rows.table(rows.start, in_order, texts, self._temperature)
-            self._writer.write(index, table)
+            self._writer.write(index, self._rows.table(rows.start, in_order, texts))
         del self._completions[index]
 
     def _log_progress(self, num_rows: int, started_at: float) -> None:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from quiver.schemas.errors import LineageError
+from quiver.stages.common import plugins
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import verify_model
 from quiver.stages.common.runtime.stage import Plan, Refs
@@ -40,8 +41,12 @@ _LEAST_ROOM = 64
 
 
 def prepare(config: Config) -> None:
-    """Import what the engine needs, before there is anything to sample."""
-    engines.prepare(config.engine, config.device)
+    """Import what the engine needs, before there is anything to sample, where it is one of ours
+    and takes long."""
+    if config.engine in engines.ENGINES:
+        engine_class, _ = plugins.load(engines.ENGINES[config.engine].path, "generate.engine")
+        if hasattr(engine_class, "prepare"):
+            engine_class.prepare(config.device)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -81,19 +86,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     config = plan.config
     writer = writers["rollouts"]
     policy = plan.store.open(plan.models[0].ref)
-    selection = select_prompts(config, plan.inputs["prompts"], policy)
-    rows = Rows(
-        selection.prompts,
-        config.samples_per_prompt,
-        config.seed,
-        config.iteration,
-        plan.run_key[:8],
-    )
-    shards = Shards(writer, rows, config.rows_per_shard, config.sampling.temperature)
+    prompts, dropped, longest = select_prompts(config, plan.inputs["prompts"], policy)
+    rows = Rows(prompts, config, plan.run_key[:8])
+    shards = Shards(writer, rows)
     if not len(rows):
-        shards.write_empty()
+        for index in shards.claim:
+            writer.write(index, rows.table(0, [], []))
     elif shards.claim.more():
-        setup = engine_setup(config, policy, selection.longest)
+        setup = engine_setup(config, policy, longest)
         options = engines.engine_options(config.engine, config.options)
         if isinstance(options, VllmOptions) and options.lora:
             setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))
@@ -105,11 +105,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             engine_infos.append(worker["engine"])
     engine, *other_engines = engine_infos or [{"name": config.engine}]
     metrics["engine"] = engine
-    metrics["dropped"] = selection.dropped[:_MOST_LISTED]
+    metrics["dropped"] = dropped[:_MOST_LISTED]
     if other_engines:
         metrics["other_engines"] = other_engines
-    if selection.dropped:
-        status["dropped"] = len(selection.dropped)
+    if dropped:
+        status["dropped"] = len(dropped)
     writer.finish(metrics=metrics, status=status, device=engine.get("device", "cpu"))
 
 
@@ -119,10 +119,10 @@ def engine_setup(config: Config, policy: Version, longest: int) -> engines.Setup
     stop_ids = set(config.sampling.stop_token_ids)
     if not config.sampling.ignore_eos:
         stop_ids.update(checkpoints.end_token_ids(policy))
-    power_of_two = 2 ** math.ceil(math.log2(max(longest, _LEAST_ROOM)))
-    room = power_of_two
-    if _LEAST_ROOM < longest <= power_of_two * 3 // 4:
-        room = power_of_two * 3 // 4
+    least_room = max(longest, _LEAST_ROOM)
+    room = 2 ** math.ceil(math.log2(least_room))
+    if least_room <= room * 3 // 4:
+        room = room * 3 // 4
     return engines.Setup(
         policy=policy,
         sampling=config.sampling,

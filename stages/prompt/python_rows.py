@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.manifest import no_key_twice
+from quiver.schemas.manifest import no_constant, no_key_twice
 from quiver.stages.common.chat.template import bad_text
 
 CHUNK = 1024
@@ -43,7 +43,7 @@ def parse(place: str, raw: bytes) -> Any:
     ConfigError names `place`."""
     try:
         text = raw.decode("utf-8-sig")
-        parsed = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=_refuse_constant)
+        parsed = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=no_constant)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise bad_source(
@@ -59,10 +59,6 @@ def parse(place: str, raw: bytes) -> Any:
     return parsed
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON's")
-
-
 def _require_text(place: str, node: Any) -> None:
     if isinstance(node, str):
         problem = bad_text(node)
@@ -72,9 +68,7 @@ def _require_text(place: str, node: Any) -> None:
         for child in node:
             _require_text(place, child)
     elif isinstance(node, dict):
-        for key, child in node.items():
-            _require_text(place, key)
-            _require_text(place, child)
+        _require_text(place, [*node, *node.values()])
 
 
 def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Table:

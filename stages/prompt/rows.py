@@ -10,14 +10,14 @@ import pyarrow as pa
 
 from quiver.schemas import prompts
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.chat.control_tokens import Guard
+from quiver.schemas.fields import required
+from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.generation_prompt import learn_start
 from quiver.stages.common.chat.template import Messages, Template, bad_text
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
-from .sources import Source
 
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Prompt = dict[str, Any]
@@ -62,6 +62,7 @@ class Renderer:
         """The prompt that a cell of the input column is; None where it is too long, and such are
         dropped. ConfigError, SecurityError."""
         config = self.config
+        messages = None
         if config.messages:
             if not isinstance(cell, list) or not cell:
                 raise _bad_row(
@@ -69,15 +70,13 @@ class Renderer:
                     f"column {config.messages} holds {_type_name(cell)}, expected a list of "
                     "{role, content}",
                 )
-            chat = [_read_message(name, number, message) for number, message in enumerate(cell)]
-            prompt = self._render_chat(name, chat)
+            messages = [_read_message(name, number, message) for number, message in enumerate(cell)]
         elif config.prompt:
             text = _require_text(name, cell, f"column {config.prompt}")
             if config.raw_text:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
-                prompt = _prompt(None, *rendering)
             else:
-                prompt = self._render_chat(name, [{"role": "user", "content": text}])
+                messages = [{"role": "user", "content": text}]
         else:
             if not isinstance(cell, list) or not all(type(id) is int for id in cell):
                 raise _bad_row(
@@ -86,23 +85,36 @@ class Renderer:
                     "token ids",
                 )
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
-            prompt = _prompt(None, self._guard.decode(valid_ids), cell)
-        return prompt if self._fits(name, prompt["prompt_ids"]) else None
+            rendering = Rendering(self._guard.decode(valid_ids), cell)
+        if messages:
+            if config.system is not None and messages[0]["role"] != "system":
+                messages.insert(0, {"role": "system", "content": config.system})
+            rendering = self._render_chat(name, messages)
+        if not self._fits(name, rendering.ids):
+            return None
+        return {"messages": messages, "prompt_text": rendering.text, "prompt_ids": rendering.ids}
 
-    def assistant_start(self, roles: list[str]) -> str | None:
-        """What stands between the last message, of a chat with these roles, and the assistant's own
-        text; None: can not be told."""
+    def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
+        """For each role that a chat ends with, what stands between that message and the assistant's
+        own text; None: can not be told.
+
+        Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to
+        that message already.
+        """
 
         def render(messages: Messages, generation: bool) -> str:
             return self._template.render(
                 "prompt.template", messages, add_generation_prompt=generation
             )
 
-        return learn_start(render, roles, self._guard.token_ends)
+        starts: dict[str, str | None] = {}
+        for chat in chats.drop_null():
+            roles = [message["role"] for message in chat.as_py()]
+            if roles[-1] not in starts:
+                starts[roles[-1]] = learn_start(render, roles, self._guard.token_ends)
+        return starts
 
-    def _render_chat(self, name: str, messages: Messages) -> Prompt:
-        if self.config.system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.config.system}, *messages]
+    def _render_chat(self, name: str, messages: Messages) -> Rendering:
         roles = tuple(message["role"] for message in messages)
 
         def render(contents: list[str]) -> str:
@@ -111,7 +123,7 @@ class Renderer:
             return self._template.render(name, chat)
 
         contents = [message["content"] for message in messages]
-        return _prompt(messages, *self._guard.encode(name, roles, contents, render))
+        return self._guard.encode(name, roles, contents, render)
 
     def _fits(self, name: str, ids: list[int]) -> bool:
         """Whether the prompt is short enough. ConfigError when it is wrong otherwise, or the config
@@ -141,18 +153,18 @@ class Renderer:
 
 
 def render_rows(
-    source: Source, rows: list[int], group_ids: list[str], renderer: Renderer
+    source: pa.Table, rows: list[int], group_ids: list[str], renderer: Renderer
 ) -> pa.Table:
-    """Those `rows` of the source as prompts/1; the ones that are too long left out, where the
+    """Those `rows` of `source` as prompts/1; the ones that are too long left out, where the
     config says so."""
-    table = source.table.take(pa.array(rows, pa.int64()))
+    table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
     cells = table.column(getattr(config, config.input)).to_pylist()
     rendered: list[Prompt] = []
     positions: list[int] = []
     for position, (row, cell) in enumerate(zip(rows, cells, strict=True)):
         group_id = group_ids[row]
-        name = f"prompt {printable(group_id)} (row {row + 1} of {printable(source.name)})"
+        name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         prompt = renderer.render(name, cell)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
@@ -160,29 +172,8 @@ def render_rows(
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
     schema = prompts.SCHEMA.remove(prompts.SCHEMA.get_field_index("columns"))
-    return pa.Table.from_pylist(rendered, schema).append_column(
-        pa.field("columns", struct.type, nullable=False), struct
-    )
-
-
-def assistant_starts(chats: pa.ChunkedArray, renderer: Renderer) -> dict[str, str | None]:
-    """For each role that a chat ends with, what stands between that message and the assistant's own
-    text.
-
-    Whoever reads a completion as a message finds in it how much of `prompt_text` belongs to that
-    message already.
-    """
-    starts: dict[str, str | None] = {}
-    for chunk in chats.chunks:
-        for messages in chunk.drop_null().to_pylist():
-            roles = [message["role"] for message in messages]
-            if roles[-1] not in starts:
-                starts[roles[-1]] = renderer.assistant_start(roles)
-    return starts
-
-
-def _prompt(messages: Messages | None, text: str, ids: list[int]) -> Prompt:
-    return {"messages": messages, "prompt_text": text, "prompt_ids": ids}
+    field = required("columns", struct.type)
+    return pa.Table.from_pylist(rendered, schema).append_column(field, struct)
 
 
 def _read_message(name: str, number: int, message: Any) -> dict[str, str]:

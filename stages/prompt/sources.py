@@ -35,7 +35,6 @@ class Source(NamedTuple):
     """All rows of a source. `sha256` is of the file's bytes, or of the rows where there is no
     file."""
 
-    name: str
     table: pa.Table
     sha256: str
 
@@ -68,7 +67,7 @@ def read(config: SourceConfig) -> Source:
             "file.py:function",
         )
     _check(source, table)
-    return Source(source, table, sha256 or hash_rows(table))
+    return Source(table, sha256 or hash_rows(table))
 
 
 def hash_rows(table: pa.Table) -> str:

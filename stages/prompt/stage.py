@@ -70,7 +70,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Render the rows that the plan's iteration takes. ConfigError, SecurityError."""
-    from .rows import Renderer, assistant_starts, render_rows
+    from .rows import Renderer, render_rows
 
     config = plan.config
     writer = writers["prompts"]
@@ -86,12 +86,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     ):
         for index in writer.unfinished(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
-            writer.write(index, render_rows(source, rows, group_ids, renderer))
+            writer.write(index, render_rows(source.table, rows, group_ids, renderer))
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
         tables = [writer.read(index).select(columns) for index in range(len(starts))]
         prompts = pa.concat_tables(tables)
-        answer_starts = assistant_starts(prompts.column("messages"), renderer)
+        answer_starts = renderer.assistant_starts(prompts.column("messages"))
     rendered_ids = set(prompts.column("group_id").to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
@@ -201,7 +201,7 @@ def _group_ids(config: Config, source: sources.Source) -> list[str]:
             problem = f"stands in row {names[name] + 1} too"
         if problem:
             raise ConfigError(
-                f"source {printable(source.name)} row {row + 1}",
+                f"source {printable(config.source)} row {row + 1}",
                 f"group id {printable(repr(cell))} {problem}",
                 next="make the group ids unique, or leave prompt.group_id out",
             )

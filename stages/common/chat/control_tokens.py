@@ -55,9 +55,7 @@ class Guard:
         read whole sequences). `plain`: added tokens that any content may hold."""
         self._json = tokenizer.backend_tokenizer.to_str()
         self._encoder = self._new_encoder()
-        self._unknown = set()
-        if tokenizer.unk_token_id in _ids(self._encoder, _RARE):
-            self._unknown = {tokenizer.unk_token_id}
+        self._unknown = {tokenizer.unk_token_id}.intersection(_ids(self._encoder, _RARE))
         added_tokens = {
             id: token.content
             for id, token in self._encoder.get_added_tokens_decoder().items()

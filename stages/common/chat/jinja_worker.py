@@ -75,8 +75,7 @@ def main() -> None:
             place = f" (line {lineno})" if lineno else ""
             answer = {"error": f"{type(error).__name__}: {error}{place}"[:10_000]}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        print(json.dumps(answer), flush=True)
         line = sys.stdin.readline()
 
 

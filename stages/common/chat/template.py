@@ -12,6 +12,7 @@ process of its own does.
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from quiver.stages.common.runtime.subprocesses import Process
 
 MEMORY = 2 * 1024**3
 _WORKER = Path(__file__).with_name("jinja_worker.py")
+_BAD_CHARACTER = re.compile("[\0\ud800-\udfff]")
 Messages = list[dict[str, str]]
 
 
@@ -80,8 +82,7 @@ class Template:
 
     def _ask(self, name: str, question: dict[str, Any]) -> str:
         try:
-            self._child.stdin.write(json.dumps(question) + "\n")
-            self._child.stdin.flush()
+            print(json.dumps(question), file=self._child.stdin, flush=True)
             line = self._child.stdout.readline()
         except BrokenPipeError:
             line = ""
@@ -105,9 +106,8 @@ class Template:
 
 def bad_text(text: str) -> str:
     """What keeps `text` from being rendered: NUL or a lone surrogate. Empty when nothing does."""
-    if "\0" in text:
-        return f"has a NUL character in its text, at position {text.index(chr(0))}"
-    for position, character in enumerate("" if text.isascii() else text):
-        if "\ud800" <= character <= "\udfff":
-            return f"has a lone surrogate {character!a} in its text, at position {position}"
-    return ""
+    match = _BAD_CHARACTER.search(text)
+    if match is None:
+        return ""
+    what = "NUL character" if match[0] == "\0" else f"lone surrogate {match[0]!a}"
+    return f"has a {what} in its text, at position {match.start()}"

@@ -66,9 +66,10 @@ def block_attention(
             sliding_window,
             scaling,
         )
+        .transpose(1, 2)
+        .flatten(0, 1)
         for block in layout.blocks
     ]
-    outputs = [output.transpose(1, 2).flatten(0, 1) for output in outputs]
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return _take(joined, layout.gather)[None], None
 
@@ -249,7 +250,7 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
     if not single:
         options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
     output = model.base_model(input_ids=layout.ids, use_cache=False, **options)
-    return _take(output.last_hidden_state[0][:, None], layout.predictors)[:, 0]
+    return F.embedding(layout.predictors, output.last_hidden_state[0])
 
 
 def set_mode(model: nn.Module, mode: str) -> None:
@@ -257,10 +258,10 @@ def set_mode(model: nn.Module, mode: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
-    implementation = NAME
-    if mode == "single":
-        # sdpa would leave a cap out, in silence
-        text_config = model.config.get_text_config()
-        capped = getattr(text_config, "attn_logit_softcapping", None)
-        implementation = "eager" if capped else "sdpa"
+    if mode != "single":
+        implementation = NAME
+    elif getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        implementation = "eager"  # sdpa would leave the cap out, in silence
+    else:
+        implementation = "sdpa"
     model.set_attn_implementation(implementation)

@@ -23,12 +23,7 @@ from quiver.stages.common.models.loading import decoder_start_id
 from .attention import hidden_states, set_mode
 from .cpu.projections import Group, casts, fuse_projections
 from .cpu.recompute import recompute_norms_and_mlps
-from .encoder_decoder import (
-    Pairs,
-    decoder_states,
-    make_pairs,
-    pack_pairs,
-)
+from .encoder_decoder import Pairs, decoder_states, make_pairs, pack_pairs
 from .layout import Layout, Sequences, make_layout
 from .logprob_head import Shaping, completion_logprobs
 from .packing import Piece, make_pieces, pack

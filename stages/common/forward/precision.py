@@ -14,7 +14,7 @@ float32 before temperature and softmax. Which names a stage knows, its config sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -28,17 +28,23 @@ def resolve(precision: str, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def products(device: torch.device, *, fast: bool) -> AbstractContextManager[None]:
+@contextmanager
+def products(device: torch.device, *, fast: bool) -> Iterator[None]:
     """Products of float32 matrices as `fp32` has them, or `fast`, as `fp32_fast` has them, for as
-    long as it is open.
+    long as it is open; then as they were.
 
     Unless it is told that less will do, torch multiplies by MKL on a CPU, on processors that are
     not Intel's at half of oneDNN's speed; and what oneDNN does where less will do is float32 still,
-    on processors without AMX.
+    on processors without AMX. The setting is the whole process's, so the backward pass, whatever
+    thread it runs in, is meant too.
     """
+    before = torch.get_float32_matmul_precision()
     if fast or (device.type == "cpu" and onednn_is_exact()):
-        return fast_products(device)
-    return nullcontext()
+        torch.set_float32_matmul_precision("high" if device.type == "cuda" else "medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @cache
@@ -46,7 +52,7 @@ def onednn_is_exact() -> bool:
     """Whether this processor's `medium` products are float32: measured against float64, relative
     error below 1e-6 (float32 is at 2e-7, TF32 and three bfloat16 products at 1e-5 or more)."""
     draw = torch.Generator().manual_seed(0)
-    with fast_products(torch.device("cpu")):
+    with products(torch.device("cpu"), fast=True):
         for shape in ((64, 576, 192), (256, 576, 1536), (16, 4096, 1024)):
             a = torch.randn(shape[:2], generator=draw)
             b = torch.randn(shape[1:], generator=draw)
@@ -55,22 +61,6 @@ def onednn_is_exact() -> bool:
                 if float((product - exact).norm() / exact.norm()) > 1e-6:
                     return False
     return True
-
-
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """Products of float32 matrices as `fp32_fast` has them, for as long as it is open; then as they
-    were.
-
-    The setting is the whole process's, so the backward pass, whatever thread it runs in, is meant
-    too.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "medium")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def narrow(model: nn.Module) -> dict[nn.Parameter, Tensor]:

@@ -221,7 +221,7 @@ def varlen_is_faster(calls: Sequence[Call], layout: Layout) -> bool:
     if any(call.states[2].dtype != torch.bfloat16 for call in calls):
         return False
     layouts = {"blocks": replace(layout, runs=None), "varlen": layout}
-    seconds = {"blocks": 0.0, "varlen": 0.0}
+    seconds = dict.fromkeys(layouts, 0.0)
     try:
         for call in calls:
             error = _varlen_error(call, layouts)

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -101,18 +101,17 @@ Config = PolicyConfig
 def resolve(config: PolicyConfig) -> PolicyConfig:
     """`config` with the hash of what it names, and a hub model's commit. Looks at the folder, the
     hub, or the function's file. ConfigError, SecurityError."""
+    revision = config.revision
     if from_function.is_function(config.model):
-        _, source_hash = _load_function(config)
-        commit = ""
+        _, source_hash = from_function.load(config.model, config.arguments)
     else:
-        path, commit = _locate(config)
+        path, commit = _locate(config.model, revision)
+        revision = commit or revision
         if path.is_dir():
             check_folder(path, config.model)
         source_hash = digest(hash_files(_model_files(path), remembered=True))
     _require_hash(config, source_hash)
-    return config.model_copy(
-        update={"source_hash": source_hash, "revision": commit or config.revision}
-    )
+    return config.model_copy(update={"source_hash": source_hash, "revision": revision})
 
 
 def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -138,10 +137,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     SecurityError."""
     config = plan.config
     writer = writers["policy"]
-    metrics: dict[str, Any] = {}
+    commit = ""
     with writer.phase("import"), storage_errors(f"{plan.run}/policy@0"):
         if from_function.is_function(config.model):
-            function, source_hash = _load_function(config)
+            function, source_hash = from_function.load(config.model, config.arguments)
             _require_hash(config, source_hash)
             log.info("making the base model by %s, once", printable(config.model))
             from_function.make(config.model, function, config.arguments, writer.folder)
@@ -150,22 +149,19 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 if not _makes_model(path):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
-            path, commit = _locate(config)
+            path, commit = _locate(config.model, config.revision)
             files = _model_files(path)
             _require_hash(config, digest(hash_files(files)))
-            if commit:
-                metrics["commit"] = commit
             if path.is_file():
                 convert_gguf(path, writer.folder, config.dtype)
             else:
                 for file in files:
                     shutil.copyfile(file, writer.folder / file.name)
         check_folder(writer.folder, config.model)
-    writer.finish(metrics={"parameters": count_parameters(writer.folder), **metrics})
-
-
-def _load_function(config: PolicyConfig) -> tuple[Callable[..., None], str]:
-    return from_function.load(config.model, config.model_dump(mode="json")["arguments"])
+    metrics: dict[str, Any] = {"parameters": count_parameters(writer.folder)}
+    if commit:
+        metrics["commit"] = commit
+    writer.finish(metrics=metrics)
 
 
 def _require_hash(config: PolicyConfig, source_hash: str) -> None:
@@ -181,9 +177,8 @@ def _require_hash(config: PolicyConfig, source_hash: str) -> None:
 # -- models outside the store
 
 
-def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, str]:
+def _locate(name: str, revision: str | None, field: str = "policy.model") -> tuple[Path, str]:
     """The folder of the model, or its GGUF file; and the commit of a hub model."""
-    name = config.model
     if name.startswith("package:"):
         package, _, inner_path = name.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)
@@ -202,23 +197,18 @@ def _locate(config: PolicyConfig, field: str = "policy.model") -> tuple[Path, st
         return path, ""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"{field} {name}", "there is no such directory", next=f"correct {field}")
-    folder = _download(config, field)
-    return folder, folder.name  # the hub's cache names a snapshot by its commit
-
-
-def _download(config: PolicyConfig, field: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     try:
-        folder = snapshot_download(config.model, revision=config.revision, allow_patterns=patterns)
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the client raises many types; each means: it can not be had
         raise ConfigError(
-            f"{field} {config.model}",
+            f"{field} {name}",
             f"no directory of that name, and the hub gave none ({type(error).__name__})",
             next="name a model directory, or check the hub id, HF_HUB_OFFLINE and the network",
         ) from error
-    return Path(folder)
+    return folder, folder.name  # the hub's cache names a snapshot by its commit
 
 
 def _model_files(path: Path) -> list[Path]:
@@ -227,15 +217,14 @@ def _model_files(path: Path) -> list[Path]:
 
 
 def _makes_model(path: Path) -> bool:
-    is_named = path.name == "config.json" or path.name in _CARRIED_FILES
     has_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
-    return path.is_file() and (is_named or has_weights)
+    return path.is_file() and (has_weights or path.name in ("config.json", *_CARRIED_FILES))
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:
     """The complete model directory that `field` of a recipe names: a directory, or a hub id.
     ConfigError, SecurityError."""
-    folder, _ = _locate(PolicyConfig(model=model, revision=revision), field)
+    folder, _ = _locate(model, revision, field)
     if folder.is_file():
         raise ConfigError(
             f"{field} {model}",

@@ -15,6 +15,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -80,8 +82,11 @@ def _check_weights(folder: Path, title: str) -> None:
             )
         raise _incomplete(title, "no *.safetensors")
     for path in weights:
-        if not _is_safetensors(path):
-            raise _incomplete(title, f"{path.name} is cut or not a safetensors file")
+        try:
+            with safe_open(path, "numpy") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError):
+            raise _incomplete(title, f"{path.name} is cut or not a safetensors file") from None
     if count_parameters(folder) == 0:
         raise _incomplete(title, "its weight files hold no weights")
 
@@ -111,17 +116,6 @@ def _is_in_hub_cache(link: Path) -> bool:
     return is_snapshot and link.resolve().is_relative_to(repository / "blobs")
 
 
-def _is_safetensors(path: Path) -> bool:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "numpy") as tensors:
-            tensors.keys()
-    except (SafetensorError, OSError):
-        return False
-    return True
-
-
 def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
     """Write model and tokenizer of the GGUF file `source` into `folder`, its weights dequantized to
     `dtype`."""
@@ -146,8 +140,6 @@ def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
 
 def count_parameters(folder: Path) -> int:
     """Numbers in all weight files; only their headers are read."""
-    from safetensors import safe_open
-
     total = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as tensors:

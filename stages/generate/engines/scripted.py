@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -47,38 +46,31 @@ class ScriptedEngine:
         self.setup = setup
         self.options = parse(ScriptedOptions, setup.options, "generate.options")
         script = self.options.script
-        self.info: dict[str, Any] = {
-            "name": "scripted",
-            "script": script,
-            "logprobs_mode": "scripted",
-        }
-        shipped: dict[str, Callable[[list[int], int], list[int]]] = {
-            "echo": echo,
-            "sample": sample,
-            "fixed": lambda prompt_ids, seed: list(self.options.completion_ids),
-        }
+        self.info = {"name": "scripted", "script": script, "logprobs_mode": "scripted"}
+        shipped = {"echo": echo, "sample": sample, "fixed": self._fixed}
         if script in shipped:
             self._answer = shipped[script]
         else:
             self._answer, _ = plugins.load(script, "generate.options.script")
+
+    def _fixed(self, prompt_ids: list[int], seed: int) -> list[int]:
+        return list(self.options.completion_ids)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """One completion a request, in their order."""
         max_tokens = self.setup.sampling.max_tokens
         for request in requests:
             time.sleep(self.options.seconds_per_row)
-            ids = self._answer(request.prompt_ids.tolist(), request.seed)
-            stop_id = None
+            ids = self._answer(request.prompt_ids.tolist(), request.seed)[:max_tokens]
+            finish_reason = "length"
+            stop_reason = None
             if self.setup.stop_ids and len(ids) < max_tokens:
-                stop_id = self.setup.stop_ids[0]
-            ids = ids[:max_tokens] if stop_id is None else [*ids, stop_id]
-            yield Completion(
-                request.index,
-                np.array(ids, np.int32),
-                np.full(len(ids), self.options.logprob, np.float32),
-                "length" if stop_id is None else "stop",
-                None if stop_id is None else str(stop_id),
-            )
+                ids = [*ids, self.setup.stop_ids[0]]
+                finish_reason = "stop"
+                stop_reason = str(ids[-1])
+            logprobs = np.full(len(ids), self.options.logprob, np.float32)
+            ids = np.array(ids, np.int32)
+            yield Completion(request.index, ids, logprobs, finish_reason, stop_reason)
 
     def close(self) -> None:
         """Nothing is held."""

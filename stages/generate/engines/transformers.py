@@ -21,10 +21,10 @@ import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from quiver.schemas.errors import ConfigError, ResourceError, printable
+from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
 from quiver.stages.common.forward.precision import products
-from quiver.stages.common.models.loading import decoder_start_id, is_memory_error, load_model
+from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import TransformersOptions
 from quiver.stages.generate.sampling import draw, processed_logprobs
@@ -85,25 +85,25 @@ class TransformersEngine:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.options = parse(TransformersOptions, setup.options, "generate.options")
-        has_gpu = torch.cuda.is_available()
-        if setup.device == "cuda" and not has_gpu:
+        on_gpu = setup.device != "cpu" and torch.cuda.is_available()
+        if setup.device == "cuda" and not on_gpu:
             raise ConfigError(
                 "engine transformers",
                 "device is cuda, but torch sees no GPU",
                 next='set generate.device = "auto"',
             )
-        self.device = torch.device("cuda" if has_gpu and setup.device != "cpu" else "cpu")
-        if setup.dtype != "auto":
-            dtype = getattr(torch, setup.dtype)
-        elif self.device.type == "cuda":
-            dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-        else:
-            has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
-            dtype = torch.bfloat16 if has_bf16 else torch.float32
+        self.device = torch.device("cuda" if on_gpu else "cpu")
+        dtype = setup.dtype
+        if dtype == "auto":
+            if on_gpu:
+                has_bf16 = torch.cuda.is_bf16_supported()
+            else:
+                has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
+            dtype = "bfloat16" if has_bf16 else "float32"
         setup.verified()
         self.model = load_model(
             setup.policy,
-            dtype=dtype,
+            dtype=getattr(torch, dtype),
             device=self.device,
             attn_implementation=self.options.attn_implementation,
         )
@@ -111,7 +111,7 @@ class TransformersEngine:
         self.info = {
             "name": "transformers",
             "version": transformers.__version__,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype,
             "device": self.device.type,
             "logprobs_mode": "processed_logprobs",
         }
@@ -127,18 +127,13 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _run(self, requests: list[Request]) -> list[Completion]:
-        try:
-            with products(self.device, fast=False):
-                return list(self._decode(self._start(requests)))
-        except (RuntimeError, MemoryError) as error:
-            if not is_memory_error(error):
-                raise
-            raise ResourceError(
-                "engine transformers",
-                f"{type(error).__name__}: {printable(error)}",
-                state="finished shards are kept; nothing else was written.",
-                next="lower options.batch_size, then run the same command again",
-            ) from error
+        out_of_memory = short_of_memory(
+            "engine transformers",
+            "lower options.batch_size, then run the same command again",
+            state="finished shards are kept; nothing else was written.",
+        )
+        with out_of_memory, products(self.device, fast=False):
+            return list(self._decode(self._start(requests)))
 
     def _start(self, requests: list[Request]) -> _Batch:
         """The batch before its first id; an encoder has read its prompts, which are not

@@ -30,7 +30,6 @@ from quiver.stages.generate.options import VllmOptions
 
 LOGPROBS_MODE = "processed_logprobs"
 _CPU_STEP_TOKENS = 4096
-_GIB = 1 << 30
 
 
 class VllmEngine:
@@ -131,7 +130,7 @@ class VllmEngine:
         if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
             return arguments
         if options.cpu_kv_cache_gib is not None:
-            cache_bytes = int(options.cpu_kv_cache_gib * _GIB)
+            cache_bytes = int(options.cpu_kv_cache_gib * 2**30)
         else:
             cache_bytes = vllm_env.cpu_cache_bytes(
                 checkpoints.model_config(self.setup.policy),

@@ -188,11 +188,9 @@ def test_rows_of_prompts_in_many_chunks(store, policy):
     """Offsets are those of the joined column, wherever its chunks were cut."""
     table = random_prompts(store, 9).table(["group_id", "prompt_ids"])
     cut = pa.concat_tables([table.slice(start, 2) for start in range(0, 9, 2)])
-    whole, parts = (Rows(each, 3, 0, 0, "x") for each in (table, cut))
+    whole, parts = (Rows(each, Config(samples_per_prompt=3), "x") for each in (table, cut))
     completions = [good(index) for index in range(4, 20)]
-    assert parts.table(4, completions, ["t"] * 16, 1.0) == whole.table(
-        4, completions, ["t"] * 16, 1.0
-    )
+    assert parts.table(4, completions, ["t"] * 16) == whole.table(4, completions, ["t"] * 16)
     asked = [[request.prompt_ids.tolist(), request.seed] for request in parts.requests([3, 26])]
     assert asked == [
         [request.prompt_ids.tolist(), request.seed] for request in whole.requests([3, 26])

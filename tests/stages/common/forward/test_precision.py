@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quiver.stages.common.forward.policy import Policy, score
-from quiver.stages.common.forward.precision import fast_products, narrow, products, resolve
+from quiver.stages.common.forward.precision import narrow, products, resolve
 from quiver.stages.common.forward.verify import choose_mode
 from tests.stages.common.forward import test_encoder_decoder, test_policy
 
@@ -52,8 +52,8 @@ def test_auto_is_the_devices():
 
 def test_fast_products_end_with_the_context():
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(ZeroDivisionError), fast_products(CPU):
-        with fast_products(torch.device("cuda")):
+    with pytest.raises(ZeroDivisionError), products(CPU, fast=True):
+        with products(torch.device("cuda"), fast=True):
             assert torch.get_float32_matmul_precision() == "high"
         assert torch.get_float32_matmul_precision() == "medium"
         1 / 0  # noqa: B018
