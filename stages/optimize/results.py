@@ -21,18 +21,15 @@ from . import lora, optimizer, state_folder, value_head
 from .losses import log_ratio
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from .config import Config
     from .rollouts import Loaded
     from .trainer import Trainer
 
 
-def save(
-    config: Config, parent: Version, model: nn.Module, trainer: Trainer, writer: Writer
-) -> None:
+def save(parent: Version, trainer: Trainer, writer: Writer) -> None:
     """Write the model directory and, if asked, the optimizer's state below it, into the folder of
-    `writer`. `model` and `trainer` are of no use after this."""
+    `writer`. `trainer` and its model are of no use after this."""
+    config = trainer.config
+    model = trainer.model
     with storage.storage_errors(f"{writer.run}/policy"):
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
@@ -63,7 +60,10 @@ def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> N
             advantages_table(loaded, trainer),
             {"kept": loaded.summary["kept"], **loaded.summary["dropped"]},
         ),
-        "updates": (updates_table(trainer), {}),
+        "updates": (
+            pa.Table.from_pylist(list(map(_finite, trainer.updates)), schema=updates_kind.SCHEMA),
+            {},
+        ),
     }
     for kind, (table, status) in tables.items():
         for index in writers[kind].unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
@@ -122,11 +122,6 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
         [loaded.ids.combine_chunks(), advantage, dropped.is_null(), dropped, *means],
         schema=schema,
     )
-
-
-def updates_table(trainer: Trainer) -> pa.Table:
-    """updates/1, one row a step."""
-    return pa.Table.from_pylist(list(map(_finite, trainer.updates)), schema=updates_kind.SCHEMA)
 
 
 def _finite(value: Any) -> Any:
