@@ -20,26 +20,25 @@ from quiver.stages.common.store import Version
 from .config import Config
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that the config names; `auto`: the GPU where there is one. ConfigError."""
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise ConfigError(
-            "logprobs.device", "expected cuda, there is none", next='set logprobs.device = "auto"'
-        )
-    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
-
-
 class Scorer:
-    """The model of a policy version on its device."""
+    """The model of a policy version on the device that the config names; `auto`: on the GPU where
+    there is one. ConfigError where the named one is not there."""
 
-    def __init__(self, config: Config, model: Version, device: torch.device) -> None:
+    def __init__(self, config: Config, model: Version) -> None:
+        has_gpu = torch.cuda.is_available()
+        if config.device == "cuda" and not has_gpu:
+            raise ConfigError(
+                "logprobs.device",
+                "expected cuda, there is none",
+                next='set logprobs.device = "auto"',
+            )
+        self.device = torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
         self.ways: dict[str, str] = {}
         """Of `packing` and `attention`, as tried out with the first rows; empty before those."""
         self._config = config
-        precision = resolve(config.precision, device)
+        precision = resolve(config.precision, self.device)
         self._policy = Policy(
-            load_model(model, dtype=torch.float32, device=device),
+            load_model(model, dtype=torch.float32, device=self.device),
             autocast=precision == "bf16",
             fast=precision == "fp32_fast",
         )
@@ -61,7 +60,7 @@ class Scorer:
                 policy.set_mode(packing)
                 if self._config.precision == "bf16_pure":
                     narrow(policy.model)
-            budget = self._config.token_budget or token_budget(policy.device)
+            budget = self._config.token_budget or token_budget(self.device)
             microbatches = policy.microbatches(scored_rows, prompt_of_row, sequences, budget)
             if is_first:
                 with torch.no_grad():

@@ -62,19 +62,17 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Score the shards that are missing. ConfigError, LineageError, NumericError, SchemaError."""
-    from .scoring import Scorer, choose_device
+    from .scoring import Scorer
 
-    config = plan.config
     writer = writers["logprobs"]
     policy = plan.store.open(plan.models[0].ref)
     rollouts = plan.inputs["rollouts"]
     table = rollouts.table(_COLUMNS)
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
-    device = choose_device(config.device)
     lack_of_memory = ("logprobs", "lower logprobs.token_budget")
     with short_of_memory(*lack_of_memory), writer.phase("load"):
-        scorer = Scorer(config, policy, device)
+        scorer = Scorer(plan.config, policy)
     num_tokens = 0
     for index in writer.unfinished(max(1, -(-len(table) // ROWS_PER_SHARD))):
         start = index * ROWS_PER_SHARD
@@ -100,7 +98,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         "packing": ways.get("packing"),
         "attention": ways.get("attention"),
     }
-    writer.finish(metrics=metrics, device=device.type)
+    writer.finish(metrics=metrics, device=scorer.device.type)
 
 
 def _count_tokens(column: pa.ChunkedArray) -> int:
