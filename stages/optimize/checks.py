@@ -157,7 +157,7 @@ def check_schedule(config: Config, policy: Version) -> None:
 def biases(config: dict[str, Any]) -> list[str]:
     """The sampling settings of a rollouts manifest that make the sampled distribution another one
     than the policy's."""
-    sampling = {**config, **(config.get("sampling") or {})}
+    sampling = config.get("sampling", {})
     neutral = {
         "top_p": [1],
         "top_k": [0, -1],

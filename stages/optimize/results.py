@@ -55,20 +55,17 @@ def save(parent: Version, trainer: Trainer, writer: Writer) -> None:
 def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> None:
     """Write advantages and updates, and say what the three manifests tell."""
     device = trainer.accelerator.device.type
-    tables = {
-        "advantages": (
-            advantages_table(loaded, trainer),
-            {"kept": loaded.summary["kept"], **loaded.summary["dropped"]},
-        ),
-        "updates": (
-            pa.Table.from_pylist(list(map(_finite, trainer.updates)), schema=updates_kind.SCHEMA),
-            {},
-        ),
-    }
-    for kind, (table, status) in tables.items():
-        for index in writers[kind].unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
-            writers[kind].write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
-        writers[kind].finish(status=status, device=device)
+    updates = pa.Table.from_pylist(
+        [_finite(update) for update in trainer.updates], schema=updates_kind.SCHEMA
+    )
+    reasons = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
+    for writer, table, status in (
+        (writers["advantages"], advantages_table(loaded, trainer), reasons),
+        (writers["updates"], updates, {}),
+    ):
+        for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+            writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
+        writer.finish(status=status, device=device)
     metrics = metrics_of(loaded, trainer, writers["policy"].seconds.get("steps", 0.0))
     writers["policy"].finish(metrics=_finite(metrics), device=device)
 
@@ -111,7 +108,7 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     # the place of each rollout in the batch; null where it was dropped
     places = pc.index_in(pa.array(range(len(dropped))), value_set=pa.array(loaded.rows.numpy()))
     schema = advantages_kind.SCHEMA
-    advantages = pa.array(loaded.advantages[loaded.rows].numpy())
+    advantages = pa.array(batch.advantages.numpy())
     if trainer.algorithm.critic:
         schema = advantages_kind.PER_TOKEN
         advantages = completions.with_values(batch.advantages).to_arrow()

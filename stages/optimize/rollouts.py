@@ -54,8 +54,6 @@ class Loaded:
     """[k] int64: which of them are the batch's"""
     reasons: list[str | None]
     """for all: why it was dropped, None where it is in the batch"""
-    advantages: Tensor
-    """for all: NaN where it was dropped; with a critic, which gives values later, the reward"""
     summary: dict[str, Any]
     """for the manifest: counts and means"""
 
@@ -104,7 +102,7 @@ def load(
             "every advantage is 0 (each group's rewards are equal): there is nothing to learn from "
             "these rollouts"
         )
-    return Loaded(batch, joined.table["rollout_id"], rows, reasons, advantages, summary)
+    return Loaded(batch, joined.table["rollout_id"], rows, reasons, summary)
 
 
 def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
@@ -267,8 +265,7 @@ def _summarize(joined: _Joined, reasons: list[str | None]) -> dict[str, Any]:
 
 def _max_completion_tokens(version: Sampled) -> int:
     """What generation allowed of this version, or its longest completion."""
-    config = version.rollouts.manifest.config
-    allowed = config.get("max_tokens") or (config.get("sampling") or {}).get("max_tokens")
+    allowed = version.rollouts.manifest.config.get("sampling", {}).get("max_tokens")
     longest = pc.max(pc.list_value_length(version.table["completion_ids"]))
     return allowed or longest.as_py() or 1
 
