@@ -100,10 +100,10 @@ class Objective:
                 next="correct optimize.options",
             ) from None
 
-    def weights(self, batch: Batch, members: Sequence[int]) -> Tensor:
+    def weights(self, batch: Batch, members: list[int]) -> Tensor:
         """[N] float64: what each token weighs in the step that rollouts `members` make up; 0 for
         the tokens of other rollouts."""
-        lengths = batch.sequences.completions.lengths[torch.tensor(members)]
+        lengths = batch.sequences.completions.lengths[members]
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
         weights[batch.positions(members)] = self.aggregate(lengths, batch.max_completion_tokens)
         return weights

@@ -116,18 +116,10 @@ class Trainer:
         self.rank_share = slice(accelerator.process_index, None, accelerator.num_processes)
         """Which of all ranks' micro-batches are this rank's."""
         self.precision = resolve(config.precision, accelerator.device)
-        value_head = self._make_critic(value_trunk)
         self.active = list(range(len(batch.groups)))
         """The rollouts that are passed through the model."""
         if algorithm.zero_is_idle and self.objective.kl_coef == 0 and not algorithm.critic:
             self.active = batch.advantages.nonzero()[:, 0].tolist()
-        self.policy = Policy(
-            model,
-            autocast=self.precision == "bf16",
-            fast=self.precision == "fp32_fast",
-            value_head=value_head,
-            value_trunk=value_trunk,
-        )
         self._prepare_model(value_trunk)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self.num_trained = sum(parameter.numel() for parameter in self.parameters)
@@ -142,26 +134,29 @@ class Trainer:
         """Places without a token, of the `places` that this rank passed through the model."""
         self.places = 0
 
-    def _make_critic(self, value_trunk: nn.Module | None) -> ValueHead | None:
-        """The value head; None where the algorithm has no critic."""
-        self.critic: nn.Module | None = None
-        """The value head, with its trunk where it has one of its own."""
-        if not self.algorithm.critic:
-            return None
-        width = self.model.get_output_embeddings().weight.shape[1]
-        value_head = ValueHead(width).to(self.accelerator.device)
-        self.critic = with_trunk(value_head, value_trunk)
-        if self.config.value_coef == 0:
-            self.critic.requires_grad_(False)  # it gives values, and learns nothing
-        return value_head
-
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
-        """Packing, dtypes, attention kernel and optimizer, in the order in which each needs the one
-        before."""
+        """Critic, packing, dtypes, attention kernel and optimizer, in the order in which each needs
+        the one before."""
         config = self.config
         sequences = self.batch.sequences
+        value_head = None
+        self.critic: nn.Module | None = None
+        """The value head, with its trunk where it has one of its own."""
+        if self.algorithm.critic:
+            width = self.model.get_output_embeddings().weight.shape[1]
+            value_head = ValueHead(width).to(self.accelerator.device)
+            self.critic = with_trunk(value_head, value_trunk)
+            if config.value_coef == 0:
+                self.critic.requires_grad_(False)  # it gives values, and learns nothing
+        self.policy = Policy(
+            self.model,
+            autocast=self.precision == "bf16",
+            fast=self.precision == "fp32_fast",
+            value_head=value_head,
+            value_trunk=value_trunk,
+        )
         if config.activation_checkpointing:
-            for trunk in [self.model] if value_trunk is None else [self.model, value_trunk]:
+            for trunk in filter(None, (self.model, value_trunk)):
                 trunk.train()  # transformers checkpoints in train mode only; every dropout is 0
                 trunk.gradient_checkpointing_enable({"use_reentrant": False})
         self.mode = config.packing
