@@ -253,9 +253,8 @@ class Config(base.Config):
     def _defaults_of_changed(self) -> dict[str, Any]:
         """The defaults of the critic's fields that have another value. A field that is written out
         at its default, as in a config that travels between processes, is not changed."""
-        changed = self.model_dump(exclude_defaults=True)
-        fields = type(self).model_fields
-        return {name: fields[name].default for name in algorithms.CRITIC_OPTIONS if name in changed}
+        changed = self.model_dump(include=set(algorithms.CRITIC_OPTIONS), exclude_defaults=True)
+        return {name: type(self).model_fields[name].default for name in changed}
 
     def key(self) -> dict[str, Any]:
         """The values that decide the outcome; the source of a user's own algorithm is one of
