@@ -167,7 +167,6 @@ def _difference_to(
 ) -> str:
     """What `baseline` measured otherwise than these; empty where it is comparable."""
     their_rollouts = baseline.manifest.input("rollouts")
-    their_rewards = baseline.manifest.input("rewards")
     prompts = rollouts.manifest.input("prompts")
     their_prompts = None
     prompts_name = "unknown"
@@ -179,11 +178,9 @@ def _difference_to(
     measured = config.model_dump(mode="json")
     if baseline.manifest.config != measured:
         return f"it measured {printable(baseline.manifest.config)}, expected {printable(measured)}"
-    if their_rewards is None or not is_made_alike(
-        store.open(their_rewards.ref).manifest, rewards.manifest
-    ):
-        scorer = their_rewards.ref if their_rewards else "nothing"
-        return f"it was scored otherwise, by {scorer}; these are {rewards.ref}"
+    their_rewards = store.open(baseline.manifest.input("rewards").ref)
+    if not is_made_alike(their_rewards.manifest, rewards.manifest):
+        return f"it was scored otherwise, by {their_rewards.ref}; these are {rewards.ref}"
     return ""
 
 

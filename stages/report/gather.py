@@ -90,10 +90,8 @@ class Manifests:
 
     def input(self, manifest: Manifest | None, role: str) -> Manifest | None:
         """What has this role among the inputs of `manifest`; of several, the first."""
-        for entry in manifest.inputs if manifest else ():
-            if entry.role.partition(".")[0] == role:
-                return self.open(entry.ref)
-        return None
+        entry = manifest.input(role) if manifest else None
+        return self.open(entry.ref) if entry else None
 
     def line(self, policy: Manifest) -> Iterator[Manifest]:
         """`policy` and those that it was trained from, newest first, as far as they are there."""
