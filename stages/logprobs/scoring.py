@@ -49,24 +49,21 @@ class Scorer:
         completions = Ragged.from_arrow(rollouts["completion_ids"])
         temperature = np.array(rollouts["temperature"].combine_chunks(), dtype=np.float32)
         sequences = Sequences(prompts, completions, torch.from_numpy(temperature))
-        token_logprobs = torch.zeros(len(completions.values))
         scored_rows = completions.lengths.nonzero()[:, 0].tolist()
-        if scored_rows:
-            policy = self._policy
-            prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())
-            is_first = not self.ways
-            if is_first:
-                packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
-                policy.set_mode(packing)
-                if self._config.precision == "bf16_pure":
-                    narrow(policy.model)
-            budget = self._config.token_budget or token_budget(self.device)
-            microbatches = policy.microbatches(scored_rows, prompt_of_row, sequences, budget)
-            if is_first:
-                with torch.no_grad():
-                    attention = choose_kernel(policy, microbatches[0], sequences)
-                self.ways = {"packing": packing, "attention": attention}
-            token_logprobs = score(policy, microbatches, sequences)
+        prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())
+        policy = self._policy
+        is_first = scored_rows and not self.ways
+        if is_first:
+            packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
+            self.ways["packing"] = packing
+            if self._config.precision == "bf16_pure":
+                narrow(policy.model)
+        budget = self._config.token_budget or token_budget(self.device)
+        microbatches = policy.microbatches(scored_rows, prompt_of_row, sequences, budget)
+        if is_first:
+            with torch.no_grad():
+                self.ways["attention"] = choose_kernel(policy, microbatches[0], sequences)
+        token_logprobs = score(policy, microbatches, sequences)
         column = completions.with_values(token_logprobs.clamp(max=0.0)).to_arrow()
         ids = rollouts["rollout_id"].combine_chunks()
         return pa.Table.from_arrays([ids, column], schema=logprobs.SCHEMA)

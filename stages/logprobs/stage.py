@@ -70,25 +70,26 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     table = rollouts.table(_COLUMNS)
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
-    lack_of_memory = ("logprobs", "lower logprobs.token_budget")
-    with short_of_memory(*lack_of_memory), writer.phase("load"):
-        scorer = Scorer(plan.config, policy)
     num_tokens = 0
-    for index in writer.unfinished(max(1, -(-len(table) // ROWS_PER_SHARD))):
-        start = index * ROWS_PER_SHARD
-        with short_of_memory(*lack_of_memory), writer.phase("score"):
-            shard = scorer.score(table.slice(start, ROWS_PER_SHARD))
-        is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
-        if not pc.all(is_finite, min_count=0).as_py():
-            raise NumericError(
-                str(policy.ref),
-                f"gives a logprob that is not finite in rows {start} and on",
-                next="set logprobs.precision = 'fp32'",
-            )
-        num_tokens += _count_tokens(shard["logprobs"])
-        writer.notes.update(scorer.ways, tokens=num_tokens)
-        writer.write(index, shard)
-        log.info("logprobs: %d of %d rows", min(start + ROWS_PER_SHARD, len(table)), len(table))
+    with short_of_memory("logprobs", "lower logprobs.token_budget"):
+        with writer.phase("load"):
+            scorer = Scorer(plan.config, policy)
+        for index in writer.unfinished(max(1, -(-len(table) // ROWS_PER_SHARD))):
+            start = index * ROWS_PER_SHARD
+            with writer.phase("score"):
+                shard = scorer.score(table.slice(start, ROWS_PER_SHARD))
+            is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
+            if not pc.all(is_finite, min_count=0).as_py():
+                raise NumericError(
+                    str(policy.ref),
+                    f"gives a logprob that is not finite in rows {start} and on",
+                    next="set logprobs.precision = 'fp32'",
+                )
+            num_tokens += _count_tokens(shard["logprobs"])
+            writer.notes.update(scorer.ways, tokens=num_tokens)
+            writer.write(index, shard)
+            done = min(start + ROWS_PER_SHARD, len(table))
+            log.info("logprobs: %d of %d rows", done, len(table))
     workers = [worker for worker in writer.parts() if worker.get("tokens")]
     speeds = [worker["tokens"] / worker["seconds"]["score"] for worker in workers]
     ways = workers[0] if workers else {}
