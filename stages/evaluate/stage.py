@@ -112,8 +112,8 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
     return {
         **estimators.clustered_mean(scores)._asdict(),
         "pass@k": passes,
-        "num_groups": pc.count_distinct(table.column("group_id")).as_py(),
-        "null": table.column("score").null_count,
+        "num_groups": pc.count_distinct(table["group_id"]).as_py(),
+        "null": table["score"].null_count,
     }
 
 
@@ -151,7 +151,7 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
 def _scores_by_group(table: pa.Table) -> dict[str, list[float]]:
     """The scores of each group that has one."""
     groups: dict[str, list[float]] = {}
-    table = table.filter(table.column("score").is_valid())
+    table = table.filter(table["score"].is_valid())
     for row in table.select(["group_id", "score"]).to_pylist():
         groups.setdefault(row["group_id"], []).append(row["score"])
     return groups
@@ -167,7 +167,6 @@ def _difference_to(
 ) -> str:
     """What `baseline` measured otherwise than these; empty where it is comparable."""
     their_rollouts = baseline.manifest.input("rollouts")
-    their_rewards = baseline.manifest.input("rewards")
     prompts = rollouts.manifest.input("prompts")
     their_prompts = None
     prompts_name = "unknown"
@@ -179,11 +178,9 @@ def _difference_to(
     measured = config.model_dump(mode="json")
     if baseline.manifest.config != measured:
         return f"it measured {printable(baseline.manifest.config)}, expected {printable(measured)}"
-    if their_rewards is None or not is_made_alike(
-        store.open(their_rewards.ref).manifest, rewards.manifest
-    ):
-        scorer = their_rewards.ref if their_rewards else "nothing"
-        return f"it was scored otherwise, by {scorer}; these are {rewards.ref}"
+    their_rewards = store.open(baseline.manifest.input("rewards").ref)
+    if not is_made_alike(their_rewards.manifest, rewards.manifest):
+        return f"it was scored otherwise, by {their_rewards.ref}; these are {rewards.ref}"
     return ""
 
 
@@ -192,10 +189,10 @@ def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
     parts. ConfigError; LineageError for a rollout without a row of rewards."""
     sampled = rollouts.table()
     scored = rewards.table()
-    parts = scored.column("parts")
+    parts = scored["parts"]
     part_names = [field.name for field in parts.type]
     if score == "reward":
-        scores = scored.column("reward")
+        scores = scored["reward"]
     elif score in part_names:
         scores = pc.struct_field(parts, [part_names.index(score)])
     else:
@@ -206,8 +203,8 @@ def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
             next="set evaluate.score to one of them",
         )
     order = pc.index_in(
-        sampled.column("rollout_id").combine_chunks(),
-        value_set=scored.column("rollout_id").combine_chunks(),
+        sampled["rollout_id"].combine_chunks(),
+        value_set=scored["rollout_id"].combine_chunks(),
     )
     if order.null_count or scored.num_rows != sampled.num_rows:
         raise LineageError(
@@ -219,5 +216,5 @@ def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
     names = ("group_id", "sample_index", "rollout_id", "finish_reason")
     columns = {name: sampled.column(name) for name in names}
     columns["score"] = scores.take(order)
-    columns["completion_tokens"] = pc.list_value_length(sampled.column("completion_ids"))
+    columns["completion_tokens"] = pc.list_value_length(sampled["completion_ids"])
     return pa.table(columns, schema=evaluations.SCHEMA)

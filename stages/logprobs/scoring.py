@@ -20,26 +20,25 @@ from quiver.stages.common.store import Version
 from .config import Config
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that the config names; `auto`: the GPU where there is one. ConfigError."""
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise ConfigError(
-            "logprobs.device", "expected cuda, there is none", next='set logprobs.device = "auto"'
-        )
-    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
-
-
 class Scorer:
-    """The model of a policy version on its device."""
+    """The model of a policy version on the device that the config names; `auto`: on the GPU where
+    there is one. ConfigError where the named one is not there."""
 
-    def __init__(self, config: Config, model: Version, device: torch.device) -> None:
+    def __init__(self, config: Config, model: Version) -> None:
+        has_gpu = torch.cuda.is_available()
+        if config.device == "cuda" and not has_gpu:
+            raise ConfigError(
+                "logprobs.device",
+                "expected cuda, there is none",
+                next='set logprobs.device = "auto"',
+            )
+        self.device = torch.device("cuda" if has_gpu and config.device != "cpu" else "cpu")
         self.ways: dict[str, str] = {}
         """Of `packing` and `attention`, as tried out with the first rows; empty before those."""
         self._config = config
-        precision = resolve(config.precision, device)
+        precision = resolve(config.precision, self.device)
         self._policy = Policy(
-            load_model(model, dtype=torch.float32, device=device),
+            load_model(model, dtype=torch.float32, device=self.device),
             autocast=precision == "bf16",
             fast=precision == "fp32_fast",
         )
@@ -50,24 +49,21 @@ class Scorer:
         completions = Ragged.from_arrow(rollouts["completion_ids"])
         temperature = np.array(rollouts["temperature"].combine_chunks(), dtype=np.float32)
         sequences = Sequences(prompts, completions, torch.from_numpy(temperature))
-        token_logprobs = torch.zeros(len(completions.values))
         scored_rows = completions.lengths.nonzero()[:, 0].tolist()
-        if scored_rows:
-            policy = self._policy
-            prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())
-            is_first = not self.ways
-            if is_first:
-                packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
-                policy.set_mode(packing)
-                if self._config.precision == "bf16_pure":
-                    narrow(policy.model)
-            budget = self._config.token_budget or token_budget(policy.device)
-            microbatches = policy.microbatches(scored_rows, prompt_of_row, sequences, budget)
-            if is_first:
-                with torch.no_grad():
-                    attention = choose_kernel(policy, microbatches[0], sequences)
-                self.ways = {"packing": packing, "attention": attention}
-            token_logprobs = score(policy, microbatches, sequences)
+        prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())
+        policy = self._policy
+        is_first = scored_rows and not self.ways
+        if is_first:
+            packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
+            self.ways["packing"] = packing
+            if self._config.precision == "bf16_pure":
+                narrow(policy.model)
+        budget = self._config.token_budget or token_budget(self.device)
+        microbatches = policy.microbatches(scored_rows, prompt_of_row, sequences, budget)
+        if is_first:
+            with torch.no_grad():
+                self.ways["attention"] = choose_kernel(policy, microbatches[0], sequences)
+        token_logprobs = score(policy, microbatches, sequences)
         column = completions.with_values(token_logprobs.clamp(max=0.0)).to_arrow()
         ids = rollouts["rollout_id"].combine_chunks()
         return pa.Table.from_arrays([ids, column], schema=logprobs.SCHEMA)

@@ -62,35 +62,34 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Score the shards that are missing. ConfigError, LineageError, NumericError, SchemaError."""
-    from .scoring import Scorer, choose_device
+    from .scoring import Scorer
 
-    config = plan.config
     writer = writers["logprobs"]
     policy = plan.store.open(plan.models[0].ref)
     rollouts = plan.inputs["rollouts"]
     table = rollouts.table(_COLUMNS)
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
-    device = choose_device(config.device)
-    lack_of_memory = ("logprobs", "lower logprobs.token_budget")
-    with short_of_memory(*lack_of_memory), writer.phase("load"):
-        scorer = Scorer(config, policy, device)
     num_tokens = 0
-    for index in writer.unfinished(max(1, -(-len(table) // ROWS_PER_SHARD))):
-        start = index * ROWS_PER_SHARD
-        with short_of_memory(*lack_of_memory), writer.phase("score"):
-            shard = scorer.score(table.slice(start, ROWS_PER_SHARD))
-        is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
-        if not pc.all(is_finite, min_count=0).as_py():
-            raise NumericError(
-                str(policy.ref),
-                f"gives a logprob that is not finite in rows {start} and on",
-                next="set logprobs.precision = 'fp32'",
-            )
-        num_tokens += _count_tokens(shard["logprobs"])
-        writer.notes.update(scorer.ways, tokens=num_tokens)
-        writer.write(index, shard)
-        log.info("logprobs: %d of %d rows", min(start + ROWS_PER_SHARD, len(table)), len(table))
+    with short_of_memory("logprobs", "lower logprobs.token_budget"):
+        with writer.phase("load"):
+            scorer = Scorer(plan.config, policy)
+        for index in writer.unfinished(max(1, -(-len(table) // ROWS_PER_SHARD))):
+            start = index * ROWS_PER_SHARD
+            with writer.phase("score"):
+                shard = scorer.score(table.slice(start, ROWS_PER_SHARD))
+            is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
+            if not pc.all(is_finite, min_count=0).as_py():
+                raise NumericError(
+                    str(policy.ref),
+                    f"gives a logprob that is not finite in rows {start} and on",
+                    next="set logprobs.precision = 'fp32'",
+                )
+            num_tokens += _count_tokens(shard["logprobs"])
+            writer.notes.update(scorer.ways, tokens=num_tokens)
+            writer.write(index, shard)
+            done = min(start + ROWS_PER_SHARD, len(table))
+            log.info("logprobs: %d of %d rows", done, len(table))
     workers = [worker for worker in writer.reports() if worker.get("tokens")]
     speeds = [worker["tokens"] / worker["seconds"]["score"] for worker in workers]
     ways = workers[0] if workers else {}
@@ -100,7 +99,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         "packing": ways.get("packing"),
         "attention": ways.get("attention"),
     }
-    writer.finish(metrics=metrics, device=device.type)
+    writer.finish(metrics=metrics, device=scorer.device.type)
 
 
 def _count_tokens(column: pa.ChunkedArray) -> int:

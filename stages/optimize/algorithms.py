@@ -194,16 +194,14 @@ def check_name(name: str) -> str:
     )
 
 
-def check_options(name: str, options: Iterable[str]) -> None:
-    """ValueError for an option that the surrogate of the row called `name` does not take. The
+def check_options(row: Algorithm, options: Iterable[str]) -> None:
+    """ValueError for an option that the surrogate of `row`, one of the table, does not take. The
     options of a user's own algorithm are checked when its surrogate is loaded."""
-    if name not in ALGORITHMS:
-        return
-    accepted = OPTIONS[ALGORITHMS[name].surrogate]
+    accepted = OPTIONS[row.surrogate]
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ValueError(
-            f"{unknown[0]} is no option of algorithm {name!r}: leave it out; it takes "
+            f"{unknown[0]} is no option of algorithm {row.name!r}: leave it out; it takes "
             f"{', '.join(accepted)}"
         )
 
@@ -233,12 +231,6 @@ def resolve(name: str) -> Algorithm:
     functions are held to their contract. ConfigError."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    try:
-        check_name(name)
-    except ValueError as error:
-        raise ConfigError(
-            "optimize.algorithm", f"{error}, got {printable(name)}", next="quiver algorithms"
-        ) from None
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
     functions = {}
     for role in ("advantage", "surrogate", "aggregation"):

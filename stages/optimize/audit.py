@@ -8,6 +8,10 @@ first update.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +19,40 @@ from quiver.schemas.errors import NumericError
 from quiver.stages.common.ragged import Ragged
 
 from .losses import log_ratio
+from .objective import Batch, Objective
+
+log = logging.getLogger(__name__)
+
+
+def audit(
+    objective: Objective, batch: Batch, logprobs: Tensor, rows: Sequence[int]
+) -> dict[str, Any]:
+    """Measure rollouts `rows`, on which the policy has the `logprobs` [N]. Those of the starting
+    checkpoint must be within the limit: NumericError. With stale ones beside them these are
+    measured apart, under `stale`."""
+    completions = batch.sequences.completions
+    # surrogates without these bounds are measured by PPO's
+    bounds = [objective.options.get(name, 0.2) for name in ("clip_low", "clip_high")]
+
+    def measure_rows(rows: list[int]) -> dict[str, Any]:
+        old = completions.with_values(batch.old_logprobs).take(torch.tensor(rows))
+        report = measure(logprobs[batch.positions(rows)], old.values, old.offsets, *bounds)
+        log.info(
+            "audit: mean gap %(mean_gap).1e, largest %(max_gap).1e, effective sample size "
+            "%(effective_sample_size).3f",
+            report,
+        )
+        return report
+
+    is_stale = [False] * len(batch.groups) if batch.stale is None else batch.stale.tolist()
+    fresh_rows = [row for row in rows if not is_stale[row]]
+    stale_rows = [row for row in rows if is_stale[row]]
+    report = measure_rows(fresh_rows or stale_rows)
+    if fresh_rows and stale_rows:
+        report["stale"] = measure_rows(stale_rows)
+    if fresh_rows:
+        require(report, objective.config.audit.max_mean_gap, "optimize audit")
+    return report
 
 
 def measure(

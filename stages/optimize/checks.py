@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -55,25 +55,51 @@ class Sampled:
         return self.rollouts.manifest.model("policy").weights != start.weights
 
     def column(self, role: str, name: str) -> pa.ChunkedArray:
-        """Column `name` of the rewards or logprobs, in the order of the rollouts. LineageError."""
-        return join(self.rollouts, self.table["rollout_id"], self.inputs[role])[name]
+        """Column `name` of the rewards or logprobs, in the order of the rollouts. LineageError
+        unless they name each rollout exactly once, and no other."""
+        ids = self.table["rollout_id"]
+        table = self.inputs[role].table()
+        places = pc.index_in(ids, value_set=table["rollout_id"].combine_chunks())
+        if places.null_count or len(table) != len(ids):
+            missing = ids.filter(pc.is_null(places))
+            is_known = pc.is_in(table["rollout_id"], value_set=ids.combine_chunks())
+            unknown = table["rollout_id"].filter(pc.invert(is_known))
+            problems = [
+                f"{len(column)} {problem}, such as {column[0].as_py()!r}"
+                for problem, column in (
+                    (f"rollouts of {self.rollouts.ref} are missing", missing),
+                    ("ids are unknown there", unknown),
+                )
+                if len(column)
+            ]
+            raise LineageError(
+                str(self.inputs[role].ref),
+                "; ".join(problems),
+                next=f"score {self.rollouts.ref} again",
+            )
+        return table[name].take(places)
 
 
-def check_lineage(config: Config, store: Store, own: Sampled) -> list[str]:
+def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     """Refuse rollouts of a policy that is too old or foreign, proximal logprobs of another policy
     than theirs, biased sampling.
 
     Returns the biases of sampling that were allowed.
     """
-    inputs, policy, rollouts = own.inputs, own.inputs["policy"], own.rollouts
-    sampled = rollouts.manifest.model("policy")
-    allowed = []
-    for version in ancestors(store, policy, config.max_staleness):
-        allowed.append(checkpoints.as_model("policy", version))
-        if sampled and sampled.weights == allowed[-1].weights:
+    rollouts = version.rollouts
+    sampler = rollouts.manifest.model("policy")
+    weights = sampler.weights if sampler else None
+    policy = version.inputs["policy"]
+    allowed = [checkpoints.as_model("policy", policy)]
+    for _ in range(config.max_staleness):
+        # one that is gone is an error only to rollouts as old
+        parent = policy.manifest.input("policy")
+        if parent is None or weights == allowed[-1].weights:
             break
-    else:
-        found = f"{sampled.weights[:12]}… ({sampled.ref})" if sampled else "no policy at all"
+        policy = store.open(parent.ref)
+        allowed.append(checkpoints.as_model("policy", policy))
+    if weights != allowed[-1].weights:
+        found = f"{weights[:12]}… ({sampler.ref})" if sampler else "no policy at all"
         raise LineageError(
             str(rollouts.ref),
             f"sampled by weights {found}, expected "
@@ -82,18 +108,15 @@ def check_lineage(config: Config, store: Store, own: Sampled) -> list[str]:
             next="generate with the starting checkpoint, start from the one that sampled, or "
             "raise optimize.max_staleness",
         )
-    scored = (
-        {model.weights for model in inputs["prox"].manifest.models}
-        if "prox" in inputs
-        else {sampled.weights}
-    )
-    if scored != {sampled.weights}:
-        found = ", ".join(f"{weights[:12]}…" for weights in sorted(scored)) or "no model"
+    prox = version.inputs.get("prox")
+    scored_by = {model.weights for model in prox.manifest.models} if prox else {weights}
+    if scored_by != {weights}:
+        found = ", ".join(f"{other[:12]}…" for other in sorted(scored_by)) or "no model"
         raise LineageError(
-            str(inputs["prox"].ref),
+            str(prox.ref),
             "proximal logprobs are those of the policy that sampled, expected weights "
-            f"{sampled.weights[:12]}…, found {found}",
-            next=f"score {rollouts.ref} under {sampled.ref}",
+            f"{weights[:12]}…, found {found}",
+            next=f"score {rollouts.ref} under {sampler.ref}",
         )
     biased = biases(rollouts.manifest.config)
     if biased and not config.allow_biased_sampling:
@@ -131,22 +154,10 @@ def check_schedule(config: Config, policy: Version) -> None:
         )
 
 
-def ancestors(store: Store, policy: Version, count: int) -> Iterator[Version]:
-    """The policy and up to `count` policies that it was made of, newest first; each opened when it
-    is asked for, so that one that is gone is an error only to rollouts as old."""
-    yield policy
-    for _ in range(count):
-        entry = policy.manifest.input("policy")
-        if entry is None:
-            return
-        policy = store.open(entry.ref)
-        yield policy
-
-
 def biases(config: dict[str, Any]) -> list[str]:
     """The sampling settings of a rollouts manifest that make the sampled distribution another one
     than the policy's."""
-    sampling = {**config, **(config.get("sampling") or {})}
+    sampling = config.get("sampling", {})
     neutral = {
         "top_p": [1],
         "top_k": [0, -1],
@@ -163,40 +174,15 @@ def biases(config: dict[str, Any]) -> list[str]:
     ]
 
 
-def join(rollouts: Version, ids: pa.ChunkedArray, other: Version) -> pa.Table:
-    """The rows of `other` in the order of `ids`. LineageError unless it names each rollout exactly
-    once, and no other."""
-    table = other.table()
-    places = pc.index_in(ids, value_set=table["rollout_id"].combine_chunks())
-    if places.null_count or len(table) != len(ids):
-        missing = ids.filter(pc.is_null(places))
-        unknown = table["rollout_id"].filter(
-            pc.invert(pc.is_in(table["rollout_id"], value_set=ids.combine_chunks()))
-        )
-        problems = [
-            f"{len(column)} {what}, such as {column[0].as_py()!r}"
-            for what, column in (
-                (f"rollouts of {rollouts.ref} are missing", missing),
-                ("ids are unknown there", unknown),
-            )
-            if len(column)
-        ]
-        raise LineageError(str(other.ref), "; ".join(problems), next=f"score {rollouts.ref} again")
-    return table.take(places)
-
-
 def require_own_ids(versions: Sequence[Sampled]) -> None:
     """No rollout stands in two versions: the same generation done again makes the same ids."""
     for one, other in itertools.combinations(versions, 2):
         ids = one.table["rollout_id"]
         both = ids.filter(pc.is_in(ids, value_set=other.table["rollout_id"].combine_chunks()))
         if len(both):
-            what = (
-                f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as "
-                f"{both[0].as_py()!r}"
-            )
             raise LineageError(
                 str(one.rollouts.ref),
-                what,
+                f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as "
+                f"{both[0].as_py()!r}",
                 next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both",
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common import config as base
@@ -60,7 +60,7 @@ class Correction(base.Config):
 class Config(base.Config):
     """How a policy learns from scored rollouts."""
 
-    algorithm: str = "grpo"
+    algorithm: Annotated[str, AfterValidator(algorithms.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline, ppo,
     or `module:NAME` of an `Algorithm` of your own."""
     learning_rate: float = Field(default=1e-6, gt=0)
@@ -198,11 +198,6 @@ class Config(base.Config):
     tracker_folder: Runtime[str | None] = None
     """Where trackers write."""
 
-    @field_validator("algorithm")
-    @classmethod
-    def _check_algorithm(cls, name: str) -> str:
-        return algorithms.check_name(name)
-
     @model_validator(mode="after")
     def _check_optimizer(self) -> Config:
         if self.schedule != "constant" and self.total_steps is None:
@@ -249,19 +244,17 @@ class Config(base.Config):
                 "bootstrap_length is for completions cut by length, and on_length = 'mask' leaves "
                 "them out: drop one"
             )
-        algorithms.check_options(self.algorithm, self.surrogate_options())
-        if self.algorithm in algorithms.ALGORITHMS:
-            algorithms.check_effect(
-                algorithms.ALGORITHMS[self.algorithm], self._defaults_of_changed()
-            )
+        row = algorithms.ALGORITHMS.get(self.algorithm)
+        if row:
+            algorithms.check_options(row, self.surrogate_options())
+            algorithms.check_effect(row, self._defaults_of_changed())
         return self
 
     def _defaults_of_changed(self) -> dict[str, Any]:
         """The defaults of the critic's fields that have another value. A field that is written out
         at its default, as in a config that travels between processes, is not changed."""
-        changed = self.model_dump(exclude_defaults=True)
-        fields = type(self).model_fields
-        return {name: fields[name].default for name in algorithms.CRITIC_OPTIONS if name in changed}
+        changed = self.model_dump(include=set(algorithms.CRITIC_OPTIONS), exclude_defaults=True)
+        return {name: type(self).model_fields[name].default for name in changed}
 
     def key(self) -> dict[str, Any]:
         """The values that decide the outcome; the source of a user's own algorithm is one of
@@ -284,10 +277,11 @@ class Config(base.Config):
                 f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
             ) from None
         defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
-        filled = {}
-        for name in (*SURROGATE_FIELDS, "drop_zero_variance", "aggregation"):
-            if getattr(self, name) is None and not callable(defaults.get(name)):
-                filled[name] = defaults.get(name)
+        filled = {
+            name: defaults.get(name)
+            for name in (*SURROGATE_FIELDS, "drop_zero_variance", "aggregation")
+            if getattr(self, name) is None and not callable(defaults.get(name))
+        }
         return base.parse(Config, {**self.model_dump(), **filled}, "optimize")
 
     def surrogate_options(self) -> dict[str, Any]:

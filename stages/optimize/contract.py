@@ -52,9 +52,10 @@ def checked(name: str, role: str, function: Callable) -> Callable:
         answer = function(first, *others, **options)
         tensors = answer if len(contents) > 1 else (answer,)
         if not isinstance(tensors, tuple) or len(tensors) != len(contents):
-            expected = f"the two tensors {' and '.join(contents)}"
-            found = _describe(answer)
-            raise _wrong(name, f"expected {expected}, found {found}")
+            raise _wrong(
+                name,
+                f"expected the two tensors {' and '.join(contents)}, found {_describe(answer)}",
+            )
         if role == "aggregation":
             shape = [int(first.sum())]
         else:
@@ -63,8 +64,9 @@ def checked(name: str, role: str, function: Callable) -> Callable:
             kind = "bool" if content == "clipped" else "float"
             fits = isinstance(tensor, torch.Tensor) and list(tensor.shape) == shape
             if not (fits and kind in str(tensor.dtype)):
-                found = _describe(tensor)
-                raise _wrong(name, f"expected {content} as {kind} {shape}, found {found}")
+                raise _wrong(
+                    name, f"expected {content} as {kind} {shape}, found {_describe(tensor)}"
+                )
         if role == "surrogate" and first.logprobs.requires_grad > tensors[0].requires_grad:
             raise _wrong(name, "its loss has no gradient: nothing of it depends on tokens.logprobs")
         return answer

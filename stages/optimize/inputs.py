@@ -15,7 +15,7 @@ and logprobs of more than one reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import Ref
@@ -39,21 +39,23 @@ def open_inputs(
 ) -> dict[str, Version]:
     """All versions by role. `beside`: references by role (rewards, ref, prox) of what goes with the
     rollouts. ConfigError, LineageError."""
-    rollout_versions = [store.open(ref) for ref in _as_list(rollouts)]
-    if not rollout_versions:
-        raise ConfigError("optimize", "no rollouts are given", next="name a version of rollouts")
-    versions_by_content: dict[str, Version] = {}
-    for version in rollout_versions:
-        equal = versions_by_content.setdefault(version.manifest.content_hash, version)
+    rollouts_by_content: dict[str, Version] = {}
+    for version in map(store.open, _as_list(rollouts)):
+        equal = rollouts_by_content.setdefault(version.manifest.content_hash, version)
         if equal is not version:
             is_same = equal.ref == version.ref
             problem = "is given twice" if is_same else f"holds the very rows of {equal.ref}"
             raise ConfigError(str(version.ref), problem, next="name each version of rollouts once")
-    inputs = {"policy": store.open(policy), **_numbered("rollouts", rollout_versions)}
+    if not rollouts_by_content:
+        raise ConfigError("optimize", "no rollouts are given", next="name a version of rollouts")
+    inputs = {
+        "policy": store.open(policy),
+        **_numbered("rollouts", rollouts_by_content.values()),
+    }
     for role, refs in beside.items():
         versions = [store.open(ref) for ref in _as_list(refs)]
         if versions or role == "rewards":
-            ordered = _in_order_of(rollout_versions, role, versions)
+            ordered = _in_order_of(rollouts_by_content, role, versions)
             inputs |= _numbered(role, ordered)
             if role == "ref":
                 _require_one_reference(ordered)
@@ -76,7 +78,7 @@ def _as_list(refs: GivenRefs | None) -> list[str | Ref]:
     return refs if isinstance(refs, list) else [refs]
 
 
-def _numbered(role: str, versions: list[Version]) -> dict[str, Version]:
+def _numbered(role: str, versions: Iterable[Version]) -> dict[str, Version]:
     """By role: `rollouts`, `rollouts.2`, `rollouts.3`, …"""
     return {
         f"{role}.{number}" if number > 1 else role: version
@@ -84,15 +86,17 @@ def _numbered(role: str, versions: list[Version]) -> dict[str, Version]:
     }
 
 
-def _in_order_of(rollouts: list[Version], role: str, versions: list[Version]) -> list[Version]:
-    """`versions` in the order of the rollouts that they are of, each of which has exactly one."""
-    refs_by_content = {version.manifest.content_hash: version.ref for version in rollouts}
+def _in_order_of(
+    rollouts: Mapping[str, Version], role: str, versions: list[Version]
+) -> list[Version]:
+    """`versions` in the order of the rollouts, by content hash, that they are of, each of which has
+    exactly one."""
     versions_by_content: dict[str, Version] = {}
     for version in versions:
         source = version.manifest.input("rollouts")
-        if source is None or source.content_hash not in refs_by_content:
+        if source is None or source.content_hash not in rollouts:
             source_name = source.ref if source else "no rollouts that its manifest names"
-            expected = " or ".join(map(str, refs_by_content.values()))
+            expected = " or ".join(str(sampled.ref) for sampled in rollouts.values())
             raise LineageError(
                 str(version.ref),
                 f"made of {source_name}, not of {expected}",
@@ -102,18 +106,18 @@ def _in_order_of(rollouts: list[Version], role: str, versions: list[Version]) ->
         if equal is not version:
             raise ConfigError(
                 str(version.ref),
-                f"{_NAMES[role]} of {refs_by_content[source.content_hash]}, and so is {equal.ref}",
+                f"{_NAMES[role]} of {rollouts[source.content_hash].ref}, and so is {equal.ref}",
                 next="name one of them",
             )
-    for content, ref in refs_by_content.items():
+    for content, sampled in rollouts.items():
         if content not in versions_by_content:
             names = ", ".join(str(version.ref) for version in versions) or "none"
             raise LineageError(
-                str(ref),
+                str(sampled.ref),
                 f"no {_NAMES[role]} of these rollouts are given, found {names}",
-                next=_HOW_TO_MAKE[role].format(ref),
+                next=_HOW_TO_MAKE[role].format(sampled.ref),
             )
-    return [versions_by_content[content] for content in refs_by_content]
+    return [versions_by_content[content] for content in rollouts]
 
 
 def _require_one_reference(versions: list[Version]) -> None:

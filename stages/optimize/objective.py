@@ -28,10 +28,8 @@ from . import losses
 from .algorithms import Algorithm, find_function
 from .config import Config
 
-_LOSSES = ("policy_loss", "kl_loss", "value_loss")
-_MEANS = ("clip_fraction", "approx_kl", "entropy")
-_MOMENTS = ("return", "square", "error", "square_error")
-NUM_SUMS = len((*_LOSSES, *_MEANS, *_MOMENTS))
+NUM_SUMS = 10
+"""Three losses, and over tokens the sums of three numbers and of the critic's four moments."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +100,10 @@ class Objective:
                 next="correct optimize.options",
             ) from None
 
-    def weights(self, batch: Batch, members: Sequence[int]) -> Tensor:
+    def weights(self, batch: Batch, members: list[int]) -> Tensor:
         """[N] float64: what each token weighs in the step that rollouts `members` make up; 0 for
         the tokens of other rollouts."""
-        lengths = batch.sequences.completions.lengths[torch.tensor(members)]
+        lengths = batch.sequences.completions.lengths[members]
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
         weights[batch.positions(members)] = self.aggregate(lengths, batch.max_completion_tokens)
         return weights
@@ -141,7 +139,7 @@ class Objective:
         policy_loss = (weights * costs).sum()
         zero = torch.zeros((), device=device)
         kl_loss = value_loss = zero
-        moments = [zero] * len(_MOMENTS)
+        moments = [zero] * 4
         if batch.ref_logprobs is not None:  # reported, though `kl_coef` may be 0
             ref_logprobs = select(batch.ref_logprobs)
             kl = losses.kl(logprobs, ref_logprobs, config.kl_estimator, config.kl_unbiased)
@@ -164,15 +162,21 @@ class Objective:
     def numbers(self, sums: Tensor, num_tokens: int, warming: bool) -> dict[str, float | None]:
         """Losses and means of a step over `num_tokens` tokens, of the sums over its micro-batches.
         `warming`: the critic learns alone."""
-        numbers = dict(zip((*_LOSSES, *_MEANS, *_MOMENTS), sums.tolist(), strict=True))
-        for name in (*_MEANS, *_MOMENTS):
-            numbers[name] /= num_tokens
-        moments = [numbers.pop(name) for name in _MOMENTS]
-        loss = numbers["policy_loss"] + self.kl_coef * numbers["kl_loss"]
+        policy_loss, kl_loss, value_loss, *totals = sums.tolist()
+        clip_fraction, approx_kl, entropy, *moments = (total / num_tokens for total in totals)
+        loss = policy_loss + self.kl_coef * kl_loss
+        critic_numbers = {"value_loss": None}
         if self.has_critic:
-            value_term = self.config.value_coef * numbers["value_loss"]
+            value_term = self.config.value_coef * value_loss
             loss = value_term if warming else loss + value_term
-            numbers["explained_variance"] = losses.explained_variance(*moments)
-        else:
-            numbers["value_loss"] = None
-        return {"loss": loss, **numbers}
+            explained_variance = losses.explained_variance(*moments)
+            critic_numbers = {"value_loss": value_loss, "explained_variance": explained_variance}
+        return {
+            "loss": loss,
+            "policy_loss": policy_loss,
+            "kl_loss": kl_loss,
+            "clip_fraction": clip_fraction,
+            "approx_kl": approx_kl,
+            "entropy": entropy,
+            **critic_numbers,
+        }

@@ -79,7 +79,7 @@ def learning_rate(config: Config, step: int) -> float:
     warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
     if config.schedule == "constant":
         return config.learning_rate * warmup
-    span = max(config.total_steps - config.warmup_steps, 1)
+    span = config.total_steps - config.warmup_steps
     progress = min(max(step - config.warmup_steps, 0) / span, 1.0)
     decay = 1 - progress
     if config.schedule == "cosine":

@@ -21,18 +21,15 @@ from . import lora, optimizer, state_folder, value_head
 from .losses import log_ratio
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from .config import Config
     from .rollouts import Loaded
     from .trainer import Trainer
 
 
-def save(
-    config: Config, parent: Version, model: nn.Module, trainer: Trainer, writer: Writer
-) -> None:
+def save(parent: Version, trainer: Trainer, writer: Writer) -> None:
     """Write the model directory and, if asked, the optimizer's state below it, into the folder of
-    `writer`. `model` and `trainer` are of no use after this."""
+    `writer`. `trainer` and its model are of no use after this."""
+    config = trainer.config
+    model = trainer.model
     with storage.storage_errors(f"{writer.run}/policy"):
         trainer.policy.set_mode("single")  # the block attention is no business of the saved config
         restore_dropout(model, parent)
@@ -58,17 +55,17 @@ def save(
 def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> None:
     """Write advantages and updates, and say what the three manifests tell."""
     device = trainer.accelerator.device.type
-    tables = {
-        "advantages": (
-            advantages_table(loaded, trainer),
-            {"kept": loaded.summary["kept"], **loaded.summary["dropped"]},
-        ),
-        "updates": (updates_table(trainer), {}),
-    }
-    for kind, (table, status) in tables.items():
-        for index in writers[kind].unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
-            writers[kind].write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
-        writers[kind].finish(status=status, device=device)
+    updates = pa.Table.from_pylist(
+        [_finite(update) for update in trainer.updates], schema=updates_kind.SCHEMA
+    )
+    reasons = {"kept": loaded.summary["kept"], **loaded.summary["dropped"]}
+    for writer, table, status in (
+        (writers["advantages"], advantages_table(loaded, trainer), reasons),
+        (writers["updates"], updates, {}),
+    ):
+        for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+            writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
+        writer.finish(status=status, device=device)
     metrics = metrics_of(loaded, trainer, writers["policy"].seconds.get("steps", 0.0))
     writers["policy"].finish(metrics=_finite(metrics), device=device)
 
@@ -111,7 +108,7 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     # the place of each rollout in the batch; null where it was dropped
     places = pc.index_in(pa.array(range(len(dropped))), value_set=pa.array(loaded.rows.numpy()))
     schema = advantages_kind.SCHEMA
-    advantages = pa.array(loaded.advantages[loaded.rows].numpy())
+    advantages = pa.array(batch.advantages.numpy())
     if trainer.algorithm.critic:
         schema = advantages_kind.PER_TOKEN
         advantages = completions.with_values(batch.advantages).to_arrow()
@@ -122,11 +119,6 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
         [loaded.ids.combine_chunks(), advantage, dropped.is_null(), dropped, *means],
         schema=schema,
     )
-
-
-def updates_table(trainer: Trainer) -> pa.Table:
-    """updates/1, one row a step."""
-    return pa.Table.from_pylist(list(map(_finite, trainer.updates)), schema=updates_kind.SCHEMA)
 
 
 def _finite(value: Any) -> Any:

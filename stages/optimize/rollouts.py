@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,25 +54,21 @@ class Loaded:
     """[k] int64: which of them are the batch's"""
     reasons: list[str | None]
     """for all: why it was dropped, None where it is in the batch"""
-    advantages: Tensor
-    """for all: NaN where it was dropped; with a critic, which gives values later, the reward"""
     summary: dict[str, Any]
     """for the manifest: counts and means"""
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """The B rollouts of all versions, version after version, with what belongs to each."""
+    """The B rollouts of all versions, version after version."""
 
     versions: list[Sampled]
     table: pa.Table
-    """rollouts/1"""
+    """rollouts/1 with `stale` and, where they are given, the logprobs `ref` and `prox`"""
     rewards: Tensor
     """[B] float32; NaN: not scored, or the engine gave up."""
     groups: Tensor
     """[B] int64, numbered in order of first appearance, those of each version apart."""
-    ref_logprobs: Ragged | None
-    prox_logprobs: Ragged | None
 
 
 def load(
@@ -106,7 +102,7 @@ def load(
             "every advantage is 0 (each group's rewards are equal): there is nothing to learn from "
             "these rollouts"
         )
-    return Loaded(batch, joined.table["rollout_id"], rows, reasons, advantages, summary)
+    return Loaded(batch, joined.table["rollout_id"], rows, reasons, summary)
 
 
 def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
@@ -115,49 +111,44 @@ def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
     rewards = torch.cat([_tensor(v.column("rewards", "reward"), np.float32) for v in versions])
     require_own_ids(versions)
     groups = []
+    tables = []
     num_groups = 0
     for version in versions:
+        table = version.table
         name = str(version.rollouts.ref)
-        policy = version.inputs["policy"]
-        check_rows(version.table, name, policy, with_next_state=with_next_state)
-        encoded = pc.dictionary_encode(version.table["group_id"].combine_chunks())
+        check_rows(table, name, version.inputs["policy"], with_next_state=with_next_state)
+        encoded = pc.dictionary_encode(table["group_id"].combine_chunks())
         groups.append(torch.from_numpy(np.array(encoded.indices, np.int64)) + num_groups)
         num_groups += len(encoded.dictionary)
-    table = pa.concat_tables([version.table for version in versions])
-    return _Joined(
-        versions=versions,
-        table=table,
-        rewards=torch.where(_ended_by(table, "abort"), torch.nan, rewards),
-        groups=torch.cat(groups),
-        ref_logprobs=_join_logprobs(versions, "ref"),
-        prox_logprobs=_join_logprobs(versions, "prox"),
-    )
+        table = table.append_column("stale", pa.repeat(version.stale, len(table)))
+        for role in ("ref", "prox"):
+            if role in version.inputs:
+                table = table.append_column(role, _logprobs(version, role))
+        tables.append(table)
+    table = pa.concat_tables(tables)
+    rewards = torch.where(_ended_by(table, "abort"), torch.nan, rewards)
+    return _Joined(versions, table, rewards, torch.cat(groups))
 
 
-def _join_logprobs(versions: Sequence[Sampled], role: str) -> Ragged | None:
-    """Logprobs `role` of all rollouts; None where none are given."""
-    if role not in versions[0].inputs:
-        return None
-    chunks = []
-    for version in versions:
-        source = version.inputs[role]
-        saved_role = source.manifest.config.get("role")
-        if saved_role not in (None, role):
-            raise LineageError(
-                str(source.ref),
-                f"holds {saved_role} logprobs, expected {role}",
-                next=f"name {role} logprobs",
-            )
-        logprobs = version.column(role, "logprobs")
-        completions = version.table["completion_ids"]
-        if pc.list_value_length(logprobs) != pc.list_value_length(completions):
-            raise SchemaError(
-                str(source.ref),
-                "logprobs and completion_ids differ in length",
-                next=f"score {version.rollouts.ref} again",
-            )
-        chunks += logprobs.chunks
-    return Ragged.from_arrow(pa.chunked_array(chunks, logprobs.type))
+def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
+    """Logprobs `role` of the rollouts of `version`."""
+    source = version.inputs[role]
+    saved_role = source.manifest.config.get("role")
+    if saved_role not in (None, role):
+        raise LineageError(
+            str(source.ref),
+            f"holds {saved_role} logprobs, expected {role}",
+            next=f"name {role} logprobs",
+        )
+    logprobs = version.column(role, "logprobs")
+    completions = version.table["completion_ids"]
+    if pc.list_value_length(logprobs) != pc.list_value_length(completions):
+        raise SchemaError(
+            str(source.ref),
+            "logprobs and completion_ids differ in length",
+            next=f"score {version.rollouts.ref} again",
+        )
+    return logprobs
 
 
 def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tuple[Tensor, Tensor]:
@@ -168,7 +159,7 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
     if not algorithm.critic:
         if config.kl_in_reward:
             old = Ragged.from_arrow(joined.table["old_logprobs"])
-            token_kl = log_ratio(old.values, joined.ref_logprobs.values)
+            token_kl = log_ratio(old.values, Ragged.from_arrow(joined.table["ref"]).values)
             rewards = rewards - config.kl_coef * old.with_values(token_kl).segment_sum()
         advantages = find_function("advantages", algorithm.advantage)(rewards, joined.groups)
     if not bool(advantages.isnan().all()):
@@ -221,12 +212,13 @@ def _make_batch(
     completions = Mapped.from_arrow(table["completion_ids"]).take(rows)
     temperature = _tensor(table["temperature"], np.float32)[rows]
     groups = joined.groups[rows].tolist()
-    stale = torch.cat([torch.full((len(v.table),), v.stale) for v in joined.versions])
 
-    def take(logprobs: Ragged | None) -> Tensor | None:
-        return None if logprobs is None else logprobs.take(rows).values
+    def take(logprobs: str) -> Tensor | None:
+        if logprobs not in table.column_names:
+            return None
+        return Ragged.from_arrow(table[logprobs]).take(rows).values
 
-    old_logprobs = take(Ragged.from_arrow(table["old_logprobs"]))
+    old_logprobs = take("old_logprobs")
     no_advantages = torch.full_like(old_logprobs, torch.nan)
     return Batch(
         sequences=Sequences(prompts, completions, temperature),
@@ -234,9 +226,9 @@ def _make_batch(
         prompt_numbers=prompt_numbers(prompts, groups),
         advantages=no_advantages if algorithm.critic else advantages[rows],
         old_logprobs=old_logprobs,
-        prox_logprobs=take(joined.prox_logprobs),
-        ref_logprobs=take(joined.ref_logprobs),
-        stale=stale[rows],
+        prox_logprobs=take("prox"),
+        ref_logprobs=take("ref"),
+        stale=_tensor(table["stale"], bool)[rows],
         max_completion_tokens=config.max_completion_tokens
         or max(map(_max_completion_tokens, joined.versions)),
         rewards=joined.rewards[rows],
@@ -273,8 +265,7 @@ def _summarize(joined: _Joined, reasons: list[str | None]) -> dict[str, Any]:
 
 def _max_completion_tokens(version: Sampled) -> int:
     """What generation allowed of this version, or its longest completion."""
-    config = version.rollouts.manifest.config
-    allowed = config.get("max_tokens") or (config.get("sampling") or {}).get("max_tokens")
+    allowed = version.rollouts.manifest.config.get("sampling", {}).get("max_tokens")
     longest = pc.max(pc.list_value_length(version.table["completion_ids"]))
     return allowed or longest.as_py() or 1
 

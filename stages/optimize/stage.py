@@ -39,9 +39,8 @@ from .lora import attach, check_installed, has_moments, with_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from torch import nn
 
-    from .rollouts import Loaded
+    from .objective import Batch
     from .trainer import Trainer
 
 __all__ = ["Audit", "Config", "Correction", "check", "make", "plan", "prepare"]
@@ -111,7 +110,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
     config = plan.config
     writer = writers.get("policy")
-    phase = writer.phase if writer else lambda name: nullcontext()
+    phase = writer.phase if writer else nullcontext
     with phase("import"):
         from . import results, rollouts
         from .trainer import make_accelerator
@@ -122,14 +121,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     with short_of_memory("optimize", next_step):
         with phase("load"):
             loaded = rollouts.load(config, algorithm, plan.store, plan.inputs)
-            model, trainer = _load_trainer(plan, algorithm, loaded, accelerator)
+            trainer = _load_trainer(plan, algorithm, loaded.batch, accelerator)
         with phase("audit"):
             trainer.prepare()
         with phase("steps"):
             trainer.train()
     if writer:
         with phase("save"):
-            results.save(config, plan.inputs["policy"], model, trainer, writer)
+            results.save(plan.inputs["policy"], trainer, writer)
         results.finish(writers, loaded, trainer)
     # What holds on to the process group goes before the group does: gloo's threads else abort a
     # rank at its exit, now and then.
@@ -141,10 +140,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 def _load_trainer(
     plan: Plan,
     algorithm: algorithms.Algorithm,
-    loaded: Loaded,
+    batch: Batch,
     accelerator: Accelerator,
-) -> tuple[nn.Module, Trainer]:
-    """The model and its trainer, which goes on where the policy's training stopped."""
+) -> Trainer:
+    """The model's trainer, which goes on where the policy's training stopped."""
     import torch
 
     from quiver.stages.common.models.loading import load_model
@@ -165,7 +164,7 @@ def _load_trainer(
         attach(config.lora, model, policy, seed=config.seed)
     step = int(policy.manifest.metrics.get("step", 0))
     trainer = Trainer(
-        config, model, loaded.batch, algorithm, accelerator, step=step, value_trunk=value_trunk
+        config, model, batch, algorithm, accelerator, step=step, value_trunk=value_trunk
     )
     if config.load_optimizer and has_moments(config.lora, policy):
         state = state_folder.read(policy, checkpoints.OPTIMIZER_FOLDER, optimizer="adamw")
@@ -174,4 +173,4 @@ def _load_trainer(
         value_head.resume(
             trainer.critic, trainer.optimizer, policy, critic, moments=config.load_optimizer
         )
-    return model, trainer
+    return trainer

@@ -23,13 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from quiver.schemas.errors import ConfigError, NumericError
+from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.packing import Piece, minibatches
-from quiver.stages.common.forward.policy import Policy, score, score_and_judge, token_budget
+from quiver.stages.common.forward.policy import Policy, score_and_judge, token_budget
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
-from . import audit, bf16, critic
+from . import bf16, critic
 from .algorithms import Algorithm, find_function
+from .audit import audit
 from .config import Config
 from .lora import narrow_frozen
 from .objective import NUM_SUMS, Batch, Objective
@@ -111,20 +113,13 @@ class Trainer:
         self.step = step
         """Optimizer steps over the policy's whole life; a step that was left out is none."""
         self.objective = Objective(config, algorithm)
-        self.budget = config.token_budget or token_budget(accelerator.device)
+        self.rank_share = slice(accelerator.process_index, None, accelerator.num_processes)
+        """Which of all ranks' micro-batches are this rank's."""
         self.precision = resolve(config.precision, accelerator.device)
-        value_head = self._make_critic(value_trunk)
         self.active = list(range(len(batch.groups)))
         """The rollouts that are passed through the model."""
         if algorithm.zero_is_idle and self.objective.kl_coef == 0 and not algorithm.critic:
             self.active = batch.advantages.nonzero()[:, 0].tolist()
-        self.policy = Policy(
-            model,
-            autocast=self.precision == "bf16",
-            fast=self.precision == "fp32_fast",
-            value_head=value_head,
-            value_trunk=value_trunk,
-        )
         self._prepare_model(value_trunk)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self.num_trained = sum(parameter.numel() for parameter in self.parameters)
@@ -139,32 +134,35 @@ class Trainer:
         """Places without a token, of the `places` that this rank passed through the model."""
         self.places = 0
 
-    def _make_critic(self, value_trunk: nn.Module | None) -> ValueHead | None:
-        """The value head; None where the algorithm has no critic."""
+    def _prepare_model(self, value_trunk: nn.Module | None) -> None:
+        """Critic, packing, dtypes, attention kernel and optimizer, in the order in which each needs
+        the one before."""
+        config = self.config
+        sequences = self.batch.sequences
+        value_head = None
         self.critic: nn.Module | None = None
         """The value head, with its trunk where it has one of its own."""
-        if not self.algorithm.critic:
-            return None
-        self.token_advantage = find_function("advantages", self.algorithm.advantage)
-        width = self.model.get_output_embeddings().weight.shape[1]
-        value_head = ValueHead(width).to(self.accelerator.device)
-        self.critic = with_trunk(value_head, value_trunk)
-        if self.config.value_coef == 0:
-            self.critic.requires_grad_(False)  # it gives values, and learns nothing
-        return value_head
-
-    def _prepare_model(self, value_trunk: nn.Module | None) -> None:
-        """Packing, dtypes, attention kernel and optimizer, in the order in which each needs the one
-        before."""
-        config = self.config
+        if self.algorithm.critic:
+            width = self.model.get_output_embeddings().weight.shape[1]
+            value_head = ValueHead(width).to(self.accelerator.device)
+            self.critic = with_trunk(value_head, value_trunk)
+            if config.value_coef == 0:
+                self.critic.requires_grad_(False)  # it gives values, and learns nothing
+        self.policy = Policy(
+            self.model,
+            autocast=self.precision == "bf16",
+            fast=self.precision == "fp32_fast",
+            value_head=value_head,
+            value_trunk=value_trunk,
+        )
         if config.activation_checkpointing:
-            for trunk in [self.model] if value_trunk is None else [self.model, value_trunk]:
+            for trunk in filter(None, (self.model, value_trunk)):
                 trunk.train()  # transformers checkpoints in train mode only; every dropout is 0
                 trunk.gradient_checkpointing_enable({"use_reentrant": False})
         self.mode = config.packing
         if self.batch.groups:
             self.mode = choose_mode(
-                self.policy, self.batch.sequences, self.batch.prompt_numbers, config.packing
+                self.policy, sequences, self.batch.prompt_numbers, config.packing
             )
         masters = narrow(self.model) if self.precision in bf16.PRECISIONS else None
         if config.lora and self.precision == "bf16":
@@ -173,8 +171,8 @@ class Trainer:
         self.kernel = None
         """Of attention; None where nothing is passed through the model."""
         if self.active:
-            longest = self._microbatches(self.active)[0]
-            self.kernel = choose_kernel(self.policy, longest, self.batch.sequences)
+            longest = self._microbatches(self.active, sequences)[0]
+            self.kernel = choose_kernel(self.policy, longest, sequences)
         self.optimizer = make_optimizer(
             config, self.model, self.critic, wide=masters, step=self.step
         )
@@ -197,20 +195,16 @@ class Trainer:
         the logprobs of all rollouts before any weight changes. NumericError."""
         if not self.active:
             return
+        audits = self.config.audit.enabled
         if self.algorithm.critic:
             logprobs = self._take_values()
-        elif self._audits_in_first_step:
-            return
-        elif self.config.audit.enabled:
+        elif audits and self.config.minibatches > 1:
             logprobs = self.score(self.active)
-        if self.config.audit.enabled:
-            self._audit(logprobs, self.active)
+        else:
+            return
+        if audits:
+            self.audit_report = audit(self.objective, self.batch, logprobs, self.active)
 
-    @property
-    def _audits_in_first_step(self) -> bool:
-        return not self.algorithm.critic and self.config.minibatches == 1
-
-    @torch.no_grad()
     def _take_values(self) -> Tensor:
         """Give the batch the critic's value of every token, and the advantages that follow; [N]
         logprobs, which the same pass gives."""
@@ -219,15 +213,11 @@ class Trainer:
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
-        microbatches = self.policy.microbatches(
-            self.active, self.batch.prompt_numbers, sequences, self.budget
-        )
-        # two rows of the same pass: [2, N'] logprobs and values
-        scored = score_and_judge(self.policy, self._share(microbatches), sequences)
-        logprobs, values = self._sum_over_ranks(scored)
+        logprobs, values = self._score_and_judge(self.active, sequences)
         last_values = torch.zeros(len(cut)).index_copy(0, cut.nonzero()[:, 0], values[~sampled])
+        advantage = find_function("advantages", self.algorithm.advantage)
         self.batch = critic.with_values(
-            self.config, self.token_advantage, self.batch, values[sampled], last_values
+            self.config, advantage, self.batch, values[sampled], last_values
         )
         return logprobs[sampled]
 
@@ -270,9 +260,8 @@ class Trainer:
             return
         update = {"step": self.step, "epoch": epoch, "minibatch": minibatch}
         update |= self.accumulate(members, active)
-        is_first = not self.updates
-        if self.config.audit.enabled and self._audits_in_first_step and is_first:
-            self._audit(self.logprobs, active)
+        if self.config.audit.enabled and not self.audit_report:  # see `prepare`
+            self.audit_report = audit(self.objective, self.batch, self.logprobs, active)
         update |= self.apply(update)
         update["seconds"] = time.monotonic() - started
         self.updates.append(update)
@@ -290,62 +279,27 @@ class Trainer:
 
     # -- passes through the model
 
-    def _microbatches(self, rows: Sequence[int]) -> list[list[Piece]]:
+    def _microbatches(self, rows: Sequence[int], sequences: Sequences) -> list[list[Piece]]:
         """Of all ranks, the longest first."""
-        return self.policy.microbatches(
-            rows, self.batch.prompt_numbers, self.batch.sequences, self.budget
-        )
-
-    def _share(self, microbatches: list[list[Piece]]) -> list[list[Piece]]:
-        """Those of this rank."""
-        return microbatches[self.accelerator.process_index :: self.accelerator.num_processes]
+        budget = self.config.token_budget or token_budget(self.accelerator.device)
+        return self.policy.microbatches(rows, self.batch.prompt_numbers, sequences, budget)
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return self.accelerator.reduce(tensor.to(self.accelerator.device), "sum").cpu()
 
-    @torch.no_grad()
     def score(self, rows: Sequence[int]) -> Tensor:
         """[N] logprobs of rollouts `rows` under the policy as it is, NaN elsewhere; the same on
         every rank."""
-        rank_microbatches = self._share(self._microbatches(rows))
-        logprobs = score(self.policy, rank_microbatches, self.batch.sequences)
-        return self._gather(logprobs, rows, torch.full_like(self.logprobs, torch.nan))
-
-    def _gather(self, rank_logprobs: Tensor, rows: Sequence[int], logprobs: Tensor) -> Tensor:
-        """`logprobs` [N] with those of rollouts `rows` replaced by what the ranks computed."""
         positions = self.batch.positions(rows)
-        return logprobs.index_copy(0, positions, self._sum_over_ranks(rank_logprobs)[positions])
+        logprobs = torch.full_like(self.logprobs, torch.nan)
+        logprobs[positions] = self._score_and_judge(rows, self.batch.sequences)[0, positions]
+        return logprobs
 
-    def _audit(self, logprobs: Tensor, rows: list[int]) -> None:
-        """Measure; rollouts of the starting checkpoint must be within the limit. With stale ones
-        beside them these are measured apart, under `stale`."""
-        is_stale = torch.zeros(len(self.batch.groups), dtype=torch.bool)
-        if self.batch.stale is not None:
-            is_stale = self.batch.stale
-        fresh_rows = [row for row in rows if not is_stale[row]]
-        stale_rows = [row for row in rows if is_stale[row]]
-        self.audit_report = self._measure(logprobs, fresh_rows or stale_rows)
-        if fresh_rows and stale_rows:
-            self.audit_report["stale"] = self._measure(logprobs, stale_rows)
-        if fresh_rows:
-            audit.require(self.audit_report, self.config.audit.max_mean_gap, "optimize audit")
-
-    def _measure(self, logprobs: Tensor, rows: list[int]) -> dict[str, Any]:
-        completions = self.batch.sequences.completions
-        old = completions.with_values(self.batch.old_logprobs).take(torch.tensor(rows))
-        # surrogates without these bounds are measured by PPO's
-        clip_low, clip_high = (
-            self.objective.options.get(name, 0.2) for name in ("clip_low", "clip_high")
-        )
-        report = audit.measure(
-            logprobs[self.batch.positions(rows)], old.values, old.offsets, clip_low, clip_high
-        )
-        log.info(
-            "audit: mean gap %(mean_gap).1e, largest %(max_gap).1e, effective sample size "
-            "%(effective_sample_size).3f",
-            report,
-        )
-        return report
+    def _score_and_judge(self, rows: Sequence[int], sequences: Sequences) -> Tensor:
+        """[2, N'] logprobs and values of the tokens of `sequences`, 0 for those of other rollouts
+        than `rows`; the same on every rank."""
+        microbatches = self._microbatches(rows, sequences)[self.rank_share]
+        return self._sum_over_ranks(score_and_judge(self.policy, microbatches, sequences))
 
     # -- one step
 
@@ -355,47 +309,52 @@ class Trainer:
         `members` count in the denominators; only `active` are passed through the model.
         """
         weights = self.objective.weights(self.batch, members)
-        microbatches = self._microbatches(active)
-        rank_microbatches = self._share(microbatches)
-        num_counted = len(rank_microbatches)
-        # every rank makes equally many passes, so that all have a gradient of the same weights:
-        # one that counts for nothing fills up
-        num_passes = math.ceil(len(microbatches) / self.accelerator.num_processes)
-        rank_microbatches += microbatches[-1:] * (num_passes - num_counted)
+        sequences = self.batch.sequences
+        microbatches = self._microbatches(active, sequences)
+        rank_microbatches = microbatches[self.rank_share]
+        num_passes = len(rank_microbatches)
         logprobs = torch.zeros_like(self.logprobs)
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
         ratio_max = 0.0
         last_line = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
         with self.policy.context():
-            layouts = self.policy.layouts(rank_microbatches, self.batch.sequences)
+            layouts = self.policy.layouts(rank_microbatches, sequences)
             for number, layout in enumerate(layouts, 1):
-                counts = number <= num_counted
                 positions = self.batch.positions(layout.rows)
                 outputs = self.policy(layout, frozen=self.warming)
                 loss, loss_sums, largest_ratio = self.objective.loss(
-                    self.batch, outputs, layout.rows, weights[positions] * counts
+                    self.batch, outputs, layout.rows, weights[positions]
                 )
                 loss.backward()
-                if counts:
-                    padding, places = layout.filling
-                    self.padding += padding
-                    self.places += places
-                    sums += loss_sums
-                    ratio_max = max(ratio_max, largest_ratio)
-                    logprobs[positions] = outputs[0].detach().cpu()
+                padding, places = layout.filling
+                self.padding += padding
+                self.places += places
+                sums += loss_sums
+                ratio_max = max(ratio_max, largest_ratio)
+                logprobs[positions] = outputs[0].detach().cpu()
                 if number < num_passes and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
                     log.info("step %d: %d of %d micro-batches", self.step, number, num_passes)
                     last_line = time.monotonic()
         if self.accelerator.num_processes > 1:
             self._sum_gradients()
-        self.logprobs = self._gather(logprobs, active, self.logprobs)
-        return {**self._numbers(sums, ratio_max, active), "microbatches": len(microbatches)}
+        positions = self.batch.positions(active)
+        self.logprobs[positions] = self._sum_over_ranks(logprobs)[positions]
+        rank_max = torch.tensor([ratio_max], device=self.accelerator.device)
+        num_tokens = len(positions)
+        return {
+            **self.objective.numbers(self._sum_over_ranks(sums), num_tokens, self.warming),
+            "ratio_max": float(self.accelerator.gather(rank_max).max()),
+            "tokens": num_tokens,
+            "prompt_tokens": int(sequences.prompts.lengths[active].sum()),
+            "rollouts": len(active),
+            "microbatches": len(microbatches),
+        }
 
     def _sum_gradients(self) -> None:
         """Sum the step's gradient over ranks, in float32 whatever the weights are. A weight has a
-        gradient where some rank gave it one: another may have sent no token through an expert. And
-        while the critic warms up, only its own weights have one."""
+        gradient where some rank gave it one: another may have had no micro-batch, or sent no
+        token through an expert. And while the critic warms up, only its own weights have one."""
         is_given = torch.tensor([parameter.grad is not None for parameter in self.parameters])
         num_given = self._sum_over_ranks(is_given.float()).tolist()
         for parameter, given in zip(self.parameters, num_given, strict=True):
@@ -403,20 +362,6 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             if given:
                 parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
-
-    def _numbers(self, sums: Tensor, ratio_max: float, active: list[int]) -> dict[str, Any]:
-        """The step's numbers of all ranks."""
-        sums = self._sum_over_ranks(sums)
-        rank_max = torch.tensor([ratio_max], device=self.accelerator.device)
-        rows = torch.tensor(active)
-        num_tokens = int(self.batch.sequences.completions.lengths[rows].sum())
-        return {
-            **self.objective.numbers(sums, num_tokens, self.warming),
-            "ratio_max": float(self.accelerator.gather(rank_max).max()),
-            "tokens": num_tokens,
-            "prompt_tokens": int(self.batch.sequences.prompts.lengths[rows].sum()),
-            "rollouts": len(active),
-        }
 
     def apply(self, update: Mapping[str, Any]) -> dict[str, Any]:
         """Clip and step when loss and gradient are finite; they are the same numbers on every rank,

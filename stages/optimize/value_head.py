@@ -116,7 +116,6 @@ def resume(
             next='set optimize.critic = "model"',
         )
     tensors = state_folder.read(policy, FOLDERS[saved])
-    if saved == kind:
-        restore(critic, optimizer, tensors, moments=moments)
-    else:
-        restore(critic["head"], optimizer, tensors, moments=False)
+    is_alike = saved == kind
+    restored = critic if is_alike else critic["head"]
+    restore(restored, optimizer, tensors, moments=moments and is_alike)

@@ -65,6 +65,8 @@ class Gathered:
     """Those of the run that measured what its latest one did, by number of the policy."""
     gone: list[str]
     """References that are named and no longer there."""
+    newest: str
+    """What `latest` said of the run."""
 
 
 class Manifests:
@@ -88,10 +90,8 @@ class Manifests:
 
     def input(self, manifest: Manifest | None, role: str) -> Manifest | None:
         """What has this role among the inputs of `manifest`; of several, the first."""
-        for entry in manifest.inputs if manifest else ():
-            if entry.role.partition(".")[0] == role:
-                return self.open(entry.ref)
-        return None
+        entry = manifest.input(role) if manifest else None
+        return self.open(entry.ref) if entry else None
 
     def line(self, policy: Manifest) -> Iterator[Manifest]:
         """`policy` and those that it was trained from, newest first, as far as they are there."""
@@ -142,7 +142,7 @@ def latest(store: Store, run: str) -> str:
 
 def gather(store: Store, run: str) -> Gathered:
     """Read it all. LineageError: the run has no policy."""
-    latest(store, run)
+    newest = latest(store, run)
     manifests = Manifests(store)
     policies = list(manifests.line(store.open(f"{run}/policy@latest").manifest))
     iterations = []
@@ -158,7 +158,7 @@ def gather(store: Store, run: str) -> Gathered:
             )
             iterations.append(iteration)
     evaluations = _evaluations(manifests, run)
-    return Gathered(run, policies[-1], iterations, evaluations, sorted(manifests.gone))
+    return Gathered(run, policies[-1], iterations, evaluations, sorted(manifests.gone), newest)
 
 
 def _evaluations(manifests: Manifests, run: str) -> list[Manifest]:

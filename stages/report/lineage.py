@@ -22,13 +22,13 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
     `expired`. A reward model that a hub's id or a folder names has no inputs. The tree is as deep
     as the line of policies is long.
     """
-    root: dict[str, Any] = {}
+    root: dict[str, Any] = {"ref": ref}
     seen: set[str] = set()
-    waiting = [(root, ref)]
+    waiting = [root]
     while waiting:
-        node, version = waiting.pop()
+        node = waiting.pop()
         try:
-            manifest = store.open(version).manifest
+            manifest = store.open(node["ref"]).manifest
         except LookupError:
             if node is root:
                 raise
@@ -42,9 +42,7 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
         sources = _sources(manifest)
         node["inputs"] = [{"role": sources[ref], "ref": ref, "inputs": []} for ref in sources]
         # the last one is taken first, and all that it was made of before the next
-        waiting += [
-            (child, child["ref"]) for child in reversed(node["inputs"]) if _is_version(child["ref"])
-        ]
+        waiting += [child for child in reversed(node["inputs"]) if _is_version(child["ref"])]
     return root
 
 

@@ -47,7 +47,7 @@ class Compared(NamedTuple):
 
 def evenly(store: Store, rollouts: Version) -> Samples:
     """Rollouts from the beginning to the end, evenly spaced."""
-    texts = _head(rollouts, _TEXTS)
+    texts = rollouts.head(_TEXTS, MOST_BYTES)
     rows = [_row(texts, index) for index in _evenly_spaced(len(texts))]
     _add_prompts(store, rollouts, rows)
     return Samples(rows, len(texts), len(texts))
@@ -57,8 +57,8 @@ def best_and_worst(store: Store, rewards: Version) -> Samples:
     """Rollouts by falling reward: all, or half of them from each end. LineageError: they are
     gone."""
     rollouts = store.open(rewards.manifest.input("rollouts").ref)
-    texts = _head(rollouts, _TEXTS)
-    scores = _head(rewards, ["rollout_id", "reward", "parts"])
+    texts = rollouts.head(_TEXTS, MOST_BYTES)
+    scores = rewards.head(["rollout_id", "reward", "parts"], MOST_BYTES)
     # by id, never by position
     text_rows = pc.index_in(scores["rollout_id"], value_set=texts["rollout_id"].combine_chunks())
     values = scores["reward"].to_numpy()
@@ -94,7 +94,7 @@ def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, st
     """What these groups were asked; nothing where the prompts are gone."""
     columns = ["group_id", "messages", "prompt_text"]
     try:
-        table = _head(store.open(rollouts.manifest.input("prompts").ref), columns)
+        table = store.open(rollouts.manifest.input("prompts").ref).head(columns, MOST_BYTES)
     except LineageError:
         return {}
     matches = pc.is_in(table["group_id"], value_set=pa.array(groups, pa.string()))
@@ -107,18 +107,14 @@ def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, st
 def _first_answers(store: Store, evaluation: Manifest) -> dict[str, tuple[str, float | None]]:
     """By group the text and the score of its first sample."""
     rollouts = store.open(evaluation.input("rollouts").ref)
-    texts = _head(rollouts, ["group_id", "sample_index", "completion_text"])
-    scores = _head(store.open(evaluation.ref), ["group_id", "sample_index", "score"])
+    texts = rollouts.head(["group_id", "sample_index", "completion_text"], MOST_BYTES)
+    scores = store.open(evaluation.ref).head(["group_id", "sample_index", "score"], MOST_BYTES)
     first = pc.field("sample_index") == 0
     scores = {row["group_id"]: row["score"] for row in scores.filter(first).to_pylist()}
     return {
         row["group_id"]: (row["completion_text"], scores.get(row["group_id"]))
         for row in texts.filter(first).to_pylist()
     }
-
-
-def _head(version: Version, columns: list[str]) -> pa.Table:
-    return version.head(columns, MOST_BYTES)
 
 
 def _row(table: pa.Table, index: int) -> dict[str, Any]:

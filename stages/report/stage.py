@@ -35,7 +35,7 @@ def write(store: Store, run: str, path: Path | str | None = None) -> Path:
     """Write the report of `run` to `path`, whole or not at all; None: `path_of`. LineageError,
     ResourceError."""
     target = Path(path) if path else path_of(store, run)
-    content = render(store, gather(store, run), latest(store, run)).encode()
+    content = render(store, gather(store, run)).encode()
     with storage.storage_errors(f"report {target}"):
         storage.write_bytes(target, content)
     return target
@@ -50,8 +50,8 @@ def is_current(store: Store, run: str) -> bool:
         return f'content="{latest(store, run)}"'.encode() in file.read(_HEAD_BYTES)
 
 
-def render(store: Store, gathered: Gathered, newest: str) -> str:
-    """The page as text. `newest` is what `is_current` reads again."""
+def render(store: Store, gathered: Gathered) -> str:
+    """The page as text."""
     evaluations = gathered.evaluations
     last = gathered.iterations[-1] if gathered.iterations else None
     extremes = None
@@ -65,7 +65,6 @@ def render(store: Store, gathered: Gathered, newest: str) -> str:
     return templates.render(
         "report.html.j2",
         **vars(gathered),
-        newest=newest,
         last=last,
         warnings=warnings(gathered),
         curves=draw(_curves(gathered), "iteration"),

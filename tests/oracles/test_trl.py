@@ -457,7 +457,7 @@ def test_the_gradient_of_every_weight(store, policy, sampled, trainer, algorithm
         **({"scale_rewards": "none"} if "dr_" in algorithm else {}),
     )
     inputs = scored(made, len(rows))
-    torch.testing.assert_close(inputs["advantages"], loaded.advantages, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(inputs["advantages"], batch.advantages, rtol=1e-5, atol=1e-6)
     old = torch.nn.utils.rnn.pad_sequence(
         list(batch.sequences.completions.with_values(batch.old_logprobs)), batch_first=True
     )

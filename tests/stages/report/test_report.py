@@ -106,7 +106,7 @@ def store(made, tmp_path):
 
 
 def test_the_numbers_are_the_manifests(made):
-    page = Page(report.render(made, gather(made, "bench"), "x"))
+    page = Page(report.render(made, gather(made, "bench")))
     scores = [made.open(f"bench/evaluations@{number}").manifest.metrics for number in (1, 2)]
     before, after = map(score_of, scores)
     assert f"Held-out score {before} → {after} (4 prompts)." in page.words
@@ -146,7 +146,7 @@ def test_every_step_is_on_the_curve(made):
 
 
 def test_foreign_text_is_text_and_nothing_is_fetched(made):
-    content = report.render(made, gather(made, "bench"), "x")
+    content = report.render(made, gather(made, "bench"))
     page = Page(content)
     tags = {tag for tag, _ in page.tags}
     assert not tags & {"script", "img", "link", "iframe", "object", "embed", "base", "form"}
@@ -193,7 +193,7 @@ def test_it_is_current_until_there_is_something_new(store):
 def test_what_is_gone_is_told(store):
     for ref in ("rollouts/v000001", "prompts/v000001", "updates/v000001"):
         shutil.rmtree(store.path / "bench" / ref)
-    page = Page(report.render(store, gather(store, "bench"), "x"))
+    page = Page(report.render(store, gather(store, "bench")))
     assert (
         "3 versions that the run names are gone: bench/prompts@1, bench/rollouts@1, "
         "bench/updates@1." in page.words
@@ -248,12 +248,12 @@ def test_what_somebody_should_look_at(made, which, metrics, status, told):
         update={"metrics": {**getattr(last, which).metrics, **metrics}, "status": status}
     )
     found.iterations[-1] = type(last)(**{**last.__dict__, which: other})
-    page = Page(report.render(made, found, "x"))
+    page = Page(report.render(made, found))
     assert told in page.words and page.paragraphs("warn") == 1
 
 
 def test_the_config_and_the_lineage_are_there(made):
-    page = Page(report.render(made, gather(made, "bench"), "x"))
+    page = Page(report.render(made, gather(made, "bench")))
     assert json.dumps({"learning_rate": 0.001})[1:-1] in page.words
     made_of = next(row for row in page.rows if row[:2] == ["bench/policy@2", "optimize"])
     assert made_of[2] == "policy bench/policy@1, rollouts bench/rollouts@2, rewards bench/rewards@2"
