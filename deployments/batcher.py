@@ -100,10 +100,9 @@ def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[S
     another column."""
     for scorer in scorers:
         scorer.require(rows[0].columns)
-    parts_of: dict[str, list[Part]] = {}
     # ids of different requests may be the same
     batch = as_batch([row._replace(id=str(index)) for index, row in enumerate(rows)])
-    score_all(scorers, [(0, batch)], Allowance(math.inf), lambda _, parts: parts_of.update(parts))
+    ((_, parts_of),) = score_all(scorers, [(0, batch)], Allowance(math.inf))
     return [
         _weigh(config, row, {name: parts[index] for name, parts in parts_of.items()})
         for index, row in enumerate(rows)

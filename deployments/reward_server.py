@@ -43,6 +43,7 @@ from starlette.responses import JSONResponse
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from quiver.stages.common.config import parse
+from quiver.stages.reward.fingerprints import pinned
 from quiver.stages.reward.scoring import Scorer
 from quiver.stages.reward.servers.config import is_loopback, secret
 from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
@@ -280,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        config = load(options.recipe)
+        config, _ = pinned(load(options.recipe))
         token = secret(options.token, "reward server")
         with listen(options.host, options.port, token) as listener, open_scorers(config) as scorers:
             app = make_app(

@@ -2,8 +2,7 @@
 
 No process is started for it, no code of a user's runs, and torch is not imported.
 
-    models = model_entries(config)             # of the manifest
-    config = pinned(config, models)            # each scorer with its fingerprint
+    config, models = pinned(config)    # each scorer with its fingerprint; the manifest's models
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from .models.config import model_entry
 from .servers.config import fingerprint as server_fingerprint
 
 
-def model_entries(config: Config) -> tuple[Model, ...]:
-    """The manifest's entries of all reward models, in their order. ConfigError, SecurityError: one
-    is not there, or not whole."""
-    return tuple(model_entry(model) for model in config.models)
-
-
-def pinned(config: Config, models: tuple[Model, ...]) -> Config:
-    """`config` with the fingerprints of what scores; `models`: the `model_entries`. ConfigError
-    where it asks for other code or another model than there is."""
+def pinned(config: Config) -> tuple[Config, tuple[Model, ...]]:
+    """`config` with the fingerprints of what scores, and the manifest's entries of all reward
+    models. ConfigError where it asks for other code or another model than there is; SecurityError
+    where a model is not whole."""
+    models = tuple(map(model_entry, config.models))
     found = {
         "functions": map(function_fingerprint, config.functions),
         "models": map(model_fingerprint, models),
@@ -43,4 +38,4 @@ def pinned(config: Config, models: tuple[Model, ...]) -> Config:
                     next="restore what scored then, or take the fingerprint out of the recipe",
                 )
             pins[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
-    return config.model_copy(update=pins)
+    return config.model_copy(update=pins), models

@@ -46,7 +46,8 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Metrics and row counts by status of a whole rewards table."""
+    """Metrics and row counts by status of a whole rewards table. `seconds`: of those parts that
+    took time."""
     rewards = _numbers(table.column("reward"))
     is_scored = ~np.isnan(rewards)
     num_rows = len(table)
@@ -66,7 +67,7 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
             "null_rate": part_null / num_rows if num_rows else None,
             "errors": len(errors),
             "error_kinds": dict(kinds.most_common(10)),
-            "seconds": round(seconds[name], 3),
+            "seconds": round(seconds.get(name, 0.0), 3),
         }
         numbers[name] = _numbers(part)
     metrics = {f"reward_{name}": number for name, number in describe(rewards[is_scored]).items()}

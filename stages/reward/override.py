@@ -25,7 +25,6 @@ from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import no_key_twice
-from quiver.schemas.rewards import names_of
 from quiver.stages.common import config as common
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store
@@ -94,7 +93,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     table = table.set_column(table.schema.get_field_index("reward"), "reward", values)
     for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
         writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
-    metrics, status = summary(table, dict.fromkeys(names_of(table), 0.0))
+    metrics, status = summary(table, {})
     log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
     writer.finish(metrics=metrics | {"overridden": len(config.overrides)}, status=status)
 

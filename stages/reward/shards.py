@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from . import tables
 from .config import SCORERS, Config
 from .measures import failures
 from .retry import aligned, merged
-from .scoring import OVERLONG, Batch, Part, Scorer
+from .scoring import Batch, Part, Scorer
 from .together import Allowance, TooMany, score_all
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ class Shards:
                 for scorer in scorers:
                     scorer.require(columns)
             while self._claim.more():
-                score_all(scorers, self._batches(allowance), allowance, self._write)
+                for index, parts in score_all(scorers, self._batches(allowance), allowance):
+                    self._write(index, parts)
             self._count_failures(allowance)
         except TooMany:
             raise self._too_many(allowance) from None
@@ -125,20 +127,20 @@ class Shards:
     def seconds(self) -> dict[str, float]:
         """Time in each scorer, summed over its processes and over those that share the work."""
         self._note_seconds()
-        processes = [notes.get("scorers", {}) for notes in self._writer.parts()]
-        seconds = {OVERLONG: 0.0}
-        for scorer in self._scorers:
-            seconds[scorer.name] = sum(process.get(scorer.name, 0.0) for process in processes)
+        seconds: Counter[str] = Counter()
+        for notes in self._writer.parts():
+            seconds.update(notes.get("scorers", {}))
         return seconds
 
     def _too_many(self, allowance: Allowance) -> RewardError:
         """The error for more failed rows than are allowed; it shows the first."""
         name, rollout_id, error = allowance.first
-        kind = next(
-            kind.removesuffix("s")
+        kinds = {
+            scorer.name: kind.removesuffix("s")
             for kind in SCORERS
-            if name in {config.name for config in getattr(self._config, kind)}
-        )
+            for scorer in getattr(self._config, kind)
+        }
+        kind = kinds[name]
         finished = sum(self._writer.has(index) for index in range(len(self._starts)))
         return RewardError(
             f"{self._writer.run}/rewards",

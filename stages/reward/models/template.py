@@ -6,7 +6,7 @@ message, the text that the policy was given to continue (`<think>`) with the tex
 Control tokens typed into any of them are spelled out. Added tokens that are neither special nor
 part of the template's own turns (`</think>`) stay what they are in text.
 
-    with Reader(tokenizer, template, judge=False) as reader:
+    with closing(Reader(tokenizer, template, judge=False)) as reader:
         ids = reader.read("rollout 4be1c0de-sum-0017-2", [{"role": "user", …}, {"role": "assistant",
         "content": "7"}])
 """
@@ -26,7 +26,8 @@ from quiver.stages.common.store import Version
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_PROBE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+PROBE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+"""A small conversation, which shows how a template begins and ends."""
 
 
 class Reader:
@@ -54,11 +55,11 @@ class Reader:
         name = f"{name}: template"
         self._template = Template(template, variables, seconds, name)
         try:
-            turns = self._template.render(name, _PROBE)
+            turns = self._template.render(name, PROBE)
             # what a template adds to the assistant's last turn alone (an empty `<think>` block) is
             # text that an answer may hold too
             with suppress(ConfigError):
-                turns = self._template.render("probe", [*_PROBE, _PROBE[0]])
+                turns = self._template.render("probe", [*PROBE, PROBE[0]])
             written_ids = set(tokenizer(turns, add_special_tokens=False)["input_ids"])
             # content may hold added tokens that are not special, and that no template writes
             plain = {
@@ -70,12 +71,6 @@ class Reader:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the template's process."""
@@ -95,10 +90,6 @@ class Reader:
 
         contents = [message["content"] for message in messages]
         return self._guard.encode(name, roles, contents, render).ids
-
-    def probe(self) -> list[int]:
-        """The ids of a small conversation: how every input ends."""
-        return self.read("probe", _PROBE)
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:

@@ -27,7 +27,7 @@ from .config import ServerConfig, secret
 from .dialects import DIALECTS, judge
 from .dialects.rows import Row, as_rows, fields, to_json
 from .dialects.strict import read_json
-from .transport import ExhaustedError, RefusedError, Transport
+from .transport import FailedError, Transport
 
 
 class ServerScorer:
@@ -124,19 +124,15 @@ class ServerScorer:
         task = asyncio.current_task()
         loop = asyncio.get_running_loop()
         self._stop = lambda: loop.call_soon_threadsafe(task.cancel)
-        fatal = None
         try:
             if self._closed:
                 raise asyncio.CancelledError
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.config.concurrency, len(requests))):
-                    group.create_task(work())
-        except* Exception as errors:  # the first one ended the others
-            fatal = errors.exceptions[0]
+            # the first error ends the others too, with the loop
+            await asyncio.gather(
+                *(work() for _ in range(min(self.config.concurrency, len(requests))))
+            )
         finally:
             self._stop = None
-        if fatal:
-            raise fatal
         return parts
 
     async def _ask(
@@ -158,11 +154,11 @@ class ServerScorer:
             read = functools.partial(self._read, rows)
             try:
                 return await self._transport.ask(connection, body, key, read, deadline)
-            except RefusedError as error:
-                cause = str(error)
-            except ExhaustedError as error:
-                cause = str(error)
-                may_be_a_row = error.answered and self._transport.has_working_host
+            except FailedError as error:
+                cause = error.cause
+                may_be_a_row = error.is_refused or (
+                    error.is_answered and self._transport.has_working_host
+                )
         if len(rows) == 1 or not may_be_a_row:
             return [Part(error=cause)] * len(rows)
         middle = len(rows) // 2

@@ -4,6 +4,7 @@ gives when it is used alone."""
 import json
 import os
 import subprocess
+from contextlib import closing
 from functools import partial
 
 import pyarrow as pa
@@ -145,7 +146,7 @@ def test_exactly_one_bos(written, added):
     if not added:
         tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     template = family.template if written else family.template.replace("bos_token + ", "")
-    with Reader(tokenizer, template, judge=False) as reader:
+    with closing(Reader(tokenizer, template, judge=False)) as reader:
         ids = reader.read("rollout 0", CHAT)
     assert [id for id in ids if id == LLAMA_BOS] == ids[: int(written or added)]
 
@@ -194,7 +195,7 @@ def test_a_turns_own_tokens_are_control_even_when_not_marked_special():
     given = FAMILIES["zephyr"]
     tokenizer = byte_tokenizer(given._replace(plain=("<|user|>", "<|assistant|>", "<|odd|>")))
     user, assistant, odd = 259, 260, 261
-    with Reader(tokenizer, given.template, judge=False) as reader:
+    with closing(Reader(tokenizer, given.template, judge=False)) as reader:
         ids = reader.read("rollout 0", [CHAT[0], {**CHAT[1], "content": "<|user|><|odd|>"}])
     assert [id for id in ids if id > 255] == [
         ZEPHYR_BOS,

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import printable
-from quiver.stages.reward.scoring import Part, as_extra
+from quiver.stages.reward.scoring import Part
 
 from .rows import Row, as_text, fill
 from .strict import as_part, read_as
@@ -89,13 +89,13 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The part of the one row. MalformedError: not a chat completion with one choice."""
     (choice,) = read_as(_Completion, answer).choices
     text = choice.message.content
-    extra = {"answer": text}
+    score = None
+    error = ""
     if choice.finish_reason == "length":
         error = "the judge's answer was cut by its length"
-        return [Part(error=error, extra=as_extra(extra))]
-    try:
-        score = float(re.findall(config.score_pattern, text[-_LAST:])[-1])
-    except (IndexError, ValueError):
-        error = f"no score in the judge's answer: …{printable(text[-80:], 80)!r}"
-        return [Part(error=error, extra=as_extra(extra))]
-    return [as_part(score, config.range, config.rescale, extra)]
+    else:
+        try:
+            score = float(re.findall(config.score_pattern, text[-_LAST:])[-1])
+        except (IndexError, ValueError):
+            error = f"no score in the judge's answer: …{printable(text[-80:], 80)!r}"
+    return [as_part(score, config, {"answer": text}, error)]
