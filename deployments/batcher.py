@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -38,8 +37,9 @@ class Batcher:
     time."""
 
     def __init__(self, score: Callable[[list[Row]], list[Scored]], limits: Limits) -> None:
-        self._score, self._limits = score, limits
-        self._waiting: deque[tuple[Row, asyncio.Future[Scored]]] = deque()
+        self._score = score
+        self._limits = limits
+        self._waiting: list[tuple[Row, asyncio.Future[Scored]]] = []
         self._arrived = asyncio.Event()
 
     async def score(self, rows: list[Row]) -> list[Scored]:
@@ -82,14 +82,13 @@ class Batcher:
 
     def _take(self) -> list[tuple[Row, asyncio.Future[Scored]]]:
         """The first rows that have the same columns, at most as many as a batch has."""
-        batch = []
-        skipped = []
         names = self._waiting[0][0].columns.keys()
-        while self._waiting and len(batch) < self._limits.rows:
-            row, future = self._waiting.popleft()
-            has_same_columns = row.columns.keys() == names
-            (batch if has_same_columns else skipped).append((row, future))
-        self._waiting.extendleft(reversed(skipped))
+        batch = []
+        others = []
+        for row, future in self._waiting:
+            belongs = len(batch) < self._limits.rows and row.columns.keys() == names
+            (batch if belongs else others).append((row, future))
+        self._waiting = others
         if not self._waiting:
             self._arrived.clear()
         return batch

@@ -66,21 +66,21 @@ class _StrictRequest(Request):
     """Its body is limited in size and time, and read as strict JSON."""
 
     async def body(self) -> bytes:
-        if hasattr(self, "_body"):
-            return self._body
-        most = self.app.state.limits.bytes
-        body = bytearray()
         try:
             async with asyncio.timeout(_BODY_SECONDS):
-                async for chunk in self.stream():
-                    body += chunk
-                    if len(body) > most:
-                        raise HTTPException(413, f"the body has more than {most} bytes")
+                return await super().body()
         except TimeoutError:
             problem = f"the body did not arrive within {_BODY_SECONDS:g} s"
             raise HTTPException(408, problem) from None
-        self._body = bytes(body)
-        return self._body
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        most = self.app.state.limits.bytes
+        size = 0
+        async for chunk in super().stream():
+            size += len(chunk)
+            if size > most:
+                raise HTTPException(413, f"the body has more than {most} bytes")
+            yield chunk
 
     async def json(self) -> Any:
         try:
@@ -114,17 +114,19 @@ class _Gate:
     def _refusal(self, scope: Any) -> Response | None:
         headers = dict(scope["headers"])
         if self._token:
-            known = hmac.compare_digest(headers.get(b"authorization", b""), self._token)
-            if known or scope["path"] == "/health":
-                return None
-            return self._closed(401, "the bearer token is missing or wrong")
-        host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
-        name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
-        if is_loopback(name):
+            status = 401
+            problem = "the bearer token is missing or wrong"
+            is_known = hmac.compare_digest(headers.get(b"authorization", b""), self._token)
+            may_enter = is_known or scope["path"] == "/health"
+        else:
+            status = 403
+            problem = "the request names another host than loopback"
+            host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
+            is_bracketed = host.startswith("[")
+            name = host.partition("]")[0].strip("[") if is_bracketed else host.partition(":")[0]
+            may_enter = is_loopback(name)
+        if may_enter:
             return None
-        return self._closed(403, "the request names another host than loopback")
-
-    def _closed(self, status: int, problem: str) -> Response:
         return _refuse(status, SecurityError("reward server", problem, next="see /openapi.json"))
 
 
@@ -134,8 +136,25 @@ def _refuse(status: int, error: QuiverError) -> Response:
     return JSONResponse({"error": shown}, status, headers)
 
 
-def _wrong(message: str) -> ConfigError:
-    return ConfigError("reward server", printable(message), next="see /openapi.json")
+async def _explain(_: Request, error: Exception) -> Response:
+    """Every refusal is an `Error`, and repeats nothing of what was sent but the place."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        status = 422
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    elif isinstance(error, StarletteHTTPException):
+        status = error.status_code
+        problem = str(error.detail)
+    elif isinstance(error, QuiverError):
+        return _refuse(_STATUS.get(error.code, 500), error)
+    else:
+        return _refuse(500, unexpected("reward server", error))
+    return _refuse(
+        status, ConfigError("reward server", printable(problem), next="see /openapi.json")
+    )
+
+
+_EXPLAINED = (RequestValidationError, StarletteHTTPException, QuiverError, Exception)
 
 
 class Error(BaseModel):
@@ -162,12 +181,16 @@ def make_app(
         work.cancel()
 
     app = FastAPI(
-        title="Quiver reward server", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
+        title="Quiver reward server",
+        version="1",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=dict.fromkeys(_EXPLAINED, _explain),
     )
     app.state.limits = limits
     app.router.route_class = _StrictRoute
     app.add_middleware(_Gate, token=token)
-    _tell_errors(app)
     bearer = [Security(HTTPBearer(auto_error=False))] if token else []
     refusals = {
         status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)
@@ -198,28 +221,6 @@ def make_app(
         return JSONResponse(slime.answer(rows, await batcher.score(rows)))
 
     return app
-
-
-def _tell_errors(app: FastAPI) -> None:
-    """Every refusal is an `Error`, and repeats nothing of what was sent but the place."""
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        return _refuse(422, _wrong(f"{place}: {first['msg']}"))
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(_: Request, error: StarletteHTTPException) -> Response:
-        return _refuse(error.status_code, _wrong(str(error.detail)))
-
-    @app.exception_handler(QuiverError)
-    async def failed(_: Request, error: QuiverError) -> Response:
-        return _refuse(_STATUS.get(error.code, 500), error)
-
-    @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
-        return _refuse(500, unexpected("reward server", error))
 
 
 # -- command line

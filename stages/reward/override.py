@@ -89,26 +89,19 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["rewards"]
     rewards = plan.inputs["rewards"]
     table = rewards.table()
-    values = override(table, config.overrides, str(rewards.ref))
-    table = table.set_column(table.schema.get_field_index("reward"), "reward", values)
+    rows = table.select(["rollout_id", "reward"]).to_pylist()
+    unknown = sorted(config.overrides.keys() - {row["rollout_id"] for row in rows})
+    if unknown:
+        raise ConfigError(
+            f"override {printable(unknown[0])}",
+            f"{rewards.ref} has no such rollout; {len(unknown)} of those named are not there",
+            next=f"quiver show {rewards.ref}",
+        )
+    values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]
+    place = table.schema.get_field_index("reward")
+    table = table.set_column(place, "reward", pa.array(values, pa.float32()))
     for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
         writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
     metrics, status = summary(table, {})
     log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
     writer.finish(metrics=metrics | {"overridden": len(config.overrides)}, status=status)
-
-
-def override(table: pa.Table, overrides: dict[str, float], name: str) -> pa.Array:
-    """[rows] float32, null where there is no reward: those of a rewards/1 table, with `overrides`
-    in place. ConfigError."""
-    ids = table.column("rollout_id").to_pylist()
-    unknown = sorted(overrides.keys() - set(ids))
-    if unknown:
-        raise ConfigError(
-            f"override {printable(unknown[0])}",
-            f"{name} has no such rollout; {len(unknown)} of those named are not there",
-            next=f"quiver show {name}",
-        )
-    rewards = table.column("reward").to_pylist()
-    values = [overrides.get(rollout, reward) for rollout, reward in zip(ids, rewards, strict=True)]
-    return pa.array(values, pa.float32())

@@ -23,7 +23,7 @@ from .scoring import LARGEST, OVERLONG, Batch, Part
 def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
     """For each rollout the row of its prompt. LineageError for a group that the prompts do not
     hold."""
-    groups = pa.array(rollouts.column("group_id").to_pylist(), pa.string())
+    groups = rollouts.column("group_id").combine_chunks()
     order = pc.index_in(groups, value_set=prompts.column("group_id").combine_chunks())
     if order.null_count:
         unknown = groups.filter(pc.is_null(order))[0].as_py()
@@ -40,8 +40,8 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
     user's column never hides one of ours."""
     columns = prompts.column("columns")
     batch = {
-        field.name: pc.struct_field(columns, [index]).to_pylist()
-        for index, field in enumerate(columns.type)
+        field.name: column.to_pylist()
+        for field, column in zip(columns.type, columns.flatten(), strict=True)
     }
     chats = prompts.column("messages").to_pylist()
     texts = prompts.column("prompt_text").to_pylist()
@@ -65,8 +65,7 @@ def as_rewards(
     rows = rollouts.select(["rollout_id", "group_id"]).to_pylist()
     for place, row in enumerate(rows):
         row_parts = {name: column[place] for name, column in parts.items()}
-        row_parts, reward = weigh_row(config, row_parts, num_tokens[place])
-        row["reward"] = reward
+        row_parts, row["reward"] = weigh_row(config, row_parts, num_tokens[place])
         for column, field in (("parts", "value"), ("errors", "error"), ("extra", "extra")):
             row[column] = {name: getattr(part, field) for name, part in row_parts.items()}
     return pa.Table.from_pylist(rows, rewards.schema_for(config.part_names, list(extras)))
