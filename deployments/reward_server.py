@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response, Security
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -154,13 +154,13 @@ async def _explain(_: Request, error: Exception) -> Response:
     )
 
 
-_EXPLAINED = (RequestValidationError, StarletteHTTPException, QuiverError, Exception)
-
-
 class Error(BaseModel):
     """Why a request was refused."""
 
     error: dict[str, str]
+
+
+_REFUSALS = {status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)}
 
 
 def make_app(
@@ -186,40 +186,39 @@ def make_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        exception_handlers=dict.fromkeys(_EXPLAINED, _explain),
+        exception_handlers=dict.fromkeys(
+            (RequestValidationError, StarletteHTTPException, QuiverError, Exception), _explain
+        ),
     )
     app.state.limits = limits
-    app.router.route_class = _StrictRoute
     app.add_middleware(_Gate, token=token)
     bearer = [Security(HTTPBearer(auto_error=False))] if token else []
-    refusals = {
-        status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)
-    }
-    described = {"responses": refusals, "dependencies": bearer}
+    router = APIRouter(route_class=_StrictRoute, responses=_REFUSALS, dependencies=bearer)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether the server is there."""
         return {"status": "ok", "format": quiver.FORMAT}
 
-    @app.post(quiver.PATH, response_model=quiver.Answer, **described)
+    @router.post(quiver.PATH, response_model=quiver.Answer)
     async def score(request: quiver.Request) -> Response:
         """Score rows, told apart by their ids."""
         rows = request.as_rows()
         return JSONResponse(quiver.answer(rows, await batcher.score(rows)))
 
-    @app.post(openrlhf.PATH, response_model=openrlhf.Answer, **described)
+    @router.post(openrlhf.PATH, response_model=openrlhf.Answer)
     async def get_reward(request: openrlhf.Request) -> Response:
         """Score queries that begin with their prompts, as OpenRLHF asks."""
         rows = request.as_rows(label)
         return JSONResponse(openrlhf.answer(rows, await batcher.score(rows)))
 
-    @app.post(slime.PATH, response_model=slime.Answer, **described)
+    @router.post(slime.PATH, response_model=slime.Answer)
     async def score_one(request: slime.Request) -> Response:
         """Score one response, as slime asks."""
         rows = request.as_rows(label)
         return JSONResponse(slime.answer(rows, await batcher.score(rows)))
 
+    app.include_router(router)
     return app
 
 

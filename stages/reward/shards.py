@@ -33,6 +33,8 @@ class Shards:
         self,
         config: Config,
         writer: Writer,
+        scorers: list[Scorer],
+        allowance: Allowance,
         rollouts: pa.Table,
         prompts: pa.Table,
         earlier: pa.Table | None,
@@ -40,6 +42,8 @@ class Shards:
         """`earlier`: rewards from which rows are taken over."""
         self._config = config
         self._writer = writer
+        self._scorers = scorers
+        self._allowance = allowance
         self._rollouts = rollouts
         names = ["group_id", "messages", "prompt_text", "columns"]
         self._prompts = prompts.select(names).combine_chunks()
@@ -58,22 +62,21 @@ class Shards:
         self._counted: set[int] = set()
         """Shards whose failures the allowance has counted."""
 
-    def score(self, scorers: list[Scorer], allowance: Allowance) -> pa.Table:
+    def score(self) -> pa.Table:
         """Score the shards that are not there yet; the whole table. RewardError when too many rows
         failed."""
-        self._scorers = scorers
         try:
-            self._count_failures(allowance)
+            self._count_failures()
             if self._claim.unfinished():
                 columns = [field.name for field in self._prompts.schema.field("columns").type]
-                for scorer in scorers:
+                for scorer in self._scorers:
                     scorer.require(columns)
             while self._claim.more():
-                for index, parts in score_all(scorers, self._batches(allowance), allowance):
+                for index, parts in score_all(self._scorers, self._batches(), self._allowance):
                     self._write(index, parts)
-            self._count_failures(allowance)
+            self._count_failures()
         except TooMany:
-            raise self._too_many(allowance) from None
+            raise self._too_many() from None
         return pa.concat_tables([self._writer.read(index) for index in range(len(self._starts))])
 
     def _shard(self, table: pa.Table | pa.Array, index: int) -> Any:
@@ -85,14 +88,14 @@ class Shards:
             return pa.array(range(len(self._shard(self._rollouts, index))), pa.int64())
         return pc.indices_nonzero(self._shard(self._earlier, index).column("reward").is_null())
 
-    def _count_failures(self, allowance: Allowance) -> None:
+    def _count_failures(self) -> None:
         """Have the allowance count what failed in shards that an earlier attempt, or another
         process, has finished."""
         uncounted = set(range(len(self._starts))) - {*self._claim.unfinished(), *self._counted}
         for index in sorted(uncounted):
             try:
                 for failure in failures(self._writer.read(index)):
-                    allowance.notice(*failure)
+                    self._allowance.notice(*failure)
             except TooMany:
                 # as if it had been scored here: it is done again when the scorer is mended
                 self._writer.drop(index)
@@ -101,9 +104,9 @@ class Shards:
                 continue  # another process has just come to the same end
             self._counted.add(index)
 
-    def _batches(self, allowance: Allowance) -> Iterator[tuple[int, Batch]]:
+    def _batches(self) -> Iterator[tuple[int, Batch]]:
         for index in iter(self._claim.take, None):
-            self._count_failures(allowance)
+            self._count_failures()
             rows = self._rows_to_score(index)
             if len(rows) == 0:
                 self._write(index, {name: [] for name in self._config.part_names})
@@ -132,9 +135,9 @@ class Shards:
             seconds.update(notes.get("scorers", {}))
         return seconds
 
-    def _too_many(self, allowance: Allowance) -> RewardError:
+    def _too_many(self) -> RewardError:
         """The error for more failed rows than are allowed; it shows the first."""
-        name, rollout_id, error = allowance.first
+        name, rollout_id, error = self._allowance.first
         kinds = {
             scorer.name: kind.removesuffix("s")
             for kind in SCORERS
@@ -144,9 +147,9 @@ class Shards:
         finished = sum(self._writer.has(index) for index in range(len(self._starts)))
         return RewardError(
             f"{self._writer.run}/rewards",
-            f"{len(allowance.failed)} of {self._rollouts.num_rows} rows failed so far, more than "
-            f"reward.max_invalid allows; first: {kind} {name}, rollout {printable(rollout_id)}: "
-            f"{error}",
+            f"{len(self._allowance.failed)} of {self._rollouts.num_rows} rows failed so far, "
+            f"more than reward.max_invalid allows; first: {kind} {name}, rollout "
+            f"{printable(rollout_id)}: {error}",
             state=f"{finished} finished shards are kept, and taken up where [reward] and its code "
             "stay as they are; no version was written.",
             next=f"correct the {kind} and run again, or raise reward.max_invalid",

@@ -106,8 +106,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         open_scorers(config, allowance.notice, prompts, rollouts) as scorers,
         writer.phase("score"),
     ):
-        shards = Shards(config, writer, rollouts.table(), prompts.table(), earlier)
-        table = shards.score(scorers, allowance)
+        shards = Shards(
+            config, writer, scorers, allowance, rollouts.table(), prompts.table(), earlier
+        )
+        table = shards.score()
         metrics, status = summary(table, shards.seconds())
     if earlier is not None:
         retried = earlier.column("reward").null_count

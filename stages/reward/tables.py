@@ -7,7 +7,6 @@ penalty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -57,7 +56,7 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
 
 
 def as_rewards(
-    config: Config, rollouts: pa.Table, parts: dict[str, list[Part]], extras: Iterable[str] = ()
+    config: Config, rollouts: pa.Table, parts: dict[str, list[Part]], extras: list[str]
 ) -> pa.Table:
     """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
     of the scorers in `extras`."""
@@ -68,7 +67,7 @@ def as_rewards(
         row_parts, row["reward"] = weigh_row(config, row_parts, num_tokens[place])
         for column, field in (("parts", "value"), ("errors", "error"), ("extra", "extra")):
             row[column] = {name: getattr(part, field) for name, part in row_parts.items()}
-    return pa.Table.from_pylist(rows, rewards.schema_for(config.part_names, list(extras)))
+    return pa.Table.from_pylist(rows, rewards.schema_for(config.part_names, extras))
 
 
 def weigh_row(

@@ -174,9 +174,10 @@ def check(config: ModelConfig) -> ModelFolder:
         )
     if problem:
         raise ConfigError(config.title, problem, next="name another model, or its kind")
-    names_by_number = about.get("id2label") or {}
-    labels = [str(names_by_number[key]) for key in sorted(names_by_number, key=int)]
-    labels = labels or [f"LABEL_{number}" for number in range(about.get("num_labels", 2))]
+    label_of = about.get("id2label") or {
+        number: f"LABEL_{number}" for number in range(about.get("num_labels", 2))
+    }
+    labels = [str(label_of[number]) for number in sorted(label_of, key=int)]
     if config.engine == "vllm":
         vllm_env.find_build(config.title)
     template = None

@@ -104,22 +104,21 @@ class ServerScorer:
     async def _score(self, rows: list[Row]) -> list[Part]:
         """Requests of the rows, `concurrency` at a time; each worker has a connection of its own.
         While it runs, `close` cancels it, from whatever thread."""
-        parts = [Part(error="was not asked")] * len(rows)
+        parts: dict[str, Part] = {}
         is_alone = self._dialect.is_alone
-        together = [place for place, row in enumerate(rows) if not is_alone(row)]
+        together = [row for row in rows if not is_alone(row)]
         size = self.config.batch_rows
         requests = [together[start : start + size] for start in range(0, len(together), size)]
-        requests += [[place] for place, row in enumerate(rows) if is_alone(row)]
+        requests += [[row] for row in rows if is_alone(row)]
         remaining = iter(requests)
 
         async def work() -> None:
             async with self._transport.connection() as connection:
-                for places in remaining:
-                    answered = await self._ask(connection, [rows[place] for place in places])
-                    for place, part in zip(places, answered, strict=True):
-                        parts[place] = part
+                for asked in remaining:
+                    for row, part in zip(asked, await self._ask(connection, asked), strict=True):
+                        parts[row.id] = part
                         if part.error is not None:
-                            self._notice(self.name, rows[place].id, part.error)
+                            self._notice(self.name, row.id, part.error)
 
         task = asyncio.current_task()
         loop = asyncio.get_running_loop()
@@ -133,7 +132,7 @@ class ServerScorer:
             )
         finally:
             self._stop = None
-        return parts
+        return [parts[row.id] for row in rows]
 
     async def _ask(
         self, connection: Any, rows: list[Row], deadline: float | None = None

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import functools
+import itertools
 import logging
 import random
 import time
@@ -113,7 +114,7 @@ class Transport:
         self._token = token
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._turn = 0
+        self._turns = itertools.cycle(self._hosts)
         self._next_slot = 0.0
 
     @property
@@ -200,9 +201,7 @@ class Transport:
         `deadline`."""
         while True:
             now = time.monotonic()
-            for _ in self._hosts:
-                host = self._hosts[self._turn % len(self._hosts)]
-                self._turn += 1
+            for host in itertools.islice(self._turns, len(self._hosts)):
                 if host.free_at <= now:
                     if host.failures >= self.config.breaker_failures:
                         # this request tries it, for all
