@@ -40,12 +40,9 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
         has_failed |= errors.is_valid().to_numpy()
         messages = errors.drop_null().to_pylist()
         kinds = Counter(re.match(r"\w*", message)[0] for message in messages)
-        null = part.null_count - len(messages)
         numbers[name] = part.to_numpy()
         functions[name] = {
-            **describe(numbers[name]),
-            "null": null,
-            "null_rate": null / num_rows if num_rows else None,
+            **describe(numbers[name], part.null_count - len(messages)),
             "errors": len(messages),
             "error_kinds": dict(kinds.most_common(10)),
             "seconds": round(seconds.get(name, 0.0), 3),
@@ -53,10 +50,8 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
     num_scored = int(is_scored.sum())
     num_failed = int((~is_scored & has_failed).sum())
     null = num_rows - num_scored
-    metrics = {f"reward_{name}": number for name, number in describe(rewards).items()}
+    metrics = {f"reward_{name}": number for name, number in describe(rewards, null).items()}
     metrics |= {
-        "reward_null": null,
-        "reward_null_rate": null / num_rows if num_rows else None,
         "functions": functions,
         "correlation": {
             f"{a} {b}": correlation(numbers[a], numbers[b]) for a, b in combinations(numbers, 2)
@@ -80,18 +75,20 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     return float(np.clip((x / np.linalg.norm(x)) @ (y / np.linalg.norm(y)), -1, 1))
 
 
-def describe(numbers: np.ndarray) -> dict[str, float | None]:
-    """Mean, unbiased standard deviation, least and largest of those of [n] numbers that are not
-    NaN, in float64; None where they are too few for it."""
-    numbers = numbers[~np.isnan(numbers)].astype(np.float64)
-    if len(numbers) == 0:
-        return dict.fromkeys(("mean", "std", "min", "max"))
-    return {
-        "mean": float(numbers.mean()),
-        "std": float(numbers.std(ddof=1)) if len(numbers) > 1 else None,
-        "min": float(numbers.min()),
-        "max": float(numbers.max()),
-    }
+def describe(column: np.ndarray, null: int) -> dict[str, float | None]:
+    """Mean, unbiased standard deviation, least and largest of the numbers of a column [rows], in
+    float64, without NaN; None where they are too few for it. `null`: how many rows are not scored,
+    of which this adds the rate."""
+    numbers = column[~np.isnan(column)].astype(np.float64)
+    statistics = dict.fromkeys(("mean", "std", "min", "max"))
+    if len(numbers):
+        statistics = {
+            "mean": float(numbers.mean()),
+            "std": float(numbers.std(ddof=1)) if len(numbers) > 1 else None,
+            "min": float(numbers.min()),
+            "max": float(numbers.max()),
+        }
+    return {**statistics, "null": null, "null_rate": null / len(column) if len(column) else None}
 
 
 def groups(table: pa.Table) -> dict[str, Any]:

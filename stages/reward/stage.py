@@ -23,8 +23,7 @@ from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
-from .config import Config
-from .fingerprints import pinned
+from .config import Config, pinned
 from .measures import summary
 from .models.scorer import ModelScorer
 from .models.template import beginnings

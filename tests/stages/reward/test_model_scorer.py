@@ -18,10 +18,9 @@ from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
 from quiver.stages.common.config import parse
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
-from quiver.stages.reward.fingerprints import pinned
+from quiver.stages.reward.config import Config, pinned
 from quiver.stages.reward.models.config import ModelConfig, check, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import ModelScorer
-from quiver.stages.reward.stage import Config
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, make_model
 from tests.writing import run_here

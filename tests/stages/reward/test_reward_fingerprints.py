@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.reward.config import Config
-from quiver.stages.reward.fingerprints import pinned
+from quiver.stages.reward.config import Config, pinned
 from tests.stages.reward.reward_models import make_model
 
 ROOT = Path(__file__).parents[3]
@@ -20,8 +19,7 @@ started = []
 NEW_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
 sys.addaudithook(lambda event, arguments: started.append(event) if event in NEW_PROCESS else None)
 
-from quiver.stages.reward.config import Config
-from quiver.stages.reward.fingerprints import pinned
+from quiver.stages.reward.config import Config, pinned
 
 config = Config.model_validate_json(sys.argv[1])
 found = {scorer.name: scorer.fingerprint for scorer in pinned(config)[0].scorers}

@@ -90,13 +90,12 @@ class Request(BaseModel):
 
     def as_rows(self, label: str) -> list[Row]:
         """The rows as they are scored; `label` is the column that the labels become."""
-        rows = []
-        for place, (query, prompt, column) in enumerate(
-            zip(self.query, self.prompts, self.labels, strict=True)
-        ):
-            completion = query[query.index(prompt) + len(prompt) :]
-            rows.append(Row(str(place), prompt, completion, {label: column}))
-        return rows
+        return [
+            Row(str(place), prompt, query[query.index(prompt) + len(prompt) :], {label: column})
+            for place, (query, prompt, column) in enumerate(
+                zip(self.query, self.prompts, self.labels, strict=True)
+            )
+        ]
 
 
 class Answer(BaseModel):
