@@ -13,10 +13,11 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import RewardError, printable
 from quiver.schemas.rewards import names_of
+from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import tables
-from .config import SCORERS, Config
+from .config import SCORERS
 from .measures import failures
 from .retry import aligned, merged
 from .scoring import Batch, Part, Scorer
@@ -30,34 +31,29 @@ class Shards:
     again."""
 
     def __init__(
-        self,
-        config: Config,
-        writer: Writer,
-        scorers: list[Scorer],
-        allowance: Allowance,
-        rollouts: pa.Table,
-        prompts: pa.Table,
-        earlier: pa.Table | None,
+        self, plan: Plan, writer: Writer, scorers: list[Scorer], allowance: Allowance
     ) -> None:
-        """`earlier`: rewards from which rows are taken over."""
-        self._config = config
+        self._config = plan.config
         self._writer = writer
         self._scorers = scorers
         self._allowance = allowance
-        self._rollouts = rollouts
+        self._rollouts = plan.inputs["rollouts"].table()
         names = ["group_id", "messages", "prompt_text", "columns"]
-        self._prompts = prompts.select(names).combine_chunks()
-        self._prompt_rows = tables.join(rollouts, self._prompts)
+        self._prompts = plan.inputs["prompts"].table(names).combine_chunks()
+        self._prompt_rows = tables.join(self._rollouts, self._prompts)
+        earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
         earlier_extras = [] if earlier is None else names_of(earlier, "extra")
         self._extras = [
             scorer.name
-            for scorer in config.scorers
+            for scorer in plan.config.scorers
             if scorer.extra or scorer.name in earlier_extras
         ]
-        self._earlier = earlier
+        self.earlier = earlier
+        """Rewards from which rows are taken over."""
         if earlier is not None:
-            self._earlier = aligned(earlier, rollouts, config.part_names, self._extras)
-        self._starts = range(0, max(1, rollouts.num_rows), ROWS_PER_SHARD)
+            names = plan.config.part_names
+            self.earlier = aligned(earlier, self._rollouts, names, self._extras)
+        self._starts = range(0, max(1, self._rollouts.num_rows), ROWS_PER_SHARD)
         self._claim = writer.claim(len(self._starts))
         self._counted: set[int] = set()
         """Shards whose failures the allowance has counted."""
@@ -84,9 +80,9 @@ class Shards:
 
     def _rows_to_score(self, index: int) -> pa.Array:
         """Positions within shard `index` of the rows that are to be scored."""
-        if self._earlier is None:
+        if self.earlier is None:
             return pa.array(range(len(self._shard(self._rollouts, index))), pa.int64())
-        return pc.indices_nonzero(self._shard(self._earlier, index).column("reward").is_null())
+        return pc.indices_nonzero(self._shard(self.earlier, index).column("reward").is_null())
 
     def _count_failures(self) -> None:
         """Have the allowance count what failed in shards that an earlier attempt, or another
@@ -117,8 +113,8 @@ class Shards:
     def _write(self, index: int, parts: dict[str, list[Part]]) -> None:
         rollouts = self._shard(self._rollouts, index).take(self._rows_to_score(index))
         table = tables.as_rewards(self._config, rollouts, parts, self._extras)
-        if self._earlier is not None:
-            table = merged(self._shard(self._earlier, index), table)
+        if self.earlier is not None:
+            table = merged(self._shard(self.earlier, index), table)
         self._counted.add(index)
         self._note_seconds()
         self._writer.write(index, table)

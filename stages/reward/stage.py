@@ -99,19 +99,16 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["rewards"]
     rollouts = plan.inputs["rollouts"]
     prompts = plan.inputs["prompts"]
-    earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
     allowance = Allowance(config.max_invalid * rollouts.manifest.rows)
     with (
         open_scorers(config, allowance.notice, prompts, rollouts) as scorers,
         writer.phase("score"),
     ):
-        shards = Shards(
-            config, writer, scorers, allowance, rollouts.table(), prompts.table(), earlier
-        )
+        shards = Shards(plan, writer, scorers, allowance)
         table = shards.score()
         metrics, status = summary(table, shards.seconds())
-    if earlier is not None:
-        retried = earlier.column("reward").null_count
+    if shards.earlier is not None:
+        retried = shards.earlier.column("reward").null_count
         recovered = retried - table.column("reward").null_count
         metrics |= {"retried": retried, "recovered": recovered}
     writer.finish(metrics=metrics, status=status)

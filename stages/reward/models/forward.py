@@ -7,7 +7,7 @@ blocks, inputs of similar length are padded to the longest (`padded`). What coun
 state of an input's last id, told by its length: never by the pad id, which may be an end token. A
 way is used only when it agrees with the model's own pass over one input at a time (`single`).
 
-    forward = Forward(folder, budget=2048)
+    forward = Forward(folder, config)
     logits = forward.score([[1, 5, 2], [1, 5, 9, 2]], groups=[0, 0])       # [2, labels]
 """
 
@@ -36,6 +36,8 @@ from quiver.stages.common.models.loading import short_of_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged
 
+from .config import ModelConfig
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -51,18 +53,11 @@ class Forward:
     """A model on a device. Its values: a classifier's logits, or the log-probabilities of `targets`
     as the next id."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        targets: Sequence[int] = (),
-        dtype: str = "auto",
-        device: str = "auto",
-        budget: int | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, targets: Sequence[int] = ()) -> None:
         """`targets`: ids whose probability is asked of a language model; none: a sequence
         classifier. ConfigError."""
-        cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+        cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
+        dtype = config.dtype
         if dtype == "auto":
             dtype = "bfloat16" if cuda else "float32"
         self.device = torch.device("cuda" if cuda else "cpu")
@@ -73,7 +68,7 @@ class Forward:
             getattr(self.model, "score", None), nn.Module
         )
         """Whether its values are those of a head on the last hidden state."""
-        self.budget = budget or token_budget(self.device)
+        self.budget = config.token_budget or token_budget(self.device)
         self.way = ""
 
     @torch.inference_mode()

@@ -76,14 +76,7 @@ class ModelScorer:
                 "its tokenizer has no chat template (or several, none of them the default)",
                 next="set template to a jinja file",
             ) from None
-        return Reader(
-            self._tokenizer,
-            template,
-            judge=config.kind == "token",
-            arguments=config.template_arguments,
-            seconds=config.template_seconds,
-            name=config.title,
-        )
+        return Reader(self._tokenizer, template, config)
 
     @cached_property
     def _targets(self) -> list[int]:
@@ -111,13 +104,7 @@ class ModelScorer:
             return Pooling(folder, config, words)
         from .forward import Forward
 
-        return Forward(
-            folder,
-            targets=self._targets,
-            dtype=config.dtype,
-            device=config.device,
-            budget=config.token_budget,
-        )
+        return Forward(folder, config, self._targets)
 
     def require(self, columns: Iterable[str]) -> None:
         """ConfigError unless tokenizer and template can be used; it needs none of the prompts'

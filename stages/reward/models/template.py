@@ -6,7 +6,7 @@ message, the text that the policy was given to continue (`<think>`) with the tex
 Control tokens typed into any of them are spelled out. Added tokens that are neither special nor
 part of the template's own turns (`</think>`) stay what they are in text.
 
-    with closing(Reader(tokenizer, template, judge=False)) as reader:
+    with closing(Reader(tokenizer, template, config)) as reader:
         ids = reader.read("rollout 4be1c0de-sum-0017-2", [{"role": "user", …}, {"role": "assistant",
         "content": "7"}])
 """
@@ -23,6 +23,8 @@ from quiver.stages.common.chat.generation_prompt import prefill
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.store import Version
 
+from .config import ModelConfig
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -34,26 +36,19 @@ class Reader:
     """A reward model's tokenizer, and its template in a child process."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        template: str,
-        *,
-        judge: bool,
-        arguments: Mapping[str, Any] | None = None,
-        seconds: float = 10.0,
-        name: str = "reward model",
+        self, tokenizer: PreTrainedTokenizerFast, template: str, config: ModelConfig
     ) -> None:
-        """`judge`: what is read ends with a generation prompt. ConfigError where the template can
-        not render an answer."""
+        """What a judge reads ends with a generation prompt. ConfigError where the template can not
+        render an answer."""
         variables = {
             "tools": None,
             "documents": None,
             **tokenizer.special_tokens_map,
-            "add_generation_prompt": judge,
-            **(arguments or {}),
+            "add_generation_prompt": config.kind == "token",
+            **config.template_arguments,
         }
-        name = f"{name}: template"
-        self._template = Template(template, variables, seconds, name)
+        name = f"{config.title}: template"
+        self._template = Template(template, variables, config.template_seconds, name)
         try:
             turns = self._template.render(name, PROBE)
             # what a template adds to the assistant's last turn alone (an empty `<think>` block) is
