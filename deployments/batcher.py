@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
 from quiver.schemas.errors import BusyError, NumericError
 from quiver.stages.reward import tables
@@ -54,6 +55,13 @@ class Batcher:
         self._waiting.extend(added)
         self._arrived.set()
         return await asyncio.gather(*(future for _, future in added))
+
+    @asynccontextmanager
+    async def lifespan(self, _: Any) -> AsyncIterator[None]:
+        """Score while an application runs."""
+        work = asyncio.create_task(self.work())
+        yield
+        work.cancel()
 
     async def work(self) -> None:
         """Score until it is cancelled, which does not wait for what is being scored."""

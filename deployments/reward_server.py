@@ -28,7 +28,6 @@ import socket
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +153,11 @@ async def _explain(_: Request, error: Exception) -> Response:
     )
 
 
+_HANDLERS = dict.fromkeys(
+    (RequestValidationError, StarletteHTTPException, QuiverError, Exception), _explain
+)
+
+
 class Error(BaseModel):
     """Why a request was refused."""
 
@@ -174,21 +178,13 @@ def make_app(
     """The application. `label` is the column that labels of openrlhf and slime become."""
     batcher = Batcher(lambda rows: score_rows(config, scorers, rows), limits)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        work = asyncio.create_task(batcher.work())
-        yield
-        work.cancel()
-
     app = FastAPI(
         title="Quiver reward server",
         version="1",
-        lifespan=lifespan,
+        lifespan=batcher.lifespan,
         docs_url=None,
         redoc_url=None,
-        exception_handlers=dict.fromkeys(
-            (RequestValidationError, StarletteHTTPException, QuiverError, Exception), _explain
-        ),
+        exception_handlers=_HANDLERS,
     )
     app.state.limits = limits
     app.add_middleware(_Gate, token=token)

@@ -24,7 +24,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -237,13 +237,10 @@ class Transport:
         seconds = max(0.0, min(self.config.read_seconds, deadline - time.monotonic()))
         try:
             async with asyncio.timeout(seconds):
-                response = await connection.handle_async_request(request)
-                try:
+                async with aclosing(await connection.handle_async_request(request)) as response:
                     if not response.is_success:
                         raise await self._refusal(request, response)
                     return await self._read_body(response)
-                finally:
-                    await response.aclose()
         except TimeoutError:
             raise FailedError(f"no whole answer within {seconds:g} s", is_answered=False) from None
         except RemoteError:  # an OSError too, and the one that is final
