@@ -53,7 +53,7 @@ _tls = functools.cache(httpx.create_ssl_context)
 
 @dataclass(eq=False)
 class FailedError(Exception):
-    """A request, or one attempt at it, failed in a way that another time may pass."""
+    """A request, or one attempt at it, failed; a later one, or one for other rows, may not."""
 
     cause: str
     """The last one."""
