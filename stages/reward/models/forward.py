@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,7 @@ class Forward:
         self.way = ""
 
     @torch.inference_mode()
-    def score(self, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
+    def score(self, inputs: list[list[int]], groups: Sequence[Hashable]) -> torch.Tensor:
         """[inputs, values] float32 on the CPU, for at least one input; none is empty, those of one
         group begin alike.
 
@@ -90,7 +90,7 @@ class Forward:
                 values[broken] = self._run("single", [inputs[row] for row in broken], broken)
             return values.cpu()
 
-    def _run(self, way: str, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
+    def _run(self, way: str, inputs: list[list[int]], groups: Sequence[Hashable]) -> torch.Tensor:
         """[inputs, values]"""
         if self.has_plain_head:
             set_mode(self.model, way if way in ("shared", "packed") else "single")
@@ -113,7 +113,7 @@ class Forward:
         return logits[:, -1].log_softmax(-1)[:, self.targets] if self.targets else logits
 
     def _packed(
-        self, way: str, inputs: list[list[int]], groups: Sequence[int]
+        self, way: str, inputs: list[list[int]], groups: Sequence[Hashable]
     ) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Rows, and their values: each group's common beginning is its prompt, the rest are
         completions."""
@@ -167,16 +167,15 @@ class Forward:
 
     # -- which of them
 
-    def _choose_way(self, inputs: list[list[int]], groups: Sequence[int]) -> str:
+    def _choose_way(self, inputs: list[list[int]], groups: Sequence[Hashable]) -> str:
         """The first way whose values agree with the model's own on up to three short inputs: the
         shortest, another of its group, and one of another group."""
-        ways = WAYS if self.has_plain_head else WAYS[2:]
         if depends_on_length(self.model.config):
             log.warning(
                 "reward model: its positions depend on the length of the row, so one input runs "
                 "at a time"
             )
-            ways = WAYS[3:]
+            return "single"
         first, *others = sorted(range(len(inputs)), key=lambda row: len(inputs[row]))
         mates = [row for row in others if groups[row] == groups[first]]
         strangers = [row for row in others if groups[row] != groups[first]]
@@ -184,7 +183,7 @@ class Forward:
         probe = [inputs[row] for row in rows], [groups[row] for row in rows]
         expected = self._run("single", *probe)
         bound = TOLERANCE[self.model.dtype] * max(1.0, float(expected.abs().max()))
-        for way in ways[:-1]:
+        for way in WAYS[:-1] if self.has_plain_head else ("padded",):
             try:
                 gap = float((self._run(way, *probe) - expected).abs().max())
             except _UNSUITED as error:
@@ -194,7 +193,7 @@ class Forward:
                     return way
                 problem = f"is not right for it (values differ by {gap:.4f})"
             log.warning("reward model: %r %s; trying the next way", way, problem)
-        return ways[-1]
+        return "single"
 
 
 def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedModel:
@@ -231,13 +230,13 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
 
 
 def _common_beginnings(
-    inputs: list[list[int]], groups: Sequence[int]
+    inputs: list[list[int]], groups: Sequence[Hashable]
 ) -> tuple[list[int], list[int]]:
     """For each input: the number of its group, and how many ids it shares with the whole group.
 
     A group whose inputs do not begin alike is taken apart: at least one id must be shared.
     """
-    members: dict[int, list[int]] = {}
+    members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
     group_of = list(range(len(inputs)))

@@ -68,7 +68,7 @@ class Pooling:
             self._llm = LLM(str(folder), **{**arguments, **config.engine_args})
             self._raw = PoolingParams(use_activation=False)
 
-    def score(self, inputs: list[list[int]], groups: list[int]) -> np.ndarray:
+    def score(self, inputs: list[list[int]], groups: list[str]) -> np.ndarray:
         """[inputs, values] float32: a classifier's logits; a judge's logit of its word against the
         other, and 0."""
         import numpy as np

@@ -4,8 +4,8 @@ wrong on a wire, in one place.
 * Deadlines: for connecting, for one whole answer (so a server that trickles gains nothing), for the
   request with its retries.
 * Retries, with exponential back-off and full jitter, for what may pass: no connection, resets,
-  time-outs, answers that are not of the dialect, 408, 409, 425, 429 and 5xx. Retry-After is kept; a
-  429 costs time, not a retry.
+  time-outs, answers that are not of the dialect, 408, 409, 425, 429 and 5xx (not 501 and 505).
+  Retry-After is kept; a 429 costs time, not a retry.
 * What can not pass ends everything at once with RemoteError: redirects (never followed), 401, 403,
   404, 422 and their like. 400 and 413 are about the rows asked.
 * A host that fails several times in a row rests; after a while one request tries it, and the others
