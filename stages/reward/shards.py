@@ -133,7 +133,8 @@ class Shards:
 
     def _too_many(self) -> RewardError:
         """The error for more failed rows than are allowed; it shows the first."""
-        name, rollout_id, error = self._allowance.first
+        failed = dict(self._allowance.failed)  # scorers that still run may add to it
+        rollout_id, (name, error) = next(iter(failed.items()))
         kinds = {
             scorer.name: kind.removesuffix("s")
             for kind in SCORERS
@@ -143,7 +144,7 @@ class Shards:
         finished = sum(self._writer.has(index) for index in range(len(self._starts)))
         return RewardError(
             f"{self._writer.run}/rewards",
-            f"{len(self._allowance.failed)} of {self._rollouts.num_rows} rows failed so far, "
+            f"{len(failed)} of {self._rollouts.num_rows} rows failed so far, "
             f"more than reward.max_invalid allows; first: {kind} {name}, rollout "
             f"{printable(rollout_id)}: {error}",
             state=f"{finished} finished shards are kept, and taken up where [reward] and its code "

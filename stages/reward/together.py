@@ -26,18 +26,15 @@ class Allowance:
 
     def __init__(self, most: float) -> None:
         self.most = most
-        self.failed: set[str] = set()
-        self.first: tuple[str, str, str] | None = None
-        """Function, rollout_id and error of the first that was noticed."""
-        self._lock = threading.Lock()
+        self.failed: dict[str, tuple[str, str]] = {}
+        """By rollout_id, in the order in which they were noticed: scorer and error of the first
+        failure."""
 
     def notice(self, name: str, rollout_id: str, error: str) -> None:
         """A row failed. TooMany as soon as that is one too many."""
-        with self._lock:
-            self.first = self.first or (name, rollout_id, error)
-            self.failed.add(rollout_id)
-            if len(self.failed) > self.most:
-                raise TooMany
+        self.failed.setdefault(rollout_id, (name, error))  # one step, whatever other threads do
+        if len(self.failed) > self.most:
+            raise TooMany
 
 
 def score_all(
