@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
 
 from quiver.schemas.errors import BusyError, NumericError
 from quiver.stages.reward import tables
@@ -38,8 +38,9 @@ class Batcher:
     time."""
 
     def __init__(self, score: Callable[[list[Row]], list[Scored]], limits: Limits) -> None:
-        self._score, self._limits = score, limits
-        self._waiting: deque[tuple[Row, asyncio.Future[Scored]]] = deque()
+        self._score = score
+        self._limits = limits
+        self._waiting: list[tuple[Row, asyncio.Future[Scored]]] = []
         self._arrived = asyncio.Event()
 
     async def score(self, rows: list[Row]) -> list[Scored]:
@@ -54,6 +55,13 @@ class Batcher:
         self._waiting.extend(added)
         self._arrived.set()
         return await asyncio.gather(*(future for _, future in added))
+
+    @asynccontextmanager
+    async def lifespan(self, _: Any) -> AsyncIterator[None]:
+        """Score while an application runs."""
+        work = asyncio.create_task(self.work())
+        yield
+        work.cancel()
 
     async def work(self) -> None:
         """Score until it is cancelled, which does not wait for what is being scored."""
@@ -82,14 +90,13 @@ class Batcher:
 
     def _take(self) -> list[tuple[Row, asyncio.Future[Scored]]]:
         """The first rows that have the same columns, at most as many as a batch has."""
-        batch = []
-        skipped = []
         names = self._waiting[0][0].columns.keys()
-        while self._waiting and len(batch) < self._limits.rows:
-            row, future = self._waiting.popleft()
-            has_same_columns = row.columns.keys() == names
-            (batch if has_same_columns else skipped).append((row, future))
-        self._waiting.extendleft(reversed(skipped))
+        batch = []
+        others = []
+        for row, future in self._waiting:
+            belongs = len(batch) < self._limits.rows and row.columns.keys() == names
+            (batch if belongs else others).append((row, future))
+        self._waiting = others
         if not self._waiting:
             self._arrived.clear()
         return batch
@@ -100,10 +107,9 @@ def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[S
     another column."""
     for scorer in scorers:
         scorer.require(rows[0].columns)
-    parts_of: dict[str, list[Part]] = {}
     # ids of different requests may be the same
     batch = as_batch([row._replace(id=str(index)) for index, row in enumerate(rows)])
-    score_all(scorers, [(0, batch)], Allowance(math.inf), lambda _, parts: parts_of.update(parts))
+    ((_, parts_of),) = score_all(scorers, [(0, batch)], Allowance(math.inf))
     return [
         _weigh(config, row, {name: parts[index] for name, parts in parts_of.items()})
         for index, row in enumerate(rows)

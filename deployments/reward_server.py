@@ -28,12 +28,11 @@ import socket
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response, Security
+from fastapi import APIRouter, FastAPI, HTTPException, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
@@ -43,11 +42,12 @@ from starlette.responses import JSONResponse
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from quiver.stages.common.config import parse
+from quiver.stages.reward.config import Config, pinned
 from quiver.stages.reward.scoring import Scorer
 from quiver.stages.reward.servers.config import is_loopback, secret
 from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
 from quiver.stages.reward.servers.dialects.strict import MalformedError, read_json
-from quiver.stages.reward.stage import Config, open_scorers
+from quiver.stages.reward.stage import open_scorers
 
 from .batcher import Batcher, Limits, score_rows
 
@@ -65,21 +65,21 @@ class _StrictRequest(Request):
     """Its body is limited in size and time, and read as strict JSON."""
 
     async def body(self) -> bytes:
-        if hasattr(self, "_body"):
-            return self._body
-        most = self.app.state.limits.bytes
-        body = bytearray()
         try:
             async with asyncio.timeout(_BODY_SECONDS):
-                async for chunk in self.stream():
-                    body += chunk
-                    if len(body) > most:
-                        raise HTTPException(413, f"the body has more than {most} bytes")
+                return await super().body()
         except TimeoutError:
             problem = f"the body did not arrive within {_BODY_SECONDS:g} s"
             raise HTTPException(408, problem) from None
-        self._body = bytes(body)
-        return self._body
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        most = self.app.state.limits.bytes
+        size = 0
+        async for chunk in super().stream():
+            size += len(chunk)
+            if size > most:
+                raise HTTPException(413, f"the body has more than {most} bytes")
+            yield chunk
 
     async def json(self) -> Any:
         try:
@@ -113,17 +113,19 @@ class _Gate:
     def _refusal(self, scope: Any) -> Response | None:
         headers = dict(scope["headers"])
         if self._token:
-            known = hmac.compare_digest(headers.get(b"authorization", b""), self._token)
-            if known or scope["path"] == "/health":
-                return None
-            return self._closed(401, "the bearer token is missing or wrong")
-        host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
-        name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
-        if is_loopback(name):
+            status = 401
+            problem = "the bearer token is missing or wrong"
+            is_known = hmac.compare_digest(headers.get(b"authorization", b""), self._token)
+            may_enter = is_known or scope["path"] == "/health"
+        else:
+            status = 403
+            problem = "the request names another host than loopback"
+            host = headers.get(b"host", b"").decode("latin-1").rpartition("@")[2]
+            is_bracketed = host.startswith("[")
+            name = host.partition("]")[0].strip("[") if is_bracketed else host.partition(":")[0]
+            may_enter = is_loopback(name)
+        if may_enter:
             return None
-        return self._closed(403, "the request names another host than loopback")
-
-    def _closed(self, status: int, problem: str) -> Response:
         return _refuse(status, SecurityError("reward server", problem, next="see /openapi.json"))
 
 
@@ -133,14 +135,36 @@ def _refuse(status: int, error: QuiverError) -> Response:
     return JSONResponse({"error": shown}, status, headers)
 
 
-def _wrong(message: str) -> ConfigError:
-    return ConfigError("reward server", printable(message), next="see /openapi.json")
+async def _explain(_: Request, error: Exception) -> Response:
+    """Every refusal is an `Error`, and repeats nothing of what was sent but the place."""
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        status = 422
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    elif isinstance(error, StarletteHTTPException):
+        status = error.status_code
+        problem = str(error.detail)
+    elif isinstance(error, QuiverError):
+        return _refuse(_STATUS.get(error.code, 500), error)
+    else:
+        return _refuse(500, unexpected("reward server", error))
+    return _refuse(
+        status, ConfigError("reward server", printable(problem), next="see /openapi.json")
+    )
+
+
+_HANDLERS = dict.fromkeys(
+    (RequestValidationError, StarletteHTTPException, QuiverError, Exception), _explain
+)
 
 
 class Error(BaseModel):
     """Why a request was refused."""
 
     error: dict[str, str]
+
+
+_REFUSALS = {status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)}
 
 
 def make_app(
@@ -154,71 +178,44 @@ def make_app(
     """The application. `label` is the column that labels of openrlhf and slime become."""
     batcher = Batcher(lambda rows: score_rows(config, scorers, rows), limits)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        work = asyncio.create_task(batcher.work())
-        yield
-        work.cancel()
-
     app = FastAPI(
-        title="Quiver reward server", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
+        title="Quiver reward server",
+        version="1",
+        lifespan=batcher.lifespan,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=_HANDLERS,
     )
     app.state.limits = limits
-    app.router.route_class = _StrictRoute
     app.add_middleware(_Gate, token=token)
-    _tell_errors(app)
     bearer = [Security(HTTPBearer(auto_error=False))] if token else []
-    refusals = {
-        status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)
-    }
-    described = {"responses": refusals, "dependencies": bearer}
+    router = APIRouter(route_class=_StrictRoute, responses=_REFUSALS, dependencies=bearer)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether the server is there."""
         return {"status": "ok", "format": quiver.FORMAT}
 
-    @app.post(quiver.PATH, response_model=quiver.Answer, **described)
+    @router.post(quiver.PATH, response_model=quiver.Answer)
     async def score(request: quiver.Request) -> Response:
         """Score rows, told apart by their ids."""
         rows = request.as_rows()
         return JSONResponse(quiver.answer(rows, await batcher.score(rows)))
 
-    @app.post(openrlhf.PATH, response_model=openrlhf.Answer, **described)
+    @router.post(openrlhf.PATH, response_model=openrlhf.Answer)
     async def get_reward(request: openrlhf.Request) -> Response:
         """Score queries that begin with their prompts, as OpenRLHF asks."""
         rows = request.as_rows(label)
         return JSONResponse(openrlhf.answer(rows, await batcher.score(rows)))
 
-    @app.post(slime.PATH, response_model=slime.Answer, **described)
+    @router.post(slime.PATH, response_model=slime.Answer)
     async def score_one(request: slime.Request) -> Response:
         """Score one response, as slime asks."""
         rows = request.as_rows(label)
         return JSONResponse(slime.answer(rows, await batcher.score(rows)))
 
+    app.include_router(router)
     return app
-
-
-def _tell_errors(app: FastAPI) -> None:
-    """Every refusal is an `Error`, and repeats nothing of what was sent but the place."""
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        return _refuse(422, _wrong(f"{place}: {first['msg']}"))
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(_: Request, error: StarletteHTTPException) -> Response:
-        return _refuse(error.status_code, _wrong(str(error.detail)))
-
-    @app.exception_handler(QuiverError)
-    async def failed(_: Request, error: QuiverError) -> Response:
-        return _refuse(_STATUS.get(error.code, 500), error)
-
-    @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
-        return _refuse(500, unexpected("reward server", error))
 
 
 # -- command line
@@ -280,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        config = load(options.recipe)
+        config, _ = pinned(load(options.recipe))
         token = secret(options.token, "reward server")
         with listen(options.host, options.port, token) as listener, open_scorers(config) as scorers:
             app = make_app(

@@ -1,17 +1,26 @@
-"""What a recipe says under [reward]: what scores rollouts, and what becomes of the parts."""
+"""What a recipe says under [reward]: what scores rollouts, and what becomes of the parts; and which
+code, model or server that is now (`pinned`), told from files alone.
+
+No process is started for it, no code of a user's runs, and torch is not imported.
+"""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.manifest import Model
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Runtime
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from .functions.config import FunctionConfig
-from .models.config import ModelConfig
+from .functions.config import fingerprint as function_fingerprint
+from .models.config import ModelConfig, model_entry
+from .models.config import fingerprint as model_fingerprint
 from .scoring import OVERLONG, Interval
 from .servers.config import ServerConfig
+from .servers.config import fingerprint as server_fingerprint
 
 SCORERS = ("functions", "models", "servers")
 """The lists of scorers in Config, in the order of their parts."""
@@ -95,3 +104,27 @@ class Config(Base):
                 f"name {OVERLONG} is the penalty's column in parts: give what scores another name"
             )
         return self
+
+
+def pinned(config: Config) -> tuple[Config, tuple[Model, ...]]:
+    """`config` with the fingerprints of what scores, and the manifest's entries of all reward
+    models. ConfigError where it asks for other code or another model than there is; SecurityError
+    where a model is not whole."""
+    models = tuple(map(model_entry, config.models))
+    found = {
+        "functions": map(function_fingerprint, config.functions),
+        "models": map(model_fingerprint, models),
+        "servers": map(server_fingerprint, config.servers),
+    }
+    pins = {}
+    for kind, fingerprints in found.items():
+        pins[kind] = ()
+        for scorer, fingerprint in zip(getattr(config, kind), fingerprints, strict=True):
+            if scorer.fingerprint not in ("", fingerprint):
+                raise ConfigError(
+                    f"reward {scorer.name}",
+                    f"fingerprint expected {printable(scorer.fingerprint)}, found {fingerprint}",
+                    next="restore what scored then, or take the fingerprint out of the recipe",
+                )
+            pins[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
+    return config.model_copy(update=pins), models

@@ -11,68 +11,47 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from quiver.schemas.rewards import names_of
 
 
 def failures(table: pa.Table) -> Iterator[tuple[str, str, str]]:
     """Function, rollout_id and error of everything that failed in a rewards table, row by row."""
-    failed = table.filter(pa.array(_has_failed(table)))
-    for row in failed.select(["rollout_id", "errors"]).to_pylist():
+    for row in table.select(["rollout_id", "errors"]).to_pylist():
         for name, error in row["errors"].items():
             if error is not None:
                 yield name, row["rollout_id"], error
-
-
-def _has_failed(table: pa.Table) -> np.ndarray:
-    """[rows] bool: some function failed there."""
-    has_failed = np.zeros(table.num_rows, bool)
-    for name in names_of(table):
-        has_failed |= _column(table, "errors", name).is_valid().to_numpy()
-    return has_failed
-
-
-def _column(table: pa.Table, struct: str, name: str) -> pa.ChunkedArray:
-    return pc.struct_field(table.column(struct), [names_of(table, struct).index(name)])
-
-
-def _numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """[rows] floats, NaN where there is null."""
-    return column.to_numpy(zero_copy_only=False)
 
 
 # -- one version
 
 
 def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Metrics and row counts by status of a whole rewards table."""
-    rewards = _numbers(table.column("reward"))
-    is_scored = ~np.isnan(rewards)
+    """Metrics and row counts by status of a whole rewards table. `seconds`: of those parts that
+    took time."""
     num_rows = len(table)
-    num_scored = int(is_scored.sum())
-    num_failed = int((~is_scored & _has_failed(table)).sum())
-    null = num_rows - num_scored
+    rewards = table["reward"].to_numpy()
+    is_scored = ~np.isnan(rewards)
+    has_failed = np.zeros(num_rows, bool)
     functions = {}
     numbers = {}
-    for name in names_of(table):
-        part = _column(table, "parts", name)
-        errors = _column(table, "errors", name).drop_null().to_pylist()
-        kinds = Counter(re.match(r"\w*", error)[0] for error in errors)
-        part_null = part.null_count - len(errors)
+    columns = zip(table["parts"].flatten(), table["errors"].flatten(), strict=True)
+    for name, (part, errors) in zip(names_of(table), columns, strict=True):
+        has_failed |= errors.is_valid().to_numpy()
+        messages = errors.drop_null().to_pylist()
+        kinds = Counter(re.match(r"\w*", message)[0] for message in messages)
+        numbers[name] = part.to_numpy()
         functions[name] = {
-            **describe(part.drop_null().to_numpy()),
-            "null": part_null,
-            "null_rate": part_null / num_rows if num_rows else None,
-            "errors": len(errors),
+            **describe(numbers[name], part.null_count - len(messages)),
+            "errors": len(messages),
             "error_kinds": dict(kinds.most_common(10)),
-            "seconds": round(seconds[name], 3),
+            "seconds": round(seconds.get(name, 0.0), 3),
         }
-        numbers[name] = _numbers(part)
-    metrics = {f"reward_{name}": number for name, number in describe(rewards[is_scored]).items()}
+    num_scored = int(is_scored.sum())
+    num_failed = int((~is_scored & has_failed).sum())
+    null = num_rows - num_scored
+    metrics = {f"reward_{name}": number for name, number in describe(rewards, null).items()}
     metrics |= {
-        "reward_null": null,
-        "reward_null_rate": null / num_rows if num_rows else None,
         "functions": functions,
         "correlation": {
             f"{a} {b}": correlation(numbers[a], numbers[b]) for a, b in combinations(numbers, 2)
@@ -96,18 +75,20 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     return float(np.clip((x / np.linalg.norm(x)) @ (y / np.linalg.norm(y)), -1, 1))
 
 
-def describe(numbers: np.ndarray) -> dict[str, float | None]:
-    """Mean, unbiased standard deviation, least and largest of [n] numbers, in float64; None where n
-    is too small for it."""
-    numbers = numbers.astype(np.float64)
-    if len(numbers) == 0:
-        return dict.fromkeys(("mean", "std", "min", "max"))
-    return {
-        "mean": float(numbers.mean()),
-        "std": float(numbers.std(ddof=1)) if len(numbers) > 1 else None,
-        "min": float(numbers.min()),
-        "max": float(numbers.max()),
-    }
+def describe(column: np.ndarray, null: int) -> dict[str, float | None]:
+    """Mean, unbiased standard deviation, least and largest of the numbers of a column [rows], in
+    float64, without NaN; None where they are too few for it. `null`: how many rows are not scored,
+    of which this adds the rate."""
+    numbers = column[~np.isnan(column)].astype(np.float64)
+    statistics = dict.fromkeys(("mean", "std", "min", "max"))
+    if len(numbers):
+        statistics = {
+            "mean": float(numbers.mean()),
+            "std": float(numbers.std(ddof=1)) if len(numbers) > 1 else None,
+            "min": float(numbers.min()),
+            "max": float(numbers.max()),
+        }
+    return {**statistics, "null": null, "null_rate": null / len(column) if len(column) else None}
 
 
 def groups(table: pa.Table) -> dict[str, Any]:
@@ -120,8 +101,7 @@ def groups(table: pa.Table) -> dict[str, Any]:
     scores = [("reward", "count"), ("reward", "min"), ("reward", "max"), ("rollout_id", "count")]
     columns = table.group_by("group_id").aggregate(scores)
     scored, lowest, highest, size = (
-        columns.column(f"{name}_{function}").to_numpy(zero_copy_only=False)
-        for name, function in scores
+        columns[f"{name}_{function}"].to_numpy() for name, function in scores
     )
     is_able = scored >= 2
     num_able = int(is_able.sum())
@@ -144,15 +124,16 @@ def changes(group_ids: list[str], a: np.ndarray, b: np.ndarray) -> dict[str, Any
     below it now); `sign`: rows that went from one of negative, zero, positive to another; both
     among the rows that have a reward in both, like `mean_difference` (b − a) and `correlation`.
     """
-    in_both = ~(np.isnan(a) | np.isnan(b))
-    x = a[in_both].astype(np.float64)
-    y = b[in_both].astype(np.float64)
+    in_a = ~np.isnan(a)
+    in_b = ~np.isnan(b)
+    x = a[in_a & in_b].astype(np.float64)
+    y = b[in_a & in_b].astype(np.float64)
     members: dict[str, list[int]] = {}
-    for row, group in enumerate(np.asarray(group_ids, object)[in_both]):
+    for row, group in enumerate(np.asarray(group_ids, object)[in_a & in_b]):
         members.setdefault(group, []).append(row)
     return {
-        "null_to_value": int((np.isnan(a) & ~np.isnan(b)).sum()),
-        "value_to_null": int((~np.isnan(a) & np.isnan(b)).sum()),
+        "null_to_value": int((~in_a & in_b).sum()),
+        "value_to_null": int((in_a & ~in_b).sum()),
         "order": sum(int(_overtaken(x[rows], y[rows]).sum()) for rows in members.values()),
         "sign": int((np.sign(x) != np.sign(y)).sum()),
         "mean_difference": float((y - x).mean()) if len(x) else None,

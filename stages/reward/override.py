@@ -5,8 +5,9 @@ Nothing but the reward of the named rows changes: parts, errors and extra still 
 scorers said. Refused: ids that are no rollouts of these rewards, values that are not finite, no
 author, no reason.
 
-    config = Config(author="ada", reason="the answer is right, in another unit",
-    overrides={"4be1c0de-sum-0017-2": 1.0}) ref = run(config, store, rewards="arith/rewards@3")
+    overrides = {"4be1c0de-sum-0017-2": 1.0}
+    config = Config(author="ada", reason="right, in another unit", overrides=overrides)
+    ref = run_stage("override", config, store, rewards="arith/rewards@3")
 
 From the shell the same fields stand in a JSON file: `quiver reward RECIPE --override FILE.json`.
 """
@@ -25,7 +26,6 @@ from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import no_key_twice
-from quiver.schemas.rewards import names_of
 from quiver.stages.common import config as common
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store
@@ -90,26 +90,19 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["rewards"]
     rewards = plan.inputs["rewards"]
     table = rewards.table()
-    values = override(table, config.overrides, str(rewards.ref))
-    table = table.set_column(table.schema.get_field_index("reward"), "reward", values)
-    for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
-        writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
-    metrics, status = summary(table, dict.fromkeys(names_of(table), 0.0))
-    log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
-    writer.finish(metrics=metrics | {"overridden": len(config.overrides)}, status=status)
-
-
-def override(table: pa.Table, overrides: dict[str, float], name: str) -> pa.Array:
-    """[rows] float32, null where there is no reward: those of a rewards/1 table, with `overrides`
-    in place. ConfigError."""
-    ids = table.column("rollout_id").to_pylist()
-    unknown = sorted(overrides.keys() - set(ids))
+    rows = table.select(["rollout_id", "reward"]).to_pylist()
+    unknown = sorted(config.overrides.keys() - {row["rollout_id"] for row in rows})
     if unknown:
         raise ConfigError(
             f"override {printable(unknown[0])}",
-            f"{name} has no such rollout; {len(unknown)} of those named are not there",
-            next=f"quiver show {name}",
+            f"{rewards.ref} has no such rollout; {len(unknown)} of those named are not there",
+            next=f"quiver show {rewards.ref}",
         )
-    rewards = table.column("reward").to_pylist()
-    values = [overrides.get(rollout, reward) for rollout, reward in zip(ids, rewards, strict=True)]
-    return pa.array(values, pa.float32())
+    values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]
+    place = table.schema.get_field_index("reward")
+    table = table.set_column(place, "reward", pa.array(values, pa.float32()))
+    for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+        writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
+    metrics, status = summary(table, {})
+    log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
+    writer.finish(metrics=metrics | {"overridden": len(config.overrides)}, status=status)

@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from quiver.schemas.errors import LineageError, RewardError
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
-from .config import Config
-from .fingerprints import model_entries, pinned
+from .config import Config, pinned
 from .measures import summary
-from .models.scorer import load as load_model
+from .models.scorer import ModelScorer
 from .models.template import beginnings
 from .pool.pool import Pool
 from .pool.scorer import FunctionScorer
@@ -53,12 +52,12 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         if earlier.table(["reward"]).column("reward").null_count == 0:
             log.info("rewards: every row of %s has a reward, nothing to retry", earlier.ref)
             answer = earlier
-    models = model_entries(config)
+    config, models = pinned(config)
     return Plan(
         store=store,
         stage="reward",
         stage_version=STAGE_VERSION,
-        config=pinned(config, models),
+        config=config,
         run=into or rollouts.ref.run,
         kinds=("rewards",),
         inputs=inputs,
@@ -88,6 +87,7 @@ def check(config: Config, columns: Sequence[str], prompts: Version | None = None
 
     `prompts`, where they are there already: reward models look at them too.
     """
+    config, _ = pinned(config)
     with open_scorers(config, prompts=prompts) as scorers:
         for scorer in scorers:
             scorer.require(columns)
@@ -99,32 +99,23 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["rewards"]
     rollouts = plan.inputs["rollouts"]
     prompts = plan.inputs["prompts"]
-    earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
     allowance = Allowance(config.max_invalid * rollouts.manifest.rows)
     with (
-        open_pinned(config, allowance.notice, prompts, rollouts) as scorers,
+        open_scorers(config, allowance.notice, prompts, rollouts) as scorers,
         writer.phase("score"),
     ):
-        shards = Shards(config, writer, rollouts.table(), prompts.table(), earlier)
-        table = shards.score(scorers, allowance)
+        shards = Shards(plan, writer, scorers, allowance)
+        table = shards.score()
         metrics, status = summary(table, shards.seconds())
-    if earlier is not None:
-        retried = earlier.column("reward").null_count
+    if shards.earlier is not None:
+        retried = shards.earlier.column("reward").null_count
         recovered = retried - table.column("reward").null_count
         metrics |= {"retried": retried, "recovered": recovered}
     writer.finish(metrics=metrics, status=status)
 
 
 @contextmanager
-def open_scorers(config: Config, prompts: Version | None = None) -> Iterator[list[Scorer]]:
-    """`open_pinned`, of what nothing is known yet. ConfigError where a scorer has another
-    fingerprint than `config` says, too."""
-    with open_pinned(pinned(config, model_entries(config)), prompts=prompts) as scorers:
-        yield scorers
-
-
-@contextmanager
-def open_pinned(
+def open_scorers(
     config: Config,
     notice: Notice = lambda *_: None,
     prompts: Version | None = None,
@@ -137,18 +128,17 @@ def open_pinned(
     where that is known. ConfigError where one of them is not there.
     """
     with Pool(config.workers, config.max_memory_gib) as pool, ExitStack() as stack:
-        scorers: list[Scorer] = []
-        for function in config.functions:
-            scorers.append(FunctionScorer(function, pool, config.batch_rows, notice))
+        scorers: list[Scorer] = [
+            FunctionScorer(function, pool, config.batch_rows, notice)
+            for function in config.functions
+        ]
         for model in config.models:
-            scorers.append(load_model(model, prompts, rollouts))
-            stack.callback(scorers[-1].close)
+            scorers.append(stack.enter_context(closing(ModelScorer(model, prompts, rollouts))))
         for server in config.servers:
             from .servers.scorer import ServerScorer
 
             prefill = beginnings(server.begins_with, prompts, rollouts)
-            scorers.append(ServerScorer(server, notice, prefill))
-            stack.callback(scorers[-1].close)
+            scorers.append(stack.enter_context(closing(ServerScorer(server, notice, prefill))))
         yield scorers
 
 

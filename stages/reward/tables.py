@@ -7,7 +7,6 @@ penalty.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,7 +22,7 @@ from .scoring import LARGEST, OVERLONG, Batch, Part
 def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
     """For each rollout the row of its prompt. LineageError for a group that the prompts do not
     hold."""
-    groups = pa.array(rollouts.column("group_id").to_pylist(), pa.string())
+    groups = rollouts.column("group_id").combine_chunks()
     order = pc.index_in(groups, value_set=prompts.column("group_id").combine_chunks())
     if order.null_count:
         unknown = groups.filter(pc.is_null(order))[0].as_py()
@@ -40,8 +39,8 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
     user's column never hides one of ours."""
     columns = prompts.column("columns")
     batch = {
-        field.name: pc.struct_field(columns, [index]).to_pylist()
-        for index, field in enumerate(columns.type)
+        field.name: column.to_pylist()
+        for field, column in zip(columns.type, columns.flatten(), strict=True)
     }
     chats = prompts.column("messages").to_pylist()
     texts = prompts.column("prompt_text").to_pylist()
@@ -57,7 +56,7 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
 
 
 def as_rewards(
-    config: Config, rollouts: pa.Table, parts: dict[str, list[Part]], extras: Iterable[str] = ()
+    config: Config, rollouts: pa.Table, parts: dict[str, list[Part]], extras: list[str]
 ) -> pa.Table:
     """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
     of the scorers in `extras`."""
@@ -65,11 +64,10 @@ def as_rewards(
     rows = rollouts.select(["rollout_id", "group_id"]).to_pylist()
     for place, row in enumerate(rows):
         row_parts = {name: column[place] for name, column in parts.items()}
-        row_parts, reward = weigh_row(config, row_parts, num_tokens[place])
-        row["reward"] = reward
+        row_parts, row["reward"] = weigh_row(config, row_parts, num_tokens[place])
         for column, field in (("parts", "value"), ("errors", "error"), ("extra", "extra")):
             row[column] = {name: getattr(part, field) for name, part in row_parts.items()}
-    return pa.Table.from_pylist(rows, rewards.schema_for(config.part_names, list(extras)))
+    return pa.Table.from_pylist(rows, rewards.schema_for(config.part_names, extras))
 
 
 def weigh_row(

@@ -120,6 +120,7 @@ def _model(rows: int) -> dict[str, str]:
     import torch
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
+    from quiver.stages.reward.models.config import ModelConfig
     from quiver.stages.reward.models.forward import Forward
 
     torch.manual_seed(0)
@@ -152,7 +153,7 @@ def _model(rows: int) -> dict[str, str]:
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        forward = Forward(Path(folder))
+        forward = Forward(Path(folder), ModelConfig(model=folder))
         gap = max(
             abs(a - b)
             for a, b in zip(forward.score(inputs, groups)[:, 0].tolist(), padded(), strict=True)

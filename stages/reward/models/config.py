@@ -24,7 +24,7 @@ from quiver.stages.common.config import Runtime
 from quiver.stages.common.models import checkpoints, vllm_env
 from quiver.stages.reward.scoring import ScorerConfig
 
-_SET_BY_FIELDS = (
+_SET_BY_FIELDS = {
     "model",
     "runner",
     "dtype",
@@ -33,7 +33,7 @@ _SET_BY_FIELDS = (
     "hf_overrides",
     "trust_remote_code",
     "pooler_config",
-)
+}
 
 
 class ModelConfig(ScorerConfig):
@@ -100,7 +100,7 @@ class ModelConfig(ScorerConfig):
     @field_validator("engine_args")
     @classmethod
     def _not_set_by_fields(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        names = sorted(set(_SET_BY_FIELDS) & arguments.keys())
+        names = sorted(_SET_BY_FIELDS & arguments.keys())
         if names:
             raise ValueError(
                 f"{', '.join(names)} can not be set here: it follows from the model and its other "
@@ -174,9 +174,10 @@ def check(config: ModelConfig) -> ModelFolder:
         )
     if problem:
         raise ConfigError(config.title, problem, next="name another model, or its kind")
-    names_by_number = about.get("id2label") or {}
-    labels = [str(names_by_number[key]) for key in sorted(names_by_number, key=int)]
-    labels = labels or [f"LABEL_{number}" for number in range(about.get("num_labels", 2))]
+    label_of = about.get("id2label") or {
+        number: f"LABEL_{number}" for number in range(about.get("num_labels", 2))
+    }
+    labels = [str(label_of[number]) for number in sorted(label_of, key=int)]
     if config.engine == "vllm":
         vllm_env.find_build(config.title)
     template = None

@@ -7,7 +7,7 @@ blocks, inputs of similar length are padded to the longest (`padded`). What coun
 state of an input's last id, told by its length: never by the pad id, which may be an end token. A
 way is used only when it agrees with the model's own pass over one input at a time (`single`).
 
-    forward = Forward(folder, budget=2048)
+    forward = Forward(folder, config)
     logits = forward.score([[1, 5, 2], [1, 5, 9, 2]], groups=[0, 0])       # [2, labels]
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,8 @@ from quiver.stages.common.models.loading import short_of_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged
 
+from .config import ModelConfig
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -51,18 +53,11 @@ class Forward:
     """A model on a device. Its values: a classifier's logits, or the log-probabilities of `targets`
     as the next id."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        targets: Sequence[int] = (),
-        dtype: str = "auto",
-        device: str = "auto",
-        budget: int | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, targets: Sequence[int] = ()) -> None:
         """`targets`: ids whose probability is asked of a language model; none: a sequence
         classifier. ConfigError."""
-        cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
+        cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
+        dtype = config.dtype
         if dtype == "auto":
             dtype = "bfloat16" if cuda else "float32"
         self.device = torch.device("cuda" if cuda else "cpu")
@@ -73,11 +68,11 @@ class Forward:
             getattr(self.model, "score", None), nn.Module
         )
         """Whether its values are those of a head on the last hidden state."""
-        self.budget = budget or token_budget(self.device)
+        self.budget = config.token_budget or token_budget(self.device)
         self.way = ""
 
     @torch.inference_mode()
-    def score(self, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
+    def score(self, inputs: list[list[int]], groups: Sequence[Hashable]) -> torch.Tensor:
         """[inputs, values] float32 on the CPU, for at least one input; none is empty, those of one
         group begin alike.
 
@@ -95,7 +90,7 @@ class Forward:
                 values[broken] = self._run("single", [inputs[row] for row in broken], broken)
             return values.cpu()
 
-    def _run(self, way: str, inputs: list[list[int]], groups: Sequence[int]) -> torch.Tensor:
+    def _run(self, way: str, inputs: list[list[int]], groups: Sequence[Hashable]) -> torch.Tensor:
         """[inputs, values]"""
         if self.has_plain_head:
             set_mode(self.model, way if way in ("shared", "packed") else "single")
@@ -118,7 +113,7 @@ class Forward:
         return logits[:, -1].log_softmax(-1)[:, self.targets] if self.targets else logits
 
     def _packed(
-        self, way: str, inputs: list[list[int]], groups: Sequence[int]
+        self, way: str, inputs: list[list[int]], groups: Sequence[Hashable]
     ) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Rows, and their values: each group's common beginning is its prompt, the rest are
         completions."""
@@ -172,25 +167,23 @@ class Forward:
 
     # -- which of them
 
-    def _choose_way(self, inputs: list[list[int]], groups: Sequence[int]) -> str:
+    def _choose_way(self, inputs: list[list[int]], groups: Sequence[Hashable]) -> str:
         """The first way whose values agree with the model's own on up to three short inputs: the
         shortest, another of its group, and one of another group."""
-        ways = WAYS if self.has_plain_head else WAYS[2:]
         if depends_on_length(self.model.config):
             log.warning(
                 "reward model: its positions depend on the length of the row, so one input runs "
                 "at a time"
             )
-            ways = WAYS[3:]
+            return "single"
         first, *others = sorted(range(len(inputs)), key=lambda row: len(inputs[row]))
         mates = [row for row in others if groups[row] == groups[first]]
         strangers = [row for row in others if groups[row] != groups[first]]
         rows = [first, *mates[:1], *strangers[:1]]
         probe = [inputs[row] for row in rows], [groups[row] for row in rows]
         expected = self._run("single", *probe)
-        tolerance = TOLERANCE.get(self.model.dtype, max(TOLERANCE.values()))
-        bound = tolerance * max(1.0, float(expected.abs().max()))
-        for way in ways[:-1]:
+        bound = TOLERANCE[self.model.dtype] * max(1.0, float(expected.abs().max()))
+        for way in WAYS[:-1] if self.has_plain_head else ("padded",):
             try:
                 gap = float((self._run(way, *probe) - expected).abs().max())
             except _UNSUITED as error:
@@ -200,7 +193,7 @@ class Forward:
                     return way
                 problem = f"is not right for it (values differ by {gap:.4f})"
             log.warning("reward model: %r %s; trying the next way", way, problem)
-        return ways[-1]
+        return "single"
 
 
 def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedModel:
@@ -237,13 +230,13 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
 
 
 def _common_beginnings(
-    inputs: list[list[int]], groups: Sequence[int]
+    inputs: list[list[int]], groups: Sequence[Hashable]
 ) -> tuple[list[int], list[int]]:
     """For each input: the number of its group, and how many ids it shares with the whole group.
 
     A group whose inputs do not begin alike is taken apart: at least one id must be shared.
     """
-    members: dict[int, list[int]] = {}
+    members: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
     group_of = list(range(len(inputs)))

@@ -6,7 +6,7 @@ decoded completion, never the policy's ids. An input that is too long, a text th
 refuses, or a logit that is not finite costs its row; nothing is cut. The weights are read when it
 first scores.
 
-    scorer = load(ModelConfig(model="path/to/reward-model"), prompts, rollouts)
+    scorer = ModelScorer(ModelConfig(model="path/to/reward-model"), prompts, rollouts)
     scorer.require(columns); scorer.score(batch); scorer.close()
 """
 
@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from quiver.stages.common.store import Version
 from quiver.stages.reward.scoring import Batch, Part
 
 from .config import ModelConfig, check
-from .template import Reader, beginnings, token_id
+from .template import PROBE, Reader, beginnings, token_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,36 +35,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def load(
-    config: ModelConfig, prompts: Version | None = None, rollouts: Version | None = None
-) -> ModelScorer:
-    """The scorer of a reward model; weights are read when it first scores. ConfigError,
-    SecurityError.
-
-    `prompts` and `rollouts`: what is to be scored; prompts alone are checked. Without them answers
-    begin with `prefill`, or with nothing.
-    """
-    reads_chats = prompts is not None and config.text_as is None
-    if reads_chats and prompts.table(["messages"]).column("messages").null_count:
-        raise ConfigError(
-            config.title,
-            f"reads chats, and {prompts.ref} holds plain text",
-            next='set text_as = "user"',
-        )
-    return ModelScorer(config, beginnings(config.prefill, prompts, rollouts))
-
-
 class ModelScorer:
     """A reward model as a scorer."""
 
-    def __init__(self, config: ModelConfig, prefill: Callable[[str], str] = lambda _: "") -> None:
-        """`prefill`: the beginning of the answer that a rollout, by its id, was given. ConfigError,
-        SecurityError."""
+    def __init__(
+        self, config: ModelConfig, prompts: Version | None = None, rollouts: Version | None = None
+    ) -> None:
+        """Weights are read when it first scores. ConfigError, SecurityError.
+
+        `prompts` and `rollouts`: what is to be scored; prompts alone are checked. Without them
+        answers begin with `prefill`, or with nothing.
+        """
+        reads_chats = prompts is not None and config.text_as is None
+        if reads_chats and prompts.table(["messages"]).column("messages").null_count:
+            raise ConfigError(
+                config.title,
+                f"reads chats, and {prompts.ref} holds plain text",
+                next='set text_as = "user"',
+            )
         self.config = config
         self.name = config.name
         self.seconds = 0.0
         self._model = check(config)
-        self._prefill = prefill
+        self._prefill = beginnings(config.prefill, prompts, rollouts)
         self._closed = False
 
     @cached_property
@@ -83,14 +76,7 @@ class ModelScorer:
                 "its tokenizer has no chat template (or several, none of them the default)",
                 next="set template to a jinja file",
             ) from None
-        return Reader(
-            self._tokenizer,
-            template,
-            judge=config.kind == "token",
-            arguments=config.template_arguments,
-            seconds=config.template_seconds,
-            name=config.title,
-        )
+        return Reader(self._tokenizer, template, config)
 
     @cached_property
     def _targets(self) -> list[int]:
@@ -118,19 +104,13 @@ class ModelScorer:
             return Pooling(folder, config, words)
         from .forward import Forward
 
-        return Forward(
-            folder,
-            targets=self._targets,
-            dtype=config.dtype,
-            device=config.device,
-            budget=config.token_budget,
-        )
+        return Forward(folder, config, self._targets)
 
     def require(self, columns: Iterable[str]) -> None:
         """ConfigError unless tokenizer and template can be used; it needs none of the prompts'
         columns."""
         config = self.config
-        last = self._reader.probe()[-1]
+        last = self._reader.read("probe", PROBE)[-1]
         if config.kind == "classifier" and config.pooling is None and last == self._model.pad:
             raise ConfigError(
                 config.title,
@@ -150,20 +130,19 @@ class ModelScorer:
         """
         started_at = time.monotonic()
         try:
-            rows = [self._read(batch, row) for row in range(len(batch["completions"]))]
-            group_of: dict[str, int] = {}
-            group_of_input: dict[tuple[int, ...], int] = {}  # equal answers are scored once
-            for input, prompt in zip(rows, batch["prompts"], strict=True):
-                group = group_of.setdefault(json.dumps(prompt), len(group_of))
-                if not isinstance(input, Part):
-                    group_of_input.setdefault(input, group)
+            inputs = [self._read(batch, row) for row in range(len(batch["completions"]))]
+            prompt_of: dict[tuple[int, ...], str] = {}  # equal answers are scored once
+            for ids, prompt in zip(inputs, batch["prompts"], strict=True):
+                if not isinstance(ids, Part):
+                    prompt_of.setdefault(ids, json.dumps(prompt))
             self._require_open()
             values = []
-            if group_of_input:
-                inputs = list(map(list, group_of_input))
-                values = self._engine.score(inputs, list(group_of_input.values())).tolist()
-            parts = dict(zip(group_of_input, map(self._part, values), strict=True))
-            return [input if isinstance(input, Part) else parts[input] for input in rows]
+            if prompt_of:
+                values = self._engine.score(
+                    list(map(list, prompt_of)), list(prompt_of.values())
+                ).tolist()
+            parts = dict(zip(prompt_of, map(self._part, values), strict=True))
+            return [ids if isinstance(ids, Part) else parts[ids] for ids in inputs]
         finally:
             self.seconds += time.monotonic() - started_at
             if self._closed:
@@ -204,10 +183,8 @@ class ModelScorer:
             if not math.isfinite(value):
                 return Part(error=f"the model gave {value}")
         if self.config.kind == "token":
-            probability = math.exp(values[0])
-            if len(values) > 1:
-                probability = _sigmoid(values[0] - values[1])
-            return Part(probability)
+            token, *against = values
+            return Part(_sigmoid(token - against[0]) if against else math.exp(token))
         if self.config.activation == "sigmoid":
             values = list(map(_sigmoid, values))
         elif self.config.activation == "softmax":

@@ -6,7 +6,7 @@ message, the text that the policy was given to continue (`<think>`) with the tex
 Control tokens typed into any of them are spelled out. Added tokens that are neither special nor
 part of the template's own turns (`</think>`) stay what they are in text.
 
-    with Reader(tokenizer, template, judge=False) as reader:
+    with closing(Reader(tokenizer, template, config)) as reader:
         ids = reader.read("rollout 4be1c0de-sum-0017-2", [{"role": "user", …}, {"role": "assistant",
         "content": "7"}])
 """
@@ -23,42 +23,38 @@ from quiver.stages.common.chat.generation_prompt import prefill
 from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.store import Version
 
+from .config import ModelConfig
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_PROBE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+PROBE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+"""A small conversation, which shows how a template begins and ends."""
 
 
 class Reader:
     """A reward model's tokenizer, and its template in a child process."""
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        template: str,
-        *,
-        judge: bool,
-        arguments: Mapping[str, Any] | None = None,
-        seconds: float = 10.0,
-        name: str = "reward model",
+        self, tokenizer: PreTrainedTokenizerFast, template: str, config: ModelConfig
     ) -> None:
-        """`judge`: what is read ends with a generation prompt. ConfigError where the template can
-        not render an answer."""
+        """What a judge reads ends with a generation prompt. ConfigError where the template can not
+        render an answer."""
         variables = {
             "tools": None,
             "documents": None,
             **tokenizer.special_tokens_map,
-            "add_generation_prompt": judge,
-            **(arguments or {}),
+            "add_generation_prompt": config.kind == "token",
+            **config.template_arguments,
         }
-        name = f"{name}: template"
-        self._template = Template(template, variables, seconds, name)
+        name = f"{config.title}: template"
+        self._template = Template(template, variables, config.template_seconds, name)
         try:
-            turns = self._template.render(name, _PROBE)
+            turns = self._template.render(name, PROBE)
             # what a template adds to the assistant's last turn alone (an empty `<think>` block) is
             # text that an answer may hold too
             with suppress(ConfigError):
-                turns = self._template.render("probe", [*_PROBE, _PROBE[0]])
+                turns = self._template.render("probe", [*PROBE, PROBE[0]])
             written_ids = set(tokenizer(turns, add_special_tokens=False)["input_ids"])
             # content may hold added tokens that are not special, and that no template writes
             plain = {
@@ -70,12 +66,6 @@ class Reader:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the template's process."""
@@ -95,10 +85,6 @@ class Reader:
 
         contents = [message["content"] for message in messages]
         return self._guard.encode(name, roles, contents, render).ids
-
-    def probe(self) -> list[int]:
-        """The ids of a small conversation: how every input ends."""
-        return self.read("probe", _PROBE)
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quiver.stages.common.models import vllm_env
+from quiver.stages.common.models import checkpoints, vllm_env
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,12 +58,9 @@ class Pooling:
         if build.cpu:
             arguments["block_size"] = vllm_env.CPU_BLOCK
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
-                text_config = {**about, **about.get("text_config", {})}
+                longest = config.max_tokens or checkpoints.context_of(about)
                 arguments["kv_cache_memory_bytes"] = vllm_env.cpu_cache_bytes(
-                    about,
-                    config.max_tokens or text_config["max_position_embeddings"],
-                    _CPU_SEQUENCES,
-                    4,
+                    about, longest, _CPU_SEQUENCES, itemsize=4
                 )
         with self._fatal("could not start"):
             from vllm import LLM, PoolingParams
@@ -71,7 +68,7 @@ class Pooling:
             self._llm = LLM(str(folder), **{**arguments, **config.engine_args})
             self._raw = PoolingParams(use_activation=False)
 
-    def score(self, inputs: list[list[int]], groups: list[int]) -> np.ndarray:
+    def score(self, inputs: list[list[int]], groups: list[str]) -> np.ndarray:
         """[inputs, values] float32: a classifier's logits; a judge's logit of its word against the
         other, and 0."""
         import numpy as np

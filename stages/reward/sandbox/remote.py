@@ -28,7 +28,7 @@ from quiver.schemas.manifest import digest
 from quiver.stages.common.config import parse
 from quiver.stages.reward.servers.config import ServerConfig, secret
 from quiver.stages.reward.servers.dialects.strict import read_as, read_json
-from quiver.stages.reward.servers.transport import ExhaustedError, RefusedError, Transport
+from quiver.stages.reward.servers.transport import FailedError, Transport
 
 from .run import Finished, Limits
 
@@ -76,7 +76,7 @@ def run_program(
     started = time.monotonic()
     try:
         answer = asyncio.run(_ask(transport, request))
-    except (RefusedError, ExhaustedError) as error:
+    except FailedError as error:
         raise _remote_error(url, str(error)) from None
     except RemoteError as error:
         raise _remote_error(url, error.message) from None

@@ -151,10 +151,7 @@ class ServerConfig(ScorerConfig):
         defaults = {"name": section.get("dialect", "")}
         if section.get("dialect") == "openai-judge":
             defaults |= {"rubric": judge.RUBRIC, "score_pattern": judge.PATTERN}
-        return {
-            **section,
-            **{name: text for name, text in defaults.items() if not section.get(name)},
-        }
+        return section | {name: section.get(name) or text for name, text in defaults.items()}
 
     @field_validator("score_pattern")
     @classmethod

@@ -27,7 +27,7 @@ from .config import ServerConfig, secret
 from .dialects import DIALECTS, judge
 from .dialects.rows import Row, as_rows, fields, to_json
 from .dialects.strict import read_json
-from .transport import ExhaustedError, RefusedError, Transport
+from .transport import FailedError, Transport
 
 
 class ServerScorer:
@@ -104,40 +104,35 @@ class ServerScorer:
     async def _score(self, rows: list[Row]) -> list[Part]:
         """Requests of the rows, `concurrency` at a time; each worker has a connection of its own.
         While it runs, `close` cancels it, from whatever thread."""
-        parts = [Part(error="was not asked")] * len(rows)
+        parts: dict[str, Part] = {}
         is_alone = self._dialect.is_alone
-        together = [place for place, row in enumerate(rows) if not is_alone(row)]
+        together = [row for row in rows if not is_alone(row)]
         size = self.config.batch_rows
         requests = [together[start : start + size] for start in range(0, len(together), size)]
-        requests += [[place] for place, row in enumerate(rows) if is_alone(row)]
+        requests += [[row] for row in rows if is_alone(row)]
         remaining = iter(requests)
 
         async def work() -> None:
             async with self._transport.connection() as connection:
-                for places in remaining:
-                    answered = await self._ask(connection, [rows[place] for place in places])
-                    for place, part in zip(places, answered, strict=True):
-                        parts[place] = part
+                for asked in remaining:
+                    for row, part in zip(asked, await self._ask(connection, asked), strict=True):
+                        parts[row.id] = part
                         if part.error is not None:
-                            self._notice(self.name, rows[place].id, part.error)
+                            self._notice(self.name, row.id, part.error)
 
         task = asyncio.current_task()
         loop = asyncio.get_running_loop()
         self._stop = lambda: loop.call_soon_threadsafe(task.cancel)
-        fatal = None
         try:
             if self._closed:
                 raise asyncio.CancelledError
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self.config.concurrency, len(requests))):
-                    group.create_task(work())
-        except* Exception as errors:  # the first one ended the others
-            fatal = errors.exceptions[0]
+            # the first error ends the others too, with the loop
+            await asyncio.gather(
+                *(work() for _ in range(min(self.config.concurrency, len(requests))))
+            )
         finally:
             self._stop = None
-        if fatal:
-            raise fatal
-        return parts
+        return [parts[row.id] for row in rows]
 
     async def _ask(
         self, connection: Any, rows: list[Row], deadline: float | None = None
@@ -158,11 +153,11 @@ class ServerScorer:
             read = functools.partial(self._read, rows)
             try:
                 return await self._transport.ask(connection, body, key, read, deadline)
-            except RefusedError as error:
-                cause = str(error)
-            except ExhaustedError as error:
-                cause = str(error)
-                may_be_a_row = error.answered and self._transport.has_working_host
+            except FailedError as error:
+                cause = error.cause
+                may_be_a_row = error.is_refused or (
+                    error.is_answered and self._transport.has_working_host
+                )
         if len(rows) == 1 or not may_be_a_row:
             return [Part(error=cause)] * len(rows)
         middle = len(rows) // 2

@@ -4,10 +4,10 @@ wrong on a wire, in one place.
 * Deadlines: for connecting, for one whole answer (so a server that trickles gains nothing), for the
   request with its retries.
 * Retries, with exponential back-off and full jitter, for what may pass: no connection, resets,
-  time-outs, answers that are not of the dialect, 408, 409, 425, 429 and 5xx. Retry-After is kept; a
-  429 costs time, not a retry.
+  time-outs, answers that are not of the dialect, 408, 409, 425, 429 and 5xx (not 501 and 505).
+  Retry-After is kept; a 429 costs time, not a retry.
 * What can not pass ends everything at once with RemoteError: redirects (never followed), 401, 403,
-  404, 422 and their like. 400 and 413 are about the rows asked: RefusedError.
+  404, 422 and their like. 400 and 413 are about the rows asked.
 * A host that fails several times in a row rests; after a while one request tries it, and the others
   wait for how that ends.
 * Bodies are read as they are sent, up to a size; a compressed one is refused, so none unfolds into
@@ -19,13 +19,13 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import functools
+import itertools
 import logging
 import random
-import ssl
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import httpx
@@ -47,35 +47,24 @@ _LONGEST_PAUSE = 30.0  # seconds of back-off
 _POLL_SECONDS = 0.05  # between looks at resting hosts
 _REFUSAL_BYTES = 2000  # of a refusal that are read to show its beginning
 _REFUSAL_SECONDS = 1.0  # that this may take
-
-
-class RefusedError(Exception):
-    """The server says that it can not take these rows."""
+# made once: loading the certificates takes longer than many requests
+_tls = functools.cache(httpx.create_ssl_context)
 
 
 @dataclass(eq=False)
-class ExhaustedError(Exception):
-    """No answer in the retries and the time allowed."""
+class FailedError(Exception):
+    """A request, or one attempt at it, failed; a later one, or one for other rows, may not."""
 
     cause: str
     """The last one."""
-    answered: bool
-    """It was given by a server."""
-
-    def __str__(self) -> str:
-        return self.cause
-
-
-@dataclass(eq=False)
-class _FailedError(Exception):
-    """An attempt failed in a way that may pass."""
-
-    cause: str
+    is_refused: bool = False
+    """The server says that it can not take these rows."""
+    is_answered: bool = True
+    """It is a server that gave the cause."""
     after: float = 0.0
     """Seconds until the server wants to be asked again."""
-    busy: bool = False
+    is_busy: bool = False
     """It only asked for time."""
-    answered: bool = True
 
     def __str__(self) -> str:
         return self.cause
@@ -125,7 +114,7 @@ class Transport:
         self._token = token
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._turn = 0
+        self._turns = itertools.cycle(self._hosts)
         self._next_slot = 0.0
 
     @property
@@ -158,11 +147,11 @@ class Transport:
         """What `read` makes of the answer to `body`, which any number of attempts send under the
         same idempotency `key`.
 
-        RefusedError, ExhaustedError; RemoteError where asking on is useless. `read` may raise
-        MalformedError. `deadline`: in monotonic seconds, by default `total_seconds` after the first
-        attempt got its place.
+        FailedError where the rows are refused, or in the retries and the time allowed nothing
+        came; RemoteError where asking on is useless. `read` may raise MalformedError. `deadline`:
+        in monotonic seconds, by default `total_seconds` after the first attempt got its place.
         """
-        failure = _FailedError("no host was free in time", answered=False)
+        failure = FailedError("no host was free in time", is_answered=False)
         failures = 0
         attempts = 0
         while True:
@@ -170,7 +159,7 @@ class Transport:
             deadline = deadline or time.monotonic() + self.config.total_seconds
             host = await self._take_host(deadline)
             if host is None:
-                raise ExhaustedError(f"{failure} (all hosts rest)", failure.answered)
+                raise replace(failure, cause=f"{failure} (all hosts rest)")
             headers = {**self._headers, "Idempotency-Key": key}
             timeouts = {"timeout": {"connect": self.config.connect_seconds}}
             request = httpx.Request(
@@ -180,21 +169,21 @@ class Transport:
                 answer = read(await self._attempt(connection, request, deadline))
                 host.reset()
                 return answer
-            except RefusedError:
-                host.reset()
-                raise
             except MalformedError as error:
                 text = str(error)
-                failure = _FailedError(f"the answer {text}" if text.startswith("is ") else text)
-            except _FailedError as error:
+                failure = FailedError(f"the answer {text}" if text.startswith("is ") else text)
+            except FailedError as error:
+                if error.is_refused:
+                    host.reset()
+                    raise
                 failure = error
             self._note_failure(host, failure)
-            failures += not failure.busy
+            failures += not failure.is_busy
             longest = self.config.backoff_seconds * 2 ** min(attempts, 20)
             attempts += 1
             pause = random.uniform(0, min(_LONGEST_PAUSE, longest))
             if failures > self.config.retries or time.monotonic() + pause >= deadline:
-                raise ExhaustedError(f"{failure} ({attempts} attempts)", failure.answered)
+                raise replace(failure, cause=f"{failure} ({attempts} attempts)")
             await asyncio.sleep(pause)
 
     # -- hosts
@@ -212,9 +201,7 @@ class Transport:
         `deadline`."""
         while True:
             now = time.monotonic()
-            for _ in self._hosts:
-                host = self._hosts[self._turn % len(self._hosts)]
-                self._turn += 1
+            for host in itertools.islice(self._turns, len(self._hosts)):
                 if host.free_at <= now:
                     if host.failures >= self.config.breaker_failures:
                         # this request tries it, for all
@@ -225,10 +212,10 @@ class Transport:
                 return None
             await asyncio.sleep(min(free_at - now, _POLL_SECONDS))
 
-    def _note_failure(self, host: Host, failure: _FailedError) -> None:
+    def _note_failure(self, host: Host, failure: FailedError) -> None:
         now = time.monotonic()
         host.busy_until = max(host.busy_until, now + failure.after)
-        if failure.busy:
+        if failure.is_busy:
             return
         host.failures += 1
         if host.failures == self.config.breaker_failures:
@@ -250,15 +237,12 @@ class Transport:
         seconds = max(0.0, min(self.config.read_seconds, deadline - time.monotonic()))
         try:
             async with asyncio.timeout(seconds):
-                response = await connection.handle_async_request(request)
-                try:
+                async with aclosing(await connection.handle_async_request(request)) as response:
                     if not response.is_success:
                         raise await self._refusal(request, response)
                     return await self._read_body(response)
-                finally:
-                    await response.aclose()
         except TimeoutError:
-            raise _FailedError(f"no whole answer within {seconds:g} s", answered=False) from None
+            raise FailedError(f"no whole answer within {seconds:g} s", is_answered=False) from None
         except RemoteError:  # an OSError too, and the one that is final
             raise
         except (httpx.HTTPError, OSError) as error:
@@ -267,27 +251,27 @@ class Transport:
                     request, "its certificate is not trusted", "correct the server's certificate"
                 ) from None
             cause = f"{type(error).__name__}: {printable(self.hide(str(error)), 120)}"
-            raise _FailedError(cause, answered=False) from None
+            raise FailedError(cause, is_answered=False) from None
 
     async def _read_body(self, response: httpx.Response) -> bytes:
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
-            raise _FailedError("the answer is compressed, which was not asked for")
+            raise FailedError("the answer is compressed, which was not asked for")
         limit = self.config.max_bytes
         declared = response.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
-            raise _FailedError(f"the answer has {declared} bytes, more than max_bytes = {limit}")
+            raise FailedError(f"the answer has {declared} bytes, more than max_bytes = {limit}")
         body = bytearray()
         async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > limit:
-                raise _FailedError(f"the answer has more than max_bytes = {limit} bytes")
+                raise FailedError(f"the answer has more than max_bytes = {limit} bytes")
         return bytes(body.replace(self._token.encode(), b"***") if self._token else body)
 
     async def _refusal(self, request: httpx.Request, response: httpx.Response) -> Exception:
         """The error for an answer whose status is not good."""
         status = response.status_code
-        if response.has_redirect_location or 300 <= status < 400:
+        if 300 <= status < 400:
             cause = f"answered {status}: a redirect is not followed"
             return self._final(request, cause, "name the final address in urls")
         beginning = bytearray()
@@ -302,9 +286,9 @@ class Transport:
         cause = f"answered {status}: {printable(text, 120) or 'no text'}"
         if status in _MAY_PASS:
             after = _retry_after(response.headers.get("retry-after", ""))
-            return _FailedError(cause, after=after, busy=status == 429)
+            return FailedError(cause, after=after, is_busy=status == 429)
         if status in _ABOUT_ROWS:
-            return RefusedError(cause)
+            return FailedError(cause, is_refused=True)
         hints = {
             401: "correct the token",
             403: "correct the token",
@@ -321,12 +305,6 @@ class Transport:
             state="finished shards are kept.",
             next=next,
         )
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """Made once: loading the certificates takes longer than many requests."""
-    return httpx.create_ssl_context()
 
 
 def _retry_after(text: str) -> float:

@@ -11,12 +11,12 @@ import sys
 import threading
 
 from quiver.stages.reward.models.config import ModelConfig
-from quiver.stages.reward.models.scorer import load
+from quiver.stages.reward.models.scorer import ModelScorer
 
 
 def score_all(asked: list, found: list) -> None:
     for config, batch in asked:
-        scorer = load(ModelConfig(engine="vllm", dtype="float32", **config))
+        scorer = ModelScorer(ModelConfig(engine="vllm", dtype="float32", **config))
         scorer.require([])
         found.append(scorer.score(batch))
         scorer.close()

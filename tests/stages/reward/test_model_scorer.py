@@ -18,9 +18,9 @@ from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
 from quiver.stages.common.config import parse
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
+from quiver.stages.reward.config import Config, pinned
 from quiver.stages.reward.models.config import ModelConfig, check, fingerprint, model_entry
-from quiver.stages.reward.models.scorer import load
-from quiver.stages.reward.stage import Config, open_scorers
+from quiver.stages.reward.models.scorer import ModelScorer
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, make_model
 from tests.writing import run_here
@@ -52,7 +52,7 @@ def opened():
 
     def open_(folder, prompts=None, rollouts=None, **config):
         made.append(
-            load(
+            ModelScorer(
                 parse(ModelConfig, {"model": str(folder), **config}, "reward.models"),
                 prompts,
                 rollouts,
@@ -353,9 +353,9 @@ def test_a_scorer_that_is_closed_while_it_scores_begins_nothing_anew(model, open
 def test_checks_load_no_torch(model):
     folder = model()
     code = (
-        "import sys; from quiver.stages.reward.models.scorer import load; from "
+        "import sys; from quiver.stages.reward.models.scorer import ModelScorer; from "
         "quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry\n"
-        f"scorer = load(ModelConfig(model={str(folder)!r})); scorer.require([]); "
+        f"scorer = ModelScorer(ModelConfig(model={str(folder)!r})); scorer.require([]); "
         "print(fingerprint(model_entry(scorer.config)))\n"
         "scorer.close(); print('torch' in sys.modules)"
     )
@@ -490,11 +490,8 @@ def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, tmp_path):
     (tmp_path / "own.jinja").write_text(FAMILIES["zephyr"].template)
     assert fingerprint_of(folder, template=str(tmp_path / "own.jinja")) != first
     other = {"model": str(model(name="other", seed=1)), "fingerprint": first}
-    with (
-        pytest.raises(ConfigError, match="fingerprint expected"),
-        open_scorers(Config(models=[other])),
-    ):
-        pass
+    with pytest.raises(ConfigError, match="fingerprint expected"):
+        pinned(Config(models=[other]))
 
 
 def test_the_run_key_holds_what_decides_and_nothing_else():

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.reward.config import Config
-from quiver.stages.reward.fingerprints import model_entries, pinned
+from quiver.stages.reward.config import Config, pinned
 from tests.stages.reward.reward_models import make_model
 
 ROOT = Path(__file__).parents[3]
@@ -20,11 +19,10 @@ started = []
 NEW_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
 sys.addaudithook(lambda event, arguments: started.append(event) if event in NEW_PROCESS else None)
 
-from quiver.stages.reward.config import Config
-from quiver.stages.reward.fingerprints import model_entries, pinned
+from quiver.stages.reward.config import Config, pinned
 
 config = Config.model_validate_json(sys.argv[1])
-found = {scorer.name: scorer.fingerprint for scorer in pinned(config, model_entries(config)).scorers}
+found = {scorer.name: scorer.fingerprint for scorer in pinned(config)[0].scorers}
 heavy = {"torch", "transformers", "vllm", "mine"} & set(sys.modules)
 print(json.dumps([found, started, sorted(heavy)]))
 """
@@ -64,19 +62,19 @@ def test_planning_starts_no_process_and_imports_no_torch(folder, kind, section, 
 
 def test_a_scorer_with_another_fingerprint_is_refused(folder):
     config = Config(functions=[{"use": "mine.py:f", "name": "it"}])
-    known = pinned(config, model_entries(config))
+    known = pinned(config)[0]
     assert known.functions[0].fingerprint.startswith("sha256:")
-    assert pinned(known, ()) == known
+    assert pinned(known)[0] == known
     (folder / "mine.py").write_text("def f(completions): ...\n")
     with pytest.raises(ConfigError, match="fingerprint expected"):
-        pinned(known, ())
+        pinned(known)
 
 
 def test_a_neighbour_of_a_function_counts(folder):
     (folder / "mine.py").write_text("import helper\n")
     (folder / "helper.py").write_text("1")
     config = Config(functions=[{"use": "mine.py:f"}, {"use": "mine:f", "name": "same"}])
-    before = {function.fingerprint for function in pinned(config, ()).functions}
+    before = {function.fingerprint for function in pinned(config)[0].functions}
     (folder / "helper.py").write_text("2")
-    after = {function.fingerprint for function in pinned(config, ()).functions}
+    after = {function.fingerprint for function in pinned(config)[0].functions}
     assert len(before) == len(after) == 1 and before != after

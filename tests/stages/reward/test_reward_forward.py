@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.reward.models.config import ModelConfig
 from quiver.stages.reward.models.forward import WAYS, Forward
 from tests.stages.reward.reward_models import make_model
 
@@ -37,12 +38,16 @@ def alone(folder, inputs: list[list[int]], kind=AutoModelForSequenceClassificati
         return torch.stack([model(input_ids=torch.tensor([ids])).logits[0] for ids in inputs])
 
 
+def forward_of(folder, **config) -> Forward:
+    return Forward(folder, ModelConfig(model=str(folder), **config))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind, labels", [("llama", 1), ("qwen3", 3)])
 def test_each_way_gives_what_one_input_alone_gives(tmp_path, kind, labels, way):
     folder = make_model(tmp_path / "rm", kind=kind, labels=labels)
     inputs, groups = some_inputs()
-    forward = Forward(folder, budget=128)
+    forward = forward_of(folder, token_budget=128)
     forward.way = way
     values = forward.score(inputs, groups)
     assert values.shape == (10, labels) and values.dtype == torch.float32
@@ -53,10 +58,10 @@ def test_each_way_gives_what_one_input_alone_gives(tmp_path, kind, labels, way):
 def test_values_do_not_depend_on_the_batch(tmp_path):
     folder = make_model(tmp_path / "rm", kind="qwen3")
     inputs, groups = some_inputs()
-    whole = Forward(folder, budget=2048).score(inputs, groups)
-    small = Forward(folder, budget=1)
+    whole = forward_of(folder, token_budget=2048).score(inputs, groups)
+    small = forward_of(folder, token_budget=1)
     parts = [small.score(inputs[row : row + 3], groups[row : row + 3]) for row in range(0, 10, 3)]
-    turned = Forward(folder, budget=100).score(
+    turned = forward_of(folder, token_budget=100).score(
         inputs[::-1], [0] * 10
     )  # wrong groups cost speed, not values
     torch.testing.assert_close(torch.cat(parts), whole, atol=ATOL, rtol=0)
@@ -73,7 +78,9 @@ def test_a_judge_gives_log_probabilities_of_the_next_id(tmp_path):
         expected = torch.stack(
             [logits[-1] for ids in inputs for logits in alone(folder, [ids], AutoModelForCausalLM)]
         ).log_softmax(-1)[:, [89, 78]]
-        found = Forward(folder, targets=[89, 78]).score(inputs, groups)
+        found = Forward(folder, ModelConfig(model="rm", kind="token"), [89, 78]).score(
+            inputs, groups
+        )
         torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
 
 
@@ -98,7 +105,7 @@ def test_a_judge_gives_log_probabilities_of_the_next_id(tmp_path):
 def test_the_way_follows_from_the_architecture(tmp_path, kind, config, way):
     folder = make_model(tmp_path / "rm", kind=kind, **config)
     inputs, groups = some_inputs()
-    forward = Forward(folder)
+    forward = forward_of(folder)
     values = forward.score(inputs, groups)
     assert forward.way == way
     torch.testing.assert_close(values, alone(folder, inputs), atol=ATOL, rtol=0)
@@ -110,7 +117,7 @@ def test_the_last_id_counts_even_where_it_is_the_pad_id(tmp_path):
         tmp_path / "other", pad_token_id=None
     )  # the same weights, and a config that can not take 9 for padding
     inputs = [[5, 9], [5, 6, 9, 9], [5, 9, 8]]
-    found = Forward(folder).score(inputs, [0, 0, 0])
+    found = forward_of(folder).score(inputs, [0, 0, 0])
     torch.testing.assert_close(found, alone(other, inputs), atol=ATOL, rtol=0)
     assert (found - alone(folder, inputs))[
         :2
@@ -123,7 +130,7 @@ def test_an_input_without_a_value_leaves_its_neighbours_alone(tmp_path, way):
     inputs, groups = some_inputs()
     expected = alone(folder, inputs)
     ill = [row for row, ids in enumerate(inputs) if inputs[0][-1] in ids]
-    forward = Forward(folder)
+    forward = forward_of(folder)
     forward.way = way
     with torch.no_grad():
         forward.model.get_input_embeddings().weight[inputs[0][-1]] = float("nan")
@@ -142,4 +149,4 @@ def test_random_heads_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"1 weights are missing, which would be random: score\.weight"
     ):
-        Forward(folder)
+        forward_of(folder)

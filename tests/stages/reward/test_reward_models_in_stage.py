@@ -9,7 +9,7 @@ import pytest
 from quiver.schemas.errors import ConfigError, RewardError
 from quiver.stages.common.config import parse
 from quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry
-from quiver.stages.reward.models.scorer import load
+from quiver.stages.reward.models.scorer import ModelScorer
 from quiver.stages.reward.stage import Config
 from tests.stages.reward.reward_models import make_model
 from tests.writing import run_here
@@ -30,7 +30,7 @@ def config(folder, **more) -> Config:
 def test_a_models_part_is_its_value_and_the_manifest_names_it(store, rollouts, tmp_path):
     folder = make_model(tmp_path / "rm", labels=3)
     version = store.open(run(config(folder, label=1, extra=True), store, rollouts=rollouts.ref))
-    scorer = load(ModelConfig(model=str(folder), label=1))
+    scorer = ModelScorer(ModelConfig(model=str(folder), label=1))
     for row, rollout in zip(version.table().to_pylist(), rollouts.table().to_pylist(), strict=True):
         chat = [{"role": "user", "content": f"ask {row['group_id']}"}]
         batch = {

@@ -4,6 +4,7 @@ gives when it is used alone."""
 import json
 import os
 import subprocess
+from contextlib import closing
 from functools import partial
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.template import Messages
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
+from quiver.stages.reward.models.config import ModelConfig
 from quiver.stages.reward.models.template import Reader, beginnings, token_id
 from tests import tiny
 from tests.stages.reward.reward_models import FAMILIES, byte_tokenizer
@@ -115,7 +117,8 @@ def read():
     def ids(family: str, messages: Messages, judge: bool = False) -> list[int]:
         if (family, judge) not in readers:
             given = FAMILIES[family]
-            readers[family, judge] = Reader(byte_tokenizer(given), given.template, judge=judge)
+            config = ModelConfig(model="rm", kind="token" if judge else "classifier")
+            readers[family, judge] = Reader(byte_tokenizer(given), given.template, config)
         return readers[family, judge].read("rollout 0", messages)
 
     yield ids
@@ -145,7 +148,7 @@ def test_exactly_one_bos(written, added):
     if not added:
         tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     template = family.template if written else family.template.replace("bos_token + ", "")
-    with Reader(tokenizer, template, judge=False) as reader:
+    with closing(Reader(tokenizer, template, ModelConfig(model="rm"))) as reader:
         ids = reader.read("rollout 0", CHAT)
     assert [id for id in ids if id == LLAMA_BOS] == ids[: int(written or added)]
 
@@ -194,7 +197,7 @@ def test_a_turns_own_tokens_are_control_even_when_not_marked_special():
     given = FAMILIES["zephyr"]
     tokenizer = byte_tokenizer(given._replace(plain=("<|user|>", "<|assistant|>", "<|odd|>")))
     user, assistant, odd = 259, 260, 261
-    with Reader(tokenizer, given.template, judge=False) as reader:
+    with closing(Reader(tokenizer, given.template, ModelConfig(model="rm"))) as reader:
         ids = reader.read("rollout 0", [CHAT[0], {**CHAT[1], "content": "<|user|><|odd|>"}])
     assert [id for id in ids if id > 255] == [
         ZEPHYR_BOS,
@@ -232,9 +235,7 @@ def test_a_template_that_renders_no_answer_fails_before_any_row(template, why):
         Reader(
             byte_tokenizer(FAMILIES["qwen2"]),
             template,
-            judge=False,
-            seconds=0.3,
-            name="reward model rm",
+            ModelConfig(model="rm", template_seconds=0.3),
         )
     assert caught.value.object == "reward model rm: template"
     assert children() == before

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quiver.stages.reward.models.config import ModelConfig
-from quiver.stages.reward.models.scorer import load
+from quiver.stages.reward.models.scorer import ModelScorer
 from tests.stages.reward.reward_models import make_model
 
 pytestmark = pytest.mark.vllm
@@ -50,7 +50,7 @@ def test_scores_are_those_of_transformers(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for config, found in zip(configs, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        scorer = load(ModelConfig(dtype="float32", **config))
+        scorer = ModelScorer(ModelConfig(dtype="float32", **config))
         expected = scorer.score(BATCH)
         scorer.close()
         for (value, error, *_), part in zip(found, expected, strict=True):

@@ -19,9 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quiver.stages.reward.scoring import Part
 
-from .quiver import part_or_error
 from .rows import Row, Scored, as_text, fill
-from .strict import MalformedError, read_as
+from .strict import MalformedError, as_part, read_as
 
 PATH = "/get_reward"
 
@@ -65,7 +64,7 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     for place, number in enumerate(numbers):
         beside = {name: column[place] for name, column in columns.items()}
         extra = {name: member for name, member in beside.items() if member is not None}
-        parts.append(part_or_error(number, beside.get("error", ""), config, extra or None))
+        parts.append(as_part(number, config, extra or None, beside.get("error", "")))
     return parts
 
 
@@ -91,13 +90,12 @@ class Request(BaseModel):
 
     def as_rows(self, label: str) -> list[Row]:
         """The rows as they are scored; `label` is the column that the labels become."""
-        rows = []
-        for place, (query, prompt, column) in enumerate(
-            zip(self.query, self.prompts, self.labels, strict=True)
-        ):
-            completion = query[query.index(prompt) + len(prompt) :]
-            rows.append(Row(str(place), prompt, completion, {label: column}))
-        return rows
+        return [
+            Row(str(place), prompt, query[query.index(prompt) + len(prompt) :], {label: column})
+            for place, (query, prompt, column) in enumerate(
+                zip(self.query, self.prompts, self.labels, strict=True)
+            )
+        ]
 
 
 class Answer(BaseModel):

@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quiver.schemas.errors import printable
-from quiver.stages.reward.scoring import Part, as_extra
+from quiver.stages.reward.scoring import Part
 
 from .rows import Row, Scored
 from .strict import MalformedError, as_part, read_as
@@ -73,20 +72,8 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
         one = row_of[row.id]
         beside = {"parts": one.parts, "extra": one.extra}
         extra = {name: members for name, members in beside.items() if members}
-        parts.append(part_or_error(one.reward, one.error, config, extra or None))
+        parts.append(as_part(one.reward, config, extra or None, one.error))
     return parts
-
-
-def part_or_error(number: Any, error: Any, config: Any, extra: Any) -> Part:
-    """What one row got. Text in `error`: its failure. Null beside a null error: nothing applies.
-    Else: a number."""
-    if isinstance(error, str) and error:
-        message = printable(error)
-    elif number is None and error is None:
-        message = None
-    else:
-        return as_part(number, config.range, config.rescale, extra)
-    return Part(error=message, extra=None if extra is None else as_extra(extra))
 
 
 # -- the side that answers

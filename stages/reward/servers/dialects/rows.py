@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from quiver.stages.reward.scoring import OFFERED, Batch
+from quiver.stages.reward.scoring import Batch
 
 _FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
@@ -42,19 +42,25 @@ class Scored(NamedTuple):
     extra: dict[str, Any]
 
 
+_LIST_OF = {
+    "id": "rollout_ids",
+    "prompt": "prompts",
+    "completion": "completions",
+    "completion_ids": "completion_ids",
+    "finish_reason": "finish_reason",
+}
+"""The batch's list of each field of a row."""
+
+
 def as_rows(batch: Batch, columns: Iterable[str]) -> list[Row]:
     """The rows of a batch, with those of the user's columns that are named."""
     names = list(columns)
     return [
         Row(
-            rollout_id,
-            batch["prompts"][row],
-            batch["completions"][row],
-            {name: batch[name][row] for name in names},
-            batch["completion_ids"][row],
-            batch["finish_reason"][row],
+            columns={name: batch[name][place] for name in names},
+            **{field: batch[name][place] for field, name in _LIST_OF.items()},
         )
-        for row, rollout_id in enumerate(batch["rollout_ids"])
+        for place in range(len(batch["rollout_ids"]))
     ]
 
 
@@ -62,10 +68,8 @@ def as_batch(rows: list[Row]) -> dict[str, list[Any]]:
     """The reverse of `as_rows`, for rows that have the same columns. A column never hides one of
     the batch's own lists."""
     columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
-    row_fields = ("prompt", "completion", "completion_ids", "finish_reason", "id")
-    for name, field in zip(OFFERED, row_fields, strict=True):
-        columns[name] = [getattr(row, field) for row in rows]
-    return columns
+    lists = {name: [getattr(row, field) for row in rows] for field, name in _LIST_OF.items()}
+    return columns | lists
 
 
 def as_text(prompt: str | list[dict[str, str]], message_template: str) -> str:

@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict
 from quiver.schemas.errors import printable
 from quiver.stages.reward.scoring import Part
 
-from .quiver import Message, part_or_error
+from .quiver import Message
 from .rows import Row, Scored
-from .strict import MalformedError
+from .strict import MalformedError, as_part
 
 PATH = "/slime"
 
@@ -50,7 +50,7 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
             )
     error = answer.get("error", "") if isinstance(answer, dict) else ""
     extra = answer if isinstance(answer, dict | list) else None
-    return [part_or_error(number, error, config, extra)]
+    return [as_part(number, config, extra, error)]
 
 
 # -- the side that answers

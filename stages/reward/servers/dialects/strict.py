@@ -28,6 +28,13 @@ _T = TypeVar("_T", bound=BaseModel)
 MAX_DEPTH = 64
 # possessive: linear in whatever comes, closed or not
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
+_SHAPES = {
+    type(None): "null",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+}
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
@@ -75,43 +82,31 @@ def read_as(cls: type[_T], document: Any) -> _T:
         raise MalformedError(printable(f"{place}: {problem['msg']}", 160)) from None
 
 
-def as_part(
-    number: Any, low_high: tuple[float, float] | None, rescale: bool = False, extra: Any = None
-) -> Part:
-    """`number` as the part of one row; an error unless it is a number, finite as float32 and within
-    `low_high`.
+def as_part(number: Any, config: Any, extra: Any = None, error: Any = "") -> Part:
+    """What one row got, of a server with this `config`, with `extra` beside it.
 
-    `rescale` maps `low_high` linearly to 0 … 1. Text that looks like a number is text, and true is
-    not 1.
+    Text in `error`: its failure. Null there and in `number`: nothing applies. Else the number, or
+    an error unless it is one, finite as float32 and within `config.range`, which `config.rescale`
+    maps linearly to 0 … 1. Text that looks like a number is text, and true is not 1.
 
-    >>> as_part(8, (0, 10), rescale=True).value
-    0.8
-    >>> as_part("8", None).error, as_part(11, (0, 10)).error
-    ('gave text, expected a number', 'gave 11, outside 0 to 10')
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(range=(0, 10), rescale=True)
+    >>> as_part(8, config).value, as_part("8", config).error, as_part(11, config).error
+    (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
     """
-    kept_extra = None if extra is None else as_extra(extra)
-    low, high = low_high or (-LARGEST, LARGEST)
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        error = f"gave {shape(number)}, expected a number"
+    low, high = config.range or (-LARGEST, LARGEST)
+    value = None
+    problem = None
+    if isinstance(error, str) and error:
+        problem = printable(error)
+    elif number is None and error is None:
+        pass
+    elif isinstance(number, bool) or not isinstance(number, int | float):
+        problem = f"gave {_SHAPES[type(number)]}, expected a number"
     elif not abs(number) <= LARGEST:
-        error = "gave a number that is not finite as float32"
+        problem = "gave a number that is not finite as float32"
     elif not low <= number <= high:
-        error = f"gave {number:g}, outside {low:g} to {high:g}"
+        problem = f"gave {number:g}, outside {low:g} to {high:g}"
     else:
-        if rescale and low_high:
-            number = (number - low) / (high - low)
-        return Part(float(number), extra=kept_extra)
-    return Part(error=error, extra=kept_extra)
-
-
-def shape(document: Any) -> str:
-    """What kind of JSON `document` is, in a word."""
-    kinds = {
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "an object",
-    }
-    return kinds.get(type(document), "null")
+        value = float((number - low) / (high - low) if config.rescale else number)
+    return Part(value, problem, None if extra is None else as_extra(extra))

@@ -79,7 +79,7 @@ def decode_classify(answer: Any, rows: list[Row], config: Any) -> list[Part]:
                 f"the model has {num_classes} classes, score_key asks for number {number}"
             )
         extra = {"label": row.label, "probs": row.probs} if num_classes > 1 else None
-        parts.append(as_part(row.probs[number], config.range, config.rescale, extra))
+        parts.append(as_part(row.probs[number], config, extra))
     return parts
 
 
@@ -92,7 +92,7 @@ def encode_score(rows: list[Row], config: Any) -> dict[str, Any]:
 def decode_score(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     """The parts of `rows`. MalformedError: not one item a row."""
     ordered = _by_index(read_as(_Scores, answer).data, len(rows))
-    return [as_part(row.score, config.range, config.rescale) for row in ordered]
+    return [as_part(row.score, config) for row in ordered]
 
 
 def _by_index(items: list[Any], num_rows: int) -> list[Any]:
