@@ -19,7 +19,7 @@ from quiver.stages.common.plugins import did_you_mean
 
 from . import answers, verifiers
 from .embedding import model_hash, similarity
-from .programs import code, sandbox_is_there
+from .programs import code
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 
@@ -226,9 +226,6 @@ class Shipped(NamedTuple):
     version: int
     description: str
     arguments: dict[str, str]
-    check_system: Callable[[dict[str, Any]], None] = lambda _: None
-    """Raises where the function can not work on this system with these arguments: asked before
-    anything is generated."""
     hash_files: Callable[[dict[str, Any]], str] = lambda _: ""
     """Hash of the files that the arguments name and that decide the numbers."""
     columns: tuple[str, ...] = ()
@@ -325,7 +322,6 @@ FUNCTIONS: dict[str, Shipped] = {
             "sandbox_url": "a server that runs programs",
             "sandbox_token": "env:NAME",
         },
-        sandbox_is_there,
         columns=("entry", "language"),
     ),
 }

@@ -2,9 +2,9 @@
 what came of them.
 
     job = Job(function, columns, num_rows=256, notice=…)
-    job.take((0, 0.0), workers=2)            # [0]: a function's first call in a process has one row
-    job.take((1, 0.01), workers=2)           # [1, …, 8]: later ones grow, up to about a second
-    job.spoiled([1, …, 8], Late())           # called alone now; a row that was alone has failed
+    job.take((0, 0.0), workers=2)        # range(0, 1): a function's first call in a process
+    job.take((1, 0.01), workers=2)       # range(1, 9): later ones grow, up to about a second
+    job.spoiled(range(1, 9), Late())     # called alone now; a row that was alone has failed
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 from quiver.stages.reward.functions.config import FunctionConfig
@@ -33,13 +32,11 @@ class Function:
     """A reward function as a recipe names it, and what is learned of it on the way."""
 
     config: FunctionConfig
-    max_rows: int = 256
+    max_rows: int
     """Most rows a call."""
     about: About | None = None
     seconds: float = 0.0
-    """In calls, summed over processes."""
-    key: int = field(default_factory=count().__next__, init=False)
-    """Tells it from others of its name."""
+    """In calls so far, summed over processes."""
 
     @property
     def batch_seconds(self) -> float:
@@ -65,18 +62,18 @@ class Job:
         self.parts: list[Part | None] = [None] * num_rows
         self.error: BaseException | None = None
         self.done = threading.Event()
-        """Nothing is missing, or there is an error."""
-        self.missing = num_rows
+        """Each row has its part, or there is an error."""
         self._next_row = 0
         self._alone = deque[int]()
         self._lock = threading.Lock()
 
-    def take(self, last_call: tuple[int, float], workers: int) -> list[int]:
+    def take(self, last_call: tuple[int, float], workers: int) -> range:
         """The next rows for one of `workers` processes, whose last call of this function had so
         many rows and took so many seconds; none where all are taken."""
         with self._lock:
             if self._alone:
-                return [self._alone.popleft()]
+                row = self._alone.popleft()
+                return range(row, row + 1)
             start = self._next_row
             unasked = len(self.parts) - start
             num_rows, seconds = last_call
@@ -89,24 +86,21 @@ class Job:
                     shortest = int(_SHORTEST_CALL_SECONDS * rows_per_second)
                     size = min(size, max(math.ceil(unasked / (2 * workers)), shortest))
             self._next_row = min(start + max(1, size), len(self.parts))
-            return list(range(start, self._next_row))
+            return range(start, self._next_row)
 
     def put(self, row: int, part: Part) -> None:
-        """The part of a row; `notice` hears of an error."""
-        with self._lock:
-            if self.parts[row] is not None:
-                return
+        """The part of a row, unless it has one; `notice` hears of an error."""
+        if self.parts[row] is None:
             self.parts[row] = part
-            self.missing -= 1
-        if part.error is not None:
-            self.notice(row, part)
+            if part.error is not None:
+                self.notice(row, part)
 
     def fail(self, error: BaseException) -> None:
         """What `run` raises, unless it has another error already."""
         self.error = self.error or error
         self.done.set()
 
-    def spoiled(self, rows: list[int], error: Late | Ended) -> None:
+    def spoiled(self, rows: range, error: Late | Ended) -> None:
         """A call took too long or ended its process: the rows without a part are called one by one;
         a row that was alone has failed."""
         unanswered = [row for row in rows if self.parts[row] is None]

@@ -4,14 +4,14 @@ It is started as a file (-P: the files beside it do not stand in for libraries),
 modules by the path that comes with each load. Requests are pickled by the stage, answers are JSON:
 the stage never unpickles what came from a process that ran user's code.
 
-    {"path": sys.path, "load": {key, use, name, arguments, extra}}
-                                                  → {"about": {…}} or {"error": {…}}
+    {"path": sys.path, "key": …, "load": {use, name, arguments, extra}}
+                                                  → {"about": […], "error": {…}}, one of them null
     {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
                                                   → {"parts": [[row, value, error, extra], …],
-                                                     "done": …}
+                                                     "seconds": of the whole call}
 
-The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS; silence
-says that its loop is blocked.
+The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS, all but
+the last with `seconds` null; silence says that its loop is blocked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     os.set_inheritable(connection.fileno(), False)
     # what a process printed before it was killed is to be seen
     sys.stdout.reconfigure(line_buffering=True)
-    functions: dict[str, Any] = {}
+    functions: dict[int, Any] = {}
 
     def send(answer: dict[str, Any]) -> None:
         connection.send_bytes(json.dumps(answer).encode())
@@ -46,7 +46,7 @@ def main() -> None:
             os._exit(0)  # without waiting for threads that a function left
         if "load" in request:
             sys.path[:] = request["path"]
-            send(_load(functions, request["load"]))
+            send(_load(functions, request["key"], **request["load"]))
             continue
         function = functions[request["key"]]
         started = time.monotonic()
@@ -54,26 +54,25 @@ def main() -> None:
             parts = _call_async(function, request, send)
         else:
             parts = _call(function, request)
-        send({"parts": parts, "seconds": time.monotonic() - started, "done": True})
+        send({"parts": parts, "seconds": time.monotonic() - started})
 
 
-def _load(functions: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: Any) -> dict:
     from quiver.schemas.errors import ConfigError, QuiverError, printable
     from quiver.stages.reward.pool import calls
 
-    key = request.pop("key")
     try:
-        functions[key] = calls.load(**request)
+        functions[key] = calls.load(use, name, **options)
+        return {"about": functions[key].about, "error": None}
     except QuiverError as error:
-        return {"error": error.to_dict()}
+        refusal = error
     except BaseException as error:  # SystemExit, say
-        refused = ConfigError(
-            f"reward function {request['name']}",
+        refusal = ConfigError(
+            f"reward function {name}",
             f"can not be loaded: {type(error).__name__}: {printable(error)}",
-            next=f"see what importing {request['use']} does",
+            next=f"see what importing {use} does",
         )
-        return {"error": refused.to_dict()}
-    return {"about": functions[key].about._asdict()}
+    return {"about": None, "error": refusal.to_dict()}
 
 
 def _call(function: Any, request: dict[str, Any]) -> list[list[Any]]:
@@ -96,7 +95,7 @@ def _call_async(
     async def beat() -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            send({"parts": finished[:], "done": False})
+            send({"parts": finished, "seconds": None})
             finished.clear()
 
     async def work() -> None:
