@@ -15,7 +15,7 @@ import kernel
 HOST = "/.host"
 
 
-def build(paths: list[str], tmp_bytes: int) -> None:
+def build(paths: list[str], tmp_mib: int) -> None:
     """Replace the root. `paths`: folders, files and symbolic links of the host, to be found at the
     same place."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -25,7 +25,7 @@ def build(paths: list[str], tmp_bytes: int) -> None:
     kernel.pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
     os.mkdir("/tmp")  # before what is shown: an interpreter may lie below the host's /tmp
-    options = f"mode=1777,size={tmp_bytes},nr_inodes=1024"
+    options = f"mode=1777,size={tmp_mib}m,nr_inodes=1024"
     kernel.mount("tmpfs", "/tmp", "tmpfs", flags | kernel.MS_NOEXEC, options)
     shown: list[str] = []
     for path in sorted(paths):
