@@ -90,10 +90,8 @@ def chosen(text: str, choices: str = "ABCD") -> str | None:
     >>> chosen("I thought A, but the answer is **b**."), chosen("B) Paris"), chosen("A or B")
     ('B', 'B', None)
     """
-    announced = None
-    announcements = list(_ANNOUNCED.finditer(text))
-    if announcements:
-        announced = next(iter(text[announcements[-1].end() :].splitlines()), None)
+    tails = _ANNOUNCED.split(text)[1:]
+    announced = next(iter(tails[-1].splitlines()), None) if tails else None
     places = [boxed(text), tagged(text), announced, text]
     place = next(place for place in places if place is not None).strip(_AROUND)
     letter = place[:1].upper()

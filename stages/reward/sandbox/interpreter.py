@@ -34,7 +34,7 @@ def find(python: str = "") -> Interpreter:
     """This interpreter with the standard library alone, or `python` with all that is installed in
     its environment."""
     if not python:
-        executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+        executable = os.path.realpath(sys._base_executable)
         # not of a virtual environment around it
         base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
         paths = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]

@@ -76,10 +76,8 @@ def run_program(
     started = time.monotonic()
     try:
         answer = asyncio.run(_ask(transport, request))
-    except (RefusedError, ExhaustedError) as error:
-        raise _remote_error(url, str(error)) from None
-    except RemoteError as error:
-        raise _remote_error(url, error.message) from None
+    except (RefusedError, ExhaustedError, RemoteError) as error:
+        raise _remote_error(url, getattr(error, "message", str(error))) from None
     killed_by = "time" if answer.timed_out else None
     elapsed = time.monotonic() - started
     return Finished(answer.exit_code, answer.stdout, answer.stderr, killed_by, elapsed)

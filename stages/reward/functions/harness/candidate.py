@@ -53,7 +53,7 @@ _TYPES = {
     "builtins.dict": (_pairs, dict),
     "builtins.bytes": (bytes.hex, bytes.fromhex),
     "builtins.bytearray": (bytearray.hex, bytearray.fromhex),
-    "builtins.complex": (lambda number: [number.real, number.imag], lambda pair: complex(*pair)),
+    "builtins.complex": (str, complex),
     "builtins.range": (lambda r: [r.start, r.stop, r.step], lambda ends: range(*ends)),
     "collections.deque": (list, _maker("collections.deque")),
     "collections.Counter": (_pairs, dict),

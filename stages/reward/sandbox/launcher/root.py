@@ -19,7 +19,7 @@ def build(paths: list[str], tmp_mib: int) -> None:
     """Replace the root. `paths`: folders, files and symbolic links of the host, to be found at the
     same place."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", flags, "mode=755,nr_inodes=4096")
     os.mkdir("/tmp" + HOST)
     kernel.pivot_root("/tmp", "/tmp" + HOST)
@@ -42,7 +42,7 @@ def seal() -> None:
     kernel.detach(HOST)
     os.rmdir(HOST)
     flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
+    kernel.mount("none", "/", "", kernel.MS_REMOUNT | kernel.MS_BIND | flags)
 
 
 def _show(path: str, attributes: int) -> None:
@@ -55,5 +55,5 @@ def _show(path: str, attributes: int) -> None:
         os.mkdir(path)
     else:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-    kernel.mount(source, path, None, kernel.MS_BIND | kernel.MS_REC)
+    kernel.mount(source, path, "", kernel.MS_BIND | kernel.MS_REC)
     kernel.restrict(path, attributes)
