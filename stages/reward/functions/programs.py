@@ -224,9 +224,7 @@ def _run_harness(
 ) -> tuple[int, int]:
     """Have the tests' text or calls run by the harness; how many passed, and how many there are."""
     job = {
-        "tests": tests.text,
-        "calls": tests.calls,
-        "entry": tests.entry,
+        **tests._asdict(),
         "seconds": limits.seconds,
         "all": all,
         "program": program,

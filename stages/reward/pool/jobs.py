@@ -1,7 +1,7 @@
 """The rows of one scoring as they are dealt out: how many a call has, which are called alone, and
 what came of them.
 
-    job = Job(function, columns, num_rows=256, notice=…)
+    job = Job(function, columns, rollout_ids)
     job.take((0, 0.0), workers=2)        # range(0, 1): a function's first call in a process
     job.take((1, 0.01), workers=2)       # range(1, 9): later ones grow, up to about a second
     job.spoiled(range(1, 9), Late())     # called alone now; a row that was alone has failed
@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.calls import About, late
 from quiver.stages.reward.pool.process import Ended, Late
-from quiver.stages.reward.scoring import Part
+from quiver.stages.reward.scoring import Notice, Part
 
 BATCH_SECONDS = 3.0
 _CALL_SECONDS = 1.0  # what a call should take
@@ -34,6 +33,7 @@ class Function:
     config: FunctionConfig
     max_rows: int
     """Most rows a call."""
+    notice: Notice
     about: About | None = None
     seconds: float = 0.0
     """In calls so far, summed over processes."""
@@ -49,17 +49,13 @@ class Job:
     others. Any thread may use it."""
 
     def __init__(
-        self,
-        function: Function,
-        columns: dict[str, list[Any]],
-        num_rows: int,
-        notice: Callable[[int, Part], None],
-    ):
+        self, function: Function, columns: dict[str, list[Any]], rollout_ids: list[str]
+    ) -> None:
         """`function` has its `about`."""
         self.function = function
         self.columns = columns
-        self.notice = notice
-        self.parts: list[Part | None] = [None] * num_rows
+        self.rollout_ids = rollout_ids
+        self.parts: list[Part | None] = [None] * len(rollout_ids)
         self.error: BaseException | None = None
         self.done = threading.Event()
         """Each row has its part, or there is an error."""
@@ -89,11 +85,11 @@ class Job:
             return range(start, self._next_row)
 
     def put(self, row: int, part: Part) -> None:
-        """The part of a row, unless it has one; `notice` hears of an error."""
+        """The part of a row, unless it has one; the function's `notice` hears of an error."""
         if self.parts[row] is None:
             self.parts[row] = part
             if part.error is not None:
-                self.notice(row, part)
+                self.function.notice(self.function.config.name, self.rollout_ids[row], part.error)
 
     def fail(self, error: BaseException) -> None:
         """What `run` raises, unless it has another error already."""

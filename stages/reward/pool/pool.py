@@ -2,9 +2,9 @@
 its call is called alone.
 
     with Pool(workers=2) as pool:
-        function = Function(FunctionConfig(use="numeric"), max_rows=256)
+        function = Function(FunctionConfig(use="numeric"), max_rows=256, notice=…)
         pool.describe(function)
-        parts = pool.run(function, {"completions": [...], "answer": [...]}, num_rows=256)
+        parts = pool.run(function, {"completions": [...], "answer": [...]}, rollout_ids)
 
 A worker's first call of a function has one row, later ones grow with the measured speed. A call on
 several rows has at most BATCH_SECONDS; where it takes longer, or its process ends, the process is
@@ -25,7 +25,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,21 +77,17 @@ class Pool:
         return function.about
 
     def run(
-        self,
-        function: Function,
-        columns: dict[str, list[Any]],
-        num_rows: int,
-        notice: Callable[[int, Part], None],
+        self, function: Function, columns: dict[str, list[Any]], rollout_ids: list[str]
     ) -> list[Part]:
-        """One part a row of a function that was described. `notice` hears of each error at once,
-        from another thread; what it raises, this does.
+        """One part a row of a function that was described. Its `notice` hears of each error at
+        once, from another thread; what it raises, this does.
 
         ConfigError where the function can not be loaded, ResourceError where no process can be
         started, or the pool is closed.
         """
-        job = Job(function, columns, num_rows, notice)
-        if num_rows:
-            self._deal(job, num_rows)
+        job = Job(function, columns, rollout_ids)
+        if rollout_ids:
+            self._deal(job, len(rollout_ids))
             job.done.wait()
         if job.error is not None:
             raise job.error
@@ -178,9 +174,10 @@ class Pool:
         except (Late, Ended) as error:
             if self._closing:
                 raise
-            how = f"ended its process {error}"
-            if isinstance(error, Late):
-                how = f"took longer than {LOAD_SECONDS:g} s"
+            is_late = isinstance(error, Late)
+            how = (
+                f"took longer than {LOAD_SECONDS:g} s" if is_late else f"ended its process {error}"
+            )
             raise ConfigError(
                 f"reward function {config.name}",
                 f"importing {printable(config.use)} {how}",

@@ -22,10 +22,9 @@ class FunctionScorer(Function):
     ) -> None:
         """`rows`: most rows a call. ConfigError where a shipped function of that name is not there
         or can not be called so."""
-        super().__init__(config, rows)
+        super().__init__(config, rows, notice)
         self.name = config.name
         self._pool = pool
-        self._notice = notice
         if config.is_shipped:
             self.about = calls.describe(
                 shipped(config.use).function, config.name, config.arguments, config.fingerprint
@@ -51,7 +50,6 @@ class FunctionScorer(Function):
 
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""
-        rollout_ids = batch["rollout_ids"]
         about = self._pool.describe(self)
         takes = about.takes
         if self.config.is_shipped:  # a column never stands in for one of its settings
@@ -61,8 +59,4 @@ class FunctionScorer(Function):
             for name in batch
             if (takes is None or name in takes) and name not in self.config.arguments
         }
-
-        def notice(row: int, part: Part) -> None:
-            self._notice(self.name, rollout_ids[row], part.error)
-
-        return self._pool.run(self, columns, len(rollout_ids), notice)
+        return self._pool.run(self, columns, batch["rollout_ids"])

@@ -50,10 +50,7 @@ def main() -> None:
             continue
         function = functions[request["key"]]
         started = time.monotonic()
-        if function.about.is_async:
-            parts = _call_async(function, request, send)
-        else:
-            parts = _call(function, request)
+        parts = _call(function, request, send)
         send({"parts": parts, "seconds": time.monotonic() - started})
 
 
@@ -75,40 +72,34 @@ def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: A
     return {"about": None, "error": refusal.to_dict()}
 
 
-def _call(function: Any, request: dict[str, Any]) -> list[list[Any]]:
-    from quiver.stages.reward.pool.calls import call
-
-    parts = call(function, lambda: pickle.loads(request["call"]), request["rows"])
-    return [[row, *part] for row, part in enumerate(parts)]
-
-
-def _call_async(
+def _call(
     function: Any, request: dict[str, Any], send: Callable[[dict[str, Any]], None]
 ) -> list[list[Any]]:
     """The rows that were not sent before."""
-    import asyncio
+    from quiver.stages.reward.pool import calls
 
-    from quiver.stages.reward.pool.calls import call_together
+    if not function.about.is_async:
+        parts = calls.call(function, lambda: pickle.loads(request["call"]), request["rows"])
+        return [[row, *part] for row, part in enumerate(parts)]
+    import asyncio  # slow to import, and most workers do not need it
 
     finished: list[list[Any]] = []
 
-    async def beat() -> None:
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
+    async def work() -> None:
+        rows = asyncio.ensure_future(
+            calls.call_together(
+                function,
+                pickle.loads(request["call"]),
+                request["rows"],
+                request["at_once"],
+                request["seconds"],
+                lambda row, part: finished.append([row, *part]),
+            )
+        )
+        while not (await asyncio.wait({rows}, timeout=BEAT_SECONDS))[0]:
             send({"parts": finished, "seconds": None})
             finished.clear()
-
-    async def work() -> None:
-        beating = asyncio.ensure_future(beat())
-        await call_together(
-            function,
-            pickle.loads(request["call"]),
-            request["rows"],
-            request["at_once"],
-            request["seconds"],
-            lambda row, part: finished.append([row, *part]),
-        )
-        beating.cancel()
+        await rows
 
     global _loop  # noqa: PLW0603  one for all calls: what a function keeps open belongs to it
     _loop = _loop or asyncio.new_event_loop()

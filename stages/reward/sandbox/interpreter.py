@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
@@ -29,7 +29,7 @@ class Interpreter(NamedTuple):
     paths: tuple[str, ...]
 
 
-@lru_cache(maxsize=8)
+@cache
 def find(python: str = "") -> Interpreter:
     """This interpreter with the standard library alone, or `python` with all that is installed in
     its environment."""

@@ -19,7 +19,7 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cache
 
 from pydantic import BaseModel
 
@@ -91,7 +91,7 @@ async def _ask(transport: Transport, request: dict) -> Answer:
         )
 
 
-@lru_cache(maxsize=8)
+@cache
 def check(url: str, token: str) -> None:
     """RemoteError unless the server runs a program that does nothing."""
     finished = run_program("print('ready')", url=url, token=token)

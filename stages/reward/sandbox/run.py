@@ -34,7 +34,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -265,7 +265,7 @@ def _refused(layer: str, why: str) -> SecurityError:
     )
 
 
-@lru_cache(maxsize=8)
+@cache
 def check(isolation: Isolation = "full", python: str = "") -> None:
     """Run a program that does nothing. SecurityError where a layer is missing."""
     finished = run_program("print('ready')", isolation=isolation, python=python)

@@ -8,10 +8,10 @@ So `assert f(2) == 4` compares plain values here, whatever the program did to `=
 to its own exit. The program may call the functions that a test hands it, and can do nothing else to
 this process.
 
-Stdin: JSON `{"program", "tests", "calls", "entry", "seconds", "all", "candidate"}`, the last being
-the text of candidate.py. Stdout: how many tests there are (or why there are none), before the
-program is loaded; then, as they end, one 1 or 0 for each. Those that are missing at the end were
-not passed.
+Stdin: JSON `{"program", "text", "calls", "entry", "seconds", "all", "candidate"}`; the tests are
+`text` or `calls`, and `candidate` is the text of candidate.py. Stdout: how many tests there are (or
+why there are none), before the program is loaded; then, as they end, one 1 or 0 for each. Those
+that are missing at the end were not passed.
 """
 
 import ast
@@ -148,7 +148,7 @@ def plan_statements(job):
     Counted are statements that hold an assert or call a function of the tests' own, and those
     functions.
     """
-    tree = ast.parse(job["tests"])
+    tree = ast.parse(job["text"])
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     steps = []
     called = set()
