@@ -32,13 +32,12 @@ def _pairs(mapping):
     return [list(pair) for pair in mapping.items()]
 
 
-def _maker(name, constructor=None):
+def _maker(name):
     """What makes a value of a standard type, whose module is loaded only when one comes."""
-    module, _, kind = name.rpartition(".")
+    module, _, attributes = name.partition(".")
 
     def make(*parts):
-        cls = getattr(__import__(module), kind)
-        return (getattr(cls, constructor) if constructor else cls)(*parts)
+        return operator.attrgetter(attributes)(__import__(module))(*parts)
 
     return make
 
@@ -61,8 +60,8 @@ _TYPES = {
     "collections.defaultdict": (_pairs, dict),
     "decimal.Decimal": (str, _maker("decimal.Decimal")),
     "fractions.Fraction": (str, _maker("fractions.Fraction")),
-    "datetime.date": (str, _maker("datetime.date", "fromisoformat")),
-    "datetime.datetime": (str, _maker("datetime.datetime", "fromisoformat")),
+    "datetime.date": (str, _maker("datetime.date.fromisoformat")),
+    "datetime.datetime": (str, _maker("datetime.datetime.fromisoformat")),
     "datetime.timedelta": (
         lambda time: [time.days, time.seconds, time.microseconds],
         lambda numbers: _maker("datetime.timedelta")(*numbers),
