@@ -72,7 +72,7 @@ class Answer(BaseModel):
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
-class Worker:
+class Worker(Process):
     """A worker process (see `worker`). One thread uses it; another may `kill` it."""
 
     def __init__(self, memory_gib: float | None) -> None:
@@ -88,7 +88,7 @@ class Worker:
             self._connection, workers_end = connection.Pipe()
             with workers_end:
                 handle = workers_end.fileno()
-                self._process = Process(
+                super().__init__(
                     [sys.executable, "-P", worker.__file__, str(handle)],
                     limits=limits,
                     stdin=subprocess.DEVNULL,
@@ -100,7 +100,7 @@ class Worker:
             raise ResourceError(
                 "reward worker", f"can not be started: {error}", next="lower reward.workers"
             ) from error
-        self._printed = self._process.stdout.fileno()
+        self._printed = self.stdout.fileno()
         os.set_blocking(self._printed, False)
 
     def ask(self, request: dict[str, Any] | None, seconds: float, kind: type[_Kind]) -> _Kind:
@@ -121,7 +121,7 @@ class Worker:
         except (EOFError, OSError):
             is_late = time.monotonic() >= deadline
             self.kill()  # where its answer was too long
-            code = self._process.wait()
+            code = self.wait()
             if is_late:
                 raise Late from None
             if -code in set(signal.Signals):
@@ -142,14 +142,11 @@ class Worker:
         self._dropped_bytes = 0
         return text
 
-    def kill(self) -> None:
-        """Have it killed with all that it started; from any thread."""
-        self._process.kill()
-
-    def end(self) -> None:
-        """Kill it, wait until it is gone, and let go of the pipes."""
-        self._process.end(grace=0)
+    def end(self, grace: float | None = 0) -> int:
+        """As that of every Process, but at once; it lets go of the connection too."""
+        code = super().end(grace)
         self._connection.close()
+        return code
 
     def _drain(self) -> None:
         """Read what was printed, to the end or to one pipe's worth; only the start is kept."""

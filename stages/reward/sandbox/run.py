@@ -213,7 +213,8 @@ def _launch(job: dict[str, Any], limits: Limits) -> Finished:
         raise _failed(f"its launcher died with exit code {code}: {printable(stderr_text)}")
     report = marshal.loads(answer)
     if "refused" in report:
-        layer, number, why = report["refused"]
+        layer, number = report["refused"]
+        why = os.strerror(int(number))
         if int(number) == errno.ENOSPC:
             why = "none are left, or none allowed, by /proc/sys/user"
         raise _refused(layer, why)

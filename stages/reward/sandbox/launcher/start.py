@@ -29,7 +29,7 @@ _EXHAUSTED = (11, 12, 23, 24)  # EAGAIN, ENOMEM, ENFILE, EMFILE: a want of means
 
 
 class Refused(Exception):
-    """A layer that the system does not permit."""
+    """A layer that the system does not permit, and the errno that it gave."""
 
 
 def set_up(layer: str, call, *arguments) -> None:
@@ -40,7 +40,7 @@ def set_up(layer: str, call, *arguments) -> None:
     except OSError as error:
         if error.errno in _EXHAUSTED:
             raise
-        raise Refused(layer, error.errno, error.strerror) from error
+        raise Refused(layer, error.errno) from error
 
 
 def main(report: int, lifeline: int) -> None:
@@ -112,7 +112,7 @@ def _unshare(privileged: bool) -> None:
         os.close(tell)
         number = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
     if number:
-        raise Refused("uid of its own (user namespace)", number, os.strerror(abs(number)))
+        raise Refused("uid of its own (user namespace)", abs(number))
     set_up("network namespace", kernel.unshare, kernel.NEWNET)
     set_up("IPC namespace", kernel.unshare, kernel.NEWIPC)
     set_up("UTS namespace", kernel.unshare, kernel.NEWUTS)

@@ -1,7 +1,7 @@
 """What the launcher does while a program runs: hear how it ended, or end it; either way nobody is
 left.
 
-The first process of the sandbox tells by lines: `started`, `ended|CODE`, `refused|LAYER|ERRNO|WHY`,
+The first process of the sandbox tells by lines: `started`, `ended|CODE`, `refused|LAYER|ERRNO`,
 `failed|WHY`. The launcher's report says the last of them as a dict, `{"ended": [CODE], …}`, with
 `seconds` and `killed_by`. The clock of the program starts when its interpreter is executed, so a
 slow start of the sandbox is never the program's fault.
