@@ -63,9 +63,9 @@ def numeric(
         reward_i = 1 if |last_number(completion_i) − answer_i| ≤ tolerance · max(1, |answer_i|) else
         0
 
-    Numbers are read exactly, as `answers.numbers` describes: 1,000 is 1000, 3.50 is 7/2, 1/2 is a
-    half. The answer may be a number or text whose last number counts (so GSM8K's "… #### 72" may be
-    given as it is). A null answer gives None; an answer without a number is an error of the row,
+    Numbers are read exactly, as `answers.last_number` describes: 1,000 is 1000, 3.50 is 7/2, 1/2 is
+    a half. The answer may be a number or text whose last number counts (so GSM8K's "… #### 72" may
+    be given as it is). A null answer gives None; an answer without a number is an error of the row,
     not a 0.
 
     >>> numeric(["7 + 5 = 12.", "about 0.5", "twelve", "1,000"], [12, "1/2", 12, None])

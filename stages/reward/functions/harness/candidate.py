@@ -96,12 +96,6 @@ class Remote:
                 argument.update(after)
         return returned
 
-    def __getattr__(self, name):
-        return self._wire.ask("getattr", self, name)
-
-    def __setattr__(self, name, member):
-        self._wire.ask("setattr", self, name, member)
-
     def __hash__(self):
         return self._number
 
@@ -127,7 +121,7 @@ def _ask(name):
     return lambda self, *operands: self._wire.ask(name, self, *operands)
 
 
-_ASKED = ("getitem", "setitem", "len", "iter", "next", "str", "repr", "bool")
+_ASKED = ["getattr", "setattr", "getitem", "setitem", "len", "iter", "next", "str", "repr", "bool"]
 for _name in _ASKED:
     setattr(Remote, f"__{_name}__", _ask(_name))
 for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
@@ -267,10 +261,7 @@ def program(read, write):
         return [returned, [None if wire.pack(arg) == packed else arg for arg, packed in pairs]]
 
     operations = {
-        name: getattr(builtins, name, None) or getattr(operator, name)
-        for name in (*_ASKED, "getattr", "setattr")
-    }
-    operations |= {
+        **{name: getattr(builtins, name, None) or getattr(operator, name) for name in _ASKED},
         "load": load,
         "names": lambda asked: {name: names[name] for name in asked if name in names},
         "entry": entry,
