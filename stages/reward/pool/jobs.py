@@ -57,6 +57,7 @@ class Job:
         self.rollout_ids = rollout_ids
         self.parts: list[Part | None] = [None] * len(rollout_ids)
         self.error: BaseException | None = None
+        """The first one; `run` raises it."""
         self.done = threading.Event()
         """Each row has its part, or there is an error."""
         self._next_row = 0
@@ -91,20 +92,12 @@ class Job:
             if part.error is not None:
                 self.function.notice(self.function.config.name, self.rollout_ids[row], part.error)
 
-    def fail(self, error: BaseException) -> None:
-        """What `run` raises, unless it has another error already."""
-        self.error = self.error or error
-        self.done.set()
-
     def spoiled(self, rows: range, error: Late | Ended) -> None:
         """A call took too long or ended its process: the rows without a part are called one by one;
         a row that was alone has failed."""
-        unanswered = [row for row in rows if self.parts[row] is None]
         if len(rows) > 1:
-            self._alone += unanswered
-        elif unanswered:
-            if isinstance(error, Late):
-                part = late(self.function.config.timeout_seconds)
-            else:
-                part = Part(error=f"WorkerEnded: its process ended {error}")
-            self.put(unanswered[0], part)
+            self._alone += [row for row in rows if self.parts[row] is None]
+        elif isinstance(error, Late):
+            self.put(rows.start, late(self.function.config.timeout_seconds))
+        else:
+            self.put(rows.start, Part(error=f"WorkerEnded: its process ended {error}"))

@@ -128,7 +128,8 @@ class Pool:
                 if None not in job.parts:
                     job.done.set()
         except BaseException as error:
-            job.fail(error)
+            job.error = job.error or error
+            job.done.set()
 
     @contextmanager
     def _process(self, function: Function) -> Iterator[Worker]:
