@@ -68,7 +68,8 @@ def code(
 
     `isolation`: see `sandbox.run`; `sandbox_python`: an interpreter with packages to use;
     `sandbox_url`, `sandbox_token` (as `env:NAME`): a server that runs the programs, see
-    `sandbox.remote`. These come from the recipe alone.
+    `sandbox.remote`. These come from the recipe alone. Called on no rows, it only sees whether a
+    sandbox here could run programs, and whether there is a token for a server.
 
     What can be gamed. Expected outputs are kept out of the sandbox, or in a process that the
     program can not read: leaving early, patching builtins, printing a verdict or overriding == wins
@@ -86,7 +87,6 @@ def code(
     [0.5]
     """
     from quiver.stages.reward import sandbox
-    from quiver.stages.reward.servers.config import secret
 
     num_rows = len(completions)
     languages = [language] * num_rows if isinstance(language, str) else language
@@ -99,6 +99,7 @@ def code(
     # that a program can run at all is tried first, so that none is blamed for a sandbox that fails
     if sandbox_url:
         from quiver.stages.reward.sandbox import remote
+        from quiver.stages.reward.servers.config import secret
 
         secret(sandbox_token, "sandbox_token")
         if num_rows:

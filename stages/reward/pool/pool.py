@@ -222,7 +222,7 @@ class Pool:
             patience = BATCH_SECONDS if beats else deadline - time.monotonic()
             answer = process.ask(request, patience, Answer)
             if any(row >= len(rows) for row, *_ in answer.parts):
-                raise Ended("after an answer for rows that it was not asked for")
+                raise Ended("after an answer that can not be read")
             for row, *part in answer.parts:
                 job.put(rows[row], Part(*part))
             seconds_of_call = answer.seconds

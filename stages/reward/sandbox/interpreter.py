@@ -67,4 +67,4 @@ def _shown(paths: list[str], library_folder: str | None) -> tuple[str, ...]:
     shown = set()
     for path in (*paths, *libraries, *_SYSTEM):
         shown.update(filter(os.path.exists, (path, os.path.realpath(path))))
-    return tuple(sorted(shown))
+    return tuple(shown)

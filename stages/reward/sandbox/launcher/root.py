@@ -16,8 +16,8 @@ HOST = "/.host"
 
 
 def build(paths: list[str], tmp_mib: int) -> None:
-    """Replace the root. `paths`: folders, files and symbolic links of the host, to be found at the
-    same place."""
+    """Replace the root. `paths`: folders, files and symbolic links of the host, each once, to be
+    found at the same place."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", flags, "mode=755,nr_inodes=4096")
@@ -29,7 +29,7 @@ def build(paths: list[str], tmp_mib: int) -> None:
     kernel.mount("tmpfs", "/tmp", "tmpfs", flags | kernel.MS_NOEXEC, options)
     shown: list[str] = []
     for path in sorted(paths):
-        if not any(path == folder or path.startswith(folder + "/") for folder in shown):
+        if not any(path.startswith(folder + "/") for folder in shown):
             _show(path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
             shown.append(path)
     for device in ("null", "zero", "random", "urandom"):
