@@ -19,7 +19,7 @@ from quiver.stages.common.plugins import did_you_mean
 
 from . import answers, verifiers
 from .embedding import model_hash, similarity
-from .programs import code, sandbox_is_there
+from .programs import code
 
 _THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
 
@@ -63,9 +63,9 @@ def numeric(
         reward_i = 1 if |last_number(completion_i) − answer_i| ≤ tolerance · max(1, |answer_i|) else
         0
 
-    Numbers are read exactly, as `answers.numbers` describes: 1,000 is 1000, 3.50 is 7/2, 1/2 is a
-    half. The answer may be a number or text whose last number counts (so GSM8K's "… #### 72" may be
-    given as it is). A null answer gives None; an answer without a number is an error of the row,
+    Numbers are read exactly, as `answers.last_number` describes: 1,000 is 1000, 3.50 is 7/2, 1/2 is
+    a half. The answer may be a number or text whose last number counts (so GSM8K's "… #### 72" may
+    be given as it is). A null answer gives None; an answer without a number is an error of the row,
     not a 0.
 
     >>> numeric(["7 + 5 = 12.", "about 0.5", "twelve", "1,000"], [12, "1/2", 12, None])
@@ -223,12 +223,9 @@ class Shipped(NamedTuple):
     """A function with the version of its meaning: a higher one makes rewards anew."""
 
     function: Callable[..., list[float | None]]
-    version: int
     description: str
     arguments: dict[str, str]
-    check_system: Callable[[dict[str, Any]], None] = lambda _: None
-    """Raises where the function can not work on this system with these arguments: asked before
-    anything is generated."""
+    version: int = 1
     hash_files: Callable[[dict[str, Any]], str] = lambda _: ""
     """Hash of the files that the arguments name and that decide the numbers."""
     columns: tuple[str, ...] = ()
@@ -243,31 +240,28 @@ class Shipped(NamedTuple):
 FUNCTIONS: dict[str, Shipped] = {
     "exact_match": Shipped(
         exact_match,
-        2,
         "1 where the completion says the column `answer`",
         {"extract": "text, tag or boxed", "ignore_case": "false"},
+        version=2,
     ),
     "numeric": Shipped(
         numeric,
-        1,
         "1 where the completion's last number is the column `answer`",
         {"tolerance": "relative, 0 is exact"},
     ),
     "math": Shipped(
         verifiers.math,
-        1,
         "1 where the completion's mathematical answer equals the column `answer`",
         {},
     ),
     "choice": Shipped(
         choice,
-        2,
         "1 where the completion chooses the letter in the column `answer`",
         {"choices": "the letters, ABCD"},
+        version=2,
     ),
     "format": Shipped(
         format,
-        1,
         "1 where the completion has the form that a pattern describes",
         {
             "pattern": "a regular expression, or think_answer",
@@ -277,31 +271,26 @@ FUNCTIONS: dict[str, Shipped] = {
     ),
     "length": Shipped(
         length,
-        1,
         "1 up to a number of tokens, falling linearly to 0 beyond it",
         {"target": "tokens", "tolerance": "tokens from 1 to 0"},
     ),
     "overlong": Shipped(
         overlong,
-        1,
         "0, falling to −1 over the last tokens before a length",
         {"max_tokens": "tokens from which it is −1", "cache": "tokens over which it falls"},
     ),
     "repetition": Shipped(
         repetition,
-        1,
         "minus the share of n-grams of tokens that were there before",
         {"n": "tokens of an n-gram, 4"},
     ),
     "json_schema": Shipped(
         verifiers.json_schema,
-        1,
         "1 where the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
     ),
     "similarity": Shipped(
         similarity,
-        1,
         "cosine of the embeddings of the completion and of the column `answer`",
         {
             "model": "a directory, package: or hub id",
@@ -312,7 +301,6 @@ FUNCTIONS: dict[str, Shipped] = {
     ),
     "code": Shipped(
         code,
-        1,
         "share of the column `tests` that the program in the completion passes, run in a sandbox",
         {
             "timeout_seconds": "of one test",
@@ -325,7 +313,6 @@ FUNCTIONS: dict[str, Shipped] = {
             "sandbox_url": "a server that runs programs",
             "sandbox_token": "env:NAME",
         },
-        sandbox_is_there,
         columns=("entry", "language"),
     ),
 }

@@ -27,34 +27,24 @@ _AROUND = " \t\n*_`.()[]{}$\"'"
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
-def numbers(text: str) -> list[Fraction]:
-    """All numbers of `text` in order, exactly: 7, -3, +2, 3.50, 1,000, $5, 1e-3, 1/2.
+def last_number(text: str) -> Fraction | None:
+    """The last number of `text`, exactly: 7, -3, +2, 3.50, 1,000, $5, 1e-3, 1/2.
 
     A comma groups digits only where three follow each; a sign counts where no letter or digit
-    stands before it (so 5-3 holds 5 and 3, not -3); a fraction with 0 below is left out; digits
-    inside a word (x2) are no number.
+    stands before it (so 5-3 ends in 3, not -3); a fraction with 0 below is left out; digits inside
+    a word (x2) are no number.
 
-    >>> [str(n) for n in numbers("5-3 = 2, not -3.50 or 1,000 or 1/2")]
-    ['5', '3', '2', '-7/2', '1000', '1/2']
+    >>> [str(last_number(text)) for text in ("5-3", "2, not -3.50", "7 or 1,000", "so 1/2", "x2")]
+    ['3', '-7/2', '1000', '1/2', 'None']
     """
-    fractions = []
-    for match in _NUMBER.finditer(text):
+    for match in reversed(list(_NUMBER.finditer(text))):
         denominator = int(match["below"] or 1) if len(match[0]) <= _LONGEST else 0
         if denominator:
             digits = match["whole"].replace(",", "")
             decimal = f"{digits}{match['decimals'] or ''}{match['exponent'] or ''}"
             sign = -1 if match["sign"] in ("-", "−") else 1
-            fractions.append(sign * Fraction(decimal) / denominator)
-    return fractions
-
-
-def last_number(text: str) -> Fraction | None:
-    """The last number of `text`, as `numbers` reads them.
-
-    >>> last_number("7 + 5 = 12."), last_number("none")
-    (Fraction(12, 1), None)
-    """
-    return next(reversed(numbers(text)), None)
+            return sign * Fraction(decimal) / denominator
+    return None
 
 
 def boxed(text: str) -> str | None:
@@ -90,10 +80,8 @@ def chosen(text: str, choices: str = "ABCD") -> str | None:
     >>> chosen("I thought A, but the answer is **b**."), chosen("B) Paris"), chosen("A or B")
     ('B', 'B', None)
     """
-    announced = None
-    announcements = list(_ANNOUNCED.finditer(text))
-    if announcements:
-        announced = next(iter(text[announcements[-1].end() :].splitlines()), None)
+    tails = _ANNOUNCED.split(text)[1:]
+    announced = next(iter(tails[-1].splitlines()), None) if tails else None
     places = [boxed(text), tagged(text), announced, text]
     place = next(place for place in places if place is not None).strip(_AROUND)
     letter = place[:1].upper()

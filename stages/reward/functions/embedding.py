@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from .answers import score_each
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
 _BATCH = 32
+_FIELD = "reward function similarity: model"
 
 
 def similarity(
@@ -82,19 +81,13 @@ def model_hash(arguments: dict[str, Any]) -> str:
     """Hash of the model that `arguments` name; empty where they name none. ConfigError,
     SecurityError: it is not whole."""
     from quiver.schemas.manifest import digest
-    from quiver.stages.common.models.checkpoints import folder_as_model
+    from quiver.stages.common.models.checkpoints import find_folder, folder_as_model
 
     if not arguments.get("model"):
         return ""
     name = str(arguments["model"])
-    entry = folder_as_model("similarity", name, _find_folder(name))
+    entry = folder_as_model("similarity", name, find_folder(name, None, _FIELD))
     return digest([entry.weights, entry.tokenizer])
-
-
-def _find_folder(model: str) -> Path:
-    from quiver.stages.common.models.checkpoints import find_folder
-
-    return find_folder(model, None, "reward function similarity: model")
 
 
 @functools.cache
@@ -103,10 +96,11 @@ def _load(model: str) -> tuple[Any, Any, int]:
     import torch
     from transformers import AutoModel, AutoTokenizer
 
+    from quiver.stages.common.models.checkpoints import find_folder
     from quiver.stages.common.models.mkl_warmup import make_first_calls
 
     make_first_calls()
-    folder = _find_folder(model)
+    folder = find_folder(model, None, _FIELD)
     options = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     encoder = AutoModel.from_pretrained(

@@ -22,10 +22,11 @@ from quiver.schemas.errors import ResourceError, printable
 if TYPE_CHECKING:
     from quiver.stages.reward.sandbox import Finished, Limits
 
+_HARNESS = Path(__file__).with_name("harness")
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
 )
-_PYTHON = ("", "py", "python", "python3")
+_PYTHON = ("py", "python", "python3")
 _DAY = 86400.0
 Run = Callable[..., "Finished"]
 
@@ -67,7 +68,8 @@ def code(
 
     `isolation`: see `sandbox.run`; `sandbox_python`: an interpreter with packages to use;
     `sandbox_url`, `sandbox_token` (as `env:NAME`): a server that runs the programs, see
-    `sandbox.remote`. These come from the recipe alone.
+    `sandbox.remote`. These come from the recipe alone. Called on no rows, it only sees whether a
+    sandbox here could run programs, and whether there is a token for a server.
 
     What can be gamed. Expected outputs are kept out of the sandbox, or in a process that the
     program can not read: leaving early, patching builtins, printing a verdict or overriding == wins
@@ -84,29 +86,38 @@ def code(
     >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [tests])
     [0.5]
     """
-    from quiver.stages.reward.sandbox import Limits
+    from quiver.stages.reward import sandbox
 
     num_rows = len(completions)
     languages = [language] * num_rows if isinstance(language, str) else language
     entries = [entry] * num_rows if isinstance(entry, str) else entry
     rows = [
-        None if column is None else read_tests(column, name or "", spoken)
-        for column, name, spoken in zip(tests, entries, languages, strict=True)
+        None if column is None else (extract(text), read_tests(column, name or "", spoken))
+        for text, column, name, spoken in zip(completions, tests, entries, languages, strict=True)
     ]
-    limits = Limits(seconds=timeout_seconds, memory_mib=memory_mib)
-    if not num_rows:
-        return []
-    run = _runner(isolation, sandbox_python, sandbox_url, sandbox_token)
-    with ThreadPoolExecutor(min(num_rows, len(os.sched_getaffinity(0)))) as pool:
-        scores = [
-            None if row is None else pool.submit(_score, extract(text), row, run, limits, all)
-            for text, row in zip(completions, rows, strict=True)
-        ]
-        try:
-            return [None if score is None else score.result() for score in scores]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    limits = sandbox.Limits(seconds=timeout_seconds, memory_mib=memory_mib)
+    # that a program can run at all is tried first, so that none is blamed for a sandbox that fails
+    if sandbox_url:
+        from quiver.stages.reward.sandbox import remote
+        from quiver.stages.reward.servers.config import secret
+
+        secret(sandbox_token, "sandbox_token")
+        if num_rows:
+            remote.check(sandbox_url, sandbox_token)
+        run = functools.partial(remote.run_program, url=sandbox_url, token=sandbox_token)
+    else:
+        sandbox.check(isolation, sandbox_python)
+        run = functools.partial(sandbox.run_program, isolation=isolation, python=sandbox_python)
+
+    def score(row: tuple[str, Tests] | None) -> float | None:
+        if row is None:
+            return None
+        judge = _compare_outputs if row[1].cases else _run_harness
+        passed, total = judge(*row, run, limits, all)
+        return float(passed == total) if all else passed / total
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(score, rows))  # an error cancels the rows that wait
 
 
 def extract(completion: str) -> str:
@@ -116,7 +127,7 @@ def extract(completion: str) -> str:
     >>> extract(f"First:\\n{first}then\\n{last}prints\\n```text\\n2\\n```"), extract("x = 3")
     ('x = 2\\n', 'x = 3')
     """
-    blocks = [text for mark, text in _FENCE.findall(completion) if mark.lower() in _PYTHON]
+    blocks = [text for mark, text in _FENCE.findall(completion) if mark.lower() in ("", *_PYTHON)]
     return blocks[-1] if blocks else completion
 
 
@@ -127,10 +138,10 @@ class Tests(NamedTuple):
     """The tests of a row: `cases` of stdin and stdout, or `calls` of `entry` with arguments and
     value, or Python `text`."""
 
-    cases: list[tuple[str, str]]
-    calls: list[tuple[list[Any], Any]]
-    text: str
-    entry: str
+    entry: str = ""
+    text: str = ""
+    calls: Sequence[tuple[list[Any], Any]] = ()
+    cases: Sequence[tuple[str, str]] = ()
 
 
 def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
@@ -141,7 +152,7 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
     >>> read_tests('{"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}').calls
     [([1, 2], 3)]
     """
-    if language.lower() not in ("py", "python", "python3"):
+    if language.lower() not in _PYTHON:
         raise ValueError(
             f"language must be python, got {printable(language)}; set it in arguments if that "
             "column means another"
@@ -160,18 +171,16 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
         pairs = zip(inputs, outputs, strict=True)
         column = [{"input": input, "output": output} for input, output in pairs]
     if isinstance(column, str):
-        return Tests([], [], column, entry)
+        column = [column]
     if not isinstance(column, list) or not column:
         raise ValueError(f"tests must be a list of tests, or text, got {printable(repr(column))}")
     if isinstance(column[0], str):
-        return Tests([], [], "\n".join(column), entry)
+        return Tests(entry, "\n".join(column))
     if any(not isinstance(case, dict) or not {"input", "output"} <= set(case) for case in column):
         raise ValueError("a test must have input and output")
     if entry:
-        return Tests([], [_read_call(case["input"], case["output"]) for case in column], "", entry)
-    return Tests(
-        [(_as_text(case["input"]), _as_text(case["output"])) for case in column], [], "", ""
-    )
+        return Tests(entry, calls=[_read_call(case["input"], case["output"]) for case in column])
+    return Tests(cases=[(_as_text(case["input"]), _as_text(case["output"])) for case in column])
 
 
 def _as_text(stream: Any) -> str:
@@ -195,24 +204,6 @@ def _read_call(input: Any, output: Any) -> tuple[list[Any], Any]:
 # -- runs
 
 
-def _runner(isolation: str, python: str, url: str, token: str) -> Run:
-    """What runs a program; that it can run any is tried first, so that no program is blamed for a
-    sandbox that fails."""
-    from quiver.stages.reward.sandbox import check, remote, run_program
-
-    if url:
-        remote.check(url, token)
-        return functools.partial(remote.run_program, url=url, token=token)
-    check(isolation, python)
-    return functools.partial(run_program, isolation=isolation, python=python)
-
-
-def _score(program: str, tests: Tests, run: Run, limits: Limits, all: bool) -> float:
-    judge = _compare_outputs if tests.cases else _run_harness
-    passed, total = judge(program, tests, run, limits, all)
-    return float(passed == total) if all else passed / total
-
-
 def _compare_outputs(
     program: str, tests: Tests, run: Run, limits: Limits, all: bool
 ) -> tuple[int, int]:
@@ -220,9 +211,8 @@ def _compare_outputs(
     passed = 0
     for stdin, expected in tests.cases:
         output_kib = limits.output_kib + len(expected) // 256
-        finished = run(
-            program, stdin=stdin, limits=dataclasses.replace(limits, output_kib=output_kib)
-        )
+        limits_of_case = dataclasses.replace(limits, output_kib=output_kib)
+        finished = run(program, stdin=stdin, limits=limits_of_case)
         is_right = finished.exit_code == 0 and finished.stdout.split() == expected.split()
         passed += is_right
         if finished.timed_out or (all and not is_right):
@@ -234,22 +224,18 @@ def _run_harness(
     program: str, tests: Tests, run: Run, limits: Limits, all: bool
 ) -> tuple[int, int]:
     """Have the tests' text or calls run by the harness; how many passed, and how many there are."""
-    judge, candidate = _harness()
     job = {
-        "tests": tests.text,
-        "calls": tests.calls,
-        "entry": tests.entry,
+        **tests._asdict(),
         "seconds": limits.seconds,
         "all": all,
         "program": program,
-        "candidate": candidate,
+        "candidate": (_HARNESS / "candidate.py").read_text("utf-8"),
     }
     # at most; the harness times each
     steps = len(tests.calls) + tests.text.count("\n") + tests.text.count(";") + 3
-    seconds = min(limits.seconds * steps, _DAY)
-    finished = run(
-        judge, stdin=json.dumps(job), limits=dataclasses.replace(limits, seconds=seconds)
-    )
+    limits = dataclasses.replace(limits, seconds=min(limits.seconds * steps, _DAY))
+    judge = (_HARNESS / "judge.py").read_text("utf-8")
+    finished = run(judge, stdin=json.dumps(job), limits=limits)
     total, has_started, verdicts = finished.stdout.partition("\n")
     if not has_started:
         raise ResourceError(
@@ -261,24 +247,3 @@ def _run_harness(
     if not total.isdecimal():
         raise ValueError(total)
     return verdicts.count("1"), int(total)
-
-
-@functools.cache
-def _harness() -> tuple[str, str]:
-    folder = Path(__file__).with_name("harness")
-    return tuple((folder / name).read_text("utf-8") for name in ("judge.py", "candidate.py"))
-
-
-def sandbox_is_there(arguments: dict[str, Any]) -> None:
-    """SecurityError where this system does not permit a layer of the sandbox that `arguments` of
-    `code` ask for.
-
-    ConfigError where that is on a server and its token's variable holds none.
-    """
-    from quiver.stages.reward.sandbox import check
-    from quiver.stages.reward.servers.config import secret
-
-    if arguments.get("sandbox_url"):
-        secret(arguments.get("sandbox_token", ""), "sandbox_token")
-    else:
-        check(arguments.get("isolation", "full"), arguments.get("sandbox_python", ""))

@@ -81,13 +81,17 @@ def describe(
             next="take the / out",
         )
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [parameter for parameter in parameters if parameter.kind not in variadic]
-    takes = sorted(parameter.name for parameter in named)
-    needs = sorted(
-        parameter.name
-        for parameter in named
-        if parameter.default is parameter.empty and parameter.name not in arguments
-    )
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind not in variadic
+    }
+    takes = sorted(defaults)
+    needs = [
+        name
+        for name in takes
+        if defaults[name] is inspect.Parameter.empty and name not in arguments
+    ]
     if inspect.Parameter.VAR_KEYWORD in kinds:
         return About(None, needs, is_async, fingerprint)
     for unknown in sorted(set(arguments) - set(takes)):
@@ -220,13 +224,13 @@ def read(returned: Any, num_rows: int, extra: bool = False) -> tuple[list[Part],
     may be a mapping with the number under `reward`; what stands beside it is kept.
     """
     values = _to_list(returned)
-    if not isinstance(values, list | tuple):
+    length = len(values) if isinstance(values, list | tuple) else None
+    if length == num_rows:
+        return [_read_row(value, extra) for value in values], length
+    error = f"returned {length} values for {num_rows} rows"
+    if length is None:
         error = f"returned {type(returned).__name__}, expected a list of {num_rows} floats"
-        return [Part(error=error)] * num_rows, None
-    if len(values) != num_rows:
-        error = f"returned {len(values)} values for {num_rows} rows"
-        return [Part(error=error)] * num_rows, len(values)
-    return [_read_row(value, extra) for value in values], num_rows
+    return [Part(error=error)] * num_rows, length
 
 
 def _to_list(array: Any) -> Any:

@@ -1,10 +1,10 @@
 """The rows of one scoring as they are dealt out: how many a call has, which are called alone, and
 what came of them.
 
-    job = Job(function, columns, num_rows=256, notice=…)
-    job.take((0, 0.0), workers=2)            # [0]: a function's first call in a process has one row
-    job.take((1, 0.01), workers=2)           # [1, …, 8]: later ones grow, up to about a second
-    job.spoiled([1, …, 8], Late())           # called alone now; a row that was alone has failed
+    job = Job(function, columns, rollout_ids)
+    job.take((0, 0.0), workers=2)        # range(0, 1): a function's first call in a process
+    job.take((1, 0.01), workers=2)       # range(1, 9): later ones grow, up to about a second
+    job.spoiled(range(1, 9), Late())     # called alone now; a row that was alone has failed
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.calls import About, late
 from quiver.stages.reward.pool.process import Ended, Late
-from quiver.stages.reward.scoring import Part
+from quiver.stages.reward.scoring import Notice, Part
 
 BATCH_SECONDS = 3.0
 _CALL_SECONDS = 1.0  # what a call should take
@@ -33,13 +31,12 @@ class Function:
     """A reward function as a recipe names it, and what is learned of it on the way."""
 
     config: FunctionConfig
-    max_rows: int = 256
+    max_rows: int
     """Most rows a call."""
+    notice: Notice
     about: About | None = None
     seconds: float = 0.0
-    """In calls, summed over processes."""
-    key: int = field(default_factory=count().__next__, init=False)
-    """Tells it from others of its name."""
+    """In calls so far, summed over processes."""
 
     @property
     def batch_seconds(self) -> float:
@@ -52,31 +49,28 @@ class Job:
     others. Any thread may use it."""
 
     def __init__(
-        self,
-        function: Function,
-        columns: dict[str, list[Any]],
-        num_rows: int,
-        notice: Callable[[int, Part], None],
-    ):
+        self, function: Function, columns: dict[str, list[Any]], rollout_ids: list[str]
+    ) -> None:
         """`function` has its `about`."""
         self.function = function
         self.columns = columns
-        self.notice = notice
-        self.parts: list[Part | None] = [None] * num_rows
+        self.rollout_ids = rollout_ids
+        self.parts: list[Part | None] = [None] * len(rollout_ids)
         self.error: BaseException | None = None
+        """The first one; `run` raises it."""
         self.done = threading.Event()
-        """Nothing is missing, or there is an error."""
-        self.missing = num_rows
+        """Each row has its part, or there is an error."""
         self._next_row = 0
         self._alone = deque[int]()
         self._lock = threading.Lock()
 
-    def take(self, last_call: tuple[int, float], workers: int) -> list[int]:
+    def take(self, last_call: tuple[int, float], workers: int) -> range:
         """The next rows for one of `workers` processes, whose last call of this function had so
         many rows and took so many seconds; none where all are taken."""
         with self._lock:
             if self._alone:
-                return [self._alone.popleft()]
+                row = self._alone.popleft()
+                return range(row, row + 1)
             start = self._next_row
             unasked = len(self.parts) - start
             num_rows, seconds = last_call
@@ -89,32 +83,21 @@ class Job:
                     shortest = int(_SHORTEST_CALL_SECONDS * rows_per_second)
                     size = min(size, max(math.ceil(unasked / (2 * workers)), shortest))
             self._next_row = min(start + max(1, size), len(self.parts))
-            return list(range(start, self._next_row))
+            return range(start, self._next_row)
 
     def put(self, row: int, part: Part) -> None:
-        """The part of a row; `notice` hears of an error."""
-        with self._lock:
-            if self.parts[row] is not None:
-                return
+        """The part of a row, unless it has one; the function's `notice` hears of an error."""
+        if self.parts[row] is None:
             self.parts[row] = part
-            self.missing -= 1
-        if part.error is not None:
-            self.notice(row, part)
+            if part.error is not None:
+                self.function.notice(self.function.config.name, self.rollout_ids[row], part.error)
 
-    def fail(self, error: BaseException) -> None:
-        """What `run` raises, unless it has another error already."""
-        self.error = self.error or error
-        self.done.set()
-
-    def spoiled(self, rows: list[int], error: Late | Ended) -> None:
+    def spoiled(self, rows: range, error: Late | Ended) -> None:
         """A call took too long or ended its process: the rows without a part are called one by one;
         a row that was alone has failed."""
-        unanswered = [row for row in rows if self.parts[row] is None]
         if len(rows) > 1:
-            self._alone += unanswered
-        elif unanswered:
-            if isinstance(error, Late):
-                part = late(self.function.config.timeout_seconds)
-            else:
-                part = Part(error=f"WorkerEnded: its process ended {error}")
-            self.put(unanswered[0], part)
+            self._alone += [row for row in rows if self.parts[row] is None]
+        elif isinstance(error, Late):
+            self.put(rows.start, late(self.function.config.timeout_seconds))
+        else:
+            self.put(rows.start, Part(error=f"WorkerEnded: its process ended {error}"))

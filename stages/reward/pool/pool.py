@@ -2,8 +2,9 @@
 its call is called alone.
 
     with Pool(workers=2) as pool:
-        function = Function(FunctionConfig(use="numeric"))
-        parts = pool.run(function, {"completions": [...], "answer": [...]}, num_rows=256)
+        function = Function(FunctionConfig(use="numeric"), max_rows=256, notice=…)
+        pool.describe(function)
+        parts = pool.run(function, {"completions": [...], "answer": [...]}, rollout_ids)
 
 A worker's first call of a function has one row, later ones grow with the measured speed. A call on
 several rows has at most BATCH_SECONDS; where it takes longer, or its process ends, the process is
@@ -24,17 +25,15 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
-
-from pydantic import BaseModel, Field, ValidationError
+from typing import Any
 
 from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
 from quiver.stages.reward.pool.calls import About
 from quiver.stages.reward.pool.jobs import BATCH_SECONDS, Function, Job
-from quiver.stages.reward.pool.process import Ended, Late, Worker
-from quiver.stages.reward.scoring import LARGEST, Part
+from quiver.stages.reward.pool.process import Answer, Ended, Late, Loaded, Worker
+from quiver.stages.reward.scoring import Part
 
 LOAD_SECONDS = 120.0
 _LATE_SECONDS = 0.5  # in which an async function's worker may report that a row took too long
@@ -78,22 +77,17 @@ class Pool:
         return function.about
 
     def run(
-        self,
-        function: Function,
-        columns: dict[str, list[Any]],
-        num_rows: int,
-        notice: Callable[[int, Part], None] = lambda *_: None,
+        self, function: Function, columns: dict[str, list[Any]], rollout_ids: list[str]
     ) -> list[Part]:
-        """One part a row. `notice` hears of each error at once, from another thread; what it
-        raises, this does.
+        """One part a row of a function that was described. Its `notice` hears of each error at
+        once, from another thread; what it raises, this does.
 
         ConfigError where the function can not be loaded, ResourceError where no process can be
         started, or the pool is closed.
         """
-        self.describe(function)
-        job = Job(function, columns, num_rows, notice)
-        if num_rows:
-            self._deal(job, num_rows)
+        job = Job(function, columns, rollout_ids)
+        if rollout_ids:
+            self._deal(job, len(rollout_ids))
             job.done.wait()
         if job.error is not None:
             raise job.error
@@ -118,12 +112,12 @@ class Pool:
             threading.Thread(target=self._call_rows, args=(job,), daemon=True, name=name).start()
 
     def _call_rows(self, job: Job) -> None:
-        rows = [0]
+        rows = range(1)
         try:
             while rows and not job.done.is_set():
                 try:
                     with self._process(job.function) as process:
-                        last_call = process.last_calls.get(job.function.key, (0, 0.0))
+                        last_call = process.last_calls.get(job.function, (0, 0.0))
                         rows = job.take(last_call, self.workers)
                         if rows:
                             self._load(process, job.function)
@@ -131,10 +125,11 @@ class Pool:
                 except (Late, Ended) as error:
                     job.spoiled(rows, error)
                     self._deal(job, len(rows) - 1)
-                if not job.missing:
+                if None not in job.parts:
                     job.done.set()
         except BaseException as error:
-            job.fail(error)
+            job.error = job.error or error
+            job.done.set()
 
     @contextmanager
     def _process(self, function: Function) -> Iterator[Worker]:
@@ -167,24 +162,31 @@ class Pool:
     def _load(self, process: Worker, function: Function) -> None:
         """Have the function loaded, once a process. ConfigError where that fails, or where its code
         is another than before."""
-        if function.key in process.last_calls:
+        if function in process.last_calls:
             return
         config = function.config
-        load = config.model_dump(include={"use", "name", "arguments", "extra"})
-        request = {"path": list(filter(None, sys.path)), "load": {"key": function.key, **load}}
+        request = {
+            "path": list(filter(None, sys.path)),
+            "key": id(function),
+            "load": config.model_dump(include={"use", "name", "arguments", "extra"}),
+        }
         try:
-            about = _read_about(process.ask(request, LOAD_SECONDS))
+            answer = process.ask(request, LOAD_SECONDS, Loaded)
         except (Late, Ended) as error:
             if self._closing:
                 raise
-            how = f"ended its process {error}"
-            if isinstance(error, Late):
-                how = f"took longer than {LOAD_SECONDS:g} s"
+            is_late = isinstance(error, Late)
+            how = (
+                f"took longer than {LOAD_SECONDS:g} s" if is_late else f"ended its process {error}"
+            )
             raise ConfigError(
                 f"reward function {config.name}",
                 f"importing {printable(config.use)} {how}",
                 next=f"see what {printable(config.use)} does when it is imported",
             ) from None
+        if answer.error:
+            raise from_dict(answer.error)
+        about = answer.about
         expected = function.about.fingerprint if function.about else config.fingerprint
         if expected and expected != about.fingerprint:
             raise ConfigError(
@@ -195,82 +197,45 @@ class Pool:
                 next="run again",
             )
         function.about = about
-        process.last_calls[function.key] = (0, 0.0)
+        process.last_calls[function] = (0, 0.0)
 
-    def _call(self, process: Worker, job: Job, rows: list[int]) -> None:
+    def _call(self, process: Worker, job: Job, rows: range) -> None:
         """One call. Late, Ended; what it has answered by then is kept."""
         function = job.function
         config = function.config
         is_async = function.about.is_async
         is_batch = len(rows) > 1
         limit = function.batch_seconds if is_batch else config.timeout_seconds
-        columns = {name: column[rows[0] : rows[-1] + 1] for name, column in job.columns.items()}
+        columns = {name: column[rows.start : rows.stop] for name, column in job.columns.items()}
         request = {
-            "key": function.key,
+            "key": id(function),
             "rows": len(rows),
             "call": pickle.dumps(columns, pickle.HIGHEST_PROTOCOL),
             "at_once": config.concurrency,
             "seconds": config.timeout_seconds,
         }
         deadline = time.monotonic() + limit + (_LATE_SECONDS if is_async else 0)
-        is_done = False
-        while not is_done:
+        seconds_of_call = None
+        while seconds_of_call is None:
             # an async function's worker reports all the time, however long the rows take
             beats = is_async and is_batch
-            seconds = BATCH_SECONDS if beats else deadline - time.monotonic()
-            answer = _read_answer(process.ask(request, seconds), len(rows))
+            patience = BATCH_SECONDS if beats else deadline - time.monotonic()
+            answer = process.ask(request, patience, Answer)
+            if any(row >= len(rows) for row, *_ in answer.parts):
+                raise Ended("after an answer that can not be read")
             for row, *part in answer.parts:
                 job.put(rows[row], Part(*part))
-            is_done = answer.done
+            seconds_of_call = answer.seconds
             request = None
-        if any(job.parts[row] is None for row in rows):
+        if None in job.parts[rows.start : rows.stop]:
             raise Ended("after an answer that lacks rows")
         with self._lock:
-            function.seconds += answer.seconds
-        process.last_calls[function.key] = (len(rows), answer.seconds)
+            function.seconds += seconds_of_call
+        process.last_calls[function] = (len(rows), seconds_of_call)
 
 
 def _closed() -> ResourceError:
     return ResourceError("reward workers", "were closed while rows were scored", next="run again")
-
-
-class Answer(BaseModel):
-    """What a worker says of a call, or a piece of it."""
-
-    parts: list[
-        tuple[
-            Annotated[int, Field(ge=0)],
-            Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None,
-            str | None,
-            str | None,
-        ]
-    ]
-    """Row, value, error, extra."""
-    done: bool
-    seconds: float = Field(default=0.0, ge=0)
-
-
-def _read_answer(answer: Any, num_rows: int) -> Answer:
-    """Ended where the answer is not of the form that workers give: its process is not what it
-    was."""
-    try:
-        pieces = Answer.model_validate(answer)
-    except ValidationError:
-        pieces = None
-    if pieces is None or any(row >= num_rows for row, *_ in pieces.parts):
-        raise Ended("after an answer that can not be read")
-    return pieces
-
-
-def _read_about(answer: Any) -> About:
-    """What the answer to a load says. QuiverError where it could not be loaded, Ended as in
-    `_read_answer`."""
-    try:
-        if "error" in answer:
-            raise from_dict(answer["error"])
-        return About(**answer["about"])
-    except (KeyError, TypeError):
-        raise Ended("after an answer that can not be read") from None
 
 
 def _log_printed(process: Worker, function: Function) -> None:

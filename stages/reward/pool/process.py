@@ -2,8 +2,8 @@
 wait has an end.
 
     worker = Worker(memory_gib=None)
-    worker.ask({"load": {…}, "path": […]}, seconds=60)     # {"about": …}; Late, Ended
-    worker.end()                                           # it, and all that it started, is gone
+    worker.ask({"key": 1, "load": {…}, "path": […]}, 60, Loaded)    # or Late, Ended
+    worker.end()                                # it, and all that it started, is gone
 
 What a function prints is always drained, and kept up to PRINTED_BYTES between two calls of
 `printed`.
@@ -19,13 +19,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from multiprocessing import connection
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.reward.pool import worker
+from quiver.stages.reward.pool.calls import About
+from quiver.stages.reward.scoring import LARGEST
 
 PRINTED_BYTES = 4096
 _CHUNK_BYTES = 1 << 20
@@ -40,13 +45,40 @@ class Ended(Exception):
     """The process ended; the text says how."""
 
 
-class Worker:
+class Loaded(BaseModel):
+    """What a worker says of a function that it was to load."""
+
+    about: About | None
+    error: dict[str, str] | None
+    """Why it could not be loaded."""
+
+
+class Answer(BaseModel):
+    """What a worker says of a call, or a piece of it."""
+
+    parts: list[
+        tuple[
+            Annotated[int, Field(ge=0)],
+            Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None,
+            str | None,
+            str | None,
+        ]
+    ]
+    """Row, value, error, extra."""
+    seconds: Annotated[float, Field(ge=0)] | None
+    """Of the whole call; None: more pieces come."""
+
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
+
+
+class Worker(Process):
     """A worker process (see `worker`). One thread uses it; another may `kill` it."""
 
     def __init__(self, memory_gib: float | None) -> None:
-        self.last_calls: dict[int, tuple[int, float]] = {}
-        """By the key of each function that it has loaded: rows and seconds of its last call here;
-        no rows before the first."""
+        self.last_calls: dict[Any, tuple[int, float]] = {}
+        """By each function that it has loaded: rows and seconds of its last call here; no rows
+        before the first."""
         self._text = bytearray()
         self._dropped_bytes = 0
         limits = {resource.RLIMIT_CORE: 0}
@@ -56,7 +88,7 @@ class Worker:
             self._connection, workers_end = connection.Pipe()
             with workers_end:
                 handle = workers_end.fileno()
-                self._process = Process(
+                super().__init__(
                     [sys.executable, "-P", worker.__file__, str(handle)],
                     limits=limits,
                     stdin=subprocess.DEVNULL,
@@ -68,19 +100,15 @@ class Worker:
             raise ResourceError(
                 "reward worker", f"can not be started: {error}", next="lower reward.workers"
             ) from error
-        self._printed = self._process.stdout.fileno()
+        self._printed = self.stdout.fileno()
         os.set_blocking(self._printed, False)
 
-    def ask(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any] | None, seconds: float, kind: type[_Kind]) -> _Kind:
         """The answer to a request; None: the next piece of the answer to the one before. Late after
-        `seconds`, Ended when the process does; it is of no further use then."""
-        is_late = threading.Event()
-
-        def give_up() -> None:
-            is_late.set()
-            self.kill()
-
-        watchdog = threading.Timer(seconds, give_up)
+        `seconds`, Ended when the process does or its answer is no `kind`; it is of no further use
+        then."""
+        deadline = time.monotonic() + seconds
+        watchdog = threading.Timer(seconds, self.kill)
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -88,11 +116,13 @@ class Worker:
                 self._connection.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
             while self._connection not in connection.wait([self._connection, self._printed]):
                 self._drain()
-            answer = json.loads(self._connection.recv_bytes(_ANSWER_BYTES))
+            answer = self._connection.recv_bytes(_ANSWER_BYTES)
+            return kind.model_validate(json.loads(answer))
         except (EOFError, OSError):
+            is_late = time.monotonic() >= deadline
             self.kill()  # where its answer was too long
-            code = self._process.wait()
-            if is_late.is_set():
+            code = self.wait()
+            if is_late:
                 raise Late from None
             if -code in set(signal.Signals):
                 raise Ended(f"by {signal.Signals(-code).name}") from None
@@ -102,7 +132,6 @@ class Worker:
         finally:
             watchdog.cancel()
             self._drain()
-        return answer
 
     def printed(self) -> str:
         """The first PRINTED_BYTES of what was printed since the last call."""
@@ -113,14 +142,11 @@ class Worker:
         self._dropped_bytes = 0
         return text
 
-    def kill(self) -> None:
-        """Have it killed with all that it started; from any thread."""
-        self._process.kill()
-
-    def end(self) -> None:
-        """Kill it, wait until it is gone, and let go of the pipes."""
-        self._process.end(grace=0)
+    def end(self, grace: float | None = 0) -> int:
+        """As that of every Process, but at once; it lets go of the connection too."""
+        code = super().end(grace)
         self._connection.close()
+        return code
 
     def _drain(self) -> None:
         """Read what was printed, to the end or to one pipe's worth; only the start is kept."""

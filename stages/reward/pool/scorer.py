@@ -14,7 +14,7 @@ from quiver.stages.reward.pool.pool import Pool
 from quiver.stages.reward.scoring import Batch, Notice, Part, require_columns
 
 
-class FunctionScorer:
+class FunctionScorer(Function):
     """A reward function. The user's code is imported and called in the pool's processes only."""
 
     def __init__(
@@ -22,32 +22,23 @@ class FunctionScorer:
     ) -> None:
         """`rows`: most rows a call. ConfigError where a shipped function of that name is not there
         or can not be called so."""
-        self.config = config
+        super().__init__(config, rows, notice)
         self.name = config.name
         self._pool = pool
-        self._notice = notice
-        self._function = Function(config, max_rows=rows)
         if config.is_shipped:
-            self._function.about = calls.describe(
+            self.about = calls.describe(
                 shipped(config.use).function, config.name, config.arguments, config.fingerprint
             )
-
-    @property
-    def seconds(self) -> float:
-        """Time in calls so far, summed over processes."""
-        return self._function.seconds
 
     def require(self, columns: Iterable[str]) -> None:
         """ConfigError unless the function exists, can work here, and everything that it needs is
         offered or among `columns`."""
-        about = self._pool.describe(self._function)
+        about = self._pool.describe(self)
         require_columns(f"reward function {self.name}", about.needs, columns)
         if self.config.is_shipped:
-            arguments = self.config.arguments
-            function = shipped(self.config.use)
-            function.check_system(arguments)
-            try:  # on no rows: a wrong argument is told before anything is generated
-                function.function(**dict.fromkeys(about.needs, ()), **arguments)
+            function = shipped(self.config.use).function
+            try:  # on no rows: what can not work here is told before anything is generated
+                function(**dict.fromkeys(about.needs, ()), **self.config.arguments)
             except QuiverError:
                 raise
             except Exception as error:
@@ -59,8 +50,7 @@ class FunctionScorer:
 
     def score(self, batch: Batch) -> list[Part]:
         """One part a row."""
-        rollout_ids = batch["rollout_ids"]
-        about = self._pool.describe(self._function)
+        about = self._pool.describe(self)
         takes = about.takes
         if self.config.is_shipped:  # a column never stands in for one of its settings
             takes = [*about.needs, *shipped(self.config.use).columns]
@@ -69,8 +59,4 @@ class FunctionScorer:
             for name in batch
             if (takes is None or name in takes) and name not in self.config.arguments
         }
-
-        def notice(row: int, part: Part) -> None:
-            self._notice(self.name, rollout_ids[row], part.error)
-
-        return self._pool.run(self._function, columns, len(rollout_ids), notice)
+        return self._pool.run(self, columns, batch["rollout_ids"])

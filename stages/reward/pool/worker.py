@@ -4,14 +4,14 @@ It is started as a file (-P: the files beside it do not stand in for libraries),
 modules by the path that comes with each load. Requests are pickled by the stage, answers are JSON:
 the stage never unpickles what came from a process that ran user's code.
 
-    {"path": sys.path, "load": {key, use, name, arguments, extra}}
-                                                  → {"about": {…}} or {"error": {…}}
+    {"path": sys.path, "key": …, "load": {use, name, arguments, extra}}
+                                                  → {"about": […], "error": {…}}, one of them null
     {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
                                                   → {"parts": [[row, value, error, extra], …],
-                                                     "done": …}
+                                                     "seconds": of the whole call}
 
-The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS; silence
-says that its loop is blocked.
+The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS, all but
+the last with `seconds` null; silence says that its loop is blocked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     os.set_inheritable(connection.fileno(), False)
     # what a process printed before it was killed is to be seen
     sys.stdout.reconfigure(line_buffering=True)
-    functions: dict[str, Any] = {}
+    functions: dict[int, Any] = {}
 
     def send(answer: dict[str, Any]) -> None:
         connection.send_bytes(json.dumps(answer).encode())
@@ -46,70 +46,60 @@ def main() -> None:
             os._exit(0)  # without waiting for threads that a function left
         if "load" in request:
             sys.path[:] = request["path"]
-            send(_load(functions, request["load"]))
+            send(_load(functions, request["key"], **request["load"]))
             continue
         function = functions[request["key"]]
         started = time.monotonic()
-        if function.about.is_async:
-            parts = _call_async(function, request, send)
-        else:
-            parts = _call(function, request)
-        send({"parts": parts, "seconds": time.monotonic() - started, "done": True})
+        parts = _call(function, request, send)
+        send({"parts": parts, "seconds": time.monotonic() - started})
 
 
-def _load(functions: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: Any) -> dict:
     from quiver.schemas.errors import ConfigError, QuiverError, printable
     from quiver.stages.reward.pool import calls
 
-    key = request.pop("key")
     try:
-        functions[key] = calls.load(**request)
+        functions[key] = calls.load(use, name, **options)
+        return {"about": functions[key].about, "error": None}
     except QuiverError as error:
-        return {"error": error.to_dict()}
+        refusal = error
     except BaseException as error:  # SystemExit, say
-        refused = ConfigError(
-            f"reward function {request['name']}",
+        refusal = ConfigError(
+            f"reward function {name}",
             f"can not be loaded: {type(error).__name__}: {printable(error)}",
-            next=f"see what importing {request['use']} does",
+            next=f"see what importing {use} does",
         )
-        return {"error": refused.to_dict()}
-    return {"about": functions[key].about._asdict()}
+    return {"about": None, "error": refusal.to_dict()}
 
 
-def _call(function: Any, request: dict[str, Any]) -> list[list[Any]]:
-    from quiver.stages.reward.pool.calls import call
-
-    parts = call(function, lambda: pickle.loads(request["call"]), request["rows"])
-    return [[row, *part] for row, part in enumerate(parts)]
-
-
-def _call_async(
+def _call(
     function: Any, request: dict[str, Any], send: Callable[[dict[str, Any]], None]
 ) -> list[list[Any]]:
     """The rows that were not sent before."""
-    import asyncio
+    from quiver.stages.reward.pool import calls
 
-    from quiver.stages.reward.pool.calls import call_together
+    if not function.about.is_async:
+        parts = calls.call(function, lambda: pickle.loads(request["call"]), request["rows"])
+        return [[row, *part] for row, part in enumerate(parts)]
+    import asyncio  # slow to import, and most workers do not need it
 
     finished: list[list[Any]] = []
 
-    async def beat() -> None:
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            send({"parts": finished[:], "done": False})
-            finished.clear()
-
     async def work() -> None:
-        beating = asyncio.ensure_future(beat())
-        await call_together(
-            function,
-            pickle.loads(request["call"]),
-            request["rows"],
-            request["at_once"],
-            request["seconds"],
-            lambda row, part: finished.append([row, *part]),
+        rows = asyncio.ensure_future(
+            calls.call_together(
+                function,
+                pickle.loads(request["call"]),
+                request["rows"],
+                request["at_once"],
+                request["seconds"],
+                lambda row, part: finished.append([row, *part]),
+            )
         )
-        beating.cancel()
+        while not (await asyncio.wait({rows}, timeout=BEAT_SECONDS))[0]:
+            send({"parts": finished, "seconds": None})
+            finished.clear()
+        await rows
 
     global _loop  # noqa: PLW0603  one for all calls: what a function keeps open belongs to it
     _loop = _loop or asyncio.new_event_loop()

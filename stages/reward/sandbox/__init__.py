@@ -1,5 +1,5 @@
 """Programs that nobody trusts, run apart: `run_program` here, `remote.run_program` on a server."""
 
-from .run import Finished, Isolation, Limits, check, run_program
+from .run import Finished, Limits, check, run_program
 
-__all__ = ["Finished", "Isolation", "Limits", "check", "run_program"]
+__all__ = ["Finished", "Limits", "check", "run_program"]

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
@@ -29,12 +29,12 @@ class Interpreter(NamedTuple):
     paths: tuple[str, ...]
 
 
-@lru_cache(maxsize=8)
+@cache
 def find(python: str = "") -> Interpreter:
     """This interpreter with the standard library alone, or `python` with all that is installed in
     its environment."""
     if not python:
-        executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+        executable = os.path.realpath(sys._base_executable)
         # not of a virtual environment around it
         base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
         paths = [sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")]
@@ -67,4 +67,4 @@ def _shown(paths: list[str], library_folder: str | None) -> tuple[str, ...]:
     shown = set()
     for path in (*paths, *libraries, *_SYSTEM):
         shown.update(filter(os.path.exists, (path, os.path.realpath(path))))
-    return tuple(sorted(shown))
+    return tuple(shown)

@@ -19,7 +19,7 @@ import asyncio
 import json
 import time
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cache
 
 from pydantic import BaseModel
 
@@ -73,27 +73,25 @@ def run_program(
     config = parse(ServerConfig, server, "sandbox_url")
     transport = Transport(config, [url], secret(token, "sandbox_token"))
     request = {"language": "python", "code": program, "stdin": stdin, "limits": asdict(limits)}
+
+    async def ask() -> Answer:
+        async with transport.connection() as connection:
+            body = json.dumps(request).encode()
+            return await transport.ask(
+                connection, body, digest(request), lambda raw: read_as(Answer, read_json(raw))
+            )
+
     started = time.monotonic()
     try:
-        answer = asyncio.run(_ask(transport, request))
-    except FailedError as error:
-        raise _remote_error(url, str(error)) from None
-    except RemoteError as error:
-        raise _remote_error(url, error.message) from None
+        answer = asyncio.run(ask())
+    except (FailedError, RemoteError) as error:
+        raise _remote_error(url, getattr(error, "message", str(error))) from None
     killed_by = "time" if answer.timed_out else None
     elapsed = time.monotonic() - started
     return Finished(answer.exit_code, answer.stdout, answer.stderr, killed_by, elapsed)
 
 
-async def _ask(transport: Transport, request: dict) -> Answer:
-    async with transport.connection() as connection:
-        body = json.dumps(request).encode()
-        return await transport.ask(
-            connection, body, digest(request), lambda raw: read_as(Answer, read_json(raw))
-        )
-
-
-@lru_cache(maxsize=8)
+@cache
 def check(url: str, token: str) -> None:
     """RemoteError unless the server runs a program that does nothing."""
     finished = run_program("print('ready')", url=url, token=token)

@@ -33,8 +33,8 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -45,7 +45,6 @@ from . import interpreter
 
 Isolation = Literal["full", "process"]
 _LAUNCHER = Path(__file__).with_name("launcher")
-_MIB = 1 << 20
 # beyond the program's own limit; the launcher gives up by itself before that
 _PATIENCE_SECONDS = 90
 # What a script expects of `python script.py` and -S leaves out (-S keeps installed packages out of
@@ -151,22 +150,20 @@ def run_program(
     place = nullcontext("")
     if isolation == "process":
         place = tempfile.TemporaryDirectory(prefix="quiver-", ignore_cleanup_errors=True)
-    chosen = interpreter.find(python)
     with place as folder:
-        return _launch(_job(program, stdin, limits, chosen, folder), limits)
+        return _launch(_job(program, stdin, limits, python, folder), limits)
 
 
-def _job(
-    program: str, stdin: str, limits: Limits, chosen: interpreter.Interpreter, folder: str
-) -> dict[str, Any]:
+def _job(program: str, stdin: str, limits: Limits, python: str, folder: str) -> dict[str, Any]:
     """What the launcher is told; `folder` is empty for isolation "full"."""
-    home = os.path.join(folder or "/", "tmp")
+    command, paths = interpreter.find(python)
+    home = f"{folder}/tmp"
     if folder:
         os.mkdir(home)
     return {
         "full": not folder,
-        "command": [*chosen.command, "-c", _START],
-        "paths": list(chosen.paths),
+        "command": [*command, "-c", _START],
+        "paths": paths,
         "environment": {
             "PATH": "/usr/bin:/bin",
             "HOME": home,
@@ -182,12 +179,8 @@ def _job(
         "cwd": home,
         "program": program.encode(errors="surrogatepass"),
         "stdin": stdin.encode(errors="surrogatepass"),
-        "seconds": float(limits.seconds),
         "cpu_seconds": math.ceil(limits.seconds),
-        "memory_bytes": limits.memory_mib * _MIB,
-        "tmp_bytes": limits.files_mib * _MIB,
-        "processes": limits.processes,
-        "open_files": limits.open_files,
+        **asdict(limits),
     }
 
 
@@ -220,18 +213,20 @@ def _launch(job: dict[str, Any], limits: Limits) -> Finished:
         raise _failed(f"its launcher died with exit code {code}: {printable(stderr_text)}")
     report = marshal.loads(answer)
     if "refused" in report:
-        layer, number, why = report["refused"]
-        if number == errno.ENOSPC:
+        layer, number = report["refused"]
+        why = os.strerror(int(number))
+        if int(number) == errno.ENOSPC:
             why = "none are left, or none allowed, by /proc/sys/user"
         raise _refused(layer, why)
     if "failed" in report:
-        raise _failed(printable(report["failed"]))
-    code = report["exit_code"]
+        raise _failed(printable(report["failed"][0]))
+    code = int(report["ended"][0])
     killed_by = report["killed_by"]
     if killed_by is None and code < 0:
         killed_by = "cpu" if -code == signal.SIGXCPU else signal.Signals(-code).name
-    stdout_text = stdout.decode(errors="replace")
-    return Finished(code, stdout_text, stderr_text, killed_by, report["seconds"])
+    return Finished(
+        code, stdout.decode(errors="replace"), stderr_text, killed_by, report["seconds"]
+    )
 
 
 def _read(pipes: list[BinaryIO], limits: Limits) -> list[bytes]:
@@ -271,7 +266,7 @@ def _refused(layer: str, why: str) -> SecurityError:
     )
 
 
-@lru_cache(maxsize=8)
+@cache
 def check(isolation: Isolation = "full", python: str = "") -> None:
     """Run a program that does nothing. SecurityError where a layer is missing."""
     finished = run_program("print('ready')", isolation=isolation, python=python)

@@ -32,13 +32,12 @@ def _pairs(mapping):
     return [list(pair) for pair in mapping.items()]
 
 
-def _maker(name, constructor=None):
+def _maker(name):
     """What makes a value of a standard type, whose module is loaded only when one comes."""
-    module, _, kind = name.rpartition(".")
+    module, _, attributes = name.partition(".")
 
     def make(*parts):
-        cls = getattr(__import__(module), kind)
-        return (getattr(cls, constructor) if constructor else cls)(*parts)
+        return operator.attrgetter(attributes)(__import__(module))(*parts)
 
     return make
 
@@ -53,7 +52,7 @@ _TYPES = {
     "builtins.dict": (_pairs, dict),
     "builtins.bytes": (bytes.hex, bytes.fromhex),
     "builtins.bytearray": (bytearray.hex, bytearray.fromhex),
-    "builtins.complex": (lambda number: [number.real, number.imag], lambda pair: complex(*pair)),
+    "builtins.complex": (str, complex),
     "builtins.range": (lambda r: [r.start, r.stop, r.step], lambda ends: range(*ends)),
     "collections.deque": (list, _maker("collections.deque")),
     "collections.Counter": (_pairs, dict),
@@ -61,8 +60,8 @@ _TYPES = {
     "collections.defaultdict": (_pairs, dict),
     "decimal.Decimal": (str, _maker("decimal.Decimal")),
     "fractions.Fraction": (str, _maker("fractions.Fraction")),
-    "datetime.date": (str, _maker("datetime.date", "fromisoformat")),
-    "datetime.datetime": (str, _maker("datetime.datetime", "fromisoformat")),
+    "datetime.date": (str, _maker("datetime.date.fromisoformat")),
+    "datetime.datetime": (str, _maker("datetime.datetime.fromisoformat")),
     "datetime.timedelta": (
         lambda time: [time.days, time.seconds, time.microseconds],
         lambda numbers: _maker("datetime.timedelta")(*numbers),
@@ -97,12 +96,6 @@ class Remote:
                 argument.update(after)
         return returned
 
-    def __getattr__(self, name):
-        return self._wire.ask("getattr", self, name)
-
-    def __setattr__(self, name, member):
-        self._wire.ask("setattr", self, name, member)
-
     def __hash__(self):
         return self._number
 
@@ -128,7 +121,7 @@ def _ask(name):
     return lambda self, *operands: self._wire.ask(name, self, *operands)
 
 
-_ASKED = ("getitem", "setitem", "len", "iter", "next", "str", "repr", "bool")
+_ASKED = ["getattr", "setattr", "getitem", "setitem", "len", "iter", "next", "str", "repr", "bool"]
 for _name in _ASKED:
     setattr(Remote, f"__{_name}__", _ask(_name))
 for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
@@ -268,10 +261,7 @@ def program(read, write):
         return [returned, [None if wire.pack(arg) == packed else arg for arg, packed in pairs]]
 
     operations = {
-        name: getattr(builtins, name, None) or getattr(operator, name)
-        for name in (*_ASKED, "getattr", "setattr")
-    }
-    operations |= {
+        **{name: getattr(builtins, name, None) or getattr(operator, name) for name in _ASKED},
         "load": load,
         "names": lambda asked: {name: names[name] for name in asked if name in names},
         "entry": entry,

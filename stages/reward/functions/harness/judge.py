@@ -8,10 +8,10 @@ So `assert f(2) == 4` compares plain values here, whatever the program did to `=
 to its own exit. The program may call the functions that a test hands it, and can do nothing else to
 this process.
 
-Stdin: JSON `{"program", "tests", "calls", "entry", "seconds", "all", "candidate"}`, the last being
-the text of candidate.py. Stdout: how many tests there are (or why there are none), before the
-program is loaded; then, as they end, one 1 or 0 for each. Those that are missing at the end were
-not passed.
+Stdin: JSON `{"program", "text", "calls", "entry", "seconds", "all", "candidate"}`; the tests are
+`text` or `calls`, and `candidate` is the text of candidate.py. Stdout: how many tests there are (or
+why there are none), before the program is loaded; then, as they end, one 1 or 0 for each. Those
+that are missing at the end were not passed.
 """
 
 import ast
@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import types
+from functools import partial
 
 
 class TimeUp(BaseException):
@@ -46,7 +47,9 @@ def ring(number, frame):
 def judge(job, say):
     """Run the tests of a job; `say` takes the verdicts as text."""
     try:
-        steps, names = plan_calls(job) if job["calls"] else plan_statements(job)
+        steps, names = plan_statements(job)
+        if job["calls"]:
+            steps = [(partial(compare_value, *call), True) for call in job["calls"]]
         num_tests = sum(is_test for _, is_test in steps)
         if not num_tests:
             raise ValueError(
@@ -58,9 +61,9 @@ def judge(job, say):
     say(f"{num_tests}\n")
     wire = start_program(job["candidate"])
     space = {"__name__": "__tests__"}
-    passed, in_time = attempt(lambda: enter(wire, job, names, space), job["seconds"])
+    passed, in_time = attempt(job["seconds"], enter, wire, job, names, space)
     for step, is_test in steps if passed else ():
-        passed, in_time = attempt(lambda step=step: step(space), job["seconds"])
+        passed, in_time = attempt(job["seconds"], step, space)
         passed = passed and not wire.ended  # a test may catch anything
         if is_test:
             say("01"[passed])
@@ -110,11 +113,11 @@ def enter(wire, job, names, space):
     sys.modules["solution"].__getattr__ = attribute
 
 
-def attempt(step, seconds):
+def attempt(seconds, step, *arguments):
     """Whether the step passed, and whether it ended in time."""
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        step()
+        step(*arguments)
         return True, True
     except TimeUp:
         return False, False
@@ -125,16 +128,9 @@ def attempt(step, seconds):
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def plan_calls(job):
-    """One step a call: its value must be what is expected, where lists and tuples are the same."""
-
-    def step(args, expected):
-        def run(space):
-            assert same(space["candidate"](*args)) == same(expected), "another value was expected"
-
-        return run
-
-    return [(step(*call), True) for call in job["calls"]], set()
+def compare_value(args, expected, space):
+    """A call's value must be what is expected, where lists and tuples are the same."""
+    assert same(space["candidate"](*args)) == same(expected), "another value was expected"
 
 
 def same(plain):
@@ -152,7 +148,7 @@ def plan_statements(job):
     Counted are statements that hold an assert or call a function of the tests' own, and those
     functions.
     """
-    tree = ast.parse(job["tests"])
+    tree = ast.parse(job["text"])
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     steps = []
     called = set()
@@ -160,11 +156,10 @@ def plan_statements(job):
         code = compile(ast.Module([node], []), "<tests>", "exec")
         is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         name = getattr(node.value.func, "id", None) if is_call else None
-        if name in functions:
-            called.add(name)
+        called.add(name)
         defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         asserts = not defines and any(isinstance(child, ast.Assert) for child in ast.walk(node))
-        steps.append((lambda space, code=code: exec(code, space), asserts or name in functions))
+        steps.append((partial(exec, code), asserts or name in functions))
     for name, node in functions.items():
         if name.startswith("test_") and name not in called and not node.args.args:
             steps.append((lambda space, name=name: space[name](), True))

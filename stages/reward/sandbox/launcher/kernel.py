@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 
 NEWNS = 0x20000
 NEWUTS = 0x4000000
@@ -58,23 +59,16 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags))
 
 
-def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """mount(2); `kind` None for bind mounts and changes of propagation."""
-    kind = kind and kind.encode()
-    flags = ctypes.c_ulong(flags)
-    _check(_libc.mount(source.encode(), target.encode(), kind, flags, options.encode()))
-
-
-class _MountAttr(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """mount(2); `kind` is empty for bind mounts and changes of propagation."""
+    names = (source.encode(), target.encode(), kind.encode())
+    _check(_libc.mount(*names, ctypes.c_ulong(flags), options.encode()))
 
 
 def restrict(target: str, attributes: int) -> None:
     """Add attributes to the mount at `target` and to all mounts below it (Linux 5.12)."""
-    attr = _MountAttr(attributes, 0, 0, 0)
-    path = ctypes.c_char_p(target.encode())
-    size = ctypes.c_size_t(ctypes.sizeof(attr))
-    arguments = (_AT_FDCWD, path, _AT_RECURSIVE, ctypes.byref(attr), size)
+    attr = struct.pack("=4Q", attributes, 0, 0, 0)  # to set, to clear, propagation, user namespace
+    arguments = (_AT_FDCWD, target.encode(), _AT_RECURSIVE, attr, ctypes.c_size_t(len(attr)))
     _check(_libc.syscall(_SYS_MOUNT_SETATTR, *arguments))
 
 
@@ -133,5 +127,4 @@ class _Program(ctypes.Structure):
 def filter_calls(instructions: bytes) -> None:
     """Put a seccomp filter (classic BPF) on this process and all its descendants."""
     program = _Program(len(instructions) // 8, instructions)
-    address = ctypes.cast(ctypes.byref(program), ctypes.c_void_p).value
-    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, address)
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(program))

@@ -15,21 +15,21 @@ import kernel
 HOST = "/.host"
 
 
-def build(paths: list[str], tmp_bytes: int) -> None:
-    """Replace the root. `paths`: folders, files and symbolic links of the host, to be found at the
-    same place."""
+def build(paths: list[str], tmp_mib: int) -> None:
+    """Replace the root. `paths`: folders, files and symbolic links of the host, each once, to be
+    found at the same place."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", flags, "mode=755,nr_inodes=4096")
     os.mkdir("/tmp" + HOST)
     kernel.pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
     os.mkdir("/tmp")  # before what is shown: an interpreter may lie below the host's /tmp
-    options = f"mode=1777,size={tmp_bytes},nr_inodes=1024"
+    options = f"mode=1777,size={tmp_mib}m,nr_inodes=1024"
     kernel.mount("tmpfs", "/tmp", "tmpfs", flags | kernel.MS_NOEXEC, options)
     shown: list[str] = []
     for path in sorted(paths):
-        if not any(path == folder or path.startswith(folder + "/") for folder in shown):
+        if not any(path.startswith(folder + "/") for folder in shown):
             _show(path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
             shown.append(path)
     for device in ("null", "zero", "random", "urandom"):
@@ -42,7 +42,7 @@ def seal() -> None:
     kernel.detach(HOST)
     os.rmdir(HOST)
     flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
+    kernel.mount("none", "/", "", kernel.MS_REMOUNT | kernel.MS_BIND | flags)
 
 
 def _show(path: str, attributes: int) -> None:
@@ -55,5 +55,5 @@ def _show(path: str, attributes: int) -> None:
         os.mkdir(path)
     else:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
-    kernel.mount(source, path, None, kernel.MS_BIND | kernel.MS_REC)
+    kernel.mount(source, path, "", kernel.MS_BIND | kernel.MS_REC)
     kernel.restrict(path, attributes)

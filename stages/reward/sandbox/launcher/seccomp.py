@@ -14,7 +14,6 @@ linux/filter.h.
 
 from __future__ import annotations
 
-import os
 import struct
 
 # name, number on x86_64, number on aarch64 (- where there is no such call)
@@ -82,14 +81,8 @@ ioperm 173 -
 modify_ldt 154 -
 uselib 134 -
 """
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# numbers in the same order, of calls that are looked at more closely
-_IOCTL = (16, 29)
-_SOCKET = (41, 198)
-_SOCKETPAIR = (53, 199)
-_CLONE = (56, 220)
-_PRLIMIT = (302, 261)
-_CLONE3 = (435, 435)
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Those for which there is a filter, as uname names them."""
 _NAMESPACES = 0x7E020000  # CLONE_NEW*, without CLONE_NEWTIME, whose bit is a signal's in clone
 _AF_UNIX = 1
 _TIOCSTI = 0x5412
@@ -112,17 +105,12 @@ _ARCH = 4
 _ARGUMENTS = 16
 
 
-def supported() -> bool:
-    """Whether there is a filter for this machine's architecture."""
-    return os.uname().machine in _ARCHITECTURES
-
-
 def program(machine: str) -> bytes:
-    """The filter for an architecture, as uname names it; 8 bytes an instruction."""
-    column = list(_ARCHITECTURES).index(machine)
+    """The filter for one of ARCHITECTURES; 8 bytes an instruction."""
+    column = list(ARCHITECTURES).index(machine)
     code = [
         _op(_LOAD, _ARCH),
-        _op(_EQUAL, _ARCHITECTURES[machine], 1, 0),
+        _op(_EQUAL, ARCHITECTURES[machine], 1, 0),
         _op(_RETURN, _KILL),
         _op(_LOAD, _NUMBER),
     ]
@@ -132,13 +120,18 @@ def program(machine: str) -> bytes:
         number = row.split()[1 + column]
         if number != "-":
             code += _when(int(number), [_op(_RETURN, _EPERM)])
-    code += _when(_CLONE3[column], [_op(_RETURN, _ENOSYS)])
-    code += _when(_CLONE[column], _refuse(0, [_op(_ANY_BIT, _NAMESPACES, 0, 1)]))
-    for numbers in (_SOCKET, _SOCKETPAIR):
-        code += _when(numbers[column], _allow(0, _AF_UNIX))
-    code += _when(_PRLIMIT[column], _allow(0, 0))
-    terminal = [_op(_EQUAL, _TIOCSTI, 1, 0), _op(_EQUAL, _TIOCLINUX, 0, 1)]
-    code += _when(_IOCTL[column], _refuse(1, terminal))
+    for numbers, block in (  # in the order of ARCHITECTURES
+        ((435, 435), [_op(_RETURN, _ENOSYS)]),  # clone3
+        ((56, 220), _refuse_unless(0, _op(_ANY_BIT, _NAMESPACES, 0, 1))),  # clone
+        ((41, 198), _refuse_unless(0, _op(_EQUAL, _AF_UNIX, 1, 0))),  # socket
+        ((53, 199), _refuse_unless(0, _op(_EQUAL, _AF_UNIX, 1, 0))),  # socketpair
+        ((302, 261), _refuse_unless(0, _op(_EQUAL, 0, 1, 0))),  # prlimit64, of the process itself
+        (
+            (16, 29),  # ioctl
+            _refuse_unless(1, _op(_EQUAL, _TIOCSTI, 1, 0), _op(_EQUAL, _TIOCLINUX, 0, 1)),
+        ),
+    ):
+        code += _when(numbers[column], block)
     return b"".join([*code, _op(_RETURN, _ALLOW)])
 
 
@@ -152,13 +145,7 @@ def _when(number: int, block: list[bytes]) -> list[bytes]:
     return [_op(_EQUAL, number, 0, len(block)), *block]
 
 
-def _allow(index: int, allowed: int) -> list[bytes]:
-    """Allow a call whose argument `index` is this; refuse all others."""
-    test = _op(_EQUAL, allowed, 0, 1)
-    return [_op(_LOAD, _ARGUMENTS + 8 * index), test, _op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
-
-
-def _refuse(index: int, tests: list[bytes]) -> list[bytes]:
-    """Refuse a call whose argument `index` the tests find; allow all others."""
+def _refuse_unless(index: int, *tests: bytes) -> list[bytes]:
+    """Refuse a call unless the tests of its argument `index` jump over the refusal."""
     load = _op(_LOAD, _ARGUMENTS + 8 * index)
     return [load, *tests, _op(_RETURN, _EPERM), _op(_RETURN, _ALLOW)]

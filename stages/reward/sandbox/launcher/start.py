@@ -29,21 +29,18 @@ _EXHAUSTED = (11, 12, 23, 24)  # EAGAIN, ENOMEM, ENFILE, EMFILE: a want of means
 
 
 class Refused(Exception):
-    """A layer that the system does not permit."""
+    """A layer that the system does not permit, and the errno that it gave."""
 
 
-class layer:
-    """What the system refuses inside is refused under this name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, OSError) and error.errno not in _EXHAUSTED:
-            raise Refused(self.name, error.errno, error.strerror) from error
+def set_up(layer: str, call, *arguments) -> None:
+    """Call what sets up a layer; what the system refuses there is refused under the layer's
+    name."""
+    try:
+        call(*arguments)
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise
+        raise Refused(layer, error.errno) from error
 
 
 def main(report: int, lifeline: int) -> None:
@@ -57,7 +54,7 @@ def main(report: int, lifeline: int) -> None:
     except Refused as error:
         outcome = {"refused": error.args}
     except OSError as error:
-        outcome = {"failed": str(error)}
+        outcome = {"failed": [str(error)]}
     try:
         os.write(report, marshal.dumps(outcome))
     except BrokenPipeError:  # whoever asked is gone, and can not tidy up
@@ -94,8 +91,6 @@ def _unshare(privileged: bool) -> None:
     write the ids' map."""
     go, tell = os.pipe()
     owner = os.getpid()
-    user = os.geteuid()
-    group = os.getegid()
     mapper = os.fork()
     if mapper == 0:
         os.close(tell)
@@ -105,31 +100,24 @@ def _unshare(privileged: bool) -> None:
         if not privileged:  # any other user is shown as nobody
             maps = {
                 "setgroups": "deny",
-                "uid_map": f"{NOBODY} {user} 1\n",
-                "gid_map": f"{NOBODY} {group} 1\n",
+                "uid_map": f"{NOBODY} {os.geteuid()} 1\n",
+                "gid_map": f"{NOBODY} {os.getegid()} 1\n",
             }
         os._exit(_map_ids(go, owner, maps))
     os.close(go)
     try:
-        with layer("user namespace"):
-            kernel.unshare(kernel.NEWUSER)
+        set_up("user namespace", kernel.unshare, kernel.NEWUSER)
         os.write(tell, b"1")
     finally:
         os.close(tell)
-        status = os.waitpid(mapper, 0)[1]
-    if status:
-        number = os.waitstatus_to_exitcode(status)
-        raise Refused("uid of its own (user namespace)", number, os.strerror(abs(number)))
-    for name, flag in (
-        ("network namespace", kernel.NEWNET),
-        ("IPC namespace", kernel.NEWIPC),
-        ("UTS namespace", kernel.NEWUTS),
-        ("process namespace", kernel.NEWPID),
-    ):
-        with layer(name):
-            kernel.unshare(flag)
-    with layer("UTS namespace"):
-        kernel.hostname("sandbox")
+        number = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
+    if number:
+        raise Refused("uid of its own (user namespace)", abs(number))
+    set_up("network namespace", kernel.unshare, kernel.NEWNET)
+    set_up("IPC namespace", kernel.unshare, kernel.NEWIPC)
+    set_up("UTS namespace", kernel.unshare, kernel.NEWUTS)
+    set_up("UTS namespace", kernel.hostname, "sandbox")
+    set_up("process namespace", kernel.unshare, kernel.NEWPID)
 
 
 def _map_ids(go: int, owner: int, maps: dict[str, str]) -> int:
@@ -171,21 +159,17 @@ def _first_process(job: dict, tell: int) -> str:
     kernel.hide_memory()
     os.umask(0o022)
     if job["full"]:
-        with layer("mount namespace"):
-            kernel.unshare(kernel.NEWNS)
-        with layer("file system of its own"):
-            root.build(job["paths"], job["tmp_bytes"])
+        set_up("mount namespace", kernel.unshare, kernel.NEWNS)
+        set_up("file system of its own", root.build, job["paths"], job["files_mib"])
     program = job["folder"] + "/program.py"
-    with open(program, "wb") as file:
-        file.write(job["program"])
     stdin_path = job["folder"] + "/stdin"
-    with open(stdin_path, "wb") as file:
-        file.write(job["stdin"])
+    for path, content in ((program, job["program"]), (stdin_path, job["stdin"])):
+        with open(path, "wb") as file:
+            file.write(content)
     stdin = os.open(stdin_path, os.O_RDONLY)
     os.unlink(stdin_path)
     if job["full"]:
-        with layer("file system of its own"):
-            root.seal()
+        set_up("file system of its own", root.seal)
     hear, fault = os.pipe()
     child = _fork(fault, _become, job, program, stdin)
     os.close(fault)
@@ -206,31 +190,32 @@ def _become(job: dict, program: str, stdin: int) -> None:
     os.dup2(stdin, 0)
     os.umask(0o077)
     os.chdir(job["cwd"])
-    with layer("limits"):
-        _limit(job)
+    set_up("limits", _limit, job)
     if job["full"]:
-        with layer("dropped uid"):
-            kernel.drop_bounding_set()
-            if job["privileged"]:
-                os.setgroups([])
-                os.setresgid(NOBODY, NOBODY, NOBODY)
-                os.setresuid(NOBODY, NOBODY, NOBODY)
-            kernel.drop_capabilities()
-    with layer("no new privileges"):
-        kernel.no_new_privileges()
-    if job["full"] and seccomp.supported():
-        with layer("seccomp filter"):
-            kernel.filter_calls(seccomp.program(os.uname().machine))
+        set_up("dropped uid", _become_nobody, job["privileged"])
+    set_up("no new privileges", kernel.no_new_privileges)
+    machine = os.uname().machine
+    if job["full"] and machine in seccomp.ARCHITECTURES:
+        set_up("seccomp filter", kernel.filter_calls, seccomp.program(machine))
     os.execve(job["command"][0], [*job["command"], program], job["environment"])
+
+
+def _become_nobody(privileged: bool) -> None:
+    kernel.drop_bounding_set()
+    if privileged:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    kernel.drop_capabilities()
 
 
 def _limit(job: dict) -> None:
     """Limits of each process; the number of processes only where the user namespace counts them
     apart from others."""
     limits = {
-        resource.RLIMIT_AS: job["memory_bytes"],
+        resource.RLIMIT_AS: job["memory_mib"] << 20,
         resource.RLIMIT_CORE: 1,  # at 0 the kernel still pipes a core to a handler of the host's
-        resource.RLIMIT_FSIZE: job["tmp_bytes"],
+        resource.RLIMIT_FSIZE: job["files_mib"] << 20,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_NOFILE: job["open_files"],

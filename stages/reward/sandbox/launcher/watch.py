@@ -1,9 +1,10 @@
 """What the launcher does while a program runs: hear how it ended, or end it; either way nobody is
 left.
 
-The first process of the sandbox tells by lines: `started`, `ended|CODE`, `refused|LAYER|ERRNO|WHY`,
-`failed|WHY`. The clock of the program starts when its interpreter is executed, so a slow start of
-the sandbox is never the program's fault.
+The first process of the sandbox tells by lines: `started`, `ended|CODE`, `refused|LAYER|ERRNO`,
+`failed|WHY`. The launcher's report says the last of them as a dict, `{"ended": [CODE], …}`, with
+`seconds` and `killed_by`. The clock of the program starts when its interpreter is executed, so a
+slow start of the sandbox is never the program's fault.
 """
 
 from __future__ import annotations
@@ -38,27 +39,19 @@ def until_it_ends(job: dict, first: int, news: int, lifeline: int) -> dict:
             for line in lines:
                 kind, *details = line.decode(errors="replace").split("|")
                 if kind != "started":
-                    return _report(kind, details, now - (started or now))
+                    return {kind: details, "seconds": now - (started or now), "killed_by": None}
                 started = now
             if not chunk:
-                return {"failed": "the first process of the sandbox died"}
+                return {"failed": ["the first process of the sandbox died"]}
         if lifeline in ready:
-            return {"failed": "the process that asked is gone"}
+            return {"failed": ["the process that asked is gone"]}
         if started is None:
             if now - launched > START_SECONDS:
-                return {"failed": f"the sandbox did not start within {START_SECONDS} s"}
+                return {"failed": [f"the sandbox did not start within {START_SECONDS} s"]}
         elif now - started > job["seconds"]:
-            return _report("ended", [-_SIGKILL], now - started, "time")
-        elif _bytes_below(first) > job["memory_bytes"]:
-            return _report("ended", [-_SIGKILL], now - started, "memory")
-
-
-def _report(kind: str, details: list, seconds: float, killed_by: str | None = None) -> dict:
-    if kind == "ended":
-        return {"exit_code": int(details[0]), "killed_by": killed_by, "seconds": seconds}
-    if kind == "refused":
-        return {"refused": (details[0], int(details[1]), details[2])}
-    return {"failed": details[0]}
+            return {"ended": [-_SIGKILL], "seconds": now - started, "killed_by": "time"}
+        elif _bytes_below(first) > job["memory_mib"] << 20:
+            return {"ended": [-_SIGKILL], "seconds": now - started, "killed_by": "memory"}
 
 
 def _bytes_below(pid: int) -> int:
