@@ -34,7 +34,7 @@ from .evaluation import measure, require_held_out
 from .pages import link_report
 from .pages.events import announce_move, payload_of
 from .placement import check_placement, require_server
-from .post_train import Iteration, choose_reference, sample, update
+from .post_train import Iteration, improve
 from .promotion import decide, entry_of, judge
 from .recipe import Data, Recipe
 from .tasks import perform, tagged
@@ -95,7 +95,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
                 ).ref
                 in_use = _policy_in_use(tonight, base)
                 baseline = measure(tonight.recipe, in_use, tonight.first - 1)
-                iterations = _improve(tonight, in_use, base)
+                iterations = improve(tonight.recipe, in_use, base, first=tonight.first)
                 entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
             link_report(recipe)
     finally:
@@ -134,6 +134,7 @@ def begin(recipe: Recipe, name: str) -> Night:
         "data": parse(Data, json.loads(section), "data"),
         "iterations": first + recipe.iterations - 1,
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
+        "overlap": 0,
     }
     return Night(name, f"night {name}", recipe.model_copy(update=update), store, first)
 
@@ -175,24 +176,6 @@ def _policy_in_use(night: Night, base: str) -> str:
     )
     announce_move(tag, entry)
     return entry.ref
-
-
-def _improve(night: Night, policy: str, base: str) -> list[Iteration]:
-    """The night's iterations, from `policy` on. Replay and a reference that moves stay within the
-    night; a fixed one is `base`."""
-    recipe = night.recipe
-    policies = [policy]
-    reference = None
-    iterations: list[Iteration] = []
-    for number in range(night.first, recipe.iterations + 1):
-        references = [base] if recipe.reference.rule == "fixed" else policies
-        reference = choose_reference(recipe, references, 1 + len(iterations), reference)
-        newest_first = iterations[: -recipe.optimize.replay - 1 : -1]
-        sampled = sample(recipe, policies[-1], number)
-        iteration = update(recipe, policies[-1], reference, sampled, (), newest_first)
-        iterations.append(iteration)
-        policies.append(iteration.policy)
-    return iterations
 
 
 def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:

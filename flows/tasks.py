@@ -101,7 +101,7 @@ def perform(
         stage: Its name.
         config: Its config.
         refs: References by role.
-        label: What logs call it. Default: stage and iteration.
+        label: What logs call it. Default: stage and iteration, `generate 2/5`.
         into: Run that the version belongs to. None: the recipe's.
         force: Do it anew, even where a finished version exists. A forced stage is not retried,
             since what it made before it failed would be made again.
@@ -109,7 +109,7 @@ def perform(
         next_configs: Of the stages that come next; their processes import what they need while this
             one runs.
     """
-    label = label or f"{stage} {iteration}"
+    label = label or f"{stage} {iteration}/{recipe.iterations}"
     call = stage_call(recipe, stage, config, refs, label=label, into=into, force=force)
     placement = recipe.placement
     retries = 0 if force else placement.retries
