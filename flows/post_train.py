@@ -35,7 +35,6 @@ from prefect import flow
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.prewarm import end_prewarmed
 from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.logprobs.average import Config as AverageConfig
 
@@ -113,11 +112,8 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     # a user's own algorithm is told what is wrong with it before anything is made
     recipe.optimize_config().resolved()
     check_placement(recipe)
-    try:
-        with tagged(recipe):
-            return _run_iterations(recipe.resolved(), forced)
-    finally:
-        end_prewarmed()
+    with tagged(recipe):
+        return _run_iterations(recipe.resolved(), forced)
 
 
 def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
