@@ -11,7 +11,6 @@ would look for elsewhere.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import fields
@@ -82,23 +81,18 @@ class StageCall(Config):
         where the stage can be, unless it is forced."""
         store = Store(self.store)
         share = getattr(load(self.stage), "SHARED", False) and not self.force
-        update = {"store": str(store.path), "store_id": _store_id(store), "share": share}
+        update = {"store": str(store.path), "store_id": store.id, "share": share}
         return self.model_copy(update=update)
 
     def require_store(self) -> None:
         """ConfigError where this host has another store at the path, or none."""
-        store_id = _store_id(Store(self.store, create=False))
+        store_id = Store(self.store, create=False).id
         if self.store_id not in ("", store_id):
             raise ConfigError(
                 f"store {self.store}",
                 f"id expected {self.store_id}, found {store_id}: this host has another store there",
                 next="mount the same folder at this path on every host",
             )
-
-
-def _store_id(store: Store) -> str:
-    """What tells this store from every other."""
-    return json.loads((store.path / "store.json").read_bytes()).get("id", "")
 
 
 def stage_call(
