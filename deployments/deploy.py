@@ -88,7 +88,7 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
                 next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
             )
         resolved = _seen_from(recipe, pools, where.folder)
-        deployments = list(_deployments(resolved, where, pools))
+        deployments = [_versioned(entry) for entry in _deployments(resolved, where, pools)]
         entries = [
             {
                 "name": deployment.full_name,
@@ -181,13 +181,11 @@ def _deployments(
     """The recipe's own flow first, then `stage/POOL` of each pool that [placement] names."""
     work = _work(pools[where.pool], where)
     parameters = parameters_of(recipe)
-    yield _versioned(described(flow_of(recipe), recipe.run, where, parameters=parameters, **work))
+    yield described(flow_of(recipe), recipe.run, where, parameters=parameters, **work)
     for name in dict.fromkeys(recipe.placement.pools.values()):
         work = _work(pools[name], where)
-        yield _versioned(
-            RunnerDeployment.from_flow(
-                stage, name=name, tags=[TAG], entrypoint_type=EntrypointType.MODULE_PATH, **work
-            )
+        yield RunnerDeployment.from_flow(
+            stage, name=name, tags=[TAG], entrypoint_type=EntrypointType.MODULE_PATH, **work
         )
 
 
@@ -195,16 +193,17 @@ def _work(pool: WorkPool, where: Where) -> dict[str, Any]:
     """Which pool, and the job variables over its own: the image, and heartbeats, which the worker
     puts beside the environment that the pool has by then."""
     env = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS)}
-    if pool.type == _LOCAL:
-        return {"work_pool_name": pool.name, "job_variables": {"env": env}}
-    image = where.image or _default(pool, "image") or ""
-    if not image or image.startswith("prefecthq/"):
-        raise ConfigError(
-            f"work pool {pool.name}",
-            f"is of type {pool.type} and names no image with Quiver in it",
-            next="build deployments/Dockerfile, then give its name: --image NAME",
-        )
-    return {"work_pool_name": pool.name, "job_variables": {"env": env, "image": image}}
+    variables: dict[str, Any] = {"env": env}
+    if pool.type != _LOCAL:
+        image = where.image or _default(pool, "image") or ""
+        if not image or image.startswith("prefecthq/"):
+            raise ConfigError(
+                f"work pool {pool.name}",
+                f"is of type {pool.type} and names no image with Quiver in it",
+                next="build deployments/Dockerfile, then give its name: --image NAME",
+            )
+        variables["image"] = image
+    return {"work_pool_name": pool.name, "job_variables": variables}
 
 
 def _versioned(deployment: RunnerDeployment) -> RunnerDeployment:

@@ -21,13 +21,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quiver.flows.recipe import Recipe
+from quiver.flows.recipe import NIGHT, Recipe
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import parse
 from quiver.stages.prompt.sources import SUFFIXES
 
-NIGHT = "{night}"
-"""In [data]: a nightly run puts its name there, so the file may be yet to come."""
 Paths = dict[str, Path]
 """Absolute paths by the key that names them, such as `data.source`."""
 
@@ -53,6 +51,7 @@ def resolve(
                 continue
             paths[name] = path
             holder[last] = f"{path}{function}"
+            # a file that is named after a night may be yet to come
             if must_exist and name != "store" and NIGHT not in str(path) and not path.exists():
                 raise ConfigError(
                     f"{name} {printable(path)}",
@@ -73,21 +72,16 @@ def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
         Path("/root"),
     )
     for name, path in paths.items():
-        private = next(
-            (
-                folder
-                for folder in private_folders
-                if folder != Path("/") and path.is_relative_to(folder)
-            ),
-            None,
-        )
-        if private and not any(path.is_relative_to(mount) for mount in mounts):
-            raise ConfigError(
-                f"{name} {printable(path)}",
-                f"lies in {private} of this host, which {where} does not see",
-                next=f"put it where every host sees it under this very path, or mount {private} "
-                "in the pool's volumes",
-            )
+        if any(path.is_relative_to(mount) for mount in mounts):
+            continue
+        for private in private_folders:
+            if private != Path("/") and path.is_relative_to(private):
+                raise ConfigError(
+                    f"{name} {printable(path)}",
+                    f"lies in {private} of this host, which {where} does not see",
+                    next="put it where every host sees it under this very path, or mount "
+                    f"{private} in the pool's volumes",
+                )
 
 
 # -- what a value names

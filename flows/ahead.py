@@ -26,13 +26,8 @@ _T = TypeVar("_T")
 _STOP: ContextVar[threading.Event | None] = ContextVar("quiver_stop", default=None)
 
 
-def is_ahead() -> bool:
-    """Whether this is the work that runs beside the flow's own."""
-    return _STOP.get() is not None
-
-
 def is_stopped() -> bool:
-    """Whether this work is not wanted any more; stages ask it while they wait."""
+    """Whether this work is not wanted any more; whatever waits asks it, and raises Stopped."""
     stop = _STOP.get()
     return stop is not None and stop.is_set()
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
 from threading import Event, Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
 from prefect.exceptions import NotPausedError
@@ -36,13 +36,12 @@ from .tasks import perform
 
 POLL_SECONDS = 5.0
 _REF_ROLES = {
-    "policy": "policy",
     "rollouts": "rollouts",
     "rewards": "rewards",
     "ref": "ref_logprobs",
     "prox": "prox_logprobs",
 }
-"""Roles of a call of optimize by those of its manifest."""
+"""Roles of a call of optimize, beside its policy, by those of its manifest."""
 _SPARE_SECONDS = 300  # Prefect's own limit fails a run that nobody resumed, so ours comes first
 
 
@@ -142,13 +141,13 @@ def reviewed(
 def train_again(recipe: Recipe, candidate: Candidate, rewards: str) -> str:
     """The policy that the candidate's last training makes of other `rewards`; whatever else it was
     made of stays."""
-    listed: dict[str, list[str]] = {}
-    for entry in Store(recipe.store).open(candidate.policy).manifest.inputs:
+    manifest = Store(recipe.store).open(candidate.policy).manifest
+    refs: dict[str, Any] = {"policy": manifest.input("policy").ref}
+    for entry in manifest.inputs:
         role = _REF_ROLES.get(entry.role.partition(".")[0])
         if role:
             ref = rewards if entry.ref == candidate.rewards else entry.ref
-            listed.setdefault(role, []).append(ref)
-    refs = {role: named[0] if len(named) == 1 else named for role, named in listed.items()}
+            refs.setdefault(role, []).append(ref)
     config = recipe.optimize_config()
     return perform(recipe, "optimize", config, refs, label="optimize again").ref
 

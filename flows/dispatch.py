@@ -16,6 +16,7 @@ from quiver.schemas.errors import BusyError
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.subprocesses import Stopped
 
+from .ahead import is_stopped
 from .placement import StageCall, run_here
 from .recipe import Placement
 
@@ -31,9 +32,9 @@ def run_at(
     upcoming: tuple[StageCall, ...] = (),
     tags: tuple[str, ...] = (),
     on_line: Callable[[str], None] | None = None,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """The outcome of `call`, from where `placement` puts its stage; raises what the stage raised.
+    """The outcome of `call`, from where `placement` puts its stage. Raises what the stage raised;
+    Stopped as soon as another thread wants it no longer.
 
     Args:
         call: What to run.
@@ -42,26 +43,19 @@ def run_at(
             one leaves idle as it starts.
         tags: Tags of the flow runs in a pool.
         on_line: Called with each line of a child process of this one.
-        stopped: As soon as it is true (another thread's wish) the work is ended: Stopped.
     """
     outcome = find(call.runner_call)
     if outcome is not None:
         return outcome
     pool = placement.pools.get(call.stage)
     if pool is None:
-        return run_here(call, upcoming=upcoming, on_line=on_line, stopped=stopped)
+        return run_here(call, upcoming=upcoming, on_line=on_line)
     from .pool import run_in_pool
 
-    return run_in_pool(call.for_workers(), pool, placement, tags, stopped)
+    return run_in_pool(call.for_workers(), pool, placement, tags)
 
 
-def run_when_free(
-    call: StageCall,
-    placement: Placement,
-    *,
-    stopped: Callable[[], bool] = lambda: False,
-    **options: Any,
-) -> Outcome:
+def run_when_free(call: StageCall, placement: Placement, **options: Any) -> Outcome:
     """As `run_at`; while another process is at this very work alone, wait until it has finished or
     is gone.
 
@@ -72,7 +66,7 @@ def run_when_free(
     last_message = ""
     while True:
         try:
-            return run_at(call, placement, stopped=stopped, **options)
+            return run_at(call, placement, **options)
         except BusyError as error:
             if error.message != last_message:
                 log.warning("%s waits: %s", call.label, error.message)
@@ -80,6 +74,6 @@ def run_when_free(
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         until = time.monotonic() + pause
         while time.monotonic() < until and find(call.runner_call) is None:
-            if stopped():
+            if is_stopped():
                 raise Stopped(call.label)
             time.sleep(POLL_SECONDS)

@@ -1,5 +1,5 @@
 """What stages say, on Prefect's pages too: lines of the logger `quiver` go to the flow and task run
-in which they were said."""
+in which they were said. Importing this module sees to it, once a process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ import logging
 from prefect.context import FlowRunContext
 from prefect.logging.handlers import APILogHandler
 
-
-class ToServer(APILogHandler):
-    """Sends a line with the run that it belongs to; outside of a flow there is none."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if FlowRunContext.get() is not None:
-            super().emit(record)
-
-
-def attach() -> None:
-    """Once a process; a worker's process has set no level of its own."""
-    log = logging.getLogger("quiver")
-    if not any(isinstance(handler, ToServer) for handler in log.handlers):
-        log.addHandler(ToServer())
-    if log.level == logging.NOTSET:
-        log.setLevel(logging.INFO)
+_log = logging.getLogger("quiver")
+_to_server = APILogHandler()
+_to_server.addFilter(lambda line: FlowRunContext.get() is not None)  # else a line has no run
+_log.addHandler(_to_server)
+if _log.level == logging.NOTSET:  # a worker's process has set none of its own
+    _log.setLevel(logging.INFO)

@@ -20,27 +20,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect import flow
+from prefect.events import emit_event
 from prefect.runtime import flow_run
 
 from quiver.schemas.errors import printable
 from quiver.schemas.refs import check_name
 from quiver.stages.common.config import parse
-from quiver.stages.common.runtime.prewarm import end_prewarmed
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry, previous
 
 from .approval import Candidate, reviewed
 from .evaluation import measure, require_held_out
 from .pages import link_report
-from .pages.events import announce_move, payload_of
+from .pages.events import moved_event, payload_of
 from .placement import check_placement, require_server
-from .post_train import Iteration, choose_reference, sample, update
+from .post_train import Iteration, improve
 from .promotion import decide, entry_of, judge
-from .recipe import Data, Recipe
+from .recipe import NIGHT, Data, Recipe
 from .tasks import perform, tagged
 
-NIGHT = "{night}"
-"""In [data]: the night's name."""
 log = logging.getLogger("quiver")
 
 
@@ -49,14 +47,17 @@ class Night:
     """What one night is made of."""
 
     name: str
-    key: str
-    """What its decision is called in the tag's journal."""
     recipe: Recipe
     """with the night's name filled in; `iterations` is the number of its last one, counted over all
     nights"""
     store: Store
     first: int
     """number of its first iteration"""
+
+    @property
+    def key(self) -> str:
+        """What its decision is called in the tag's journal."""
+        return f"night {self.name}"
 
 
 def _run_name() -> str:
@@ -85,21 +86,18 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
     """
     tonight = begin(recipe, _name(night))
     iterations: list[Iteration] = []
-    try:
-        with tagged(recipe):
-            entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
-            if entry is None:
-                tonight = replace(tonight, recipe=tonight.recipe.resolved())
-                base = perform(
-                    tonight.recipe, "policy", tonight.recipe.policy, {}, label="import policy"
-                ).ref
-                in_use = _policy_in_use(tonight, base)
-                baseline = measure(tonight.recipe, in_use, tonight.first - 1)
-                iterations = _improve(tonight, in_use, base)
-                entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
-            link_report(recipe)
-    finally:
-        end_prewarmed()
+    with tagged(recipe):
+        entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
+        if entry is None:
+            tonight = replace(tonight, recipe=tonight.recipe.resolved())
+            base = perform(
+                tonight.recipe, "policy", tonight.recipe.policy, {}, label="import policy"
+            ).ref
+            in_use = _policy_in_use(tonight, base)
+            baseline = measure(tonight.recipe, in_use, tonight.first - 1)
+            iterations = improve(tonight.recipe, in_use, base, first=tonight.first)
+            entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
+        link_report(recipe)
     log.info(
         "%-22s %s: %s",
         f"nightly {tonight.name}",
@@ -134,8 +132,9 @@ def begin(recipe: Recipe, name: str) -> Night:
         "data": parse(Data, json.loads(section), "data"),
         "iterations": first + recipe.iterations - 1,
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
+        "overlap": 0,
     }
-    return Night(name, f"night {name}", recipe.model_copy(update=update), store, first)
+    return Night(name, recipe.model_copy(update=update), store, first)
 
 
 def _policy_in_use(night: Night, base: str) -> str:
@@ -147,7 +146,7 @@ def _policy_in_use(night: Night, base: str) -> str:
     tag = f"{run}/policy@{promotion.tag}"
     if store.tagged(run, promotion.tag) is None:
         store.tag(run, promotion.tag, base, expected=None, why="the base model", key="base")
-        announce_move(tag, entry_of(store, run, promotion, "base"))
+        emit_event(**moved_event(tag, entry_of(store, run, promotion, "base")))
     in_use = str(store.resolve(tag))
     key = f"rollback {night.name}"
     earlier = previous(store.history(run, promotion.tag))
@@ -173,26 +172,8 @@ def _policy_in_use(night: Night, base: str) -> str:
         entry.ref,
         printable(entry.why, 1000),
     )
-    announce_move(tag, entry)
+    emit_event(**moved_event(tag, entry))
     return entry.ref
-
-
-def _improve(night: Night, policy: str, base: str) -> list[Iteration]:
-    """The night's iterations, from `policy` on. Replay and a reference that moves stay within the
-    night; a fixed one is `base`."""
-    recipe = night.recipe
-    policies = [policy]
-    reference = None
-    iterations: list[Iteration] = []
-    for number in range(night.first, recipe.iterations + 1):
-        references = [base] if recipe.reference.rule == "fixed" else policies
-        reference = choose_reference(recipe, references, 1 + len(iterations), reference)
-        newest_first = iterations[: -recipe.optimize.replay - 1 : -1]
-        sampled = sample(recipe, policies[-1], number)
-        iteration = update(recipe, policies[-1], reference, sampled, (), newest_first)
-        iterations.append(iteration)
-        policies.append(iteration.policy)
-    return iterations
 
 
 def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
@@ -229,5 +210,5 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     ref = candidate.policy if is_promoted else in_use
     entry = decide(store, recipe.run, promotion, night.key, in_use, ref, why, about)
     if is_promoted:
-        announce_move(f"{recipe.run}/policy@{promotion.tag}", entry)
+        emit_event(**moved_event(f"{recipe.run}/policy@{promotion.tag}", entry))
     return entry

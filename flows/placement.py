@@ -11,9 +11,8 @@ would look for elsewhere.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from quiver.stages.common.runtime.runner import Call, Outcome, run_call
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 
+from .ahead import is_stopped
 from .recipe import Recipe
 from .slots import slots
 
@@ -81,23 +81,18 @@ class StageCall(Config):
         where the stage can be, unless it is forced."""
         store = Store(self.store)
         share = getattr(load(self.stage), "SHARED", False) and not self.force
-        seen = {"store": str(store.path), "store_id": _store_id(store)}
-        return self.model_copy(update={**seen, "share": share})
+        update = {"store": str(store.path), "store_id": store.id, "share": share}
+        return self.model_copy(update=update)
 
     def require_store(self) -> None:
         """ConfigError where this host has another store at the path, or none."""
-        store_id = _store_id(Store(self.store, create=False))
+        store_id = Store(self.store, create=False).id
         if self.store_id not in ("", store_id):
             raise ConfigError(
                 f"store {self.store}",
                 f"id expected {self.store_id}, found {store_id}: this host has another store there",
                 next="mount the same folder at this path on every host",
             )
-
-
-def _store_id(store: Store) -> str:
-    """What tells this store from every other."""
-    return json.loads((store.path / "store.json").read_bytes()).get("id", "")
 
 
 def stage_call(
@@ -126,16 +121,6 @@ def stage_call(
         online=recipe.online,
         slots=placement.slots,
         limit=placement.limits.get(stage),
-    )
-
-
-def next_calls(recipe: Recipe, configs: Mapping[str, Config]) -> tuple[StageCall, ...]:
-    """The stages of `configs` that will run in a child process of this one."""
-    pools = recipe.placement.pools
-    return tuple(
-        stage_call(recipe, stage, config, {})
-        for stage, config in configs.items()
-        if stage not in pools
     )
 
 
@@ -176,10 +161,9 @@ def run_here(
     *,
     upcoming: tuple[StageCall, ...] = (),
     on_line: Callable[[str], None] | None = None,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """In a child process of this one, once there is a slot for it."""
-    with slots(call.runner_call, call.label, call.slots, call.limit, stopped) as env:
+    with slots(call.runner_call, call.label, call.slots, call.limit) as env:
         # with an environment of their own, processes know only later which devices they have
         if not env:
             for following in upcoming:
@@ -191,5 +175,5 @@ def run_here(
             online=call.online,
             on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
             env=env,
-            stopped=stopped,
+            stopped=is_stopped,
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from uuid import UUID, uuid4
 
@@ -35,6 +34,7 @@ from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.common.runtime.subprocesses import Stopped
 from quiver.stages.common.store import Store
 
+from .ahead import is_stopped
 from .placement import GivenUp, StageCall, require_server
 from .recipe import Placement
 from .stage import answer_in
@@ -54,7 +54,6 @@ def run_in_pool(
     pool: str,
     placement: Placement,
     tags: tuple[str, ...] = (),
-    stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """The outcome of `call`, done by workers of `pool`. Whatever ends this call ends the runs that
     it started."""
@@ -65,7 +64,7 @@ def run_in_pool(
             runs = _PoolRuns(client, call, pool, placement.wait_seconds)
             try:
                 runs.start(placement.fan_out, tags)
-                ref = runs.wait(stopped)
+                ref = runs.wait()
             finally:
                 runs.cancel()
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
@@ -137,7 +136,7 @@ class _PoolRuns:
                 ) from None
             self.runs.append(run)
 
-    def wait(self, stopped: Callable[[], bool]) -> str:
+    def wait(self) -> str:
         """The reference that one of the runs answers. Raises the error of the last one that failed;
         GivenUp where nobody takes them up; ResourceError after the stage's limit; Stopped."""
         waiting_since = time.monotonic()
@@ -171,7 +170,7 @@ class _PoolRuns:
                     state=_STATE,
                     next="look after the pool's workers, then run again",
                 )
-            if stopped():
+            if is_stopped():
                 raise Stopped(self.call.label)
             time.sleep(POLL_SECONDS)
 
@@ -204,32 +203,9 @@ class _PoolRuns:
         noted."""
         stage = f"stage {self.call.stage}"
         for run in self.runs:
-            if run.id not in self.failures and run.state.is_final():
-                answer = answer_in(run.state.message) or {}
-                if run.state.is_completed() and "ref" in answer:
-                    return answer["ref"]
-                if "error" in answer:
-                    error = answer["error"]
-                elif run.state.type == StateType.CANCELLED:
-                    error = GivenUp(
-                        stage,
-                        f"its flow run {run.name!r} was cancelled",
-                        state=_STATE,
-                        next="run again; it goes on from there",
-                    )
-                else:
-                    error = ResourceError(
-                        stage,
-                        f"its flow run {run.name!r} ended as {run.state.name}: "
-                        f"{printable(run.state.message or 'no message')}",
-                        state=_STATE,
-                        next=f"prefect flow-run logs {run.id}",
-                    )
-                self.failures[run.id] = error
-                log.warning("%s: %s", run.name, error.message)
-            elif not run.state.is_pending():
-                self.pending_since.pop(run.id, None)
-            elif run.id not in self.failures:
+            if run.id in self.failures:
+                continue
+            if run.state.is_pending():
                 now = time.monotonic()
                 if now > self.pending_since.setdefault(run.id, now) + self.wait_seconds:
                     self.failures[run.id] = ResourceError(
@@ -239,6 +215,32 @@ class _PoolRuns:
                         state=_STATE,
                         next=f"prefect flow-run logs {run.id}",
                     )
+                continue
+            self.pending_since.pop(run.id, None)
+            if not run.state.is_final():
+                continue
+            answer = answer_in(run.state.message) or {}
+            if run.state.is_completed() and "ref" in answer:
+                return answer["ref"]
+            if "error" in answer:
+                error = answer["error"]
+            elif run.state.type == StateType.CANCELLED:
+                error = GivenUp(
+                    stage,
+                    f"its flow run {run.name!r} was cancelled",
+                    state=_STATE,
+                    next="run again; it goes on from there",
+                )
+            else:
+                error = ResourceError(
+                    stage,
+                    f"its flow run {run.name!r} ended as {run.state.name}: "
+                    f"{printable(run.state.message or 'no message')}",
+                    state=_STATE,
+                    next=f"prefect flow-run logs {run.id}",
+                )
+            self.failures[run.id] = error
+            log.warning("%s: %s", run.name, error.message)
         return None
 
     def _require_workers(self) -> None:
@@ -270,8 +272,8 @@ class _PoolRuns:
     def _online_workers(self) -> list[str]:
         try:
             workers = self.client.read_workers_for_work_pool(self.pool)
-        except (ObjectNotFound, PrefectHTTPStatusError) as error:
-            if isinstance(error, PrefectHTTPStatusError) and error.response.status_code != 404:
+        except PrefectHTTPStatusError as error:
+            if error.response.status_code != httpx.codes.NOT_FOUND:
                 raise
             raise ConfigError(
                 f"pool {self.pool}",
@@ -284,7 +286,7 @@ class _PoolRuns:
         """Cancel what is not finished: a worker ends its process, and the stage below it; what
         waits is not begun."""
         for run in self.runs:
-            if run.state is None or not run.state.is_final():
+            if not run.state.is_final():
                 try:
                     self.client.set_flow_run_state(run.id, State(type=StateType.CANCELLING))
                 except Exception as error:  # must not hide what ended the stage

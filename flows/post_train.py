@@ -25,20 +25,17 @@ where those of two iterations may be made at a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from prefect import flow
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config
-from quiver.stages.common.runtime.prewarm import end_prewarmed
 from quiver.stages.common.runtime.runner import Outcome
-from quiver.stages.common.runtime.stage import Refs
 from quiver.stages.logprobs.average import Config as AverageConfig
 
 from .ahead import run_ahead
@@ -90,27 +87,6 @@ class Iteration(Sampled):
         }
 
 
-@dataclass(frozen=True)
-class TrainingInputs:
-    """References that optimize reads of one iteration, by role."""
-
-    rollouts: str
-    rewards: str
-    ref_logprobs: str | None
-    prox_logprobs: str | None
-
-    @staticmethod
-    def refs(inputs: Sequence[TrainingInputs]) -> Refs:
-        """The roles of one iteration as they are; of several (replay) as lists, the current one
-        first."""
-        refs = {}
-        for field in fields(TrainingInputs):
-            listed = [getattr(of_iteration, field.name) for of_iteration in inputs]
-            if listed[0] is not None:
-                refs[field.name] = listed if len(listed) > 1 else listed[0]
-        return refs
-
-
 @flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
 def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any]:
     """Improve the recipe's policy `iterations` times, measured on held-out rows before and after.
@@ -136,11 +112,8 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
     # a user's own algorithm is told what is wrong with it before anything is made
     recipe.optimize_config().resolved()
     check_placement(recipe)
-    try:
-        with tagged(recipe):
-            return _run_iterations(recipe.resolved(), forced)
-    finally:
-        end_prewarmed()
+    with tagged(recipe):
+        return _run_iterations(recipe.resolved(), forced)
 
 
 def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
@@ -148,51 +121,82 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
     # before the baseline: a missing source is told before anything is generated
     prompts = make_prompts(recipe, base, 1, forced)
     baseline = numbers(measure(recipe, base, 0, forced))
-    sampled = sample(recipe, base, 1, forced, prompts)
-    policies = [base]
-    iterations: list[Iteration] = []
     printed: list[dict[str, Any]] = []
-    reference = None
     curve = Curve(recipe.run)
-    for number in range(1, recipe.iterations + 1):
-        policy = policies[-1]
+
+    def finish(iteration: Iteration) -> None:
+        number = iteration.iteration
+        if recipe.is_measured(number):
+            evaluation = measure(recipe, iteration.policy, number, forced)
+            iteration = replace(
+                iteration,
+                evaluation={**numbers(evaluation), "baseline": baseline},
+                seconds={**iteration.seconds, "evaluate": evaluation.seconds},
+            )
+        printed.append(iteration.to_json())
+        curve.show(printed, baseline, last=number == recipe.iterations)
+
+    improve(recipe, base, base, forced=forced, prompts=prompts, finish=finish)
+    link_report(recipe)
+    return {"run": recipe.run, "baseline": baseline, "iterations": printed}
+
+
+def improve(
+    recipe: Recipe,
+    policy: str,
+    base: str,
+    *,
+    first: int = 1,
+    forced: Collection[str] = (),
+    prompts: Outcome | None = None,
+    finish: Callable[[Iteration], None] = lambda iteration: None,
+) -> list[Iteration]:
+    """The iterations from number `first` to the recipe's last, the first of which improves
+    `policy`.
+
+    A fixed reference is `base`; replay, and a reference that moves, begin with the first iteration.
+    `prompts`: those of the first iteration, where they are there. `finish` is called with each
+    iteration, while the next one is sampled where the recipe says `overlap`.
+    """
+    iterations: list[Iteration] = []
+    sampled = sample(recipe, policy, first, forced, prompts)
+    reference = None
+    for number in range(first, recipe.iterations + 1):
+        starts = [policy, *(iteration.policy for iteration in iterations)]
         is_last = number == recipe.iterations
+        references = [base] if recipe.reference.rule == "fixed" else starts
+        reference = choose_reference(recipe, references, number - first + 1, reference)
         newest_first = iterations[: -recipe.optimize.replay - 1 : -1]
-        reference = choose_reference(recipe, policies, number, reference)
         overlap = nullcontext()
         if recipe.overlap and not is_last:
-            overlap = run_ahead(partial(sample, recipe, policy, number + 1, forced))
+            overlap = run_ahead(partial(sample, recipe, starts[-1], number + 1, forced))
         with overlap as ahead:
-            iteration = update(recipe, policy, reference, sampled, forced, newest_first)
-            if recipe.is_measured(number):
-                evaluation = measure(recipe, iteration.policy, number, forced)
-                iteration = replace(
-                    iteration,
-                    evaluation={**numbers(evaluation), "baseline": baseline},
-                    seconds={**iteration.seconds, "evaluate": evaluation.seconds},
-                )
-            policies.append(iteration.policy)
+            iteration = update(recipe, starts[-1], reference, sampled, forced, newest_first)
             iterations.append(iteration)
-            printed.append(iteration.to_json())
-            curve.show(printed, baseline, last=is_last)
+            finish(iteration)
             if ahead is not None:
                 sampled = ahead.result()
             elif not is_last:
                 sampled = sample(recipe, iteration.policy, number + 1, forced)
-    link_report(recipe)
-    return {"run": recipe.run, "baseline": baseline, "iterations": printed}
+    return iterations
 
 
 def make_prompts(recipe: Recipe, policy: str, iteration: int, forced: Collection[str]) -> Outcome:
     """The prompts of one iteration, rendered for `policy`; ConfigError when the rewards could not
     score them, or this machine not train."""
-    config = recipe.prompt_config(iteration)
-    prompts = _stage(recipe, "prompt", iteration, forced, config, policy=policy)
-    force = "generate" in forced
-    config = recipe.generate_config(iteration)
+    prompts = perform(
+        recipe,
+        "prompt",
+        recipe.prompt_config(iteration),
+        {"policy": policy},
+        force="prompt" in forced,
+        iteration=iteration,
+    )
     checked: dict[str, Config] = {"reward": recipe.reward}
     if "optimize" not in recipe.placement.pools | recipe.placement.python:
         checked["optimize"] = recipe.optimize_config()
+    config = recipe.generate_config(iteration)
+    force = "generate" in forced
     check_stages(recipe, checked, prompts.ref, policy, config, recipe.run, force)
     return prompts
 
@@ -207,31 +211,34 @@ def sample(
     """What iteration `iteration` learns from, by `policy`: prompts (unless they are there already),
     rollouts, rewards and, where the recipe asks for them, proximal logprobs."""
     prompts = prompts or make_prompts(recipe, policy, iteration, forced)
-    rollouts = _stage(
+    rollouts = perform(
         recipe,
         "generate",
-        iteration,
-        forced,
         recipe.generate_config(iteration),
+        {"prompts": prompts.ref, "policy": policy},
+        force="generate" in forced,
+        iteration=iteration,
         next_configs={} if recipe.overlap else {"optimize": recipe.optimize_config()},
-        prompts=prompts.ref,
-        policy=policy,
     )
-    rewards = _stage(recipe, "reward", iteration, forced, recipe.reward, rollouts=rollouts.ref)
+    refs = {"rollouts": rollouts.ref}
+    force = "reward" in forced
+    rewards = perform(recipe, "reward", recipe.reward, refs, force=force, iteration=iteration)
     outcomes = {"prompt": prompts, "generate": rollouts, "reward": rewards}
-    prox_logprobs = None
     if recipe.logprobs.prox:
-        config = recipe.logprobs_config("prox")
-        refs = {"rollouts": rollouts.ref, "policy": policy}
-        scored = _stage(recipe, "logprobs", iteration, forced, config, **refs)
-        outcomes["logprobs prox"] = scored
-        prox_logprobs = scored.ref
+        outcomes["logprobs prox"] = perform(
+            recipe,
+            "logprobs",
+            recipe.logprobs_config("prox"),
+            {**refs, "policy": policy},
+            force="logprobs" in forced,
+            iteration=iteration,
+        )
     return Sampled(
         iteration=iteration,
         prompts=prompts.ref,
         rollouts=rollouts.ref,
         rewards=rewards.ref,
-        prox_logprobs=prox_logprobs,
+        prox_logprobs=outcomes["logprobs prox"].ref if recipe.logprobs.prox else None,
         reward_mean=rewards.metrics.get("reward_mean"),
         seconds={name: outcome.seconds for name, outcome in outcomes.items()},
     )
@@ -251,40 +258,41 @@ def update(
     What `earlier` iterations sampled is trained on again, beside this one's, scored under the
     present reference.
     """
-    seconds = dict(sampled.seconds)
-    inputs = []
-    for source in (sampled, *earlier):
-        ref_logprobs = None
-        if reference:
-            config = recipe.logprobs_config("ref")
-            refs = {"rollouts": source.rollouts, "policy": reference}
-            if source is sampled:
-                scored = _stage(recipe, "logprobs", source.iteration, forced, config, **refs)
-                seconds["logprobs ref"] = scored.seconds
-            else:
-                label = f"logprobs of {source.iteration}/{recipe.iterations}"
-                about = {"label": label, "iteration": source.iteration}
-                scored = perform(recipe, "logprobs", config, refs, **about)
-            ref_logprobs = scored.ref
-        inputs.append(
-            TrainingInputs(source.rollouts, source.rewards, ref_logprobs, source.prox_logprobs)
-        )
-    updated = _stage(
+    sources = (sampled, *earlier)
+    scored: list[Outcome] = []
+    for source in sources if reference else ():
+        config = recipe.logprobs_config("ref")
+        refs = {"rollouts": source.rollouts, "policy": reference}
+        number = source.iteration
+        if source is sampled:
+            about = {"force": "logprobs" in forced}
+        else:
+            about = {"label": f"logprobs of {number}/{recipe.iterations}"}
+        scored.append(perform(recipe, "logprobs", config, refs, iteration=number, **about))
+    refs = {
+        "policy": policy,
+        "rollouts": [source.rollouts for source in sources],
+        "rewards": [source.rewards for source in sources],
+        "ref_logprobs": [outcome.ref for outcome in scored],
+        "prox_logprobs": [source.prox_logprobs for source in sources if recipe.logprobs.prox],
+    }
+    updated = perform(
         recipe,
         "optimize",
-        sampled.iteration,
-        forced,
         recipe.optimize_config(),
+        refs,
+        force="optimize" in forced,
+        iteration=sampled.iteration,
         next_configs=configs_after(recipe, sampled.iteration),
-        policy=policy,
-        **TrainingInputs.refs(inputs),
     )
+    seconds = dict(sampled.seconds)
+    ref = None
+    if scored:
+        ref = scored[0].ref
+        seconds["logprobs ref"] = scored[0].seconds
     seconds["optimize"] = updated.seconds
-    return Iteration(
-        **{**vars(sampled), "seconds": seconds},
-        ref_logprobs=inputs[0].ref_logprobs,
-        policy=updated.ref,
-    )
+    sampled = replace(sampled, seconds=seconds)
+    return Iteration(**vars(sampled), ref_logprobs=ref, policy=updated.ref)
 
 
 def configs_after(recipe: Recipe, iteration: int) -> dict[str, Config]:
@@ -296,28 +304,6 @@ def configs_after(recipe: Recipe, iteration: int) -> dict[str, Config]:
     if recipe.is_measured(iteration):
         return {"generate": recipe.generate_config(0, evaluation=True)}
     return {} if is_last else {"generate": recipe.generate_config(iteration + 1)}
-
-
-def _stage(
-    recipe: Recipe,
-    name: str,
-    iteration: int,
-    forced: Collection[str],
-    config: Config,
-    *,
-    next_configs: Mapping[str, Config] = MappingProxyType({}),
-    **refs: str | list[str],
-) -> Outcome:
-    return perform(
-        recipe,
-        name,
-        config,
-        refs,
-        label=f"{name} {iteration}/{recipe.iterations}",
-        force=name in forced,
-        iteration=iteration,
-        next_configs=next_configs,
-    )
 
 
 def choose_reference(

@@ -37,6 +37,8 @@ from quiver.stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
 
+NIGHT = "{night}"
+"""In [data]: the name of a night, which a nightly run puts in."""
 StageName = Literal[
     "policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"
 ]
@@ -241,7 +243,11 @@ class Recipe(Config):
                 "generate.sampling.temperature must be > 0: greedy rows have no probability to "
                 "train on"
             )
-        changed = [name for name in _changed_fields(sampling) if name not in _UNBIASED_SAMPLING]
+        changed = [
+            name
+            for name in sampling.model_dump(exclude_defaults=True)
+            if name not in _UNBIASED_SAMPLING
+        ]
         if changed and not self.optimize.allow_biased_sampling:
             raise ValueError(
                 f"generate.sampling.{changed[0]} makes the sampled distribution another than the "
@@ -310,8 +316,25 @@ class Recipe(Config):
 
     @classmethod
     def load(cls, path: str | Path, settings: Sequence[str] = ()) -> Recipe:
-        """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError."""
-        return load(path, settings)
+        """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file,
+        line or key."""
+        try:
+            sections = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"recipe {path}",
+                "there is no such file",
+                next="name a recipe, e.g. deployments/recipes/demo.toml",
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"recipe {path}", printable(error), next="correct the file") from None
+        except OSError as error:
+            raise ConfigError(
+                f"recipe {path}", error.strerror or "can not be read", next="name a recipe file"
+            ) from None
+        for setting in settings:
+            _apply_setting(sections, setting)
+        return parse(cls, sections, f"recipe {path}")
 
     def resolved(self) -> Recipe:
         """With what it names outside the store looked up: the base model's hash, the hash and the
@@ -324,6 +347,9 @@ class Recipe(Config):
         policy = checkpoints.resolve(self.policy)
         return self.model_copy(update={"data": section, "policy": policy})
 
+    # Prefect's form sends every default as if it had been typed in; so what a section says is what
+    # differs from its defaults, and a field that stands for another's value has the default None
+
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same
         rows each time)."""
@@ -333,14 +359,14 @@ class Recipe(Config):
             "seed": self.seed,
             "iteration": 0 if evaluation else iteration - 1,
             "reserve_tokens": sampling.max_tokens,
-            **_changed_fields(self.prompt),
+            **self.prompt.model_dump(exclude_defaults=True),
         }
         return PromptConfig(**source.model_dump(exclude={"held_out"}), **fields)
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
         """The generate stage's config in this iteration, counted from 1, or for evaluation: the
         seeds are then those of iteration 0 each time, so that scores are paired."""
-        section = _changed_fields(self.generate)
+        section = self.generate.model_dump(exclude_defaults=True)
         if evaluation:
             section = _merge(section, self.evaluate.generate)
         fields = {"seed": self.seed, "iteration": 0 if evaluation else iteration, **section}
@@ -355,8 +381,7 @@ class Recipe(Config):
 
     def optimize_config(self) -> OptimizeConfig:
         """The optimize stage's config."""
-        section = _changed_fields(self.optimize)
-        section.pop("replay", None)
+        section = self.optimize.model_dump(exclude={"replay"}, exclude_defaults=True)
         return OptimizeConfig(**{"seed": self.seed, **section})
 
     def logprobs_config(self, role: str) -> LogprobsConfig:
@@ -366,17 +391,6 @@ class Recipe(Config):
     def score_config(self) -> ScoreConfig:
         """The evaluate stage's config."""
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
-
-
-def _changed_fields(section: Config) -> dict[str, Any]:
-    """The fields of a section that differ from their defaults. (Prefect's form sends every default
-    as if it had been typed in; so a field that stands for another's value has the default None.)"""
-    dumped = section.model_dump()
-    changed = {}
-    for name, field in type(section).model_fields.items():
-        if getattr(section, name) != field.get_default(call_default_factory=True):
-            changed[name] = dumped[name]
-    return changed
 
 
 def _source_fields(config: PromptConfig) -> dict[str, Any]:
@@ -394,26 +408,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def load(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
-    """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file,
-    line or key."""
-    try:
-        sections = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(
-            f"recipe {path}",
-            "there is no such file",
-            next="name a recipe, e.g. deployments/recipes/demo.toml",
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path}", printable(error), next="correct the file") from None
-    except OSError as error:
-        raise ConfigError(
-            f"recipe {path}", error.strerror or "can not be read", next="name a recipe file"
-        ) from None
-    for setting in settings:
-        _apply_setting(sections, setting)
-    return parse(Recipe, sections, f"recipe {path}")
+load = Recipe.load
 
 
 def _apply_setting(section: dict[str, Any], setting: str) -> None:

@@ -18,13 +18,15 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
+
+from .ahead import is_stopped
 
 HEAVY = ("generate", "reward", "logprobs", "optimize")
 _POLL_SECONDS = 0.2
@@ -33,14 +35,10 @@ log = logging.getLogger("quiver")
 
 @contextmanager
 def slots(
-    call: Call,
-    label: str,
-    cpu: int = 0,
-    limit: str | None = None,
-    stopped: Callable[[], bool] = lambda: False,
+    call: Call, label: str, cpu: int = 0, limit: str | None = None
 ) -> Iterator[dict[str, str]]:
     """Hold what `call` needs; yields what its child's environment needs to know of it. Stopped when
-    `stopped()` is true first.
+    it is wanted no longer before that.
 
     `cpu`: heavy stages at once on a machine without GPU, 0 for any number. `limit`: a global
     concurrency limit of the server.
@@ -53,12 +51,12 @@ def slots(
         env = {}
         if count and devices:
             names = [f"gpu-{device}" for device in devices]
-            taken = _take(stack, label, names, count, stopped)
+            taken = _take(stack, label, names, count)
             chosen = [name.removeprefix("gpu-") for name in taken]
             if chosen != devices:
                 env = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
         elif cpu and call.stage in HEAVY:
-            _take(stack, label, [f"cpu-{number}" for number in range(cpu)], 1, stopped)
+            _take(stack, label, [f"cpu-{number}" for number in range(cpu)], 1)
         yield env
 
 
@@ -85,9 +83,7 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(sum(name.isdecimal() for name in names))]
 
 
-def _take(
-    stack: ExitStack, label: str, names: list[str], count: int, stopped: Callable[[], bool]
-) -> list[str]:
+def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[str]:
     """`count` of the slots `names` (or all, if they are fewer), all at once, so that nobody waits
     with half of what he needs. They are free again when `stack` is closed."""
     folder = Path(tempfile.gettempdir(), f"quiver-slots-{os.getuid()}")
@@ -111,7 +107,7 @@ def _take(
         if message != last_message:
             last_message = message
             log.info("%s waits: %s", label, message)
-        if stopped():
+        if is_stopped():
             raise Stopped(label)
         time.sleep(_POLL_SECONDS)
 

@@ -18,11 +18,9 @@ from prefect.states import Completed, Failed
 
 from quiver.schemas.errors import QuiverError, from_dict
 
-from . import logs
+from . import logs  # noqa: F401  lines go to Prefect's pages
 from .placement import StageCall, run_here
 from .progress import progress
-
-logs.attach()
 
 
 @flow(name="stage", persist_result=False)

@@ -10,8 +10,8 @@ growing pauses, where the error's code says that this can help.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -22,22 +22,21 @@ from prefect.context import TagsContext
 
 from quiver.schemas.errors import QuiverError
 from quiver.stages.common.config import Config
+from quiver.stages.common.runtime.prewarm import end_prewarmed
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.stage import Config as GenerateConfig
 
-from . import logs
-from .ahead import is_ahead, is_stopped
+from . import logs  # noqa: F401  lines go to Prefect's pages
 from .dispatch import run_when_free
 from .pages import publish
-from .placement import GivenUp, StageCall, next_calls, stage_call
+from .placement import GivenUp, StageCall, stage_call
 from .progress import progress
 from .recipe import Placement, Recipe
 
 WORTH_RETRYING = {"E-REMOTE", "E-RESOURCE"}
 _LONGEST_WORD = 100
-logs.attach()
 log = logging.getLogger("quiver")
 
 
@@ -69,9 +68,7 @@ def stage_task(
     """Run one stage and return its reference with a few numbers; "already done" when a finished
     version bears its run_key. Of the metrics only single numbers and words come back."""
     with progress(call.runner_call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
-        outcome = run_when_free(
-            call, placement, upcoming=upcoming, tags=labels, on_line=on_line, stopped=is_stopped
-        )
+        outcome = run_when_free(call, placement, upcoming=upcoming, tags=labels, on_line=on_line)
     publish(call.runner_call, outcome)
     metrics = {}
     for name, metric in outcome.metrics.items():
@@ -101,7 +98,7 @@ def perform(
         stage: Its name.
         config: Its config.
         refs: References by role.
-        label: What logs call it. Default: stage and iteration.
+        label: What logs call it. Default: stage and iteration, `generate 2/5`.
         into: Run that the version belongs to. None: the recipe's.
         force: Do it anew, even where a finished version exists. A forced stage is not retried,
             since what it made before it failed would be made again.
@@ -109,16 +106,19 @@ def perform(
         next_configs: Of the stages that come next; their processes import what they need while this
             one runs.
     """
-    label = label or f"{stage} {iteration}"
+    label = label or f"{stage} {iteration}/{recipe.iterations}"
     call = stage_call(recipe, stage, config, refs, label=label, into=into, force=force)
     placement = recipe.placement
     retries = 0 if force else placement.retries
     delays = [placement.retry_seconds * 3**attempt for attempt in range(retries)]
     run_task = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
-    if is_ahead():
-        # Prefect numbers the runs of a key, and does not expect two threads
-        run_task.task_key = f"{run_task.task_key}-ahead"
-    upcoming = next_calls(recipe, next_configs)
+    # Prefect numbers the runs of a key, and does not expect two threads
+    run_task.task_key = f"{run_task.task_key}-{label}"
+    upcoming = tuple(
+        stage_call(recipe, name, following, {})
+        for name, following in next_configs.items()
+        if name not in placement.pools
+    )
     with TagsContext(current_tags=set()):
         outcome = run_task(call, placement, upcoming, labels_of(recipe, stage, iteration))
     log.info("%s", describe(label, outcome))
@@ -133,9 +133,14 @@ def labels_of(
     return tuple(f"{key}:{label}" for key, label in labels.items() if label is not None)
 
 
-def tagged(recipe: Recipe) -> AbstractContextManager[set[str]]:
-    """What is called inside bears the run's tags."""
-    return tags(*labels_of(recipe))
+@contextmanager
+def tagged(recipe: Recipe) -> Iterator[None]:
+    """What is called inside bears the run's tags, and leaves no prewarmed process behind."""
+    try:
+        with tags(*labels_of(recipe)):
+            yield
+    finally:
+        end_prewarmed()
 
 
 def check_stages(

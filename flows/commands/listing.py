@@ -44,18 +44,19 @@ def rewards() -> None:
     from quiver.stages.reward.functions import FUNCTIONS
     from quiver.stages.reward.servers.dialects import DIALECTS
 
-    entries: list[dict[str, Any]] = []
-    for name, function in FUNCTIONS.items():
-        entries.append(
-            {
-                "name": name,
-                "kind": "function",
-                "description": function.description,
-                "arguments": function.arguments,
-            }
-        )
-    for name, dialect in DIALECTS.items():
-        entries.append({"name": name, "kind": "server", "description": dialect.description})
+    entries = [
+        {
+            "name": name,
+            "kind": "function",
+            "description": function.description,
+            "arguments": function.arguments,
+        }
+        for name, function in FUNCTIONS.items()
+    ]
+    entries += [
+        {"name": name, "kind": "server", "description": dialect.description}
+        for name, dialect in DIALECTS.items()
+    ]
     _list("rewards", entries, "arguments")
 
 

@@ -7,7 +7,7 @@
                                   {"before": "arith/policy@2", "in_use": "arith/policy@3", …}
 
 So is a tag's move. An automation that matches the key and the event starts whatever shall follow. A
-flow announces here; what is done by hand is told in the same form by `by_hand`. Prefect's
+flow emits them; what is done by hand is told in the same form by `by_hand`. Prefect's
 open-source server keeps the events and no lineage of assets; what a version was made of stands in
 the event's related resources, in the manifest, and in the artifact `lineage-<run>`.
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 from prefect.assets import Asset, AssetProperties
 from prefect.context import AssetContext
-from prefect.events import emit_event
 
 from quiver.schemas.manifest import Manifest
 from quiver.stages.common.runtime.runner import Call, Outcome
@@ -30,12 +29,6 @@ EVENT = "prefect.asset.materialization.succeeded"
 MOVED = "quiver.tag.moved"
 _MOST_RELATED = 50  # a server takes 100, the run's own resources among them
 _OF_OPTIMIZE = ("advantages", "updates")  # kinds beside the policy, which names them
-
-
-def announce_move(name: str, entry: Entry) -> None:
-    """Emit the event that the tag `name` = run/kind@tag moved; an automation may start what puts
-    the version to use."""
-    emit_event(**moved_event(name, entry))
 
 
 def version_events(call: Call, outcome: Outcome) -> list[dict[str, Any]]:
@@ -62,10 +55,7 @@ def version_event(manifest: Manifest) -> dict[str, Any]:
     return {
         "event": EVENT,
         "resource": AssetContext.asset_as_resource(asset),
-        "related": [
-            *parents[:_MOST_RELATED],
-            AssetContext.related_materialized_by("quiver"),
-        ],
+        "related": [*parents[:_MOST_RELATED], AssetContext.related_materialized_by("quiver")],
         "payload": {
             "ref": manifest.ref,
             **manifest.model_dump(
@@ -76,7 +66,8 @@ def version_event(manifest: Manifest) -> dict[str, Any]:
 
 
 def moved_event(name: str, entry: Entry) -> dict[str, Any]:
-    """The event of a tag's move, as `emit_event` takes it."""
+    """The event that the tag `name` = run/kind@tag moved, as `emit_event` takes it; an automation
+    may start what puts the version to use."""
     resource = {"prefect.resource.id": f"quiver://{name}", "prefect.resource.name": name}
     return {"event": MOVED, "resource": resource, "payload": payload_of(entry)}
 

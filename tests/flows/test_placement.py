@@ -156,7 +156,7 @@ def test_what_trains_elsewhere_is_not_checked_here(recipe, tmp_path, monkeypatch
     """In a pool, or under another interpreter: this one need not have what it needs."""
     checked = []
     made = SimpleNamespace(ref="tiny/prompts@1")
-    monkeypatch.setattr(post_train, "_stage", lambda *_, **__: made)
+    monkeypatch.setattr(post_train, "perform", lambda *_, **__: made)
     monkeypatch.setattr(
         post_train, "check_stages", lambda recipe, configs, *_: checked.append(sorted(configs))
     )

@@ -66,8 +66,10 @@ def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(Stopped), slots(GENERATE, "waits", stopped=lambda: True):
-        pass
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr("quiver.flows.slots.is_stopped", lambda: True)
+        with slots(GENERATE, "waits"):
+            pass
     holder.kill()
     holder.wait()
     with slots(GENERATE, "has it"):
@@ -78,8 +80,10 @@ def test_without_a_gpu_heavy_stages_queue_by_option(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     light = Call("prompt", {}, "store")
     with slots(GENERATE, "a", cpu=1), slots(light, "b", cpu=1):
-        with pytest.raises(Stopped), slots(OPTIMIZE, "c", cpu=1, stopped=lambda: True):
-            pass
+        with monkeypatch.context() as patch, pytest.raises(Stopped):
+            patch.setattr("quiver.flows.slots.is_stopped", lambda: True)
+            with slots(OPTIMIZE, "c", cpu=1):
+                pass
         with slots(OPTIMIZE, "any number"):
             pass
 

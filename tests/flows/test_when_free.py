@@ -64,7 +64,7 @@ def holder(call, tmp_path):
     process.wait()
 
 
-def waiting(call, caplog, **more):
+def waiting(call, caplog):
     """A thread that runs `call` when it is free, and has said that it waits; and where its outcome
     will be."""
     caplog.set_level(logging.INFO, "quiver")
@@ -72,7 +72,7 @@ def waiting(call, caplog, **more):
 
     def wait():
         try:
-            found.append(run_when_free(call, Placement(), **more))
+            found.append(run_when_free(call, Placement()))
         except Stopped as stopped:
             found.append(stopped)
 
@@ -100,9 +100,10 @@ def test_who_comes_second_gets_what_there_is_or_goes_on(call, holder, caplog, tm
     )
 
 
-def test_who_is_wanted_no_longer_waits_no_longer(call, holder, caplog):
+def test_who_is_wanted_no_longer_waits_no_longer(call, holder, caplog, monkeypatch):
     wanted = threading.Event()
-    thread, found = waiting(call, caplog, stopped=wanted.is_set)
+    monkeypatch.setattr(dispatch, "is_stopped", wanted.is_set)
+    thread, found = waiting(call, caplog)
     wanted.set()
     thread.join()
     assert isinstance(found[0], Stopped)
