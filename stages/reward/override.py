@@ -5,8 +5,9 @@ Nothing but the reward of the named rows changes: parts, errors and extra still 
 scorers said. Refused: ids that are no rollouts of these rewards, values that are not finite, no
 author, no reason.
 
-    config = Config(author="ada", reason="the answer is right, in another unit",
-    overrides={"4be1c0de-sum-0017-2": 1.0}) ref = run(config, store, rewards="arith/rewards@3")
+    overrides = {"4be1c0de-sum-0017-2": 1.0}
+    config = Config(author="ada", reason="right, in another unit", overrides=overrides)
+    ref = run_stage("override", config, store, rewards="arith/rewards@3")
 
 From the shell the same fields stand in a JSON file: `quiver reward RECIPE --override FILE.json`.
 """
