@@ -23,6 +23,8 @@ Every error carries `code`, `object` (what it is about), `message` (expected and
 E-CORRUPT arith/rollouts@7: sha256 differs
 State: versions 1-6 are intact
 Next: quiver verify
+
+Not of the spine: one reads it when an error is raised.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 It carries its own checksum, so a flipped bit in it is found like one in the data, and the sha256,
 size and row count of each file, because a flipped bit in an Arrow file reads as silently different
 numbers.
+
+Not of the spine: any manifest.json of a store shows the same fields.
 """
 
 from __future__ import annotations

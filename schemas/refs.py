@@ -7,6 +7,8 @@ Names are checked here, once, so that no name can leave the store's folder.
 Ref(run='arith', kind='rollouts', version=3)
 >>> str(parse("policy@latest", run="arith"))
 'arith/policy@latest'
+
+Not of the spine: a reference says by itself what it is, `run/kind@version`.
 """
 
 from __future__ import annotations

@@ -71,6 +71,8 @@ class Measures:
     tuple_assignments: int = 0
     one_caller: list[str] = field(default_factory=list)
     """Private functions that one place calls."""
+    named_once: list[str] = field(default_factory=list)
+    """Public functions that the measured files name in one place besides their definition."""
     function_lines: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -83,24 +85,33 @@ class Measures:
         """Private functions with one caller in 1,000 lines of code."""
         return 1000 * len(self.one_caller) / max(self.code_lines, 1)
 
+    @property
+    def named_once_per_1000(self) -> float:
+        """Public functions named once elsewhere in 1,000 lines of code."""
+        return 1000 * len(self.named_once) / max(self.code_lines, 1)
+
 
 def measure(paths: list[Path]) -> Measures:
     """The sums over these files."""
     measures = Measures()
+    mentions_anywhere = Counter(name for path in paths for name in _names(path.read_text()))
     for path in paths:
-        _add(measures, path)
+        _add(measures, path, mentions_anywhere)
     return measures
 
 
-def _add(measures: Measures, path: Path) -> None:
+def _names(text: str) -> list[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in tokens if token.type == tokenize.NAME]
+
+
+def _add(measures: Measures, path: Path, mentions_anywhere: Counter) -> None:
     text = path.read_text()
     tree = ast.parse(text)
     docstring_lines = _docstring_lines(tree)
     code_lines = set()
-    mentions = Counter()
+    mentions = Counter(_names(text))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.NAME:
-            mentions[token.string] += 1
         if token.type == tokenize.COMMENT:
             measures.comments += "noqa" not in token.string
         elif token.type in _CODE and token.start[0] not in docstring_lines:
@@ -121,7 +132,7 @@ def _add(measures: Measures, path: Path) -> None:
             measures.assignments += 1
             measures.tuple_assignments += is_tuple
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            _add_function(measures, path, node, mentions)
+            _add_function(measures, path, node, mentions, mentions_anywhere)
         if name is not None:
             measures.bindings += 1
             if name in VAGUE_NAMES:
@@ -133,12 +144,15 @@ def _add_function(
     path: Path,
     node: ast.FunctionDef | ast.AsyncFunctionDef,
     mentions: Counter,
+    mentions_anywhere: Counter,
 ) -> None:
     name = f"{path}:{node.lineno} {node.name}"
     measures.function_lines[name] = node.end_lineno - node.lineno + 1
     is_private = node.name.startswith("_") and not node.name.startswith("__")
     if is_private and mentions[node.name] == 2:
         measures.one_caller.append(name)
+    if not node.name.startswith("_") and mentions_anywhere[node.name] == 2:
+        measures.named_once.append(name)
 
 
 def _docstring_lines(tree: ast.AST) -> set[int]:
@@ -169,11 +183,15 @@ def report(title: str, measures: Measures) -> str:
             "private functions with one caller, in 1,000 lines",
             f"{measures.one_caller_per_1000:.1f}",
         ),
+        (
+            "public functions named once elsewhere, in 1,000 lines",
+            f"{measures.named_once_per_1000:.1f}",
+        ),
         ("comments, % of lines", f"{100 * measures.comments / max(measures.lines, 1):.1f}"),
         ("lines over 100 characters", f"{measures.long_lines}"),
         ("longest function, lines", f"{lengths[-1] if lengths else 0}"),
     ]
-    return "\n".join([title, *(f"  {name:52} {value:>22}" for name, value in rows)])
+    return "\n".join([title, *(f"  {name:54} {value:>22}" for name, value in rows)])
 
 
 def product_files() -> list[Path]:

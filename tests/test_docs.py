@@ -26,6 +26,7 @@ DOCUMENTS = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
+READMES = [path for path in DOCUMENTS if path.name == "README.md"]
 COMMANDS = set(get_command(app).commands)
 
 
@@ -46,13 +47,19 @@ def test_every_module_has_a_caption(path):
     assert 10 <= len(caption) <= 240, caption
 
 
+def anchors(path: Path) -> set[str]:
+    """What a link may name in a document: its headings, in the form that GitHub gives them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", path.read_text())
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_document_names_exists(path):
     text = path.read_text()
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
-        assert (path.parent / link).exists() or (ROOT / link).exists(), (
-            f"{path.name} links to {link}"
-        )
+    for link, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text):
+        target = path.parent / link if link else path
+        assert target.exists(), f"{path.name} links to {link}"
+        assert not heading or heading in anchors(target), f"{path.name} links to {link}#{heading}"
     for command in re.findall(r"(?<!from )\bquiver ([a-z]+)", text):
         assert command in COMMANDS, f"{path.name} names quiver {command}"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -69,6 +76,30 @@ def test_what_a_document_names_exists(path):
             for o in p.opts
         }
         assert option in known | {"spec", "result", "nproc"}, f"{path.name} names --{option}"
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_readme_is_read_in_minutes(path):
+    """A folder's README is one screen; what is longer is in deployments/docs."""
+    limit = 200 if path.parent == ROOT else 50
+    assert len(path.read_text().splitlines()) <= limit
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_readme_says_where_to_read_on(path):
+    """And the files in the first column of its table are there."""
+    text = path.read_text()
+    assert re.search(r"\]\((?!https?:)[^)]+\)", text), "no link to another document"
+    table = re.search(r"(?ms)^\| file \|.*?\n\n", text)
+    for row in table[0].strip().splitlines()[2:] if table else ():
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+            assert (path.parent / name).exists(), f"{path.name} lists {name}"
+
+
+def test_every_document_is_linked_from_the_readme_beside_it():
+    folder = ROOT / "deployments"
+    links = set(re.findall(r"\]\((docs/[^)#]+)\)", (folder / "README.md").read_text()))
+    assert links == {f"docs/{path.name}" for path in (folder / "docs").iterdir()}
 
 
 def test_every_kind_stage_engine_algorithm_and_reward_is_documented():

@@ -94,6 +94,18 @@ def test_the_templates_of_the_report_are_in_the_wheel(python, project):
     assert done.stdout == "<svg\n", done.stderr
 
 
+def test_the_documents_are_in_the_wheel(python, project):
+    code = (
+        "from pathlib import Path; import quiver.deployments as rooms; "
+        "folder = Path(rooms.__path__[0]); "
+        "print(*sorted(path.name for path in folder.glob('docs/*.md')), (folder / 'README.md').exists(),"
+        " (folder.parent / 'stages/optimize/README.md').exists())"
+    )
+    done = run(python, "-c", code, cwd=project)
+    names = sorted(path.name for path in (ROOT / "deployments/docs").iterdir())
+    assert done.stdout.split() == [*names, "True", "True"], done.stderr
+
+
 def test_the_name_alone_loads_nothing(tmp_path):
     code = (
         "import sys, quiver; dir(quiver); "

@@ -8,6 +8,8 @@ done".
 A field that comes to a config of which stores hold versions already is annotated `Added[...]`; it
 is left out of the run_key while it has its default, so what was made before it came stays found. A
 field that goes is still read from old manifests: `parse_saved`.
+
+Not of the spine: a config reads like any pydantic model.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ installed packages, are not covered.
     path = locate("rewards/mine.py:politeness", "reward.functions[0].use")     # runs nothing
     fingerprint(path)
     function, sha256 = load("rewards/mine.py:politeness", "reward.functions[0].use")
+
+Not of the spine: to those who call it, a plugin is a function and a hash.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ data in silence when the column lies on the heap. So clone, convert (`.long()`) 
     completions[i]                             # values[offsets[i] : offsets[i + 1]]
     completions.lengths; completions.take(torch.tensor([3, 1])); completions.to_arrow()
     Mapped.from_arrow(table["completion_ids"]) # the same, but nothing is read before it is needed
+
+Not of the spine: of a column one needs to know `values[offsets[i] : offsets[i + 1]]`, no more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What an evaluation measures."""
+"""What an evaluation measures.
+
+Not of the spine: its fields are looked up by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The config of logprobs: whose probability is asked for, and how the pass is made."""
+"""The config of logprobs: whose probability is asked for, and how the pass is made.
+
+Not of the spine: its fields are looked up by name.
+"""
 
 from __future__ import annotations
 

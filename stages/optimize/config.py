@@ -5,6 +5,8 @@ only the datasets or the model can tell is checked by the stage. No torch is loa
 
     config = Config(algorithm="dapo", learning_rate=1e-6)
     config.resolved().clip_high      # 0.28, which the algorithm's row fills in
+
+Not of the spine: its fields are looked up by name.
 """
 
 from __future__ import annotations

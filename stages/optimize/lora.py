@@ -13,6 +13,8 @@ changed.
 
     attach(config.lora, model, policy, seed=0)        # then train what still requires a gradient
     save_and_merge(model, folder)
+
+Not of the spine: only a recipe with `[optimize.lora]` uses it.
 """
 
 from __future__ import annotations

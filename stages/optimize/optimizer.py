@@ -3,6 +3,8 @@
 optimizer = make_optimizer(config, model)
 load_state(optimizer, model, state(optimizer, model))
 # as if nothing had happened: the next step is equal bit for bit
+
+Not of the spine: the trainer steps it like any optimizer of torch.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ policy that it starts beside, lies whole in `critic/`. Never at the top: engines
 
     save(critic, optimizer, folder, "model", moments=True)
     resume(critic, optimizer, version, "model", moments=True)
+
+Not of the spine: only algorithms with a critic (ppo) use it.
 """
 
 from __future__ import annotations

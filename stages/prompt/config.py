@@ -1,6 +1,8 @@
 """The prompt stage's config: the rows, how they become token ids, and which an iteration takes.
 
 A recipe has the first part in [data] and the second in [prompt].
+
+Not of the spine: its fields are looked up by name.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The README's ways to run a recipe, each as written, but for the port and the name of the first
-host, which is this one."""
+"""The ways to run a recipe in deployments/docs/running.md, each as written, but for the port and the
+name of the first host, which is this one."""
 
 import re
 import signal
@@ -17,19 +17,19 @@ from tests.deployments.prefect_world import World, wait_for
 from tests.flows.conftest import RECIPE, write_recipe
 
 pytestmark = pytest.mark.prefect
-README = (Path(__file__).parents[2] / "deployments/README.md").read_text()
+RUNNING = (Path(__file__).parents[2] / "deployments/docs/running.md").read_text()
 STAYS = re.compile(r"quiver serve|prefect worker|prefect server start")
 
 
 def commands(heading: str) -> list[str]:
-    (block,) = re.findall(rf"^### {heading}\n.*?^```\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(rf"^### {heading}\n.*?^```\n(.*?)^```", RUNNING, re.MULTILINE | re.DOTALL)
     found = block.strip().splitlines()
     assert 1 <= len(found) <= 4
     return found
 
 
 class Terminals:
-    """Runs lines in `folder` as a person would who does what the README says: each in a terminal of
+    """Runs lines in `folder` as a person would who does what the document says: each in a terminal of
     its own, new as it was opened, in which the `export` line of the same block is typed first, and
     nothing else."""
 

@@ -25,13 +25,13 @@ from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from quiver.stages.reward.functions import overlong
 from tests.oracles.peers import (
     ADVANTAGES,
+    DOCUMENT,
     LENGTHS,
     MASK,
     MAX_TOKENS,
     NOW,
     OFFSETS,
     OLD,
-    README,
     REF,
     REWARDS,
     B,
@@ -290,7 +290,7 @@ def test_leave_one_out_and_the_kl_in_the_reward(trainer):
         torch.testing.assert_close(found, scored(made)["advantages"], rtol=1e-5, atol=1e-6)
 
 
-# -- where the definitions part: the table in stages/optimize/README.md
+# -- where the definitions part: the table in deployments/docs/algorithms.md
 
 
 def test_what_is_not_scored_has_advantage_0_there_and_is_dropped_here(trainer):
@@ -400,8 +400,8 @@ def test_trl_has_no_ppo():
     assert not hasattr(trl, "PPOTrainer")
 
 
-def test_the_readme_names_this_version():
-    assert f"TRL {trl.__version__}" in README
+def test_the_table_names_this_version():
+    assert f"TRL {trl.__version__}" in DOCUMENT
 
 
 def test_the_overlong_penalty():

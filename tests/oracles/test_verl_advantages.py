@@ -103,7 +103,7 @@ def test_the_kl_in_the_reward():
     close(found, flat(core.compute_rewards(on_the_last_token(), padded(OLD), padded(REF), 0.3)))
 
 
-# -- where the definitions part: the table in stages/optimize/README.md
+# -- where the definitions part: the table in deployments/docs/algorithms.md
 
 
 def test_a_group_of_one_keeps_its_raw_reward_in_verl_and_is_dropped_here():

@@ -11,6 +11,7 @@ from quiver.stages.optimize import audit, losses
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from tests.oracles.peers import (
     ADVANTAGES,
+    DOCUMENT,
     JUNK,
     LENGTHS,
     MASK,
@@ -18,7 +19,6 @@ from tests.oracles.peers import (
     NOW,
     OFFSETS,
     OLD,
-    README,
     REF,
     B,
     N,
@@ -239,7 +239,7 @@ def test_the_audits_estimates():
     )
 
 
-# -- where the definitions part: the table in stages/optimize/README.md
+# -- where the definitions part: the table in deployments/docs/algorithms.md
 
 
 def test_verl_clips_twice_by_default_and_here_dual_clip_is_off():
@@ -288,8 +288,8 @@ def test_only_verl_bounds_nothing_in_k1():
     assert losses.kl(NOW, NOW - 30.0, "k1")[0].item() == pytest.approx(20.0)
 
 
-def test_the_readme_names_this_version():
-    assert f"verl {peer('verl').__version__}" in README
+def test_the_table_names_this_version():
+    assert f"verl {peer('verl').__version__}" in DOCUMENT
 
 
 def test_padding_holds_what_a_peer_must_not_see():

@@ -5,6 +5,8 @@ piece (or several, when it is longer than the budget), without it each rollout i
 own. Pieces go by best fit into rows of at most `budget` tokens; a piece that is longer gets a row
 for itself. The last id of a completion is only ever a target, so it does not stand in the row. The
 order is decided by lengths and positions alone: the same rollouts give the same micro-batches.
+
+Not of the spine: `layout` draws the rows that come of it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@
 
 oneDNN's fast products go through bfloat16 on processors with AMX. Whatever the name, logits become
 float32 before temperature and softmax. Which names a stage knows, its config says.
+
+Not of the spine: to the trainer a precision is a name, and the table says what it stands for.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ parent process imports the file too, to hash it: heavy imports belong inside the
     if is_function(name):
         function, key = load(name, {"seed": 0})
         make(name, function, {"seed": 0}, folder)
+
+Not of the spine: most recipes name a model that is there already.
 """
 
 from __future__ import annotations

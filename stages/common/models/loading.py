@@ -4,6 +4,8 @@ model = load_model(store.open("arith/policy@0"), dtype=torch.float32)
 check_rows(table, "arith/rollouts@1", version)     # rows that it can give a probability to
 
 Importing this module loads no torch: an engine sets its environment before.
+
+Not of the spine: what comes of it is an ordinary model of transformers.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ will need, and waits.
 
 A process decides nothing before its call. Where a prewarmed one is gone, or was not needed, no harm
 is done.
+
+Not of the spine: what a stage makes does not depend on the process that it runs in.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ content, so that what was made of it is whole again.
 
 Only names are read to choose a number, so that costs two listings however many versions there are.
 A process that dies between publishing a version and noting it leaves that to whoever comes next.
+
+Not of the spine: its readers need to know only that a number is never given twice.
 """
 
 from __future__ import annotations
