@@ -195,6 +195,10 @@ class Config(base.Config):
     """Where to train."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
     """How many ranks must take part; another number is refused. None: as many as were launched."""
+    resume_minutes: Runtime[float] = Field(default=15.0, gt=0)
+    """How often weights and moments are saved, so that a training that is killed goes on there."""
+    resume_steps: Runtime[int | None] = Field(default=None, ge=1)
+    """The same counted in optimizer steps, in place of minutes."""
     trackers: Runtime[list[str]] = Field(default_factory=list)
     """accelerate's trackers by name, such as tensorboard."""
     tracker_folder: Runtime[str | None] = None

@@ -57,6 +57,10 @@ class Loaded:
     summary: dict[str, Any]
     """for the manifest: counts and means"""
 
+    def batch_ids(self) -> pa.Array:
+        """[k] rollout_id of the batch's rollouts, in its order."""
+        return self.ids.combine_chunks().take(pa.array(self.rows.numpy()))
+
 
 @dataclass(frozen=True)
 class _Joined:

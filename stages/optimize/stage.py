@@ -9,9 +9,10 @@ greedy rows, truncated sampling (unless `allow_biased_sampling`), a KL term with
 logprobs, and logprobs that the trainer can not reproduce (the audit).
 
 It writes three versions under one key: advantages, updates and, last, the policy with its optimizer
-state. A run that is killed between them leaves the first ones without a policy; the same call goes
-on there. When every advantage is 0 there is nothing to learn: the same weights become the next
-policy, and its metrics say so.
+state. A training that is killed goes on after the last step that it saved (`resume_minutes`); one
+that is killed between two versions leaves the first ones without a policy, and the same call trains
+again and publishes the policy. When every advantage is 0 there is nothing to learn: the same
+weights become the next policy, and its metrics say so.
 
     refs = {"policy": "a/policy@0", "rollouts": "a/rollouts@1", "rewards": "a/rewards@1"}
     ref = run_stage("optimize", Config(algorithm="dapo"), store, **refs)
@@ -113,6 +114,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     phase = writer.phase if writer else nullcontext
     with phase("import"):
         from . import results, rollouts
+        from .resume import Progress
         from .trainer import make_accelerator
 
         accelerator = make_accelerator(config)
@@ -125,7 +127,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         with phase("audit"):
             trainer.prepare()
         with phase("steps"):
-            trainer.train()
+            trainer.train(Progress(plan, loaded.batch_ids(), saves=writer is not None))
     if writer:
         with phase("save"):
             results.save(plan.inputs["policy"], trainer, writer)

@@ -8,6 +8,7 @@ update the logprobs are audited against the engine's. Nothing here knows of the 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
     trainer.train()                # trainer.model holds the next policy's weights
+    trainer.train(progress)        # the same, and a restart goes on in the middle (see `resume`)
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ from .value_head import ValueHead, with_trunk
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from .resume import Progress
+
 MAX_SKIPPED = 3
+_COUNTERS = ("step", "updates", "audit_report", "padding", "places")
+"""What a trainer counts besides its tensors."""
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
 
@@ -221,27 +226,65 @@ class Trainer:
         )
         return logprobs[sampled]
 
-    def train(self) -> None:
-        """Run all epochs. NumericError when the audit fails, or when steps are not finite: then
-        nothing may be committed."""
-        config = self.config
-        for epoch in range(config.epochs):
-            # groups shuffled by seed and step, each group whole
-            seed = (config.seed * 1_000_003 + self.step) % 2**63
-            generator = torch.Generator().manual_seed(seed)
-            num_groups = max(self.batch.groups, default=-1) + 1
-            order = torch.randperm(num_groups, generator=generator).tolist()
-            shuffled = [order[group] for group in self.batch.groups]
-            for minibatch, members in enumerate(minibatches(shuffled, config.minibatches)):
-                self._train_minibatch(epoch, minibatch, members)
+    def train(self, progress: Progress | None = None) -> None:
+        """Run all epochs, from where `progress` says that an earlier attempt came to. NumericError
+        when the audit fails, or when steps are not finite: then nothing may be committed."""
+        first_epoch, first_minibatch, epoch_step = 0, 0, self.step
+        if progress:
+            first_epoch, first_minibatch, epoch_step = progress.load(self)
+        for epoch in range(first_epoch, self.config.epochs):
+            if epoch != first_epoch:
+                first_minibatch, epoch_step = 0, self.step
+            for minibatch, members in enumerate(self._members(epoch_step)):
+                if minibatch >= first_minibatch:
+                    self._train_minibatch(epoch, minibatch, members, progress)
+                    if progress:
+                        progress.step_done(self, epoch, minibatch + 1, epoch_step)
         if self.updates and not any(update["applied"] for update in self.updates):
             raise _not_finite(
                 f"none of {len(self.updates)} optimizer steps had a finite loss and gradient"
             )
         if not bool(torch.nn.utils.get_total_norm(self.parameters).isfinite()):
             raise _not_finite("a weight is not finite after the last step")
-        if config.score_after and self.batch.groups:
+        if self.config.score_after and self.batch.groups:
             self.logprobs = self.score(range(len(self.batch.groups)))
+
+    def _members(self, step: int) -> list[list[int]]:
+        """The rollouts of each mini-batch of the epoch that begins with `step`: groups shuffled by
+        seed and step, each group whole."""
+        seed = (self.config.seed * 1_000_003 + step) % 2**63
+        generator = torch.Generator().manual_seed(seed)
+        num_groups = max(self.batch.groups, default=-1) + 1
+        order = torch.randperm(num_groups, generator=generator).tolist()
+        shuffled = [order[group] for group in self.batch.groups]
+        return minibatches(shuffled, self.config.minibatches)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that the next step depends on, and what has been counted, as plain JSON."""
+        tensors = {"logprobs": self.logprobs}
+        for number, parameter in enumerate(self.parameters):
+            tensors[f"weight.{number}"] = parameter.detach()
+            for key, tensor in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{number}"] = tensor
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        return {name: copy.contiguous() for name, copy in copies.items()}, counters
+
+    def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self.logprobs.copy_(tensors["logprobs"])
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters):
+                parameter.copy_(tensors[f"weight.{number}"])
+        for name, tensor in tensors.items():
+            key, _, number = name.partition(".")
+            if number and key != "weight":
+                parameter = self.parameters[int(number)]
+                self.optimizer.state[parameter][key] = tensor.to(parameter.device)
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        if isinstance(self.optimizer, bf16.Bf16AdamW):
+            self.optimizer.number = self.step
 
     def free(self) -> None:
         """Give back the memory of model, critic and moments, of which nothing is needed any more;
@@ -250,7 +293,9 @@ class Trainer:
         self.optimizer.state.clear()
         self.policy.free()
 
-    def _train_minibatch(self, epoch: int, minibatch: int, members: list[int]) -> None:
+    def _train_minibatch(
+        self, epoch: int, minibatch: int, members: list[int], progress: Progress | None
+    ) -> None:
         """One optimizer step over rollouts `members`, unless none of them is passed through the
         model."""
         started = time.monotonic()
@@ -263,6 +308,8 @@ class Trainer:
         if self.config.audit.enabled and not self.audit_report:  # see `prepare`
             self.audit_report = audit(self.objective, self.batch, self.logprobs, active)
         update |= self.apply(update)
+        if progress and not update["applied"]:
+            progress.not_finite(self, update, active)
         update["seconds"] = time.monotonic() - started
         self.updates.append(update)
         numbers = {name: number for name, number in update.items() if number is not None}

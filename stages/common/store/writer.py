@@ -14,6 +14,7 @@ What lies in `STORE/<run>/<kind>/.staging/` while the work goes on, and goes wit
     KEY/                 shards, or the files of a policy
     KEY.notes/           what makes each shard count, and what each process says of its part
     KEY.leases/          who is at the work (see `leases`)
+    KEY.resume/          what a stage goes on from in the middle; outlives a kill
     KEY.<worker>/        links to the shards and the manifest: what will be renamed
 
 The commit: shards are written, hashed and flushed as they come, each with a note that makes it
@@ -66,6 +67,8 @@ from .versions import Store, Version, schema_module, schema_name
 
 ROWS_PER_SHARD = 256
 _JOIN_SECONDS = 10.0
+_KEPT_SUFFIXES = (".notes", ".leases", ".resume")
+"""Of what lies beside the staged files and is no candidate."""
 _SOURCES = "sources"
 """The note that names what the stage reads."""
 _PACKAGES = (
@@ -121,6 +124,8 @@ class Writer:
     def prepare(self, *, fresh: bool) -> None:
         """Make the staging place. `fresh`: without what an earlier attempt left."""
         with storage_errors(self._name):
+            if self._force:
+                self._storage.delete_tree(f"{self._prefix}.resume")
             for prefix in (self._prefix, f"{self._prefix}.notes"):
                 if fresh:
                     self._storage.delete_tree(prefix)
@@ -130,7 +135,7 @@ class Writer:
         """Remove what others had ready to publish: from now on only this process can."""
         staging, _, run_key = self._prefix.rpartition("/")
         for name in self._storage.list(staging):
-            if name.startswith(f"{run_key}.") and not name.endswith((".notes", ".leases")):
+            if name.startswith(f"{run_key}.") and not name.endswith(_KEPT_SUFFIXES):
                 self._storage.delete_tree(f"{staging}/{name}")
 
     def is_committed(self) -> bool:

@@ -102,7 +102,7 @@ def choice(
 
     def letter_of(right: Any) -> str:
         if isinstance(right, int) and 0 <= right < len(choices):
-            return choices[right]
+            return choices[right].upper()
         letter = right.strip().upper() if isinstance(right, str) else ""
         if len(letter) == 1 and letter in choices.upper():
             return letter
@@ -258,7 +258,7 @@ FUNCTIONS: dict[str, Shipped] = {
         choice,
         "1 where the completion chooses the letter in the column `answer`",
         {"choices": "the letters, ABCD"},
-        version=2,
+        version=3,
     ),
     "format": Shipped(
         format,

@@ -93,10 +93,12 @@ class Limits:
             "output_kib": 1,
         }.items():
             number = getattr(self, name)
-            if not isinstance(number, int | float) or not least <= number <= 1 << 20:
+            kinds = (int, float) if name == "seconds" else int
+            if not isinstance(number, kinds) or not least <= number <= 1 << 20:
+                whole = "" if name == "seconds" else "a whole number "
                 raise ConfigError(
                     f"limits.{name}",
-                    f"must be between {least} and {1 << 20}, got {number!r}",
+                    f"must be {whole}between {least} and {1 << 20}, got {number!r}",
                     next=f"correct limits.{name}",
                 )
 
@@ -223,10 +225,15 @@ def _launch(job: dict[str, Any], limits: Limits) -> Finished:
     code = int(report["ended"][0])
     killed_by = report["killed_by"]
     if killed_by is None and code < 0:
-        killed_by = "cpu" if -code == signal.SIGXCPU else signal.Signals(-code).name
+        killed_by = "cpu" if -code == signal.SIGXCPU else _signal_name(-code)
     return Finished(
         code, stdout.decode(errors="replace"), stderr_text, killed_by, report["seconds"]
     )
+
+
+def _signal_name(number: int) -> str:
+    """`SIGKILL`; the real-time signals between the first and the last have no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _read(pipes: list[BinaryIO], limits: Limits) -> list[bytes]:

@@ -49,6 +49,7 @@ def test_the_letter_that_a_text_settles_on(text, expected):
 
 def test_a_choice_without_a_letter_is_an_error_not_a_zero():
     assert functions.choice(["B", "C"], [1, None]) == [1.0, None]
+    assert functions.choice(["b", "B"], [1, "b"], choices="abcd") == [1.0, 1.0]
     for wrong in (4, "E", "AB", 1.5):
         with pytest.raises(ValueError, match="neither a letter"):
             functions.choice(["A"], [wrong])

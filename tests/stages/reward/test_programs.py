@@ -296,6 +296,14 @@ def test_values_arrive_as_they_are():
     assert code([program], [tests]) == [1.0]
 
 
+def test_a_value_of_a_type_of_its_own_is_compared_as_the_plain_one():
+    program = "class Count(int):\n    pass\n\ndef f():\n    return Count(3)"
+    assert code([program] * 2, ["assert f() > 2.5", "assert f() == 3.0 and f() < 2.5"]) == [
+        1.0,
+        0.0,
+    ]
+
+
 def test_check_functions_of_an_entry():
     tests = (
         "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n    assert "

@@ -112,7 +112,9 @@ def _compare_plain(name):
 
     def compare(self, operand):
         plain = self._wire.ask("plain", self)
-        return NotImplemented if isinstance(plain, Remote) else getattr(plain, name)(operand)
+        return (
+            NotImplemented if isinstance(plain, Remote) else getattr(operator, name)(plain, operand)
+        )
 
     return compare
 

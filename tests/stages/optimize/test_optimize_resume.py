@@ -1,0 +1,152 @@
+"""A training that is killed goes on after the step that it saved, as if nothing had happened."""
+
+import multiprocessing
+import os
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quiver.schemas.errors import NumericError
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.common.store import Store
+from quiver.stages.optimize import resume, trainer
+from tests.stages.optimize.world import config, trained
+
+TEN_STEPS = {"epochs": 5, "minibatches": 2, "resume_steps": 5}
+CASES = {
+    "fp32": {},
+    "bf16_master": {"precision": "bf16_master"},
+    "bf16_stochastic": {"precision": "bf16_stochastic"},
+    "critic": {"algorithm": "ppo", "max_staleness": 1},
+    "critic model": {"algorithm": "ppo", "critic": "model"},
+    "lora": {"lora": {"rank": 2}, "learning_rate": 1e-2},
+}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How many steps were made; `steps.dies_after`: how many are made before the process dies."""
+
+    class Steps:
+        count = 0
+        dies_after = None
+
+    def counted(self, *arguments):
+        if Steps.count == Steps.dies_after:
+            raise KeyboardInterrupt
+        Steps.count += 1
+        return real(self, *arguments)
+
+    real = trainer.Trainer._train_minibatch
+    monkeypatch.setattr(trainer.Trainer, "_train_minibatch", counted)
+    return Steps
+
+
+def tables(store, version) -> list[dict]:
+    """Rows of updates and advantages, without the seconds."""
+    refs = [version.manifest.metrics[kind] for kind in ("updates", "advantages")]
+    rows = [row for ref in refs for row in store.open(ref).table().to_pylist()]
+    return [{name: cell for name, cell in row.items() if name != "seconds"} for row in rows]
+
+
+def files_of(version) -> dict[str, dict[str, torch.Tensor]]:
+    names = [name for name in version.files.names if name.endswith(".safetensors")]
+    return {name: load_file(version.files.path(name)) for name in names}
+
+
+def assert_equal(store, one, other) -> None:
+    assert tables(store, one) == tables(store, other)
+    ours, theirs = files_of(one), files_of(other)
+    assert ours.keys() == theirs.keys() and len(ours) > 1
+    for name, tensors in ours.items():
+        assert tensors.keys() == theirs[name].keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor, theirs[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_are_five_a_kill_and_five_bit_for_bit(store, policy, made, steps, case):
+    chosen = config(**{**TEN_STEPS, **CASES[case]})
+    whole = trained(store, policy, made, chosen, into="whole")
+    assert steps.count == 10
+    steps.count, steps.dies_after = 0, 7
+    with pytest.raises(KeyboardInterrupt):
+        trained(store, policy, made, chosen, into="killed")
+    steps.count, steps.dies_after = 0, None
+    resumed = trained(store, policy, made, chosen, into="killed")
+    assert steps.count == 5, "the two after the fifth are made again, no more"
+    assert_equal(store, whole, resumed)
+    assert not list(store.path.glob("killed/policy/.staging/*")), "it goes with the staging place"
+
+
+def _die_after_six(store, refs, chosen):
+    real = resume.Progress.step_done
+
+    def step_done(self, trainer, *place):
+        real(self, trainer, *place)
+        if len(trainer.updates) == 6:
+            os._exit(9)
+
+    resume.Progress.step_done = step_done
+    run_stage("optimize", chosen, store, in_process=True, into="killed", **refs)
+
+
+@pytest.mark.parametrize("damage", [None, "flip", "note", "gone"])
+def test_after_kill_9_a_state_that_is_not_whole_is_made_again(store, policy, made, steps, damage):
+    chosen = config(**TEN_STEPS)
+    whole = trained(store, policy, made, chosen, into="whole")
+    refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
+    process = multiprocessing.get_context("spawn").Process(
+        target=_die_after_six, args=(Store(store.path), refs, chosen)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    folder = next(store.path.glob("killed/policy/.staging/*.resume"))
+    state, note = next(folder.glob("*.safetensors")), folder / "progress"
+    if damage == "flip":
+        raw = bytearray(state.read_bytes())
+        raw[-9] ^= 1
+        state.write_bytes(raw)
+    elif damage == "note":
+        note.write_text(note.read_text().replace('"minibatch": 1', '"minibatch": 0'))
+    elif damage == "gone":
+        state.unlink()
+    steps.count = 0
+    resumed = trained(store, policy, made, chosen, into="killed")
+    assert steps.count == (5 if damage is None else 10)
+    assert_equal(store, whole, resumed)
+
+
+def test_what_is_forced_starts_over(store, policy, made, steps):
+    chosen = config(**TEN_STEPS)
+    steps.dies_after = 7
+    with pytest.raises(KeyboardInterrupt):
+        trained(store, policy, made, chosen)
+    steps.count, steps.dies_after = 0, None
+    trained(store, policy, made, chosen, force=True)
+    assert steps.count == 10
+
+
+def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(store, policy, made, monkeypatch):
+    real = trainer.Trainer.accumulate
+    monkeypatch.setattr(
+        trainer.Trainer, "accumulate", lambda *args: {**real(*args), "loss": float("nan")}
+    )
+    with pytest.raises(NumericError):
+        trained(store, policy, made, config(minibatches=4))
+    paths = sorted(store.path.glob("tiny/policy/.not_finite/*.arrow"))
+    assert paths
+    table = pa.ipc.open_file(paths[0]).read_all()
+    assert 0 < table.num_rows <= 4
+    known = dict(
+        zip(
+            *(made[0].table()[name].to_pylist() for name in ("rollout_id", "old_logprobs")),
+            strict=True,
+        )
+    )
+    for row in table.to_pylist():
+        assert row["old_logprobs"] == known[row["rollout_id"]]
+        assert len(row["logprobs"]) == len(row["old_logprobs"])
