@@ -64,11 +64,8 @@ def select_prompts(
         )
     dropped = groups.filter(pa.array(~fits)).to_pylist()
     if dropped:
-        log.warning(
-            "%d of %d prompts leave no room for the completion and are dropped",
-            len(dropped),
-            len(fits),
-        )
+        message = "%d of %d prompts leave no room for the completion and are dropped"
+        log.warning(message, len(dropped), len(fits))
     longest = int(row_lengths[fits].max(initial=1))
     return table.filter(pa.array(fits)), dropped, longest
 
