@@ -132,7 +132,7 @@ def begin(recipe: Recipe, name: str) -> Night:
         "data": parse(Data, json.loads(section), "data"),
         "iterations": first + recipe.iterations - 1,
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
-        "overlap": 0,
+        "overlap": 0,  # a night goes one iteration after another
     }
     return Night(name, recipe.model_copy(update=update), store, first)
 
