@@ -606,19 +606,10 @@ def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]
     errors = []
     staging = f"{run}/{kind}/.staging"
     for folder in storage.list(staging):
-        for name in storage.list(f"{staging}/{folder}") if folder.endswith(".notes") else []:
-            if name.endswith(".tmp"):
-                continue
-            key = f"{staging}/{folder}/{name}"
-            if b'"checksum"' not in storage.read(key) and _is_json(storage.read(key)):
-                continue  # of an earlier Quiver, whose shards are done again anyway
-            note = _read_note(storage, key)
-            shard = f"{staging}/{folder.removesuffix('.notes')}/{name.removesuffix('.json')}"
-            is_whole = note is not None and (
-                "sha256" not in note
-                or (storage.exists(shard) and storage.sha256(shard) == note["sha256"])
-            )
-            if not is_whole:
+        names = storage.list(f"{staging}/{folder}") if folder.endswith(".notes") else []
+        for name in names:
+            is_ours = name in ("plan", _SOURCES) or name.endswith((".arrow.json", ".report"))
+            if is_ours and _is_damaged(storage, f"{staging}/{folder.removesuffix('.notes')}", name):
                 errors.append(
                     CorruptError(
                         f"{run}/{kind} staged {name}",
@@ -630,12 +621,17 @@ def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]
     return errors
 
 
-def _is_json(raw: bytes) -> bool:
-    try:
-        json.loads(raw)
-    except ValueError:
-        return False
-    return True
+def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
+    """Whether a note, or the shard that it is about, is not what was written."""
+    key = f"{prefix}.notes/{name}"
+    with suppress(ValueError, FileNotFoundError):
+        if "checksum" not in json.loads(storage.read(key)):
+            return False  # of an earlier Quiver: its shards are done again anyway
+    note = _read_note(storage, key)
+    if note is None or "sha256" not in note:
+        return note is None
+    shard = f"{prefix}/{name.removesuffix('.json')}"
+    return not storage.exists(shard) or storage.sha256(shard) != note["sha256"]
 
 
 def readers_at_work(store: Store, ref: Ref) -> list[str]:
