@@ -625,7 +625,8 @@ def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
     """Whether a note, or the shard that it is about, is not what was written."""
     key = f"{prefix}.notes/{name}"
     with suppress(ValueError, FileNotFoundError):
-        if "checksum" not in json.loads(storage.read(key)):
+        fields = json.loads(storage.read(key))
+        if not isinstance(fields, dict) or "checksum" not in fields:
             return False  # of an earlier Quiver: its shards are done again anyway
     note = _read_note(storage, key)
     if note is None or "sha256" not in note:
