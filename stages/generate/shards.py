@@ -89,7 +89,7 @@ class Shards:
         num_tokens = pc.sum(pc.list_value_length(table["completion_ids"])).as_py() or 0
         speeds = [
             worker["tokens"] / max(worker["seconds"]["generate"], 1e-9)
-            for worker in self._writer.parts()
+            for worker in self._writer.reports()
             if worker.get("tokens")
         ]
         metrics = {

@@ -100,7 +100,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         _sample(config, setup, writer, rows, shards)
     metrics, status = shards.summary()
     engine_infos: list[dict[str, Any]] = []
-    for worker in writer.parts():  # on other machines it may be another device or dtype
+    for worker in writer.reports():  # on other machines it may be another device or dtype
         if "engine" in worker and worker["engine"] not in engine_infos:
             engine_infos.append(worker["engine"])
     engine, *other_engines = engine_infos or [{"name": config.engine}]

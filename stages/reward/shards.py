@@ -125,7 +125,7 @@ class Shards:
     def seconds(self) -> dict[str, float]:
         """Time in each scorer, summed over its processes and over those that share the work."""
         self._note_seconds()
-        processes = [notes.get("scorers", {}) for notes in self._writer.parts()]
+        processes = [notes.get("scorers", {}) for notes in self._writer.reports()]
         seconds = {OVERLONG: 0.0}
         for scorer in self._scorers:
             seconds[scorer.name] = sum(process.get(scorer.name, 0.0) for process in processes)
