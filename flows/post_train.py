@@ -133,8 +133,6 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
             next="name a stage, or leave it out",
         )
     forced = STAGES[STAGES.index(first_forced) :] if first_forced else ()
-    # a user's own algorithm is told what is wrong with it before anything is made
-    recipe.optimize_config().resolved()
     check_placement(recipe)
     try:
         with tagged(recipe):

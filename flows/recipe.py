@@ -28,6 +28,7 @@ from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.logprobs.config import PassConfig
+from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
@@ -314,15 +315,18 @@ class Recipe(Config):
         return load(path, settings)
 
     def resolved(self) -> Recipe:
-        """With what it names outside the store looked up: the base model's hash, the hash and the
-        input column of each source. So a run reads its sources once. ConfigError."""
+        """With what it names outside the store looked up: the defaults of the algorithm, the base
+        model's hash, the hash and the input column of each source. So a run asks for each once,
+        before anything is made. ConfigError."""
+        algorithm = optimize.resolve(self.optimize_config())
         fields = _source_fields(self.prompt_config(1))
         if self.data.held_out is not None:
             held_out = _source_fields(self.prompt_config(0, evaluation=True))
             fields["held_out"] = {**self.data.held_out, **held_out}
         section = self.data.model_copy(update=fields)
         policy = checkpoints.resolve(self.policy)
-        return self.model_copy(update={"data": section, "policy": policy})
+        trained = self.optimize.model_copy(update=dict(algorithm))
+        return self.model_copy(update={"data": section, "policy": policy, "optimize": trained})
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -102,7 +102,7 @@ def resolve(config: PolicyConfig) -> PolicyConfig:
     """`config` with the hash of what it names, and a hub model's commit. Looks at the folder, the
     hub, or the function's file. ConfigError, SecurityError."""
     if from_function.is_function(config.model):
-        _, source_hash = _load_function(config)
+        source_hash = from_function.source_hash(config.model, _plain_arguments(config))
         commit = ""
     else:
         path, commit = _locate(config)
@@ -141,7 +141,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     metrics: dict[str, Any] = {}
     with writer.phase("import"), storage_errors(f"{plan.run}/policy@0"):
         if from_function.is_function(config.model):
-            function, source_hash = _load_function(config)
+            function, source_hash = from_function.load(config.model, _plain_arguments(config))
             _require_hash(config, source_hash)
             log.info("making the base model by %s, once", printable(config.model))
             from_function.make(config.model, function, config.arguments, writer.folder)
@@ -164,8 +164,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer.finish(metrics={"parameters": count_parameters(writer.folder), **metrics})
 
 
-def _load_function(config: PolicyConfig) -> tuple[Callable[..., None], str]:
-    return from_function.load(config.model, config.model_dump(mode="json")["arguments"])
+def _plain_arguments(config: PolicyConfig) -> dict[str, Any]:
+    return config.model_dump(mode="json")["arguments"]
 
 
 def _require_hash(config: PolicyConfig, source_hash: str) -> None:
