@@ -319,14 +319,20 @@ class Recipe(Config):
         model's hash, the hash and the input column of each source. So a run asks for each once,
         before anything is made. ConfigError."""
         algorithm = optimize.resolve(self.optimize_config())
-        fields = _source_fields(self.prompt_config(1))
-        if self.data.held_out is not None:
-            held_out = _source_fields(self.prompt_config(0, evaluation=True))
-            fields["held_out"] = {**self.data.held_out, **held_out}
-        section = self.data.model_copy(update=fields)
+        source = _source_fields(self.prompt_config(1))
+        section = self.held_out_resolved().data.model_copy(update=source)
         policy = checkpoints.resolve(self.policy)
         trained = self.optimize.model_copy(update=dict(algorithm))
         return self.model_copy(update={"data": section, "policy": policy, "optimize": trained})
+
+    def held_out_resolved(self) -> Recipe:
+        """With the held-out source alone looked up, which is all that a measurement reads."""
+        if self.data.held_out is None:
+            return self
+        source = _source_fields(self.prompt_config(0, evaluation=True))
+        held_out = {**self.data.held_out, **source}
+        section = self.data.model_copy(update={"held_out": held_out})
+        return self.model_copy(update={"data": section})
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same
