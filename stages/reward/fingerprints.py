@@ -18,17 +18,26 @@ from .models.config import model_entry
 from .servers.config import fingerprint as server_fingerprint
 
 
-def model_entries(config: Config) -> tuple[Model, ...]:
+def model_entries(config: Config, *, remembered: bool = True) -> tuple[Model, ...]:
     """The manifest's entries of all reward models, in their order. ConfigError, SecurityError: one
     is not there, or not whole."""
-    return tuple(model_entry(model) for model in config.models)
+    return tuple(model_entry(model, remembered=remembered) for model in config.models)
 
 
-def pinned(config: Config, models: tuple[Model, ...]) -> Config:
+def require_planned(config: Config) -> None:
+    """Every byte of what scores is read: its hash goes into a new manifest. ConfigError where it is
+    not what the `pinned` config says."""
+    pinned(config, model_entries(config, remembered=False), remembered=False)
+
+
+def pinned(config: Config, models: tuple[Model, ...], *, remembered: bool = True) -> Config:
     """`config` with the fingerprints of what scores; `models`: the `model_entries`. ConfigError
     where it asks for other code or another model than there is."""
+    function_fingerprints = [
+        function_fingerprint(function, remembered=remembered) for function in config.functions
+    ]
     found = {
-        "functions": map(function_fingerprint, config.functions),
+        "functions": function_fingerprints,
         "models": map(model_fingerprint, models),
         "servers": map(server_fingerprint, config.servers),
     }
@@ -40,7 +49,7 @@ def pinned(config: Config, models: tuple[Model, ...]) -> Config:
                 raise ConfigError(
                     f"reward {scorer.name}",
                     f"fingerprint expected {printable(scorer.fingerprint)}, found {fingerprint}",
-                    next="restore what scored then, or take the fingerprint out of the recipe",
+                    next="restore what scored then, or run again without that fingerprint",
                 )
             pins[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
     return config.model_copy(update=pins)

@@ -24,7 +24,7 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
 from .config import Config
-from .fingerprints import model_entries, pinned
+from .fingerprints import model_entries, pinned, require_planned
 from .measures import summary
 from .models.scorer import load as load_model
 from .models.template import beginnings
@@ -94,8 +94,10 @@ def check(config: Config, columns: Sequence[str], prompts: Version | None = None
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Score what is not scored yet. RewardError when more rows failed than `max_invalid` allows."""
+    """Score what is not scored yet. RewardError when more rows failed than `max_invalid` allows;
+    ConfigError where a scorer is not the planned one."""
     config = plan.config
+    require_planned(config)
     writer = writers["rewards"]
     rollouts = plan.inputs["rollouts"]
     prompts = plan.inputs["prompts"]
