@@ -1,4 +1,5 @@
-"""How often a run reads what its recipe names: rows that a function makes, and an algorithm."""
+"""How often a run reads what its recipe names, rows that a function makes and an algorithm, and how
+often it tries whether its rewards can be had."""
 
 from collections import Counter
 
@@ -23,12 +24,20 @@ with open("asked.txt", "a") as notes:
     notes.write("algorithm\\n")
 OWN = Algorithm("own", "group_centered", "clipped", "constant", {"clip_low": 0.1, "clip_high": 0.3})
 """
+REWARD = """
+with open(NOTES, "a") as notes:
+    notes.write("reward\\n")
+
+def noted(completions, answer):
+    return [float(len(text)) for text in completions]
+"""
 SETTINGS = (
     "run=counted",
     "data.source=counted.py:rows",
     "data.arguments={name='questions'}",
     "data.held_out={limit=3, arguments={name='held_out'}}",
     "optimize.algorithm=own_algo.py:OWN",
+    "reward={workers=1, functions=[{use='noted.py:noted'}]}",
 )
 
 
@@ -38,6 +47,7 @@ def asked(workplace):
     (workplace / "counted.py").write_text(ROWS)
     (workplace / "own_algo.py").write_text(ALGORITHM)
     notes = workplace / "asked.txt"
+    (workplace / "noted.py").write_text(REWARD.replace("NOTES", repr(str(notes))))
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
 
     def count(command: str, *options: str) -> tuple[dict, Counter]:
@@ -56,10 +66,12 @@ def test_one_stage_reads_its_rows_once_and_once_to_make_prompts(asked):
 
 
 def test_a_run_reads_all_once_and_once_for_each_version(asked):
-    """The prompts of the first iteration are there; the held-out ones serve both measurements."""
+    """The prompts of the first iteration are there; the held-out ones serve both measurements. A
+    reward function is imported where each of two iterations and two measurements is scored, and
+    tried once before all of them."""
     answer, counts = asked("run")
     assert len(answer["iterations"]) == 2 and answer["baseline"]
-    assert counts == {"questions": 2, "held_out": 2, "algorithm": 3}
+    assert counts == {"questions": 2, "held_out": 2, "algorithm": 3, "reward": 4 + 1}
     again, counts = asked("run")
     assert again["baseline"] == answer["baseline"]
     assert counts == {"questions": 1, "held_out": 1, "algorithm": 1}
