@@ -15,6 +15,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome
 
+from .placement import stage_call
 from .recipe import Recipe
 from .tasks import check_stages, perform
 
@@ -52,7 +53,9 @@ def measure(
 
     prompts = run("prompt", recipe.prompt_config(0, evaluation=True), eval_run, policy=policy)
     config = recipe.generate_config(0, evaluation=True)
-    check_stages(recipe, {"reward": recipe.reward}, prompts.ref, policy, config, eval_run, force)
+    refs = {"prompts": prompts.ref, "policy": policy}
+    call = stage_call(recipe, "generate", config, refs, into=eval_run, force=force)
+    check_stages(recipe, {"reward": recipe.reward}, call, prompts.ref)
     rollouts = run("generate", config, eval_run, prompts=prompts.ref, policy=policy)
     rewards = run("reward", recipe.reward, eval_run, rollouts=rollouts.ref)
     refs = {"rollouts": rollouts.ref, "rewards": rewards.ref}

@@ -34,10 +34,10 @@ from .evaluation import measure, require_held_out
 from .pages import link_report
 from .pages.events import moved_event, payload_of
 from .placement import check_placement, require_server
-from .post_train import Iteration, improve
+from .post_train import Iteration, import_policy, improve
 from .promotion import decide, entry_of, judge
 from .recipe import NIGHT, Data, Recipe
-from .tasks import perform, tagged
+from .tasks import tagged
 
 log = logging.getLogger("quiver")
 
@@ -90,9 +90,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
         entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
         if entry is None:
             tonight = replace(tonight, recipe=tonight.recipe.resolved())
-            base = perform(
-                tonight.recipe, "policy", tonight.recipe.policy, {}, label="import policy"
-            ).ref
+            base = import_policy(tonight.recipe)
             in_use = _policy_in_use(tonight, base)
             baseline = measure(tonight.recipe, in_use, tonight.first - 1)
             iterations = improve(tonight.recipe, in_use, base, first=tonight.first)

@@ -42,7 +42,7 @@ from .ahead import run_ahead
 from .evaluation import measure, numbers
 from .pages import link_report
 from .pages.iterations import Curve
-from .placement import check_placement
+from .placement import check_placement, stage_call
 from .recipe import Recipe
 from .tasks import check_stages, perform, tagged
 
@@ -109,15 +109,13 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
             next="name a stage, or leave it out",
         )
     forced = STAGES[STAGES.index(first_forced) :] if first_forced else ()
-    # a user's own algorithm is told what is wrong with it before anything is made
-    recipe.optimize_config().resolved()
     check_placement(recipe)
     with tagged(recipe):
         return _run_iterations(recipe.resolved(), forced)
 
 
 def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
-    base = perform(recipe, "policy", recipe.policy, {}, label="import policy").ref
+    base = import_policy(recipe)
     # before the baseline: a missing source is told before anything is generated
     prompts = make_prompts(recipe, base, 1, forced)
     baseline = numbers(measure(recipe, base, 0, forced))
@@ -181,6 +179,19 @@ def improve(
     return iterations
 
 
+def import_policy(recipe: Recipe) -> str:
+    """The base model, as policy@0; before it is imported, ConfigError where this machine could not
+    train."""
+    check_stages(recipe, trained_here(recipe), stage_call(recipe, "policy", recipe.policy, {}))
+    return perform(recipe, "policy", recipe.policy, {}, label="import policy").ref
+
+
+def trained_here(recipe: Recipe) -> dict[str, Config]:
+    """[optimize], where it runs under this interpreter; what another needs can not be told here."""
+    is_elsewhere = "optimize" in recipe.placement.pools | recipe.placement.python
+    return {} if is_elsewhere else {"optimize": recipe.optimize_config()}
+
+
 def make_prompts(recipe: Recipe, policy: str, iteration: int, forced: Collection[str]) -> Outcome:
     """The prompts of one iteration, rendered for `policy`; ConfigError when the rewards could not
     score them, or this machine not train."""
@@ -192,12 +203,11 @@ def make_prompts(recipe: Recipe, policy: str, iteration: int, forced: Collection
         force="prompt" in forced,
         iteration=iteration,
     )
-    checked: dict[str, Config] = {"reward": recipe.reward}
-    if "optimize" not in recipe.placement.pools | recipe.placement.python:
-        checked["optimize"] = recipe.optimize_config()
     config = recipe.generate_config(iteration)
-    force = "generate" in forced
-    check_stages(recipe, checked, prompts.ref, policy, config, recipe.run, force)
+    refs = {"prompts": prompts.ref, "policy": policy}
+    call = stage_call(recipe, "generate", config, refs, force="generate" in forced)
+    configs = {"reward": recipe.reward, **trained_here(recipe)}
+    check_stages(recipe, configs, call, prompts.ref)
     return prompts
 
 

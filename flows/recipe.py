@@ -28,6 +28,7 @@ from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.logprobs.config import PassConfig
+from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
@@ -337,15 +338,24 @@ class Recipe(Config):
         return parse(cls, sections, f"recipe {path}")
 
     def resolved(self) -> Recipe:
-        """With what it names outside the store looked up: the base model's hash, the hash and the
-        input column of each source. So a run reads its sources once. ConfigError."""
-        fields = _source_fields(self.prompt_config(1))
-        if self.data.held_out is not None:
-            held_out = _source_fields(self.prompt_config(0, evaluation=True))
-            fields["held_out"] = {**self.data.held_out, **held_out}
-        section = self.data.model_copy(update=fields)
+        """With what it names outside the store looked up: the defaults of the algorithm, the base
+        model's hash, the hash and the input column of each source. So a run asks for each once,
+        before anything is made. ConfigError."""
+        algorithm = optimize.resolve(self.optimize_config())
+        source = _source_fields(self.prompt_config(1))
+        section = self.held_out_resolved().data.model_copy(update=source)
         policy = checkpoints.resolve(self.policy)
-        return self.model_copy(update={"data": section, "policy": policy})
+        trained = self.optimize.model_copy(update=dict(algorithm))
+        return self.model_copy(update={"data": section, "policy": policy, "optimize": trained})
+
+    def held_out_resolved(self) -> Recipe:
+        """With the held-out source alone looked up, which is all that a measurement reads."""
+        if self.data.held_out is None:
+            return self
+        source = _source_fields(self.prompt_config(0, evaluation=True))
+        held_out = {**self.data.held_out, **source}
+        section = self.data.model_copy(update={"held_out": held_out})
+        return self.model_copy(update={"data": section})
 
     # Prefect's form sends every default as if it had been typed in; so what a section says is what
     # differs from its defaults, and a field that stands for another's value has the default None

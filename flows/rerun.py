@@ -16,7 +16,9 @@ from functools import partial
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.runner import Outcome, find
+from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 
 from .by_hand import tell_version
@@ -95,7 +97,8 @@ def rerun(
 
         require_held_out(recipe)
         forced = {"evaluate"} if force else ()
-        return measure(recipe, refs["policy"][0], iteration, forced, perform=perform)
+        policy = refs["policy"][0]
+        return measure(recipe.held_out_resolved(), policy, iteration, forced, perform=perform)
     if stage == "optimize":
         refs |= _score_again(recipe, store, refs, run)
         config = recipe.optimize_config()
@@ -108,6 +111,9 @@ def rerun(
         config = recipe.reward
     else:
         config = getattr(recipe, f"{stage}_config")(iteration)
+    resolve = getattr(load(stage), "resolve", None)
+    if resolve is not None:  # here, once: each plan of an open config would read its source anew
+        config = resolve(config)
     plain = {role: listed[0] if len(listed) == 1 else listed for role, listed in refs.items()}
     outcome = run(stage, config, plain, force=force)
     if outcome.ref == plain.get("retry"):
@@ -187,7 +193,7 @@ def find_refs(
     if store.numbers(recipe.run, role):
         return [str(store.resolve(f"{recipe.run}/{role}@latest"))]
     if role == "policy":
-        return [run("policy", recipe.policy, {}).ref]
+        return [run("policy", checkpoints.resolve(recipe.policy), {}).ref]
     raise LineageError(
         f"{recipe.run}/{role}@latest", f"run {recipe.run} has no {role} yet", next=_MAKERS[role]
     )

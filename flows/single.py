@@ -64,6 +64,7 @@ def evaluation(recipe: Recipe, policies: list[str] | None = None) -> list[dict[s
     check_placement(recipe)
     store = Store(recipe.store)
     refs = [store.resolve(ref, recipe.run) for ref in policies or store.refs(recipe.run, "policy")]
+    recipe = recipe.held_out_resolved()
     rows = []
     with tagged(recipe):
         for ref in refs:

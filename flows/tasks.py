@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -21,12 +22,12 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TagsContext
 
 from quiver.schemas.errors import QuiverError
+from quiver.schemas.manifest import digest
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.prewarm import end_prewarmed
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
-from quiver.stages.generate.stage import Config as GenerateConfig
 
 from . import logs  # noqa: F401  lines go to Prefect's pages
 from .dispatch import run_when_free
@@ -38,6 +39,8 @@ from .recipe import Placement, Recipe
 WORTH_RETRYING = {"E-REMOTE", "E-RESOURCE"}
 _LONGEST_WORD = 100
 log = logging.getLogger("quiver")
+_CHECKED: ContextVar[set[tuple[str, str]] | None] = ContextVar("quiver_checked", default=None)
+"""Stages that were checked in this run, with the form of the prompts. None: outside a run."""
 
 
 def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
@@ -135,33 +138,42 @@ def labels_of(
 
 @contextmanager
 def tagged(recipe: Recipe) -> Iterator[None]:
-    """What is called inside bears the run's tags, and leaves no prewarmed process behind."""
+    """What is called inside bears the run's tags, is one run to `check_stages`, and leaves no
+    prewarmed process behind."""
+    token = _CHECKED.set(set())
     try:
         with tags(*labels_of(recipe)):
             yield
     finally:
         end_prewarmed()
+        _CHECKED.reset(token)
 
 
 def check_stages(
-    recipe: Recipe,
-    configs: Mapping[str, Config],
-    prompts: str,
-    policy: str,
-    config: GenerateConfig,
-    into: str,
-    force: bool,
+    recipe: Recipe, configs: Mapping[str, Config], before: StageCall, prompts: str | None = None
 ) -> None:
-    """ConfigError where one of the stages in `configs` could not work with `prompts`: something
-    that scores is missing, for example. It is told before the engine starts, so nothing is looked
-    at where `policy` has answered them already."""
-    refs = {"prompts": prompts, "policy": policy}
-    call = stage_call(recipe, "generate", config, refs, into=into, force=force)
-    if find(call.runner_call) is None:
+    """ConfigError where one of the stages in `configs` could not do its part: something that scores
+    is missing, for example.
+
+    It is told before the call `before` is made, so nothing is looked at where that is finished; and
+    once a run. Prompts of other columns, or whose answers begin otherwise, are looked at once more.
+    Without `prompts` only such stages are asked that need none.
+    """
+    if find(before.runner_call) is not None:
+        return
+    checked = _CHECKED.get()
+    columns: tuple[str, ...] = ()
+    version = None
+    form = ""
+    if prompts is not None:
         version = Store(recipe.store).open(prompts)
-        columns = [column.name for column in version.table().schema.field("columns").type]
-        for stage, stage_config in configs.items():
-            load(stage).check(stage_config, columns, version)
+        columns = tuple(column.name for column in version.table().schema.field("columns").type)
+        form = digest([columns, version.manifest.metrics.get("assistant_starts")])
+    for stage, config in configs.items():
+        if checked is None or checked.isdisjoint({(stage, ""), (stage, form)}):
+            load(stage).check(config, columns, version)
+        if checked is not None:
+            checked.add((stage, form))
 
 
 def describe(label: str, outcome: Outcome) -> str:

@@ -242,9 +242,11 @@ def resolve(name: str) -> Algorithm:
 
 
 def source_hash(name: str) -> str:
-    """sha256 of the file behind a dotted path, so that an edited algorithm is not taken for the old
-    one; empty for table rows."""
-    return "" if name in ALGORITHMS else plugins.load(name, "optimize.algorithm", Algorithm)[1]
+    """Fingerprint of the file behind a dotted path, so that an edited algorithm is not taken for
+    the old one; empty for table rows. No code of a user's runs. ConfigError."""
+    if name in ALGORITHMS:
+        return ""
+    return plugins.fingerprint(plugins.locate(name, "optimize.algorithm", Algorithm.__name__))
 
 
 def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:

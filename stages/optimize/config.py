@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import config as base
 from quiver.stages.common.config import Runtime
 
@@ -203,6 +203,9 @@ class Config(base.Config):
     """accelerate's trackers by name, such as tensorboard."""
     tracker_folder: Runtime[str | None] = None
     """Where trackers write."""
+    algorithm_source: str = ""
+    """Filled in by the stage, with the defaults of an algorithm of your own: hash of its file. If
+    set, the file must have it."""
 
     @model_validator(mode="after")
     def _check_optimizer(self) -> Config:
@@ -268,12 +271,17 @@ class Config(base.Config):
         return {
             **super().key(),
             "algorithm": base.without_folder(self.algorithm),
-            "algorithm_source": algorithms.source_hash(self.algorithm),
+            "algorithm_source": self.algorithm_source or algorithms.source_hash(self.algorithm),
         }
 
     def resolved(self) -> Config:
         """With the algorithm's defaults filled in, so that the manifest says them and a changed
-        default is other work."""
+        default is other work. Only a user's own file knows those of its algorithm: it runs, once;
+        what is resolved stays as it is. ConfigError."""
+        is_own = self.algorithm not in algorithms.ALGORITHMS
+        if is_own and self.algorithm_source and self.drop_zero_variance is not None:
+            return self
+        source = self.require_source()
         row = algorithms.resolve(self.algorithm)
         try:
             # a user's own algorithm is known only now
@@ -283,12 +291,25 @@ class Config(base.Config):
                 f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
             ) from None
         defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
-        filled = {
+        filled: dict[str, Any] = {
             name: defaults.get(name)
             for name in (*SURROGATE_FIELDS, "drop_zero_variance", "aggregation")
             if getattr(self, name) is None and not callable(defaults.get(name))
         }
+        filled["algorithm_source"] = source
         return base.parse(Config, {**self.model_dump(), **filled}, "optimize")
+
+    def require_source(self) -> str:
+        """The hash of the algorithm's file. ConfigError where it is not `algorithm_source`."""
+        source = algorithms.source_hash(self.algorithm)
+        if self.algorithm_source not in ("", source):
+            raise ConfigError(
+                f"optimize.algorithm {self.algorithm}",
+                f"hash expected {printable(self.algorithm_source[:12])}…, found "
+                f"{source[:12] or 'none'}…",
+                next="restore the file and run again, or take algorithm_source out of the recipe",
+            )
+        return source
 
     def surrogate_options(self) -> dict[str, Any]:
         """The surrogate's options that are set here; they go before the algorithm's defaults."""

@@ -44,10 +44,16 @@ if TYPE_CHECKING:
     from .objective import Batch
     from .trainer import Trainer
 
-__all__ = ["Audit", "Config", "Correction", "check", "make", "plan", "prepare"]
+__all__ = ["Audit", "Config", "Correction", "check", "make", "plan", "prepare", "resolve"]
 STAGE_VERSION = 1
 RANKS = True
 log = logging.getLogger(__name__)
+
+
+def resolve(config: Config) -> Config:
+    """`config` with the defaults of its algorithm. Runs the file of a user's own one. ConfigError:
+    what is wrong with it."""
+    return config.resolved()
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -64,7 +70,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
             "prox": refs.get("prox_logprobs"),
         },
     )
-    resolved = config.resolved()
+    resolved = resolve(config)
     inputs = with_base(resolved.lora, store, inputs)
     policy = inputs["policy"]
     check_schedule(resolved, policy)
@@ -118,6 +124,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         from .trainer import make_accelerator
 
         accelerator = make_accelerator(config)
+    config.require_source()
     algorithm = algorithms.resolve(config.algorithm)
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
     with short_of_memory("optimize", next_step):

@@ -106,13 +106,18 @@ class Config(Base):
         return self
 
 
-def pinned(config: Config) -> tuple[Config, tuple[Model, ...]]:
+def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Model, ...]]:
     """`config` with the fingerprints of what scores, and the manifest's entries of all reward
     models. ConfigError where it asks for other code or another model than there is; SecurityError
-    where a model is not whole."""
-    models = tuple(map(model_entry, config.models))
+    where a model is not whole.
+
+    Not `remembered`: every byte of the models is read, as for a hash that goes into a new manifest.
+    """
+    models = tuple(model_entry(model, remembered=remembered) for model in config.models)
     found = {
-        "functions": map(function_fingerprint, config.functions),
+        "functions": [
+            function_fingerprint(function, remembered=remembered) for function in config.functions
+        ],
         "models": map(model_fingerprint, models),
         "servers": map(server_fingerprint, config.servers),
     }
@@ -124,7 +129,7 @@ def pinned(config: Config) -> tuple[Config, tuple[Model, ...]]:
                 raise ConfigError(
                     f"reward {scorer.name}",
                     f"fingerprint expected {printable(scorer.fingerprint)}, found {fingerprint}",
-                    next="restore what scored then, or take the fingerprint out of the recipe",
+                    next="restore what scored then, or run again without that fingerprint",
                 )
             pins[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
     return config.model_copy(update=pins), models

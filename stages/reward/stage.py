@@ -94,8 +94,10 @@ def check(config: Config, columns: Sequence[str], prompts: Version | None = None
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Score what is not scored yet. RewardError when more rows failed than `max_invalid` allows."""
+    """Score what is not scored yet. RewardError when more rows failed than `max_invalid` allows;
+    ConfigError where a scorer is not the planned one."""
     config = plan.config
+    pinned(config, remembered=False)  # these hashes go into a new manifest
     writer = writers["rewards"]
     rollouts = plan.inputs["rollouts"]
     prompts = plan.inputs["prompts"]

@@ -1,5 +1,6 @@
 """What [placement] refuses before anything runs, and how it is read."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,9 @@ from quiver.flows.recipe import load
 from quiver.flows.stage import answer_in
 from quiver.schemas.errors import ConfigError, NumericError
 from quiver.stages.common.runtime.runner import Call
+from quiver.stages.common.store import Store
 from tests.flows.conftest import RECIPE
+from tests.tiny import make_folder
 
 SERVER = {PREFECT_API_URL: "http://127.0.0.1:4200/api"}
 
@@ -164,3 +167,15 @@ def test_what_trains_elsewhere_is_not_checked_here(recipe, tmp_path, monkeypatch
     for setting in settings:
         post_train.make_prompts(recipe(setting), "tiny/policy@0", 1, ())
     assert checked == [["optimize", "reward"], ["reward"], ["reward"]]
+
+
+def test_what_needs_no_prompts_is_told_before_the_base_model_is_imported(
+    recipe, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    store = tmp_path / "store"
+    model = make_folder(tmp_path / "model")
+    settings = (f"store={str(store)!r}", f"policy.model={str(model)!r}", "optimize.lora={rank=2}")
+    with pytest.raises(ConfigError, match="peft is not installed"):
+        post_train.import_policy(recipe(*settings))
+    assert list(Store(store).versions()) == []

@@ -244,14 +244,14 @@ import quiver.stages.common.runtime.runner as runner
 store, calls = sys.argv[1], json.load(sys.stdin)
 for call in calls:
     outcome = runner.find(runner.Call(call["stage"], call["config"], store, call["refs"], call.get("into")))
-    assert outcome.ref == call["ref"], call
+    assert (outcome and outcome.ref) == call["ref"], call
 print(len(calls), started, sorted({"torch", "transformers", "vllm", "accelerate", "prefect"} & set(sys.modules)))
 """
 
 
 def test_looking_for_what_is_finished_starts_nothing_and_imports_nothing_heavy(stores):
     """Of every stage. Rows that a function makes have to be made to know which they are; its file
-    is the user's own, and imports what it likes."""
+    is the user's own, and imports what it likes. For what else a user programmed see below."""
     calls = [
         entry for entry in EXPECTED["finished"] if ":" not in entry["config"].get("source", "")
     ]
@@ -264,3 +264,45 @@ def test_looking_for_what_is_finished_starts_nothing_and_imports_nothing_heavy(s
     )
     assert done.stdout == f"{len(calls)} [] []\n", done.stderr
     assert {call["stage"] for call in calls} == {entry["stage"] for entry in EXPECTED["finished"]}
+
+
+NOTING = """
+with open("ran.txt", "a") as notes:
+    notes.write("x")
+import torch
+"""
+RESOLVING = """
+import json, sys
+from quiver.stages.common.runtime.stage import load
+stage = load("optimize")
+for config in json.load(sys.stdin):
+    print(stage.resolve(stage.Config(**config)).model_dump_json())
+"""
+
+
+def _python(script: str, stdin: str, *arguments: str) -> list[str]:
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_planning_what_a_user_programmed_does_not_run_it(stores):
+    """An algorithm and a base model of one's own, which import torch and note that they ran. What
+    an algorithm leaves to its file is asked of it once, by `resolve`, and its key stays."""
+    for name, source in (("noting_algo", "algo"), ("noting_model", "model")):
+        whole = Path(f"{source}.py").read_text()
+        Path(f"{name}.py").write_text(f"{whole}\n{NOTING}")
+    trained = next(entry for entry in EXPECTED["finished"] if "algo.py" in str(entry["config"]))
+    noting = {**trained["config"], "algorithm": "noting_algo.py:ALGORITHM"}
+    configs = _python(RESOLVING, json.dumps([trained["config"], noting]))
+    resolved, noting = map(json.loads, configs)
+    assert Path("ran.txt").read_text() == "x" and resolved["clip_high"] == 0.3
+
+    finished = str(stores / "finished")
+    call = {**trained, "config": resolved}
+    assert _python(PLANNING, json.dumps([call]), finished) == ["1 [] []"]
+    base = {"stage": "policy", "config": {"model": "noting_model.py:make"}, "refs": {}, "into": "b"}
+    calls = [{**base, "ref": None}, {**trained, "config": noting, "ref": None}]
+    assert _python(PLANNING, json.dumps(calls), finished) == ["2 [] []"]
+    assert Path("ran.txt").read_text() == "x"

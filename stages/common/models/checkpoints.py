@@ -103,7 +103,7 @@ def resolve(config: PolicyConfig) -> PolicyConfig:
     hub, or the function's file. ConfigError, SecurityError."""
     revision = config.revision
     if from_function.is_function(config.model):
-        _, source_hash = from_function.load(config.model, config.arguments)
+        source_hash = from_function.source_hash(config.model, config.arguments)
     else:
         path, commit = _locate(config.model, revision)
         revision = commit or revision
@@ -238,10 +238,10 @@ def find_folder(model: str, revision: str | None, field: str) -> Path:
 # -- what a checkpoint is
 
 
-def folder_as_model(role: str, name: str, folder: Path) -> Model:
-    """`as_model` for a directory outside any store. Every byte is hashed: it goes into a manifest,
-    for which a hash from memory is not enough."""
-    return _as_model(role, name, hash_files(_model_files(folder)))
+def folder_as_model(role: str, name: str, folder: Path, *, remembered: bool) -> Model:
+    """`as_model` for a directory outside any store. `remembered`: a hash from memory is enough, as
+    it is to plan; for what goes into a new manifest every byte is read."""
+    return _as_model(role, name, hash_files(_model_files(folder), remembered=remembered))
 
 
 def as_model(role: str, version: Version) -> Model:

@@ -3,10 +3,11 @@ place of a model's name.
 
 The function is called once a run, as `function(folder, **arguments)` with a `pathlib.Path`, and
 writes a model directory there. Its file and the arguments say which model is meant, so it is found
-in the store before anything is called again. Whatever it raises is a ConfigError that names it. The
-parent process imports the file too, to hash it: heavy imports belong inside the function.
+in the store before anything is called again. The file runs where the model is made, and nowhere
+else. Whatever the function raises is a ConfigError that names it.
 
     if is_function(name):
+        key = source_hash(name, {"seed": 0})    # runs nothing
         function, key = load(name, {"seed": 0})
         make(name, function, {"seed": 0}, folder)
 
@@ -37,12 +38,21 @@ def is_function(name: str) -> bool:
     return bool(_FUNCTION.fullmatch(name)) and not Path(name).expanduser().is_dir()
 
 
+def source_hash(name: str, arguments: dict[str, Any]) -> str:
+    """sha256 of the function's name, the bytes of its file and the arguments (plain JSON). No code
+    of a user's runs. ConfigError."""
+    return _digest(name, plugins.fingerprint(plugins.locate(name, _FIELD)), arguments)
+
+
 def load(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., None], str]:
-    """The function, and the sha256 of its name, the bytes of its file and the arguments as JSON.
-    ConfigError."""
+    """The function, and the `source_hash` of the file that it was loaded from. ConfigError."""
     function, sha256 = plugins.load(name, _FIELD)
+    return function, _digest(name, sha256, arguments)
+
+
+def _digest(name: str, sha256: str, arguments: dict[str, Any]) -> str:
     plain_arguments = to_jsonable_python(arguments, inf_nan_mode="null")
-    return function, digest([name.rpartition(":")[2], sha256, plain_arguments])
+    return digest([name.rpartition(":")[2], sha256, plain_arguments])
 
 
 def make(name: str, function: Callable[..., None], arguments: dict[str, Any], folder: Path) -> None:

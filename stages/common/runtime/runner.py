@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -66,7 +67,7 @@ class Call:
     def from_json(cls, fields: dict[str, Any]) -> Call:
         """The call that `to_json` wrote. ConfigError where another version of this program did."""
         fields = dict(fields)
-        require_version(fields.pop("quiver", None))
+        require_version(sys.executable, quiver_version(), fields.pop("quiver", None))
         return cls(**fields)
 
 
@@ -217,9 +218,10 @@ def run_call(
             state="finished shards and all versions are kept.",
             next="run the same command again; it goes on where this one stopped",
         )
+    # before its error: a child of another version refuses the call, or misreads it
+    require_version(python or sys.executable, answer.pop("quiver", None), quiver_version())
     if "error" in answer:
         raise from_dict(answer["error"])
-    require_version(answer.pop("quiver", None), python)
     return Outcome(**{**answer, "seconds": round(time.monotonic() - started_at, 3)})
 
 
@@ -264,14 +266,14 @@ def quiver_version() -> str:
     return metadata.version("quiver-rl")
 
 
-def require_version(version: str | None, python: str | None = None) -> None:
-    """ConfigError unless the other process has the same version of this program."""
-    if version != quiver_version():
-        interpreter = f"placement.python {python}" if python else "the interpreter of a stage"
+def require_version(python: str, version: str | None, expected: str | None) -> None:
+    """ConfigError unless interpreter `python`, which has `version` of this program for a stage,
+    has the version of whoever calls it; None for a version that did not say which it is."""
+    if version != expected:
         raise ConfigError(
-            interpreter,
+            f"interpreter {python}",
             f"has Quiver {printable(version or 'of an earlier version')}, expected "
-            f"{quiver_version()}",
+            f"{printable(expected or 'an earlier version')}",
             next="install the same version in both environments",
         )
 

@@ -6,10 +6,10 @@ A stage is a module with
     plan(config, store, refs, into) -> Plan     what it would make, under which key
     make(plan, writers)                         the work: shards in, metrics out
 
-`plan` imports no torch and starts no process; once a recipe is resolved it asks no network and
-reads no source either. A stage knows no process, no lease and no Prefect: `runner` finds what is
-finished, holds the lease, and publishes what was made. Asking a writer for a shard may raise
-CommittedByOther, where another process has finished the version: `make` lets it pass.
+`plan` imports no torch and starts no process; once a config is resolved it asks no network, reads
+no source and runs no code of a user's. A stage knows no process, no lease and no Prefect: `runner`
+finds what is finished, holds the lease, and publishes what was made. Asking a writer for a shard
+may raise CommittedByOther, where another process has finished the version: `make` lets it pass.
 
 A stage may also have
 
@@ -19,12 +19,16 @@ A stage may also have
     accept(plan, version)                       refuse a finished version that knobs rule out today
     SHARED = True                               several processes can do its shards together
     RANKS = True                                under torch.distributed all ranks do its work
+
+`check` is called once a run, before its first rollouts are paid for. It takes no plan: that of
+reward names rollouts, and that of optimize rewards, which are not there yet. What is known then is
+the config, and the prompts: their columns, which are a function's arguments, and how answers begin.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -113,7 +117,7 @@ class Plan:
 
 
 class Stage(Protocol):
-    """A module that is a stage."""
+    """A module that is a stage; what it may have besides is in `OptionalParts`."""
 
     Config: type[Config]
 
@@ -123,6 +127,19 @@ class Stage(Protocol):
     def make(self, plan: Plan, writers: Mapping[str, Any]) -> None:
         """Write every shard of every kind, and finish each writer. `writers`, by kind: none for a
         rank that takes part in the work and does not write."""
+
+
+class OptionalParts(Protocol):
+    """What a stage may have besides; who needs it asks with `getattr`."""
+
+    def resolve(self, config: Config) -> Config:
+        """`config` with the hash of what it names outside the store, and what else was found there:
+        of policy, prompt and optimize, once a run. `plan` takes it as it is, and resolves itself
+        what is not resolved. ConfigError."""
+
+    def check(self, config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
+        """ConfigError where the stage could not do its part with prompts of these `columns`, or
+        with `prompts`, where they are there: of reward and optimize, once a run."""
 
 
 def load(name: str) -> Stage:

@@ -226,14 +226,15 @@ class Shipped(NamedTuple):
     description: str
     arguments: dict[str, str]
     version: int = 1
-    hash_files: Callable[[dict[str, Any]], str] = lambda _: ""
-    """Hash of the files that the arguments name and that decide the numbers."""
+    hash_files: Callable[[dict[str, Any], bool], str] = lambda *_: ""
+    """Hash of the files that the arguments name and that decide the numbers; whether one from
+    memory is enough comes second."""
     columns: tuple[str, ...] = ()
     """Columns that it takes beside those that it needs."""
 
-    def fingerprint(self, arguments: dict[str, Any]) -> str:
+    def fingerprint(self, arguments: dict[str, Any], *, remembered: bool = True) -> str:
         """What decides the numbers: its version, and the hash of those files where it has any."""
-        hashed = self.hash_files(arguments)
+        hashed = self.hash_files(arguments, remembered)
         return f"quiver:{self.version}:{hashed}" if hashed else f"quiver:{self.version}"
 
 

@@ -55,11 +55,12 @@ class FunctionConfig(ScorerConfig):
         return {**super().key(), "use": without_folder(self.use)}
 
 
-def fingerprint(config: FunctionConfig) -> str:
-    """Hash of a user's source, or the version of a shipped function. No code of a user's runs.
+def fingerprint(config: FunctionConfig, *, remembered: bool = True) -> str:
+    """Hash of a user's source, or the version of a shipped function with the hash of the model that
+    it reads, from memory unless it is to be computed. No code of a user's runs.
 
     ConfigError, SecurityError: it is not there, or a model that it names is not whole.
     """
     if config.is_shipped:
-        return shipped(config.use).fingerprint(config.arguments)
+        return shipped(config.use).fingerprint(config.arguments, remembered=remembered)
     return f"sha256:{plugins.fingerprint(plugins.locate(config.use, 'reward function'))}"

@@ -77,16 +77,17 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
     return torch.nn.functional.normalize(torch.cat(embeddings), dim=-1)
 
 
-def model_hash(arguments: dict[str, Any]) -> str:
-    """Hash of the model that `arguments` name; empty where they name none. ConfigError,
-    SecurityError: it is not whole."""
+def model_hash(arguments: dict[str, Any], remembered: bool) -> str:
+    """Hash of the model that `arguments` name, from memory or computed; empty where they name none.
+    ConfigError, SecurityError: it is not whole."""
     from quiver.schemas.manifest import digest
     from quiver.stages.common.models.checkpoints import find_folder, folder_as_model
 
     if not arguments.get("model"):
         return ""
     name = str(arguments["model"])
-    entry = folder_as_model("similarity", name, find_folder(name, None, _FIELD))
+    folder = find_folder(name, None, _FIELD)
+    entry = folder_as_model("similarity", name, folder, remembered=remembered)
     return digest([entry.weights, entry.tokenizer])
 
 

@@ -223,10 +223,12 @@ def _choose_label(config: ModelConfig, labels: list[str]) -> int:
     )
 
 
-def model_entry(config: ModelConfig) -> Model:
-    """Its entry in the manifest. ConfigError, SecurityError: it is not there, or not whole."""
+def model_entry(config: ModelConfig, *, remembered: bool = True) -> Model:
+    """Its entry in the manifest, by hashes from memory unless they are to be computed. ConfigError,
+    SecurityError: it is not there, or not whole."""
     model = check(config)
-    entry = checkpoints.folder_as_model(f"reward:{config.name}", config.model, model.folder)
+    role = f"reward:{config.name}"
+    entry = checkpoints.folder_as_model(role, config.model, model.folder, remembered=remembered)
     if model.template is None:
         return entry
     return entry.model_copy(update={"template": digest(model.template)})

@@ -191,6 +191,49 @@ def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
         algorithms.resolve("own_algo:MIN")
 
 
+OWN = (
+    "from quiver.stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
+    "'group_centered', 'clipped', 'constant', {'clip_low': 0.1})\n"
+)
+
+
+def test_what_is_resolved_is_keyed_without_the_file(tmp_path):
+    path = tmp_path / "own_algo.py"
+    path.write_text(OWN)
+    config = Config(algorithm=f"{path}:MINE", drop_zero_variance=True)
+    resolved = config.resolved()
+    assert (resolved.clip_low, resolved.aggregation) == (0.1, "constant")
+    assert resolved.algorithm_source == hashlib.sha256(OWN.encode()).hexdigest()
+    unkeyed = {name: value for name, value in resolved.key().items() if name != "clip_low"}
+    assert unkeyed.items() <= {**config.key(), "aggregation": "constant"}.items()
+    path.unlink()
+    assert resolved.resolved() == resolved and resolved.resolved().key() == resolved.key()
+    with pytest.raises(ConfigError, match="there is no file"):
+        config.resolved()
+
+
+def test_an_algorithm_with_another_hash_is_refused(tmp_path):
+    (tmp_path / "own_algo.py").write_text(OWN)
+    pinned = {"algorithm_source": "0" * 64}
+    with pytest.raises(ConfigError, match="hash expected 000000000000…, found"):
+        Config(algorithm=f"{tmp_path}/own_algo.py:MINE", **pinned).resolved()
+    with pytest.raises(ConfigError, match="hash expected 000000000000…, found none…"):
+        Config(algorithm="grpo", drop_zero_variance=False, **pinned).resolved()
+
+
+def test_an_algorithm_that_was_edited_after_it_was_planned_does_not_train(store, policy, tmp_path):
+    path = tmp_path / "own_algo.py"
+    path.write_text(OWN)
+    made = world.make(store, policy, world.even_share, groups=2, each=2)
+    refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
+    resolved = world.config(algorithm=f"{path}:MINE").resolved()
+    path.write_text(OWN.replace("0.1", "0.3"))
+    before = list(map(str, store.versions()))
+    with pytest.raises(ConfigError, match=r"own_algo.py:MINE: hash expected .*…, found"):
+        run(resolved, store, **refs)
+    assert list(map(str, store.versions())) == before
+
+
 def test_what_the_table_fills_in_is_part_of_the_work(monkeypatch):
     filled = Config(algorithm="dapo").resolved()
     assert (filled.clip_low, filled.clip_high, filled.aggregation, filled.drop_zero_variance) == (

@@ -2,6 +2,7 @@
 keep their type on the way back."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -49,22 +50,54 @@ def test_an_unexpected_error_is_told_as_such(store, tmp_path):
     assert answer["error"]["message"].startswith("TypeError: ") and "Traceback" in stderr
 
 
-def test_another_version_in_the_other_interpreter_is_told(store, tmp_path, nothing_is_found):
-    call = {"stage": "policy", "store": str(store.path), "into": "a", "config": {"model": "x"}}
-    code, answer, _ = answer_of(tmp_path, **call, quiver="0.0.1")
-    assert (code, answer["error"]["code"]) == (2, "E-CONFIG")
-    assert "has Quiver 0.0.1, expected" in answer["error"]["message"]
+def other_python(folder, version):
+    """An interpreter like this one, in whose environment another version of Quiver is installed."""
+    about = folder / f"quiver_rl-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: quiver-rl\nVersion: {version}\n")
+    python = folder / "python"
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.mark.parametrize("version", ["9.9.9", "0.0.1"])
+def test_the_caller_says_which_interpreter_has_another_version(store, tmp_path, version):
+    """The child refuses the call; the caller, who knows whom it started, says so."""
+    python = other_python(tmp_path, version)
+    call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.path, into="b")
+    with pytest.raises(ConfigError) as caught:
+        run_call(call, python=python)
+    assert caught.value.code == "E-CONFIG"
+    assert caught.value.object == f"interpreter {python}"
+    assert caught.value.message == f"has Quiver {version}, expected {quiver_version()}"
+    assert list(store.versions()) == []
+
+
+def test_a_child_that_does_not_know_versions_is_told(store, tmp_path):
+    """It took the version for a field of the call, and failed."""
     python = tmp_path / "python"
     script = (
         "import json, sys; path = sys.argv[sys.argv.index('--answer') + 1]; sys.stdin.readline(); "
-        "open(path, 'w').write(json.dumps({'ref': 'a/policy@0', 'cached': False, 'rows': 0, "
-        "'seconds': 1, 'metrics': {}, 'quiver': '0.0.1'}))"
+        "open(path, 'w').write(json.dumps({'error': {'code': 'E-INTERNAL', 'object': 'stage', "
+        "'message': 'TypeError', 'next': ''}}))"
     )
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{script}" "$@"\n')
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"has Quiver 0\.0\.1, expected") as caught:
-        run_call(Call("policy", {"model": "x"}, store.path, into="b"), python=str(python))
-    assert caught.value.object == f"placement.python {python}"
+    call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.path, into="b")
+    with pytest.raises(ConfigError, match="has Quiver of an earlier version, expected") as caught:
+        run_call(call, python=str(python))
+    assert caught.value.object == f"interpreter {python}"
+
+
+def test_a_child_refuses_the_call_of_another_version(store, tmp_path):
+    call = {"stage": "policy", "store": str(store.path), "into": "a", "config": {"model": "x"}}
+    code, answer, _ = answer_of(tmp_path, **call, quiver="0.0.1")
+    assert (code, answer["error"]["code"]) == (2, "E-CONFIG")
+    assert answer["error"]["object"] == f"interpreter {sys.executable}"
+    assert answer["error"]["message"] == f"has Quiver {quiver_version()}, expected 0.0.1"
+    assert answer["quiver"] == quiver_version()
 
 
 def test_a_typed_error_crosses_the_process(store, nothing_is_found):
