@@ -10,7 +10,7 @@ then the weights and moments of the saved step replace them. On a CPU the steps 
 equal bit for bit to those of a training that was never killed. A state that is not whole, or does
 not fit, is thrown away, and the training starts over.
 
-    progress = Progress(plan, saves=writer is not None)
+    progress = SavedProgress(plan, rollout_ids, saves=writer is not None)
     trainer.train(progress)
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Progress:
+class SavedProgress:
     """What is kept of one training while it runs."""
 
     def __init__(self, plan: Plan, rollout_ids: pa.Array, *, saves: bool) -> None:

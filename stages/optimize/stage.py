@@ -120,7 +120,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     phase = writer.phase if writer else nullcontext
     with phase("import"):
         from . import results, rollouts
-        from .resume import Progress
+        from .resume import SavedProgress
         from .trainer import make_accelerator
 
         accelerator = make_accelerator(config)
@@ -134,7 +134,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         with phase("audit"):
             trainer.prepare()
         with phase("steps"):
-            trainer.train(Progress(plan, loaded.batch_ids(), saves=writer is not None))
+            trainer.train(SavedProgress(plan, loaded.batch_ids(), saves=writer is not None))
     if writer:
         with phase("save"):
             results.save(plan.inputs["policy"], trainer, writer)

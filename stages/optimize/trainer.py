@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,25 @@ from .value_head import ValueHead, with_trunk
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from .resume import Progress
-
 MAX_SKIPPED = 3
 _COUNTERS = ("step", "updates", "audit_report", "padding", "places")
 """What a trainer counts besides its tensors."""
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
+
+
+class Progress(Protocol):
+    """What is kept of a training while it runs; `resume` keeps it in a store."""
+
+    def load(self, trainer: Trainer) -> tuple[int, int, int]:
+        """Put what was saved into the trainer: the epoch and mini-batch that come next, and the
+        step that the epoch began with."""
+
+    def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
+        """A step is behind the trainer; this mini-batch of this epoch comes next."""
+
+    def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
+        """The step over these rollouts had a loss or gradient that is not finite."""
 
 
 def make_accelerator(config: Config) -> Accelerator:

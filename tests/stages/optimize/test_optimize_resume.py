@@ -82,14 +82,14 @@ def test_ten_steps_are_five_a_kill_and_five_bit_for_bit(store, policy, made, ste
 
 
 def _die_after_six(store, refs, chosen):
-    real = resume.Progress.step_done
+    real = resume.SavedProgress.step_done
 
     def step_done(self, trainer, *place):
         real(self, trainer, *place)
         if len(trainer.updates) == 6:
             os._exit(9)
 
-    resume.Progress.step_done = step_done
+    resume.SavedProgress.step_done = step_done
     run_stage("optimize", chosen, store, in_process=True, into="killed", **refs)
 
 
