@@ -1,9 +1,9 @@
 """Who may use a GPU now: one stage a device, and the next one waits and says for whom.
 
-A slot is a lock file that the system frees when its holder dies, however it dies; so two flows on
-one machine queue, and nothing has to be cleaned up. Devices are those that CUDA_VISIBLE_DEVICES
-names, or else all that the machine has, by their number; the child sees only those that it got. On
-a machine without a GPU `[placement] slots` says how many heavy stages run at once. Locks are those
+A slot is a lease (see `store.leases`), which is free when its holder has died, however it died; so
+two flows on one machine queue, and nothing has to be cleaned up. Devices are those that
+CUDA_VISIBLE_DEVICES names, or else all that the machine has, by their number; the child sees only
+those that it got. On a machine without a GPU `[placement] slots` says how many heavy stages run at once. Slots are those
 of one user of one machine; `[placement] limits` names a limit of the Prefect server, for everything
 beyond that.
 
@@ -13,7 +13,6 @@ beyond that.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import tempfile
@@ -22,9 +21,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.common.runtime.runner import Call
 from quiver.stages.common.runtime.subprocesses import Stopped
+from quiver.stages.common.store.leases import Leases
+from quiver.stages.common.store.storage import Storage
 
 from .ahead import is_stopped
 
@@ -88,42 +89,38 @@ def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[st
     with half of what he needs. They are free again when `stack` is closed."""
     folder = Path(tempfile.gettempdir(), f"quiver-slots-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise SecurityError(
+            str(folder),
+            "belongs to another user",
+            next="remove it, or set TMPDIR to a folder of yours",
+        )
+    # a stopped process still has its memory on the device
+    leases = Leases(Storage(folder), "slots", label, sleepers_hold=True)
     last_message = ""
     while True:
         with ExitStack() as attempt:
-            locked = []
+            taken = []
             for name in names:
-                if len(locked) < count and _lock(attempt, folder / name, label):
-                    locked.append(name)
-            if len(locked) == min(count, len(names)):
+                lease = leases.take(name) if len(taken) < count else None
+                if lease is not None:
+                    attempt.callback(lease.release)
+                    taken.append(name)
+            if len(taken) == min(count, len(names)):
                 stack.push(attempt.pop_all())
-                return locked
-        holders = []
-        for name in names:
-            if name not in locked:
-                holder = printable((folder / name).read_text(errors="replace"))
-                holders.append(f"{name} is held by {holder or 'another process'}")
-        message = "; ".join(holders)
+                return taken
+        holders = {name: leases.holder(name) for name in names if name not in taken}
+        message = "; ".join(
+            f"{name} is held by {printable(holder.label)} (process {holder.owner.pid})"
+            for name, holder in holders.items()
+            if holder is not None
+        )
         if message != last_message:
             last_message = message
             log.info("%s waits: %s", label, message)
         if is_stopped():
             raise Stopped(label)
         time.sleep(_POLL_SECONDS)
-
-
-def _lock(attempt: ExitStack, path: Path, label: str) -> bool:
-    """Whether the slot is ours until `attempt` is closed; its file then says whose it is."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return False
-    attempt.callback(os.close, handle)
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{label} (process {os.getpid()})".encode(), 0)
-    return True
 
 
 def _server_limit(name: str) -> AbstractContextManager[None]:

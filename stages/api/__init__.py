@@ -25,6 +25,7 @@ _OBJECTS = {
     "run_stage": "quiver.stages.common.runtime.runner",
 }
 _STAGES = {
+    "policy": "quiver.stages.common.models.checkpoints",
     "prompt": "quiver.stages.prompt.stage",
     "generate": "quiver.stages.generate.stage",
     "reward": "quiver.stages.reward.stage",

@@ -2,6 +2,8 @@
 nothing."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -66,8 +68,11 @@ def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
+    os.kill(holder.pid, signal.SIGSTOP)  # its memory is still on the device
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr("quiver.flows.slots.is_stopped", lambda: True)
+        patch.setattr("quiver.stages.common.store.leases.SECONDS_TO_LIVE", 0.1)
+        waits = iter([False, False, False, True])
+        patch.setattr("quiver.flows.slots.is_stopped", lambda: next(waits))
         with slots(GENERATE, "waits"):
             pass
     holder.kill()

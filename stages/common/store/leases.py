@@ -106,11 +106,15 @@ class Lease:
 class Leases:
     """The leases below one prefix, as one process sees them."""
 
-    def __init__(self, storage: Storage, prefix: str, label: str = "") -> None:
-        """`label`: a word about the holder that others are told."""
+    def __init__(
+        self, storage: Storage, prefix: str, label: str = "", *, sleepers_hold: bool = False
+    ) -> None:
+        """`label`: a word about the holder that others are told. `sleepers_hold`: a process that is
+        seen to be alive keeps its lease, however long it was not heard of."""
         self.storage = storage
         self.prefix = prefix
         self.label = label
+        self._sleepers_hold = sleepers_hold
         self._seen: dict[str, tuple[object, float]] = {}
         """What was last seen of a lease, and since when, by time.monotonic()."""
 
@@ -197,6 +201,8 @@ class Leases:
     def _is_free(self, name: str, holder: Link) -> bool:
         if holder.released or holder.owner.is_dead:
             return True
+        if self._sleepers_hold and holder.owner.is_visible:
+            return False
         stamp = self.storage.stamp(self.key(name, holder.number))
         return self._seconds_unchanged(f"stamp of {name}", stamp) >= SECONDS_TO_LIVE
 
