@@ -3,9 +3,9 @@
 A slot is a lease (see `store.leases`), which is free when its holder has died, however it died; so
 two flows on one machine queue, and nothing has to be cleaned up. Devices are those that
 CUDA_VISIBLE_DEVICES names, or else all that the machine has, by their number; the child sees only
-those that it got. On a machine without a GPU `[placement] slots` says how many heavy stages run at once. Slots are those
-of one user of one machine; `[placement] limits` names a limit of the Prefect server, for everything
-beyond that.
+those that it got. On a machine without a GPU `[placement] slots` says how many heavy stages run at
+once. Slots are those of one user of one machine; `[placement] limits` names a limit of the Prefect
+server, for everything beyond that.
 
     with slots(call, "arith · generate 1/3", cpu=1) as env:
         run_call(call, env=env)
