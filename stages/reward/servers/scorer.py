@@ -57,7 +57,8 @@ class ServerScorer:
             for url in map(urlsplit, config.urls)
         ]
         token = secret(config.token, f"reward server {config.name}")
-        self._transport = Transport(config, urls, token)
+        keeps = self._dialect.has_ids
+        self._transport = Transport(config, urls, token, keeps_connections=keeps)
 
     def require(self, columns: Iterable[str]) -> None:
         """ConfigError unless every column that is sent is there."""

@@ -12,6 +12,9 @@ wrong on a wire, in one place.
   wait for how that ends.
 * Bodies are read as they are sent, up to a size; a compressed one is refused, so none unfolds into
   memory. Where one repeats the token, the token is taken out before anything else sees it.
+* A server or proxy may write one response too many, and on a kept connection each later request
+  would be given the answer to the one before. So a connection is kept only where answers name
+  their rows, and not after one that was wrong.
 """
 
 from __future__ import annotations
@@ -97,8 +100,11 @@ class Transport:
     """Sends bodies to the hosts of one server section; the state of the hosts outlives an event
     loop."""
 
-    def __init__(self, config: ServerConfig, urls: list[str], token: str) -> None:
-        """ConfigError: a URL that no request can have."""
+    def __init__(
+        self, config: ServerConfig, urls: list[str], token: str, *, keeps_connections: bool = False
+    ) -> None:
+        """`keeps_connections`: for the next request; else each has its own. ConfigError: a URL
+        that no request can have."""
         self.config = config
         try:
             self._hosts = [Host(url) for url in map(httpx.URL, urls) if url.host]
@@ -112,6 +118,7 @@ class Transport:
             "Accept-Encoding": "identity",
         }
         self._token = token
+        self._keeps_connections = keeps_connections
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._turns = itertools.cycle(self._hosts)
@@ -161,6 +168,8 @@ class Transport:
             if host is None:
                 raise replace(failure, cause=f"{failure} (all hosts rest)")
             headers = {**self._headers, "Idempotency-Key": key}
+            if attempts or not self._keeps_connections:
+                headers["Connection"] = "close"
             timeouts = {"timeout": {"connect": self.config.connect_seconds}}
             request = httpx.Request(
                 "POST", host.url, headers=headers, content=body, extensions=timeouts

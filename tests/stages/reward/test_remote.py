@@ -55,6 +55,39 @@ def first(behave, otherwise=lambda asked: reply(scored(asked))):
 # -- when all is well
 
 
+@pytest.mark.parametrize("dialect", ["slime", "openrlhf", "quiver"])
+def test_one_response_too_many_shifts_no_answer(dialect):
+    """Some proxies send the answer to a retried request twice. On a kept connection each request
+    after it would be given the one before."""
+    answers = {
+        "slime": lambda body: {"score": float(body["response"])},
+        "openrlhf": lambda body: {"rewards": [float(text.split()[-1]) for text in body["query"]]},
+        "quiver": lambda body: {
+            "format": 1,
+            "rows": [{"id": r["id"], "reward": float(r["completion"])} for r in body["rows"]],
+        },
+    }
+
+    def behave(asked):
+        answer = reply(answers[dialect](asked.body))
+        return answer * 2 if asked.number % 3 == 1 else answer
+
+    options = {"score_key": "score"} if dialect == "slime" else {}
+    with FakeServer(behave) as server:
+        client = scorer(
+            server.url,
+            dialect=dialect,
+            batch_rows=1,
+            concurrency=1,
+            breaker_failures=100,
+            **options,
+        )
+        columns = {"answer": ["x"] * 16}
+        parts = client.score(batch(16, **columns))
+        assert [(part.value, part.error) for part in parts] == [(at, None) for at in range(16)]
+        client.close()
+
+
 def test_each_row_gets_its_own_number():
     def double(asked):
         rows = [

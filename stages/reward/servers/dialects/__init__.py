@@ -29,13 +29,14 @@ from .rows import Row
 
 class Dialect(NamedTuple):
     """`path` stands in for that of a URL that has none; `is_alone` says whether a row needs a
-    request of its own."""
+    request of its own; `has_ids`, whether an answer names the rows that it is about."""
 
     path: str
     encode: Callable[..., dict[str, Any]]
     decode: Callable[..., list[Part]]
     description: str
     is_alone: Callable[[Row], bool] = lambda _: False
+    has_ids: bool = False
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -44,6 +45,7 @@ DIALECTS: dict[str, Dialect] = {
         quiver.encode,
         quiver.decode,
         "Quiver's own: rows by id, errors apart from numbers",
+        has_ids=True,
     ),
     "openrlhf": Dialect(
         openrlhf.PATH, openrlhf.encode, openrlhf.decode, "OpenRLHF's remote reward server"
