@@ -11,6 +11,7 @@ The protocols are those of `stages/reward/servers/dialects`, so any of these dia
 the overlong penalty included; but a reward model here is told what the policy was given to continue
 by its own `prefill` alone. Labels reach functions as the column `--label`. Rows of requests that
 come together are scored together. A row that fails is an error in the answer, never a number.
+OpenRLHF sends the policy's end token with each answer: it is taken off, unless `--keep-end-tokens`.
 
 It listens on loopback; anywhere else it wants `--token env:NAME`, which requests must carry as
 bearer token. Without a token it answers only requests that name a loopback host, so that no web
@@ -173,6 +174,7 @@ def make_app(
     *,
     token: str = "",
     label: str = "answer",
+    keeps_end_tokens: bool = False,
     limits: Limits = DEFAULT,
 ) -> FastAPI:
     """The application. `label` is the column that labels of openrlhf and slime become."""
@@ -205,8 +207,9 @@ def make_app(
     @router.post(openrlhf.PATH, response_model=openrlhf.Answer)
     async def get_reward(request: openrlhf.Request) -> Response:
         """Score queries that begin with their prompts, as OpenRLHF asks."""
-        rows = request.as_rows(label)
-        return JSONResponse(openrlhf.answer(rows, await batcher.score(rows)))
+        rows = request.as_rows(label, keeps_end_tokens=keeps_end_tokens)
+        scored = await batcher.score(rows) if rows else []
+        return JSONResponse(openrlhf.answer(request, rows, scored))
 
     @router.post(slime.PATH, response_model=slime.Answer)
     async def score_one(request: slime.Request) -> Response:
@@ -273,6 +276,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--label", default="answer", help="column that labels of openrlhf and slime become"
     )
+    parser.add_argument(
+        "--keep-end-tokens",
+        action="store_true",
+        help="score what openrlhf sends with the special tokens at its end",
+    )
     parser.add_argument("--rows", type=int, default=DEFAULT.rows, help="most rows scored together")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
@@ -285,6 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
                 scorers,
                 token=token,
                 label=options.label,
+                keeps_end_tokens=options.keep_end_tokens,
                 limits=DEFAULT._replace(rows=max(1, options.rows)),
             )
             log.info("rewards are served on http://%s:%d", options.host, listener.getsockname()[1])

@@ -116,6 +116,37 @@ def test_scoring_over_http_is_scoring_locally(dialect, url, local):
         )
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_end_token_that_openrlhf_sends_is_no_part_of_the_answer(keeps):
+    """Its client decodes with special tokens: every right answer was scored 0."""
+    config = Config(functions=[{"use": "exact_match"}])
+    endings = [
+        "<|im_end|>",
+        "</s>",
+        "<|eot_id|>\n",
+        "<end_of_turn><pad><pad>",
+        "<｜end▁of▁sentence｜>",
+        "",
+    ]
+    asked = {
+        "query": [f"2 + 2? 4{ending}" for ending in endings] + ["2 + 2? <b>4</b>"],
+        "prompts": ["2 + 2? "] * 7,
+        "labels": ["4"] * 6 + ["<b>4</b>"],
+    }
+    with (
+        open_scorers(config) as scorers,
+        TestClient(
+            make_app(config, scorers, keeps_end_tokens=keeps), base_url="http://127.0.0.1"
+        ) as web,
+    ):
+        answer = web.post("/get_reward", json=asked).json()
+        empty = web.post("/get_reward", json={"query": [], "prompts": [], "labels": []})
+    assert answer["rewards"] == ([0.0] * 5 + [1.0, 1.0] if keeps else [1.0] * 7)
+    taken_off = answer["extra_logs"].get("end_tokens_taken_off")
+    assert taken_off == (None if keeps else [1, 1, 1, 3, 1, 0, 0])
+    assert (empty.status_code, empty.json()["rewards"]) == (200, [])
+
+
 def test_health_and_a_description(url):
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "format": 1}
     described = httpx.get(f"{url}/openapi.json").json()

@@ -503,12 +503,13 @@ def test_what_one_side_writes_the_other_reads():
         (None, "f: it hung"),
     ]
     labelled = config("openrlhf", label="answer")
-    rows = openrlhf.Request(**DIALECTS["openrlhf"].encode(ROWS, labelled)).as_rows("answer")
+    asked = openrlhf.Request(**DIALECTS["openrlhf"].encode(ROWS, labelled))
+    rows = asked.as_rows("answer")
     assert [(row.completion, row.columns) for row in rows] == [
         ("4", {"answer": 4}),
         ("7", {"answer": 6}),
     ]
-    assert [part[:2] for part in decode("openrlhf", openrlhf.answer(rows, scored))] == [
+    assert [part[:2] for part in decode("openrlhf", openrlhf.answer(asked, rows, scored))] == [
         (0.5, None),
         (None, "f: it hung"),
     ]

@@ -9,10 +9,15 @@ matched by position.
 in `rewards` is an error; where `extra_logs` has a list `error`, as this project's own server writes
 it, text there is the row's failure, and null beside a null reward means that nothing applies to the
 row.
+
+OpenRLHF decodes with special tokens, so its queries end in the policy's end token, and no answer
+that ends so is equal to the right one. The side that answers takes such tokens off the end and says
+how many in `extra_logs`.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,6 +28,10 @@ from .rows import Row, Scored, as_text, fill
 from .strict import MalformedError, as_part, read_as
 
 PATH = "/get_reward"
+_END_TOKENS = re.compile(
+    r"(?:\s*(?:<[|｜][^<>|｜]{1,40}[|｜]>|</s>|<eos>|<pad>|<end_of_turn>))+\s*\Z"
+)
+_ONE_TOKEN = re.compile(r"<[^<>]+>")
 
 # -- the side that asks
 
@@ -76,7 +85,7 @@ class Request(BaseModel):
     the rest is the completion."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
-    query: list[str] = Field(min_length=1, max_length=10_000)
+    query: list[str] = Field(max_length=10_000)
     prompts: list[str]
     labels: list[Any]
 
@@ -88,12 +97,22 @@ class Request(BaseModel):
             raise ValueError("each query must hold its prompt")
         return self
 
-    def as_rows(self, label: str) -> list[Row]:
+    def completions(self) -> list[str]:
+        """What follows the prompt in each query, end tokens included."""
+        pairs = zip(self.query, self.prompts, strict=True)
+        return [query[query.index(prompt) + len(prompt) :] for query, prompt in pairs]
+
+    def as_rows(self, label: str, *, keeps_end_tokens: bool = False) -> list[Row]:
         """The rows as they are scored; `label` is the column that the labels become."""
         return [
-            Row(str(place), prompt, query[query.index(prompt) + len(prompt) :], {label: column})
-            for place, (query, prompt, column) in enumerate(
-                zip(self.query, self.prompts, self.labels, strict=True)
+            Row(
+                str(place),
+                prompt,
+                text if keeps_end_tokens else _END_TOKENS.sub("", text),
+                {label: column},
+            )
+            for place, (text, prompt, column) in enumerate(
+                zip(self.completions(), self.prompts, self.labels, strict=True)
             )
         ]
 
@@ -106,9 +125,16 @@ class Answer(BaseModel):
     extra_logs: dict[str, list[Any]]
 
 
-def answer(rows: list[Row], scored: list[Scored]) -> dict[str, Any]:
-    """The answer for `rows`, of which there is at least one."""
+def answer(request: Request, rows: list[Row], scored: list[Scored]) -> dict[str, Any]:
+    """The answer for `rows` of the request; empty lists for none."""
     rewards = [row.reward for row in scored]
-    logs = {name: [row.parts[name] for row in scored] for name in scored[0].parts}
+    names = scored[0].parts if scored else []
+    logs: dict[str, list[Any]] = {name: [row.parts[name] for row in scored] for name in names}
     logs["error"] = [row.error for row in scored]
+    endings = [
+        text.removeprefix(row.completion)
+        for text, row in zip(request.completions(), rows, strict=True)
+    ]
+    if any(endings):
+        logs["end_tokens_taken_off"] = [len(_ONE_TOKEN.findall(ending)) for ending in endings]
     return {"rewards": rewards, "scores": rewards, "extra_logs": logs}
