@@ -228,7 +228,7 @@ def load(path: Path) -> Config:
     """The [reward] section of a TOML file, which may hold nothing else. ConfigError."""
     try:
         section = tomllib.loads(path.read_text(encoding="utf-8")).get("reward")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"recipe {path}",
             printable(error),

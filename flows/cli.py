@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from quiver import flows
-from quiver.schemas.errors import ConfigError, QuiverError, unexpected
+from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, unexpected
 
 from .commands import listing, placing, running, versions
 from .commands.next_step import complete, options_in
@@ -64,7 +64,7 @@ def _run() -> int:
         error = unexpected("quiver", other_error)
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
     say({"error": error.to_dict()}, [])
-    print(error, file=sys.stderr)
+    print(for_terminal(error), file=sys.stderr)
     return error.exit_code
 
 

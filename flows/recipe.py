@@ -327,7 +327,10 @@ class Recipe(Config):
                 "there is no such file",
                 next="name a recipe, e.g. deployments/recipes/demo.toml",
             ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # no TOML, no UTF-8, too many digits or levels
             raise ConfigError(f"recipe {path}", printable(error), next="correct the file") from None
         except OSError as error:
             raise ConfigError(
@@ -442,8 +445,8 @@ def _apply_setting(section: dict[str, Any], setting: str) -> None:
             )
     try:
         section[field] = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         try:
             section[field] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             section[field] = text

@@ -33,11 +33,20 @@ from __future__ import annotations
 def printable(text: object, limit: int = 200) -> str:
     """Foreign text made safe for a terminal: control characters escaped, cut at `limit`
     characters."""
-    escaped = "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
-        for c in str(text)
-    )
+    escaped = "".join(map(_escaped, str(text)))
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
+
+
+def for_terminal(text: object) -> str:
+    """Lines that leave for a terminal, whoever wrote them: no character in them moves the cursor,
+    changes colours or the direction of writing."""
+    return "".join(c if c in "\n\t" else _escaped(c) for c in str(text))
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode()
 
 
 class QuiverError(Exception):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from quiver.schemas.errors import for_terminal
+
 from .next_step import Called, default_store
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def keep_stdout() -> None:
 
 def say(answer: dict[str, Any], lines: list[str]) -> None:
     """The command's answer: as JSON after `keep_stdout`, else in `lines`."""
-    text = to_json(answer) if _stdout else "\n".join(lines)
+    text = to_json(answer) if _stdout else for_terminal("\n".join(lines))
     if text:
         print(text, file=_stdout, flush=True)
 

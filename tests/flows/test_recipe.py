@@ -1,12 +1,14 @@
 """Recipes: what is wrong in one is said with its key; what is set from the shell goes over the
 file; seeds and splits differ."""
 
+import contextlib
 import json
 import subprocess
 import sys
 
 import pytest
 
+from quiver.flows.commands.shared import say
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.generate.stage import Config as GenerateConfig
@@ -313,3 +315,29 @@ def test_a_form_that_sends_every_default_changes_nothing(recipe):
     )
     assert sent.optimize_config().key() == typed.optimize_config().key()
     assert sent.generate_config(2).seed == 7 and sent.generate_config(2).iteration == 2
+
+
+@pytest.mark.parametrize("depth", [100, 900, 5000])
+@pytest.mark.parametrize("key", ["run", "data.source", "generate.options"])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ("{a=", "}")])
+def test_nesting_without_end_is_told(tmp_path, depth, key, opening, closing):
+    path = tmp_path / "recipe.toml"
+    path.write_text(f"{key} = {opening * depth}1{closing * depth}")
+    with pytest.raises(ConfigError):
+        Recipe.load(path)
+    whole = tmp_path / "whole.toml"
+    whole.write_text(RECIPE)
+    with contextlib.suppress(ConfigError):  # or it is taken for a text
+        Recipe.load(whole, [f"{key}={opening * depth}1{closing * depth}"])
+
+
+def test_numbers_without_end_are_told(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(f"run = 'a'\niterations = {'9' * 5000}")
+    with pytest.raises(ConfigError, match="digits"):
+        Recipe.load(path)
+
+
+def test_words_of_a_manifest_move_no_cursor(capsys):
+    say({}, ["demo/rollouts@1 \x1b[2J\x9b31m\u202e", "two\nlines"])
+    assert capsys.readouterr().out == "demo/rollouts@1 \\x1b[2J\\x9b31m\\u202e\ntwo\nlines\n"
