@@ -164,7 +164,7 @@ def improve(
         is_last = number == recipe.iterations
         references = [base] if recipe.reference.rule == "fixed" else starts
         reference = choose_reference(recipe, references, number - first + 1, reference)
-        newest_first = iterations[: -recipe.optimize.replay - 1 : -1]
+        newest_first = iterations[::-1][: recipe.optimize.replay]
         overlap = nullcontext()
         if recipe.overlap and not is_last:
             overlap = run_ahead(partial(sample, recipe, starts[-1], number + 1, forced))

@@ -327,10 +327,7 @@ class Recipe(Config):
                 "there is no such file",
                 next="name a recipe, e.g. deployments/recipes/demo.toml",
             ) from None
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # no TOML, no UTF-8, too many digits or levels
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"recipe {path}", printable(error), next="correct the file") from None
         except OSError as error:
             raise ConfigError(
@@ -365,7 +362,7 @@ class Recipe(Config):
 
     def prompt_config(self, iteration: int, *, evaluation: bool = False) -> PromptConfig:
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same
-        rows each time)."""
+        rows each time). The stage counts from 0, since it skips that many times `limit` rows."""
         source = self.data.for_evaluation() if evaluation else self.data
         sampling = self.generate_config(0, evaluation=evaluation).sampling
         fields = {

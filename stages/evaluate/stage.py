@@ -83,7 +83,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if "baseline" in plan.inputs:
         metrics |= compare(config, table, plan.inputs["baseline"])
     starts = range(0, table.num_rows, ROWS_PER_SHARD)
-    for index in writer.unfinished(len(starts)):
+    for index in writer.take_shards(len(starts)):
         writer.write(index, table.slice(starts[index], ROWS_PER_SHARD))
     log.info("score %.4f over %d groups", metrics["score"], metrics["n"])
     scored = table.num_rows - metrics["null"]

@@ -37,7 +37,7 @@ class Shards:
         self._size = writer.rows_per_shard(rows.config.rows_per_shard)
         # a version of no rows still has its one file
         self._count = max(1, -(-len(rows) // self._size))
-        self.claim = writer.claim(self._count)
+        self.handout = writer.shards_of(self._count)
         self._completions: dict[int, dict[int, Completion]] = {}
         """By shard, of those that wait for rows, by row."""
         self._num_tokens = 0
@@ -45,20 +45,20 @@ class Shards:
     def take(self) -> range | None:
         """The rows of the next shard that this process is to make; None where there is none, at
         least for now."""
-        index = self.claim.take()
+        index = self.handout.take()
         return None if index is None else self._range_of(index)
 
     def make(self, engine: Engine, tokenizer: PreTrainedTokenizerFast, requests: Requests) -> None:
         """Let the engine make what is not finished; write each shard when it is whole; a line of
         progress every two seconds."""
-        unfinished = self.claim.unfinished()
+        unfinished = self.handout.unfinished()
         num_finished = self._count - len(unfinished)
         if num_finished:
             log.info("taking up %d of %d shards that are finished", num_finished, self._count)
         num_rows = sum(len(self._range_of(index)) for index in unfinished)
         started_at = time.monotonic()
         logged_at = started_at
-        while self.claim.more():
+        while self.handout.more():
             if not requests.open_shard():
                 continue
             completions = engine.generate(requests)
@@ -117,7 +117,7 @@ class Shards:
         """Rows that are there by now, whoever made them, and the speed of this process."""
         num_missing = sum(
             len(self._range_of(index)) - len(self._completions.get(index, ()))
-            for index in self.claim.unfinished()
+            for index in self.handout.unfinished()
         )
         log.info(
             "generate: %d of %d rows, %.0f tokens/s",

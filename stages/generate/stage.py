@@ -55,7 +55,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     policy = store.open(refs["policy"])
     options = engines.engine_options(config.engine, config.options)
     filled_in = {"code_sha256": engines.code_hash(config.engine, options), "end_token_ids": ()}
-    plan = Plan(
+    older_plan = Plan(
         store=store,
         stage="generate",
         stage_version=STAGE_VERSION,
@@ -68,16 +68,17 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
     end_token_ids = tuple(checkpoints.generation_end_token_ids(policy))
     if config.sampling.ignore_eos or not end_token_ids:
-        return plan
-    # rollouts from before these ids were part of the key count where their policy had the same
-    older = store.find(plan.run, "rollouts", plan.run_key)
+        return older_plan
+    # Keys of earlier releases lack the end tokens. A finished version under such a key answers,
+    # if its policy had the same ones.
+    older = store.find(older_plan.run, "rollouts", older_plan.run_key)
     if older is not None:
         with suppress(LineageError):
             older_policy = store.open(older.manifest.models[0].ref)
             if tuple(checkpoints.generation_end_token_ids(older_policy)) == end_token_ids:
-                return replace(plan, already_made=older)
+                return replace(older_plan, already_made=older)
     filled_in["end_token_ids"] = end_token_ids
-    return replace(plan, config=config.model_copy(update=filled_in))
+    return replace(older_plan, config=config.model_copy(update=filled_in))
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
@@ -90,9 +91,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     rows = Rows(prompts, config, plan.run_key[:8])
     shards = Shards(writer, rows)
     if not len(rows):
-        for index in shards.claim:
+        for index in shards.handout:
             writer.write(index, rows.table(0, [], []))
-    elif shards.claim.more():
+    elif shards.handout.more():
         setup = engine_setup(config, policy, longest)
         options = engines.engine_options(config.engine, config.options)
         if isinstance(options, VllmOptions) and options.lora:

@@ -74,7 +74,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     with short_of_memory("logprobs", "lower logprobs.token_budget"):
         with writer.phase("load"):
             scorer = Scorer(plan.config, policy)
-        for index in writer.unfinished(max(1, -(-len(table) // ROWS_PER_SHARD))):
+        for index in writer.take_shards(max(1, -(-len(table) // ROWS_PER_SHARD))):
             start = index * ROWS_PER_SHARD
             with writer.phase("score"):
                 shard = scorer.score(table.slice(start, ROWS_PER_SHARD))
@@ -92,12 +92,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             log.info("logprobs: %d of %d rows", done, len(table))
     workers = [worker for worker in writer.reports() if worker.get("tokens")]
     speeds = [worker["tokens"] / worker["seconds"]["score"] for worker in workers]
-    ways = workers[0] if workers else {}
+    first_worker = workers[0] if workers else {}
     metrics = {
         "tokens": _count_tokens(table["completion_ids"]),
         "tokens_per_second": round(sum(speeds), 1) if speeds else None,
-        "packing": ways.get("packing"),
-        "attention": ways.get("attention"),
+        "packing": first_worker.get("packing"),
+        "attention": first_worker.get("attention"),
     }
     writer.finish(metrics=metrics, device=scorer.device.type)
 
@@ -112,12 +112,14 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
     sampler = plan.inputs["rollouts"].manifest.model("policy")
     if sampler is None or sampler.tokenizer == plan.models[0].tokenizer:
         return
-    expected = checkpoints.load_tokenizer(plan.store.open(sampler.ref))
-    found = checkpoints.load_tokenizer(policy)
-    differing = set(expected.get_vocab().items()) - set(found.get_vocab().items())
+    sampler_tokenizer = checkpoints.load_tokenizer(plan.store.open(sampler.ref))
+    policy_tokenizer = checkpoints.load_tokenizer(policy)
+    differing = set(sampler_tokenizer.get_vocab().items()) - set(
+        policy_tokenizer.get_vocab().items()
+    )
     special_ids = {
         id
-        for tokenizer in (expected, found)
+        for tokenizer in (sampler_tokenizer, policy_tokenizer)
         for id, token in tokenizer.added_tokens_decoder.items()
         if token.special
     }
@@ -127,12 +129,14 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
     if not differing:
         return
     token, id = min(differing, key=lambda entry: entry[1])
-    here = found.convert_ids_to_tokens(id) if id in found.get_vocab().values() else None
+    is_known = id in policy_tokenizer.get_vocab().values()
+    policy_token = policy_tokenizer.convert_ids_to_tokens(id) if is_known else None
     raise LineageError(
         str(policy.ref),
         f"its tokenizer is not that of {sampler.ref}, which sampled: {len(differing)} "
         f"{'special ' if all_special else ''}ids are other tokens, such as {id}, expected "
-        f"{printable(repr(token))}, found {printable(repr(here)) if here else 'none'}",
+        f"{printable(repr(token))}, found "
+        f"{printable(repr(policy_token)) if policy_token else 'none'}",
         next="set logprobs.other_special_tokens = true"
         if all_special
         else f"score under a policy with the tokenizer of {sampler.ref}",

@@ -30,7 +30,7 @@ from . import contract
 @dataclass(frozen=True)
 class Algorithm:
     """One row. `defaults` hold the surrogate's options and `drop_zero_variance`; the recipe's own
-    values go before them."""
+    values override them."""
 
     name: str
     advantage: str | Callable[..., Any]

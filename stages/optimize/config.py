@@ -312,5 +312,6 @@ class Config(base.Config):
         return source
 
     def surrogate_options(self) -> dict[str, Any]:
-        """The surrogate's options that are set here; they go before the algorithm's defaults."""
+        """The surrogate's options that are set here; they override the algorithm's
+        defaults."""
         return {**self.model_dump(include=SURROGATE_FIELDS, exclude_none=True), **self.options}

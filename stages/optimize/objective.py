@@ -2,7 +2,7 @@
 
 The weights of the tokens are made for the whole step, so the sums of its micro-batches, on whatever
 ranks, are the step's. An algorithm and a config are all that is known here: nothing of models,
-ranks, or the store. The config's options go before the algorithm's own.
+ranks, or the store. The config's options override the algorithm's defaults.
 
     objective = Objective(config, resolve("grpo"))
     weights = objective.weights(batch, members)[batch.positions(layout.rows)]

@@ -63,7 +63,7 @@ def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> N
         (writers["advantages"], advantages_table(loaded, trainer), reasons),
         (writers["updates"], updates, {}),
     ):
-        for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+        for index in writer.take_shards(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
             writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
         writer.finish(status=status, device=device)
     metrics = metrics_of(loaded, trainer, writers["policy"].seconds.get("steps", 0.0))

@@ -84,7 +84,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         writer.phase("render"),
         closing(Renderer(config, policy, _read_template(config))) as renderer,
     ):
-        for index in writer.unfinished(len(starts)):
+        for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
             writer.write(index, render_rows(source.table, rows, group_ids, renderer))
             log.info("prompts: shard %d of %d", index + 1, len(starts))

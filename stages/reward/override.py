@@ -101,7 +101,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]
     place = table.schema.get_field_index("reward")
     table = table.set_column(place, "reward", pa.array(values, pa.float32()))
-    for index in writer.unfinished(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+    for index in writer.take_shards(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
         writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
     metrics, status = summary(table, {})
     log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))

@@ -54,7 +54,7 @@ class Shards:
             names = plan.config.part_names
             self.earlier = aligned(earlier, self._rollouts, names, self._extras)
         self._starts = range(0, max(1, self._rollouts.num_rows), ROWS_PER_SHARD)
-        self._claim = writer.claim(len(self._starts))
+        self._handout = writer.shards_of(len(self._starts))
         self._counted: set[int] = set()
         """Shards whose failures the allowance has counted."""
 
@@ -63,11 +63,11 @@ class Shards:
         failed."""
         try:
             self._count_failures()
-            if self._claim.unfinished():
+            if self._handout.unfinished():
                 columns = [field.name for field in self._prompts.schema.field("columns").type]
                 for scorer in self._scorers:
                     scorer.require(columns)
-            while self._claim.more():
+            while self._handout.more():
                 for index, parts in score_all(self._scorers, self._batches(), self._allowance):
                     self._write(index, parts)
             self._count_failures()
@@ -87,7 +87,7 @@ class Shards:
     def _count_failures(self) -> None:
         """Have the allowance count what failed in shards that an earlier attempt, or another
         process, has finished."""
-        uncounted = set(range(len(self._starts))) - {*self._claim.unfinished(), *self._counted}
+        uncounted = set(range(len(self._starts))) - {*self._handout.unfinished(), *self._counted}
         for index in sorted(uncounted):
             try:
                 for failure in failures(self._writer.read(index)):
@@ -101,7 +101,7 @@ class Shards:
             self._counted.add(index)
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
-        for index in iter(self._claim.take, None):
+        for index in iter(self._handout.take, None):
             self._count_failures()
             rows = self._rows_to_score(index)
             if len(rows) == 0:

@@ -111,16 +111,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Runs:
-    """All spans in the row's order, for a kernel that takes sequences of any lengths: the queries
-    of span i are the tokens query_ends[i] … query_ends[i + 1] − 1 of the row, its keys are the
-    tokens `keys`[key_ends[i]] … `keys`[key_ends[i + 1] − 1]."""
+    """All spans in the row's order, for a kernel that takes sequences of any lengths.
+
+    The queries of span i are the tokens query_offsets[i] … query_offsets[i + 1] − 1 of the row, its
+    keys are the tokens `keys`[key_offsets[i]] … `keys`[key_offsets[i + 1] − 1].
+    """
 
     keys: Tensor
     """[K] int64 index into the row; a prompt's tokens stand once for each of its completions, and
     once for itself."""
-    query_ends: Tensor
-    """[s + 1] int32"""
-    key_ends: Tensor
+    query_offsets: Tensor
+    """[s + 1] int32, the first one 0"""
+    key_offsets: Tensor
     """[s + 1] int32"""
     longest: tuple[int, int]
     """The most queries and the most keys of one span."""
@@ -178,7 +180,8 @@ def make_layout(
     *,
     varlen: bool = False,
 ) -> Layout:
-    """Lay out `pieces` as in the picture above, on `device`. `varlen`: with runs."""
+    """Lay out `pieces` as in the picture above, on `device`. No completion may be empty. `varlen`:
+    with runs."""
     counts = np.array([len(piece.rows) for piece in pieces])
     rows = np.array([row for piece in pieces for row in piece.rows])
     first_rollouts = _starts(counts)
@@ -200,11 +203,14 @@ def make_layout(
     predictors[_starts(target_counts)] = prompt_ends - 1  # of each completion's first id
 
     spans = make_spans(counts, prompt_lengths, input_lengths)
-    shifts = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
+    # a token's index in the row, less its position in its own sequence
+    index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
     blocks, gather = make_blocks(spans, device)
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
-        positions=_tensor(np.arange(len(shifts)) - shifts, device)[None],
+        positions=_tensor(np.arange(len(index_minus_position)) - index_minus_position, device)[
+            None
+        ],
         blocks=blocks,
         gather=gather,
         rows=torch.from_numpy(rows),
@@ -284,12 +290,12 @@ def make_runs(spans: Spans, device: torch.device | str) -> Runs:
     """`spans` as runs: each one's prefix, then its own tokens."""
     starts = np.stack([spans.prefix_starts, spans.starts], 1).ravel()
     lengths = np.stack([spans.prefix_lengths, spans.lengths], 1).ravel()
-    query_ends, key_ends = (
+    query_offsets, key_offsets = (
         _tensor(np.append(0, counts.cumsum()).astype(np.int32), device)
         for counts in (spans.lengths, spans.key_counts)
     )
     longest = int(spans.lengths.max()), int(spans.key_counts.max())
-    return Runs(_tensor(_ranges(starts, lengths), device), query_ends, key_ends, longest)
+    return Runs(_tensor(_ranges(starts, lengths), device), query_offsets, key_offsets, longest)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

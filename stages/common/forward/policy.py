@@ -58,7 +58,7 @@ class Policy(nn.Module):
         self.mode = "single"
         self.shaping = Shaping.of(model.config)
         self.is_causal = not model.config.is_encoder_decoder
-        self.start = None if self.is_causal else decoder_start_id(model)
+        self.decoder_start_id = None if self.is_causal else decoder_start_id(model)
         """The id that an encoder-decoder model's decoder reads first."""
         self.varlen = False
         """Attend by the kernel for sequences of any lengths; see `choose_kernel` in verify.py."""
@@ -100,7 +100,7 @@ class Policy(nn.Module):
         """`pieces` as what `forward` reads, on the model's device."""
         if self.is_causal:
             return make_layout(pieces, sequences, self.device, varlen=self.varlen)
-        return make_pairs(pieces, sequences, self.start, self.device)
+        return make_pairs(pieces, sequences, self.decoder_start_id, self.device)
 
     def layouts(
         self, microbatches: Sequence[Sequence[Piece]], sequences: Sequences

@@ -128,7 +128,7 @@ def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
         ids = torch.cat([prompt, completion[:-1]])[None]
         output = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion))
     else:
-        start = torch.tensor([policy.start], device=model.device)
+        start = torch.tensor([policy.decoder_start_id], device=model.device)
         ids = torch.cat([start, completion[:-1]])[None]
         output = model(input_ids=prompt[None], decoder_input_ids=ids, use_cache=False)
     logits = output.logits[0, -len(completion) :].float()

@@ -1,6 +1,6 @@
 """Who writes which shard of a version: one process alone, or any number of them, on any hosts.
 
-    for index in writer.unfinished(count):    # waits while the others are at the last shards
+    for index in writer.take_shards(count):    # waits while the others are at the last shards
         writer.write(index, table)
     writer.finish()     # one process comes here; in the others CommittedByOther is raised before
 

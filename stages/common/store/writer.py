@@ -4,7 +4,7 @@
         if staging.committed:
             return staging.committed                      # another process has finished it
         writer = staging.writers["rewards"]
-        for index in writer.unfinished(count):    # a restart redoes at most one shard
+        for index in writer.take_shards(count):    # a restart redoes at most one shard
             writer.write(index, table)
         writer.finish(metrics={...})
         return staging.publish()
@@ -153,12 +153,12 @@ class Writer:
 
     # -- shards
 
-    def unfinished(self, count: int) -> Iterator[int]:
+    def take_shards(self, count: int) -> Iterator[int]:
         """Index after index of the `count` shards that this process is to write."""
-        return iter(self.claim(count))
+        return iter(self.shards_of(count))
 
-    def claim(self, count: int) -> SoleShards | SharedShards:
-        """Who writes which of `count` shards."""
+    def shards_of(self, count: int) -> SoleShards | SharedShards:
+        """Hands out `count` shards, one after another."""
         self.shards.begin(count)
         return self.shards
 

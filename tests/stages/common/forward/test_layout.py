@@ -28,7 +28,7 @@ def test_the_picture_is_what_is_made():
     assert layout.targets.tolist() == X + Y + Z
     assert layout.predictors.tolist() == [2, 3, 4, 2, 5, 6, 7, 9, 10]
     assert layout.temperature.tolist() == [0.5] * 3 + [1.0] * 4 + [2.0] * 2
-    assert layout.runs.query_ends.tolist() == [0, 3, 5, 8, 11]
+    assert layout.runs.query_offsets.tolist() == [0, 3, 5, 8, 11]
     assert layout.runs.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10]
     prompts, completions = layout.blocks
     assert prompts.causal and not completions.causal

@@ -178,13 +178,13 @@ def test_runs_are_the_row_and_each_completions_keys_begin_with_its_prompt():
     lengths = data.prompts.lengths.tolist(), data.completions.lengths.tolist()
     layout = make_layout(make_pieces(range(10), groups, *lengths, 10_000), data, varlen=True)
     runs = layout.runs
-    assert runs.query_ends[0] == 0 and runs.query_ends[-1] == layout.ids.shape[1]
-    for i in range(len(runs.query_ends) - 1):
-        keys = runs.keys[runs.key_ends[i] : runs.key_ends[i + 1]]
+    assert runs.query_offsets[0] == 0 and runs.query_offsets[-1] == layout.ids.shape[1]
+    for i in range(len(runs.query_offsets) - 1):
+        keys = runs.keys[runs.key_offsets[i] : runs.key_offsets[i + 1]]
         assert layout.positions[0, keys].tolist() == list(
             range(len(keys))
         )  # a whole prompt, and what follows it
-        assert keys[-1] == runs.query_ends[i + 1] - 1
+        assert keys[-1] == runs.query_offsets[i + 1] - 1
 
 
 def _calls(dtype=torch.bfloat16, kind="llama", **changed):

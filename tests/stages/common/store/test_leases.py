@@ -180,7 +180,7 @@ def _commit_asleep(store, queue):
     storage_module.publish = publish
     try:
         with work_on(store, share=False) as work:
-            work.claim(2)
+            work.shards_of(2)
             write_all(work, 2)
             work.commit()
         queue.put(str(work.done.ref))

@@ -28,7 +28,7 @@ def staged(store, name):
 
 
 def write_all(work, count):
-    for index in work.unfinished(count):
+    for index in work.take_shards(count):
         work.write(index, table(2 * index))
 
 
@@ -39,7 +39,7 @@ def require_one(store):
 
 def test_one_takes_ahead_only_what_leaves_the_others_something(store):
     with work_on(store) as one, work_on(store) as two:
-        first, second = one.claim(4), two.claim(4)
+        first, second = one.shards_of(4), two.shards_of(4)
         taken = {first.take(), first.take()}
         assert len(taken) == 2 and None not in taken, "three are free, and one other is there"
         other = second.take()
@@ -52,21 +52,21 @@ def test_one_takes_ahead_only_what_leaves_the_others_something(store):
 
 def test_where_a_process_starts_follows_from_its_rank(store):
     with work_on(store) as one, work_on(store) as two, work_on(store) as three:
-        begun = {work.claim(9).take() for work in (one, two, three)}
+        begun = {work.shards_of(9).take() for work in (one, two, three)}
     assert begun == {0, 3, 6}
 
 
 def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
     with work_on(store) as slow, work_on(store, patience=0.0) as quick:
-        taken = [slow.claim(3).take() for _ in range(2)]
+        taken = [slow.shards_of(3).take() for _ in range(2)]
         order = []
-        for index in quick.unfinished(3):
+        for index in quick.take_shards(3):
             order.append(index)
             quick.write(index, table(2 * index))
         assert order[0] not in taken and sorted(order) == [0, 1, 2]
         quick.commit()
         with pytest.raises(CommittedByOther):
-            slow.claim(3).more()
+            slow.shards_of(3).more()
     require_one(store)
 
 
@@ -75,7 +75,7 @@ def test_patience_follows_from_the_slowest_shard_of_any_process(store, monkeypat
     longer than its shards did."""
     monkeypatch.setattr(sharing, "LEAST_PATIENCE_SECONDS", 0.0)
     with work_on(store) as slow, work_on(store) as idle:
-        shards, waiting = slow.claim(2), idle.claim(2)
+        shards, waiting = slow.shards_of(2), idle.shards_of(2)
         first = shards.take()
         shards._held[first].taken_at -= 100  # so long did it take
         slow.write(first, table(2 * first))
@@ -89,7 +89,7 @@ def test_the_first_of_two_shards_stays(store):
     """A slow process writes a shard that another has finished: the file is not touched, nor its
     note."""
     with work_on(store) as slow, work_on(store, patience=0.0) as quick:
-        assert slow.claim(1).take() == 0 and quick.claim(1).take() == 0
+        assert slow.shards_of(1).take() == 0 and quick.shards_of(1).take() == 0
         quick.write(0, table(0))
         path, note = staged(store, "part-00000.arrow"), staged(store, "part-00000.arrow.json")
         before = path.stat().st_ino, path.read_bytes(), note.read_bytes()
@@ -100,7 +100,7 @@ def test_the_first_of_two_shards_stays(store):
 
 def test_a_death_between_shard_and_note_leaves_the_shard(store):
     with work_on(store) as work:
-        work.claim(1).take()
+        work.shards_of(1).take()
         work.write(0, table(0))
         inode = staged(store, "part-00000.arrow").stat().st_ino
         staged(store, "part-00000.arrow.json").unlink()
@@ -115,7 +115,7 @@ def test_a_death_between_shard_and_note_leaves_the_shard(store):
 def test_what_was_damaged_is_done_again_before_the_commit(store, name):
     with work_on(store) as work:
         done = []
-        for index in work.unfinished(2):
+        for index in work.take_shards(2):
             done.append(index)
             work.write(index, table(2 * index))
             if len(done) == 2:
@@ -142,7 +142,7 @@ def test_of_two_commits_at_once_one_wins(store, monkeypatch):
 
     with work_on(store, patience=0.0) as two, work_on(store, patience=0.0) as one:
         write_all(one, 2)
-        two.claim(2)
+        two.shards_of(2)
         monkeypatch.setattr(storage, "publish", publish)
         one.commit()
         pytest.fail("it has not noticed the other")
@@ -170,7 +170,7 @@ def test_another_version_between_takes_its_number_and_nothing_else(store, monkey
 
 def test_seconds_are_summed_and_the_total_is_the_longest(store):
     with work_on(store) as one, work_on(store) as two:
-        first, second = one.claim(2), two.claim(2)
+        first, second = one.shards_of(2), two.shards_of(2)
         one.seconds.update({"score": 2.0, "load": 0.5})
         two.seconds.update({"score": 1.0})
         one.writer._started_at -= 100
@@ -244,17 +244,17 @@ def die_after(store, share, act):
 
 
 def test_shards_that_the_dead_held_are_free(store):
-    die_after(store, True, lambda work: work.claim(2).take())
+    die_after(store, True, lambda work: work.shards_of(2).take())
     with work_on(store) as work:
-        shards = work.claim(2)
+        shards = work.shards_of(2)
         assert {shards.take(), shards.take()} == {0, 1}
 
 
 def test_one_alone_knows_what_is_left_after_each_shard(store):
     """Also of a work that an earlier attempt began: what was finished then is no part of it."""
-    die_after(store, False, lambda work: (work.claim(4), work.write(2, table(4))))
+    die_after(store, False, lambda work: (work.shards_of(4), work.write(2, table(4))))
     with work_on(store, False) as work:
-        shards, left = work.claim(4), []
+        shards, left = work.shards_of(4), []
         for index in shards:
             left.append(shards.unfinished())
             work.write(index, table(2 * index))
@@ -262,7 +262,7 @@ def test_one_alone_knows_what_is_left_after_each_shard(store):
 
 
 def first_shard(work):
-    shards = work.claim(3)
+    shards = work.shards_of(3)
     index = shards.take()
     work.seconds["score"] = 100.0
     work.write(index, table(2 * index))
@@ -283,7 +283,7 @@ def test_what_the_dead_told_is_forgotten_where_nobody_else_lives(store):
 def test_what_was_told_stays_while_one_of_them_lives(store):
     with work_on(store) as living:
         die_after(store, True, first_shard)
-        shards = living.claim(3)
+        shards = living.shards_of(3)
         index = shards.take()
         living.write(index, table(2 * index))
         with work_on(store) as late:
@@ -295,7 +295,7 @@ def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):
     count."""
 
     def dies(work):
-        work.claim(1).take()
+        work.shards_of(1).take()
         work.writer._write_shard(0, table(0, rows=3))
 
     die_after(store, True, dies)
@@ -311,10 +311,10 @@ def test_where_the_plan_is_torn_its_shards_are_done_again(store):
     """How long they are is not known any more; those of the next attempt may be shorter."""
     with work_on(store, None) as work:
         assert work.rows_per_shard(3) == 3
-        work.claim(2)
+        work.shards_of(2)
         work.write(0, table(0, rows=3))
         plan = staged(store, "plan")
         plan.write_bytes(plan.read_bytes()[:-4])
     with work_on(store, None) as work:
         assert work.rows_per_shard(2) == 2
-        assert list(work.claim(2)) == [0, 1]
+        assert list(work.shards_of(2)) == [0, 1]
