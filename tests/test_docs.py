@@ -68,14 +68,16 @@ def test_what_a_document_names_exists(path):
     for name in re.findall(r"`((?:schemas|stages|flows|deployments|tests)/[\w./-]+\.\w+)`", text):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
     others = r"(?m)(?<![\w/])(?:prefect|docker|pip) [^`\n]*"  # command lines of other programs
-    for option in re.findall(r"(?<![\w-])--([a-z]+)", re.sub(others, "", text)):
+    served = re.findall(r'"--([a-z-]+)"', (ROOT / "deployments/reward_server.py").read_text())
+    for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", re.sub(others, "", text)):
         known = {
             o.lstrip("-")
             for c in get_command(app).commands.values()
             for p in c.params
             for o in p.opts
         }
-        assert option in known | {"spec", "result", "nproc"}, f"{path.name} names --{option}"
+        others_own = {"spec", "result", "nproc-per-node"}
+        assert option in known | {*served} | others_own, f"{path.name} names --{option}"
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
