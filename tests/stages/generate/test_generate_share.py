@@ -59,7 +59,7 @@ def notes(store: Store) -> list[Path]:
 
 def held_by(store: Store, worker) -> list[Path]:
     """Shards that this process has leased."""
-    leases = (store.path / "tiny/rollouts/.staging").glob("*.leases/part-*/*")
+    leases = (store.path / "tiny/rollouts/.staging").glob("*.leases/shard-*/*")
     holders = [(path, json.loads(path.read_text() or "{}")) for path in leases]
     return [
         path
@@ -240,7 +240,12 @@ def test_a_late_one_finds_it_done(store):
     assert first[0].answer()["cached"] is False
     late = start(given, 1)
     assert late[0].answer()["cached"] is True
-    assert sorted(os.listdir(store.path / "tiny/rollouts")) == [".index", ".staging", "v000001"]
+    assert sorted(os.listdir(store.path / "tiny/rollouts")) == [
+        ".index",
+        ".ledger",
+        ".staging",
+        "v000001",
+    ]
 
 
 def test_stages_of_their_own_share_a_call(store, alone, monkeypatch):

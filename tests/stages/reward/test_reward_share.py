@@ -76,7 +76,7 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
 
     def has_a_shard(pid: int) -> bool:
         holders = [
-            json.loads(path.read_text() or "{}") for path in staging.glob("*.leases/part-*/*")
+            json.loads(path.read_text() or "{}") for path in staging.glob("*.leases/shard-*/*")
         ]
         return any(holder.get("owner", {}).get("pid") == pid for holder in holders)
 
