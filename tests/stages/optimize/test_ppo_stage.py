@@ -337,9 +337,9 @@ def test_the_critic_learns_what_the_prompt_tells(store, made):
 
     rewards = world.write_rewards(store, made[1], reward, run=made[0].ref.run)
     config = _config(
-        critic_warmup_steps=300,
-        epochs=300,
-        critic_learning_rate=3e-2,
+        critic_warmup_steps=80,
+        epochs=80,
+        critic_learning_rate=0.1,
         value_clip=None,
         gae_lambda=1.0,
     )
@@ -356,8 +356,8 @@ def test_it_learns(store):
     """Even ids are rewarded, one rollout a prompt; their share rises in what is sampled anew."""
     kind = "llama"
     policy, share = make_policy(store, kind, kind), []
-    config = _config(learning_rate=1e-2, critic_learning_rate=2e-2, epochs=2, minibatches=4)
-    for iteration in range(10):
+    config = _config(learning_rate=2e-2, critic_learning_rate=4e-2, epochs=2, minibatches=4)
+    for iteration in range(6):
         rollouts = sampled(store, policy, groups=64, each=1, seed=iteration, temperature=1.0)
         share.append(sum(map(world.even_share, rollouts.table().to_pylist())) / 64)
         made = policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=kind)
