@@ -1,6 +1,7 @@
 """Fixtures for all tests: offline, one thread, a store in the test's own folder, a tiny policy in
 it."""
 
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,17 @@ from quiver.stages.common.store import Store, Version
 # a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would
 # wait for nothing
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish():
+    """What the tests import stays: else every stage that trains, which collects garbage at its end,
+    looks through half a million objects again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

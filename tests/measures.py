@@ -12,6 +12,7 @@ import sys
 import tokenize
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -94,15 +95,23 @@ class Measures:
 def measure(paths: list[Path]) -> Measures:
     """The sums over these files."""
     measures = Measures()
-    mentions_anywhere = Counter(name for path in paths for name in _names(path.read_text()))
+    mentions_anywhere = Counter()
+    for path in paths:
+        mentions_anywhere.update(_mentions(path))
     for path in paths:
         _add(measures, path, mentions_anywhere)
     return measures
 
 
-def _names(text: str) -> list[str]:
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [token.string for token in tokens if token.type == tokenize.NAME]
+@cache
+def _tokens(path: Path) -> list[tokenize.TokenInfo]:
+    return [*tokenize.generate_tokens(io.StringIO(path.read_text()).readline)]
+
+
+@cache
+def _mentions(path: Path) -> Counter:
+    """How often a file holds each name."""
+    return Counter(token.string for token in _tokens(path) if token.type == tokenize.NAME)
 
 
 def _add(measures: Measures, path: Path, mentions_anywhere: Counter) -> None:
@@ -110,8 +119,8 @@ def _add(measures: Measures, path: Path, mentions_anywhere: Counter) -> None:
     tree = ast.parse(text)
     docstring_lines = _docstring_lines(tree)
     code_lines = set()
-    mentions = Counter(_names(text))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    mentions = _mentions(path)
+    for token in _tokens(path):
         if token.type == tokenize.COMMENT:
             measures.comments += "noqa" not in token.string
         elif token.type in _CODE and token.start[0] not in docstring_lines:

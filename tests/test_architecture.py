@@ -4,6 +4,7 @@ import the heavy libraries."""
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ NAMES = {
 }
 
 
+@cache
 def imported(path: Path, *, top_only: bool = False) -> set[str]:
     """Dotted names that a file imports, relative ones resolved; `top_only`: not inside functions or
     TYPE_CHECKING."""

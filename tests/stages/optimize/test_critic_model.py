@@ -20,7 +20,6 @@ from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
 from tests.stages.optimize.test_critic import _states
-from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
 from tests.writing import run_here
@@ -389,39 +388,3 @@ def test_it_learns_what_the_prompt_tells(store, made):
         rows[-1]["explained_variance"] > 0.5
         and rows[-1]["value_loss"] < 0.3 * rows[0]["value_loss"]
     )
-
-
-CODE = """
-import sys
-from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config
-from functools import partial
-from quiver import run_stage
-run = partial(run_stage, "optimize", in_process=True)
-store, rollouts, rewards, run_name = sys.argv[1:5]
-config = Config(algorithm="ppo", critic="model", device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40,
-                grad_clip=1e9, eps=1.0, critic_warmup_steps=1)
-run(config, Store(store), policy=f"{run_name}/policy@0", rollouts=rollouts, rewards=rewards, into="two")
-"""
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("made", ["t5"], indirect=True)
-def test_two_ranks_train_as_one(store, made, tmp_path):
-    one = _run(
-        store,
-        made,
-        _config(minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0, critic_warmup_steps=1),
-    )
-    script = tmp_path / "train.py"
-    script.write_text(CODE)
-    done = _launch(
-        [str(script), str(store.path), str(made[1].ref), str(made[2].ref), made[0].ref.run], 2
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    two = store.open("two/policy@1")
-    assert two.manifest.metrics["processes"] == 2
-    for name in ("model.safetensors", "critic/state.safetensors"):
-        first, second = (_tensors(version, name) for version in (one, two))
-        for key, value in first.items():
-            torch.testing.assert_close(second[key], value, rtol=0, atol=1e-6)

@@ -23,7 +23,6 @@ from quiver.stages.optimize.lora import Lora, attach, narrow_frozen
 from quiver.stages.optimize.stage import Config, check
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
-from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_folder, make_policy
 from tests.writing import run_here
@@ -383,36 +382,6 @@ def test_a_base_that_bfloat16_does_not_hold_stays_what_it_is(store, made):
     attach(Lora(**SMALL), model, made[0], seed=0)
     narrow_frozen(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-
-
-CODE = """
-import sys
-from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config
-from functools import partial
-from quiver import run_stage
-run = partial(run_stage, "optimize", in_process=True)
-store, rollouts, rewards = sys.argv[1:4]
-config = Config(device="cpu", learning_rate=1e-2, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0,
-                lora={"rank": 4, "alpha": 12})
-run(config, Store(store), policy="llama/policy@0", rollouts=rollouts, rewards=rewards, into="two")
-"""
-
-
-@pytest.mark.dist
-def test_two_ranks_train_as_one(store, made, tmp_path):
-    one = _run(store, made, _config(minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0))
-    script = tmp_path / "train.py"
-    script.write_text(CODE)
-    done = _launch([str(script), str(store.path), str(made[1].ref), str(made[2].ref)], 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    two = store.open("two/policy@1")
-    assert two.manifest.metrics["processes"] == 2
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
-        theirs = _tensors(two, name)
-        for key, value in _tensors(one, name).items():
-            torch.testing.assert_close(theirs[key], value, rtol=0, atol=1e-7)
-    assert max(float(value.abs().max()) for key, value in theirs.items() if "lora_B" in key) > 1e-5
 
 
 # -- refusals

@@ -1,180 +1,220 @@
-"""Two processes with gloo on the CPU give what one gives."""
+"""Two processes with gloo on the CPU give what one gives: one launch does the work of all these
+tests."""
 
+import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from quiver.stages.common.store import Store
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
+from tests.stages.optimize.test_seq2seq_policies import sampled
+from tests.tiny import make_policy
 from tests.writing import run_here
 
-run = partial(run_here, "optimize")
-
-
+pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[3]
-CODE = """
-import sys
-from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config
+COMMON = {"device": "cpu", "learning_rate": 1e-3, "minibatches": 2, "token_budget": 40}
+LINEAR = {**COMMON, "grad_clip": 1e9, "eps": 1.0}
+"""AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
+CONFIGS = {
+    "plain": LINEAR,
+    "rounded": {**COMMON, "precision": "bf16_stochastic"},
+    "ppo": {**LINEAR, "algorithm": "ppo", "bootstrap_length": True, "critic_warmup_steps": 1},
+    "critic": {**LINEAR, "algorithm": "ppo", "critic": "model", "critic_warmup_steps": 1},
+    "lora": {**LINEAR, "learning_rate": 1e-2, "lora": {"rank": 4, "alpha": 12}},
+}
+RANK = """
+import json, sys
 from functools import partial
-from quiver import run_stage
-run = partial(run_stage, "optimize", in_process=True)
-store, rollouts, rewards, processes = sys.argv[1:5]
-config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, processes=int(processes), grad_clip=1e9, eps=1.0)
-print(run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two"))
-"""
-
-WEIGHTS_OF_EACH = """
-import os, sys
 from pathlib import Path
-from safetensors.torch import save_file
-from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config
-from functools import partial
-from quiver import run_stage
-run = partial(run_stage, "optimize", in_process=True)
-from quiver.stages.optimize.trainer import Trainer
-train = Trainer.train
-def kept(self):
-    outcome = train(self)
-    weights = {name: value.detach() for name, value in self.model.named_parameters()}
-    save_file(weights, Path(__file__).with_name(os.environ["RANK"]))
-    return outcome
-Trainer.train = kept
-store, rollouts, rewards = sys.argv[1:4]
-config = Config(device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, precision="bf16_stochastic", processes=2)
-run(config, Store(store), policy="tiny/policy@0", rollouts=rollouts, rewards=rewards, into="two")
-"""
 
-EXPERTS = """
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
+
+from quiver import run_stage
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.store import Store
+from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
+
+folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+Accelerator.end_training = lambda self: None  # it takes the ranks apart, which go on with the next case
+accelerator = Accelerator(cpu=True)
+rank, said = accelerator.process_index, {}
+train = Trainer.train
+
+
+def kept(self, *, to):
+    outcome = train(self)
+    weights = {name: value.detach() for name, value in self.model.named_parameters()}
+    save_file(weights, to)
+    return outcome
+
+
+def optimize(name, **changed):
+    case = cases[name]
+    Trainer.train = lambda self: kept(self, to=folder / f"{name}.{rank}")
+    config = Config(**{**case["config"], "processes": 2, **changed})
+    return str(run_stage("optimize", config, Store(case["store"]), in_process=True, into="two", **case["refs"]))
+
+
+try:
+    optimize("plain", processes=3)
+except ConfigError as error:
+    said["refused"] = str(error), Store(cases["plain"]["store"]).numbers("two", "policy")
+accelerator.wait_for_everyone()
+for name in cases:
+    said[name] = optimize(name)
+said["again"] = optimize("plain")
+
+# each rank sends its tokens through one of three experts
 trainer = object.__new__(Trainer)
-trainer.accelerator = Accelerator(cpu=True)
+trainer.accelerator = accelerator
 experts = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(3)]
 trainer.parameters = experts
-rank = trainer.accelerator.process_index
 for expert in experts:
     expert.grad_dtype = torch.float32
 experts[rank].grad = torch.full((3,), 2.0 + rank)
 trainer._sum_gradients()
-print([expert.grad if expert.grad is None else expert.grad.tolist() for expert in experts])
+said["experts"] = [expert.grad if expert.grad is None else expert.grad.tolist() for expert in experts]
+(folder / f"said.{rank}").write_text(json.dumps(said))
 """
-"""Each rank sends its tokens through one of three experts."""
 
 
-def _launch(arguments: list[str], ranks: int) -> subprocess.CompletedProcess:
+def _made(store: Store, case: str):
+    """(policy, rollouts, rewards) that a case trains on."""
+    kind = "t5" if case == "critic" else "llama"
+    policy = make_policy(store, kind, kind)
+    if case in ("ppo", "critic"):  # one rollout a prompt
+        rollouts = sampled(store, policy, groups=12 if case == "ppo" else 8, each=1)
+        return policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=kind)
+    return policy, *world.make(store, policy, world.even_share, groups=5, run=kind)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two ranks said and wrote, each case in a store of its own; and what one process makes of
+    the same."""
+    folder, cases, one = tmp_path_factory.mktemp("ranks"), {}, {}
+    for name, config in CONFIGS.items():
+        store = Store(folder / "stores" / name)
+        made = _made(store, name)
+        refs = dict(
+            zip(("policy", "rollouts", "rewards"), (each.ref for each in made), strict=True)
+        )
+        one[name] = store.open(run_here("optimize", Config(**config), store, **refs))
+        named = {role: str(ref) for role, ref in refs.items()}
+        cases[name] = {"store": str(store.path), "config": config, "refs": named}
+    script = folder / "rank.py"
+    script.write_text(RANK)
     env = {
         **os.environ,
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [sys.executable, *launcher, *arguments],
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), str(folder), json.dumps(cases)],
         cwd=ROOT,
         env=env,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
     )
-
-
-@pytest.mark.dist
-def test_two_ranks_train_as_one(store, policy, tmp_path):
-    """AdamW's eps is 1 here, so that the step follows the gradient and not only its sign."""
-    made = world.make(store, policy, world.even_share, groups=5)
-    config = Config(
-        device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0
-    )
-    one = store.open(
-        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
-    )
-    script = tmp_path / "train.py"
-    script.write_text(CODE)
-    arguments = [str(script), str(store.path), str(made[0].ref), str(made[1].ref)]
-    done = _launch([*arguments, "2"], 2)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("Ref(") + done.stdout.count("two/policy@1") == 2
-    two = store.open("two/policy@1")
-    assert store.numbers("two", "policy") == [1] and store.numbers("two", "updates") == [1]
-    assert two.manifest.metrics["processes"] == 2
-    base = load_file(policy.files.folder / "model.safetensors")
-    first, second = (
-        load_file(version.files.folder / "model.safetensors") for version in (one, two)
+    return SimpleNamespace(
+        one=one,
+        two={name: Store(cases[name]["store"]).open("two/policy@1") for name in cases},
+        stores={name: Store(cases[name]["store"]) for name in cases},
+        said=[json.loads((folder / f"said.{rank}").read_text()) for rank in range(2)],
+        weights=lambda name: [load_file(folder / f"{name}.{rank}") for rank in range(2)],
     )
-    for name, value in first.items():
-        torch.testing.assert_close(
-            second[name], value, rtol=0, atol=2.4e-7
-        )  # two of float32's steps at 1.0
+
+
+def _tensors(version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(version.files.folder / name)
+
+
+def _same(ranks, case: str, files: tuple[str, ...], atol: float) -> None:
+    """Both ranks name one version, and its tensors are those that one process made."""
+    assert [said[case] for said in ranks.said] == ["two/policy@1"] * 2
+    assert ranks.two[case].manifest.metrics["processes"] == 2
+    for name in files:
+        theirs = _tensors(ranks.two[case], name)
+        for key, value in _tensors(ranks.one[case], name).items():
+            torch.testing.assert_close(theirs[key], value, rtol=0, atol=atol)
+
+
+def _same_updates(ranks, case: str, columns: tuple[str, ...]) -> None:
+    mine, theirs = (
+        ranks.stores[case].open(version.manifest.metrics["updates"]).table().to_pylist()
+        for version in (ranks.one[case], ranks.two[case])
+    )
+    for row, their_row in zip(mine, theirs, strict=True):
+        for name in columns:
+            assert their_row[name] == pytest.approx(row[name], abs=1e-5)
+
+
+def test_two_ranks_train_as_one(ranks):
+    _same(ranks, "plain", ("model.safetensors",), 2.4e-7)  # two of float32's steps at 1.0
+    base = _tensors(ranks.stores["plain"].open("llama/policy@0"))
+    first = _tensors(ranks.one["plain"])
     assert max(float((first[name] - base[name]).abs().max()) for name in base) > 1e-5
-    rows = [store.open(f"{name}/updates@1").table().to_pylist() for name in ("tiny", "two")]
-    for mine, theirs in zip(*rows, strict=True):
-        for key in (
-            "loss",
-            "grad_norm",
-            "entropy",
-            "tokens",
-            "rollouts",
-            "microbatches",
-            "clip_fraction",
-        ):
-            assert theirs[key] == pytest.approx(mine[key], abs=1e-5)
-    again = _launch([*arguments, "2"], 2)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert store.numbers("two", "policy") == [1]
+    columns = ("loss", "grad_norm", "entropy", "tokens", "rollouts", "microbatches")
+    _same_updates(ranks, "plain", (*columns, "clip_fraction"))
 
 
-@pytest.mark.dist
-def test_ranks_round_alike(store, policy, tmp_path):
+def test_the_same_work_again_is_done_already(ranks):
+    assert [said["again"] for said in ranks.said] == ["two/policy@1"] * 2
+    store = ranks.stores["plain"]
+    assert store.numbers("two", "policy") == [1] and store.numbers("two", "updates") == [1]
+
+
+def test_two_ranks_train_a_policy_and_its_critic_as_one(ranks):
+    _same(ranks, "ppo", ("model.safetensors", "value_head/state.safetensors"), 1e-6)
+    _same_updates(ranks, "ppo", ("loss", "value_loss", "explained_variance", "grad_norm"))
+
+
+def test_two_ranks_train_a_critic_of_its_own_as_one(ranks):
+    _same(ranks, "critic", ("model.safetensors", "critic/state.safetensors"), 1e-6)
+
+
+def test_two_ranks_train_an_adapter_as_one(ranks):
+    adapter = "adapter/adapter_model.safetensors"
+    _same(ranks, "lora", ("model.safetensors", adapter), 1e-7)
+    moved = [
+        value for key, value in _tensors(ranks.two["lora"], adapter).items() if "lora_B" in key
+    ]
+    assert max(float(value.abs().max()) for value in moved) > 1e-5
+
+
+def test_ranks_round_alike(ranks):
     """Bit for bit; and as one rank does, but where a sum in another order comes to the other side
     of a draw."""
-    made = world.make(store, policy, world.even_share, groups=5)
-    config = Config(
-        device="cpu",
-        learning_rate=1e-3,
-        minibatches=2,
-        token_budget=40,
-        precision="bf16_stochastic",
-    )
-    one = store.open(
-        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref)
-    )
-    script = tmp_path / "train.py"
-    script.write_text(WEIGHTS_OF_EACH)
-    done = _launch([str(script), str(store.path), str(made[0].ref), str(made[1].ref)], 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    first, second = (load_file(tmp_path / rank) for rank in "01")
+    first, second = ranks.weights("rounded")
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    alone = load_file(one.files.folder / "model.safetensors")
+    alone = _tensors(ranks.one["rounded"])
     differ = sum(int((value != alone[name]).sum()) for name, value in first.items())
     assert differ < 0.01 * sum(value.numel() for value in first.values())
 
 
-@pytest.mark.dist
-def test_another_number_of_processes_than_asked_for_is_refused(store, policy, tmp_path):
-    made = world.make(store, policy, world.even_share, groups=2)
-    script = tmp_path / "train.py"
-    script.write_text(CODE)
-    done = _launch([str(script), str(store.path), str(made[0].ref), str(made[1].ref), "2"], 1)
-    assert done.returncode != 0
-    assert "expected 2 processes, found 1" in done.stderr
-    assert not store.numbers("two", "policy")
+def test_another_number_of_processes_than_asked_for_is_refused(ranks):
+    for said in ranks.said:
+        message, versions = said["refused"]
+        assert "expected 3 processes, found 2" in message and versions == []
 
 
-@pytest.mark.dist
-def test_an_expert_that_one_rank_alone_used_has_the_same_gradient_on_both(tmp_path):
-    script = tmp_path / "experts.py"
-    script.write_text(EXPERTS)
-    done = _launch([str(script)], 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["[[2.0, 2.0, 2.0], [3.0, 3.0, 3.0], None]"] * 2
+def test_an_expert_that_one_rank_alone_used_has_the_same_gradient_on_both(ranks):
+    expected = [[2.0, 2.0, 2.0], [3.0, 3.0, 3.0], None]
+    assert [said["experts"] for said in ranks.said] == [expected] * 2

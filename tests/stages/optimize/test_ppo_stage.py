@@ -19,7 +19,6 @@ from quiver.stages.optimize.optimizer import state
 from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer, make_accelerator
 from tests.stages.optimize import world
-from tests.stages.optimize.test_optimize_dist import _launch
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy
 from tests.writing import run_here
@@ -327,53 +326,7 @@ def test_a_cut_state_must_fit_the_decoder(store):
     assert _run(store, made, _config(audit={"enabled": False})).manifest.metrics["steps"] == 1
 
 
-# -- ranks, and learning
-
-CODE = """
-import sys
-from quiver.stages.common.store import Store
-from quiver.stages.optimize.stage import Config
-from functools import partial
-from quiver import run_stage
-run = partial(run_stage, "optimize", in_process=True)
-store, rollouts, rewards, run_name = sys.argv[1:5]
-config = Config(algorithm="ppo", device="cpu", learning_rate=1e-3, minibatches=2, token_budget=40, grad_clip=1e9, eps=1.0,
-                bootstrap_length=True, critic_warmup_steps=1)
-run(config, Store(store), policy=f"{run_name}/policy@0", rollouts=rollouts, rewards=rewards, into="two")
-"""
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("made", ["llama"], indirect=True)
-def test_two_ranks_train_as_one(store, made, tmp_path):
-    config = _config(
-        minibatches=2,
-        token_budget=40,
-        grad_clip=1e9,
-        eps=1.0,
-        bootstrap_length=True,
-        critic_warmup_steps=1,
-    )
-    one = _run(store, made, config)
-    script = tmp_path / "train.py"
-    script.write_text(CODE)
-    done = _launch(
-        [str(script), str(store.path), str(made[1].ref), str(made[2].ref), made[0].ref.run], 2
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    two = store.open("two/policy@1")
-    assert two.manifest.metrics["processes"] == 2
-    for name in ("model.safetensors", "value_head/state.safetensors"):
-        first, second = (_tensors(version, name) for version in (one, two))
-        for key, value in first.items():
-            torch.testing.assert_close(second[key], value, rtol=0, atol=1e-6)
-    rows = [
-        store.open(version.manifest.metrics["updates"]).table().to_pylist()
-        for version in (one, two)
-    ]
-    for mine, theirs in zip(*rows, strict=True):
-        for key in ("loss", "value_loss", "explained_variance", "grad_norm"):
-            assert theirs[key] == pytest.approx(mine[key], abs=1e-5)
+# -- learning
 
 
 def test_the_critic_learns_what_the_prompt_tells(store, made):
@@ -384,9 +337,9 @@ def test_the_critic_learns_what_the_prompt_tells(store, made):
 
     rewards = world.write_rewards(store, made[1], reward, run=made[0].ref.run)
     config = _config(
-        critic_warmup_steps=300,
-        epochs=300,
-        critic_learning_rate=3e-2,
+        critic_warmup_steps=80,
+        epochs=80,
+        critic_learning_rate=0.1,
         value_clip=None,
         gae_lambda=1.0,
     )
@@ -403,8 +356,8 @@ def test_it_learns(store):
     """Even ids are rewarded, one rollout a prompt; their share rises in what is sampled anew."""
     kind = "llama"
     policy, share = make_policy(store, kind, kind), []
-    config = _config(learning_rate=1e-2, critic_learning_rate=2e-2, epochs=2, minibatches=4)
-    for iteration in range(10):
+    config = _config(learning_rate=2e-2, critic_learning_rate=4e-2, epochs=2, minibatches=4)
+    for iteration in range(6):
         rollouts = sampled(store, policy, groups=64, each=1, seed=iteration, temperature=1.0)
         share.append(sum(map(world.even_share, rollouts.table().to_pylist())) / 64)
         made = policy, rollouts, world.write_rewards(store, rollouts, world.even_share, run=kind)
