@@ -43,7 +43,7 @@ def _run() -> int:
     """Run the command; its exit code. An error is told on stderr, and on stdout with --json."""
     try:
         return get_command(app).main(standalone_mode=False) or 0
-    except typer.Abort:  # Ctrl-C
+    except (typer.Abort, KeyboardInterrupt):
         print(
             "stopped; what is finished is kept: the same command goes on from there",
             file=sys.stderr,

@@ -106,7 +106,7 @@ def doctor(
         from quiver.stages.common.store.retention import quarantine as put_aside
 
         ref, folder = put_aside(open_store(store), quarantine)
-        lines = [f"{ref} is in {folder}", "run the command that made it again"]
+        lines = [f"{ref} is in {folder}", "the command that made it makes it again"]
         say({"quarantined": str(ref), "folder": str(folder)}, lines)
         return
     outdated = _room_above("deploy").outdated()

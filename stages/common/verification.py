@@ -144,7 +144,7 @@ def _say_who_refers(store: Store, error: QuiverError, ref: Ref) -> None:
         "no other version is touched by this; what refers to this one: "
         f"{', '.join(users) or 'nothing'}."
     )
-    error.next = f"quiver doctor --quarantine {ref}, then run the stage that made it again"
+    error.next = f"quiver doctor --quarantine {ref}"
 
 
 def _verify_tag(store: Store, run: str, name: str) -> None:

@@ -221,6 +221,10 @@ class Store:
         self.path = Path(path).expanduser().absolute()
         self.storage = Storage(self.path)
         self.written: set[str] = set()
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(
+                f"store {self.path}", "is a file, not a folder", next="name a folder in --store"
+            )
         if not self.storage.exists("store.json"):
             self._create(create)
         self.id = self._read_marker()
