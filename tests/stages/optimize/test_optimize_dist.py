@@ -53,8 +53,8 @@ rank, said = accelerator.process_index, {}
 train = Trainer.train
 
 
-def kept(self, *, to):
-    outcome = train(self)
+def kept(self, *arguments, to):
+    outcome = train(self, *arguments)
     weights = {name: value.detach() for name, value in self.model.named_parameters()}
     save_file(weights, to)
     return outcome
@@ -62,7 +62,7 @@ def kept(self, *, to):
 
 def optimize(name, **changed):
     case = cases[name]
-    Trainer.train = lambda self: kept(self, to=folder / f"{name}.{rank}")
+    Trainer.train = lambda self, *arguments: kept(self, *arguments, to=folder / f"{name}.{rank}")
     config = Config(**{**case["config"], "processes": 2, **changed})
     return str(run_stage("optimize", config, Store(case["store"]), in_process=True, into="two", **case["refs"]))
 
