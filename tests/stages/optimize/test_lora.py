@@ -12,10 +12,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from quiver.schemas.errors import ConfigError, CorruptError, LineageError
+from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import PolicyConfig, as_model
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import resolve
@@ -431,8 +432,10 @@ def test_a_base_that_is_gone_or_changed_is_refused(store, made):
     ) as caught:
         _run(store, (first, *made[1:]), _again())
     assert str(first.files.folder) in caught.value.next
-    other = make_policy(store, "llama", seed=1)
-    assert other.ref == made[0].ref
+    with pytest.raises(ConflictError, match="starts from another base model"):
+        make_policy(store, "llama", seed=1)
+    other = make_policy(Store(store.path.with_name("other")), "llama", seed=1)
+    shutil.copytree(other.files.folder, made[0].files.folder)  # by hand
     with pytest.raises(LineageError, match=other.manifest.content_hash[:12]):
         _run(store, (first, *made[1:]), _again())
 
