@@ -61,7 +61,8 @@ def lineage(ref: Reference, store: StorePath = None) -> None:
     while waiting:
         node, indent = waiting.pop()
         role = f"{node['role']}: " if "role" in node else ""
-        mark = " (above)" if "seen" in node else " (expired)" if "expired" in node else ""
+        mark = " (above)" if "seen" in node else ""
+        mark += " (expired)" if "expired" in node else " (missing)" if "missing" in node else ""
         lines.append(f"{indent}{role}{node['ref']}{mark}")
         waiting += [(child, f"{indent}  ") for child in reversed(node["inputs"])]
     say(root, lines)

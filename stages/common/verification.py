@@ -46,6 +46,7 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
                     _verify_tag(store, run, name)
             for kind in refs.KINDS:
                 errors += damaged_staging(store.storage, run, kind)
+                errors += store.ledger(run, kind).problems()
     return len(checked), errors
 
 
@@ -83,10 +84,19 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
             schema_module(ref.kind).check(version.table())
         except SchemaError as error:
             raise version.corrupt(error.object, error.message) from error
+    _verify_sources(store, version)
+
+
+def _verify_sources(store: Store, version: Version) -> None:
+    """LineageError where an input, a model, or what was made with it is not what it was."""
+    manifest = version.manifest
     for parent in manifest.inputs:
         _verify_parent(store, version, parent.ref, parent.content_hash)
     for model in manifest.models:
         _verify_model(store, version, model)
+    if version.ref.kind == "policy":
+        for kind in {"advantages", "updates"} & manifest.metrics.keys():
+            _manifest(store, version, refs.parse(manifest.metrics[kind]))
 
 
 def _verify_parent(store: Store, version: Version, parent: str, expected: str) -> None:
@@ -122,7 +132,7 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
         return None
     raise LineageError(
         str(version.ref),
-        f"its input {ref} is gone",
+        f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} is gone",
         next=f"restore {store.path / ref.folder} from a copy; without it {version.ref} is "
         "whole, but not its lineage",
     )

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from torch import Tensor
 
+from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import digest
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store.storage import storage_errors
@@ -71,9 +72,10 @@ class SavedProgress:
             is_whole = checksum == digest(note) and self._storage.sha256(key) == note["sha256"]
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError, CorruptError):
             is_whole = False
         if not is_whole:
+            self._storage.delete_tree(self._prefix)
             log.warning("the saved training state is not whole; the training starts over")
             return None
         return note, load_file(self._storage.path(key))

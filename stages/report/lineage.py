@@ -18,9 +18,10 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
     """`ref` and what it was made of, down to the sources: {"ref", "stage", "inputs": [{"role",
     "ref", …}]}.
 
-    A version that was reached before is named without its inputs again; one that is gone is marked
-    `expired`. A reward model that a hub's id or a folder names has no inputs. The tree is as deep
-    as the line of policies is long.
+    A version that was reached before is named without its inputs again. One that was deleted on
+    purpose is marked `expired`, one that is gone otherwise `missing`; its manifest is still known.
+    A reward model that a hub's id or a folder names has no inputs. The tree is as deep as the line
+    of policies is long.
     """
     root: dict[str, Any] = {"ref": ref}
     seen: set[str] = set()
@@ -30,10 +31,15 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
         try:
             manifest = store.open(node["ref"]).manifest
         except LookupError:
-            if node is root:
+            gone = parse(node["ref"])
+            ledger = store.ledger(gone.run, gone.kind)
+            manifest = ledger.manifest(gone.version) if isinstance(gone.version, int) else None
+            is_expired = manifest is not None and ledger.expiry(gone.version)
+            if manifest is None and node is root:
                 raise
-            node["expired"] = True
-            continue
+            node["expired" if is_expired else "missing"] = True
+            if manifest is None:
+                continue
         node |= {"ref": manifest.ref, "stage": manifest.stage, "inputs": []}
         if manifest.ref in seen:
             node["seen"] = True

@@ -85,7 +85,8 @@ class Index:
     def numbers(self) -> list[int]:
         """Version numbers, rising."""
         names = "\n".join(self._storage.list(self._folder))
-        return sorted(map(int, _VERSION_NAME.findall(names)))
+        found = _VERSION_NAME.findall(names)
+        return sorted(int(digits) for digits in found if len(digits) == 6 or digits[0] != "0")
 
     def entries(self) -> list[IndexEntry]:
         """Every version, rising; a manifest that has changed since it was noted is read again."""

@@ -31,6 +31,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quiver.schemas.errors import CorruptError
+
 from .storage import Storage
 
 SECONDS_TO_LIVE = 60.0
@@ -140,7 +142,7 @@ class Leases:
             return Link(number=number, owner=owner, **fields)
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError, CorruptError):
             # torn by a power loss, so its process is gone too
             return Link(number, Owner("", 0, 0, 0), "", "", released=True)
 

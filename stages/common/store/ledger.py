@@ -16,6 +16,7 @@ Not of the spine: its readers need to know only that a number is never given twi
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -26,6 +27,8 @@ from quiver.schemas.refs import Ref, version_name
 from .storage import Storage
 
 _EXPIRED = "expired"
+_NAME = re.compile(r"v([0-9]{6,})\.([0-9a-f]{64}|)")
+"""Of a manifest's copy; whatever else lies there is nobody's."""
 
 
 class Ledger:
@@ -39,8 +42,8 @@ class Ledger:
 
     def content_hashes(self) -> dict[int, str]:
         """The content hash that each number was given to; empty where its manifest was torn."""
-        pairs = [name.split(".", 1) for name in self._names()]
-        return {int(name[1:]): suffix for name, suffix in pairs if suffix != _EXPIRED}
+        matches = map(_NAME.fullmatch, self._storage.list(self._prefix))
+        return {int(match[1]): match[2] for match in matches if match}
 
     def prepare(self) -> None:
         """Make its folder, before a version is published beside it: the index trusts the kind's
@@ -64,15 +67,39 @@ class Ledger:
                 self.prepare()
                 self._storage.write(self._key(number, ""), b"")
 
-    def next_number(self, first: int, content_hash: str | None, visible: list[int]) -> int:
-        """The number of the next version: that of a deleted one with this content, otherwise the
-        one after the highest that was ever given, or `first`. `visible`: numbers that are there."""
+    def next_number(self, first: int, visible: list[int]) -> int:
+        """The one after the highest that was ever given, or `first`. `visible`: numbers of the
+        versions that are there."""
         self.note_missing(visible)
-        given = self.content_hashes()
-        for number, content_hash_then in given.items():
+        return max([first - 1, *self.content_hashes(), *visible]) + 1
+
+    def number_of_deleted(
+        self, content_hash: str, run_key: str | None, visible: list[int]
+    ) -> int | None:
+        """The number of a deleted version with this content that was made of the same (`run_key`;
+        None: of whatever); None where there is none."""
+        for number, content_hash_then in self.content_hashes().items():
             if content_hash_then == content_hash and number not in visible:
-                return number
-        return max([first - 1, *given, *visible]) + 1
+                manifest = self.manifest(number)
+                if run_key is None or manifest is None or manifest.run_key == run_key:
+                    return number
+        return None
+
+    def problems(self) -> list[CorruptError]:
+        """Copies of manifests that are not what was written, and tombstones that can not be
+        read."""
+        errors = []
+        for number, content_hash in self.content_hashes().items():
+            manifest = self.manifest(number)
+            if content_hash and (manifest is None or manifest.content_hash != content_hash):
+                key = self._key(number, content_hash)
+                next = f"rm {self._storage.path(key)}"
+                errors.append(CorruptError(key, "is not the manifest that was written", next=next))
+            try:
+                self.expiry(number)
+            except CorruptError as error:
+                errors.append(error)
+        return errors
 
     def manifest(self, number: int) -> Manifest | None:
         """The manifest of a version, also of one that is gone; None where it is not known."""
@@ -95,12 +122,22 @@ class Ledger:
         self._storage.write(self._key(number, _EXPIRED), line.encode())
 
     def expiry(self, number: int) -> str:
-        """When and why the version was deleted on purpose; empty where it was not."""
+        """When and why the version was deleted on purpose; empty where it was not.
+        CorruptError."""
+        key = self._key(number, _EXPIRED)
         try:
-            fields = json.loads(self._storage.read(self._key(number, _EXPIRED)))
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            fields = json.loads(self._storage.read(key))
+            checksum = fields.pop("checksum")
+            is_whole = checksum == digest(fields)
+        except FileNotFoundError:
             return ""
-        return f"{fields.get('at')} {fields.get('why')}".strip()
-
-    def _names(self) -> list[str]:
-        return [name for name in self._storage.list(self._prefix) if not name.endswith(".tmp")]
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            is_whole = False
+        if not is_whole:
+            raise CorruptError(
+                key,
+                "the note that the version was deleted on purpose can not be read",
+                state="the version is gone; its manifest is kept.",
+                next=f"rm {self._storage.path(key)}",
+            )
+        return f"{fields['at']} {fields['why']}".strip()

@@ -12,7 +12,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from quiver.schemas.errors import ConflictError, QuiverError
+from quiver.schemas.errors import ConfigError, ConflictError, QuiverError
 from quiver.schemas.refs import Ref
 
 from .storage import make_folder, storage_errors
@@ -65,12 +65,26 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     return target, users
 
 
+def is_damaged(store: Store, ref: Ref) -> bool:
+    """Whether a version's manifest or files are not what was written."""
+    try:
+        store.version(ref).verify()
+    except QuiverError:
+        return True
+    return False
+
+
 def quarantine(store: Store, ref: str | Ref) -> tuple[Ref, Path]:
     """Put a damaged version aside, byte for byte: its reference, and the folder where it is now.
+    ConfigError where it is whole.
 
     Its number stays given. Whoever makes the same content again gets it.
     """
     target = store.resolve(ref)
+    if not is_damaged(store, target):
+        raise ConfigError(
+            str(target), "is whole", next=f"quiver rm {target}, to delete it on purpose"
+        )
     name = f"{target.run}-{target.kind}-{target.version}-{uuid.uuid4().hex[:8]}"
     folder = store.path / _QUARANTINE / name
     with storage_errors(target):

@@ -17,6 +17,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from quiver.schemas.errors import OutcomeUnknownError, QuiverError, ResourceError
+from quiver.schemas.errors import CorruptError, OutcomeUnknownError, QuiverError, ResourceError
 
 _REASONS = {
     errno.ENOSPC: "the disk is full",
@@ -60,12 +61,27 @@ class Storage:
         return self.path(key).exists()
 
     def read(self, key: str) -> bytes:
-        """All bytes of an object."""
-        return self.path(key).read_bytes()
+        """All bytes of an object. CorruptError where something else than a file has its name."""
+        return self._file(key).read_bytes()
+
+    def _file(self, key: str) -> Path:
+        """The path of an object. FileNotFoundError; CorruptError: a folder, a loop, a pipe."""
+        path = self.path(key)
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)
+        except NotADirectoryError:
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            is_file = False
+        if not is_file:
+            raise _not_a(key, "file", path)
+        return path
 
     def read_table(self, key: str) -> pa.Table:
         """An Arrow file, mapped into memory. pyarrow.ArrowException where it can not be parsed."""
-        file = pa.memory_map(str(self.path(key)))
+        file = pa.memory_map(str(self._file(key)))
         try:
             return pa.ipc.open_file(file).read_all()
         except OSError as error:
@@ -75,15 +91,18 @@ class Storage:
 
     def size(self, key: str) -> int:
         """Bytes of an object."""
-        return self.path(key).stat().st_size
+        return self._file(key).stat().st_size
 
     def sha256(self, key: str) -> str:
         """The object's sha256 as 64 hex digits."""
-        return sha256(self.path(key))
+        return sha256(self._file(key))
 
     def is_linked(self, key: str) -> bool:
         """Whether a symbolic link on the way leads somewhere else."""
-        return self.path(key).resolve() != self.root.resolve() / key
+        try:
+            return self.path(key).resolve() != self.root.resolve() / key
+        except RuntimeError:  # pathlib's word for a loop
+            return True
 
     def list(self, prefix: str) -> list[str]:
         """Names directly below `prefix`, sorted; none where there is nothing."""
@@ -91,6 +110,10 @@ class Storage:
             return sorted(os.listdir(self.path(prefix)))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _not_a(prefix, "folder", self.path(prefix)) from None
+            raise
 
     def list_files(self, prefix: str) -> list[str]:
         """Keys of all objects below `prefix`, relative to it, sorted."""
@@ -137,8 +160,12 @@ class Storage:
         modification first; None where there is none."""
         try:
             status = self.path(key).stat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise
         # a copy that was put back has the old time of modification, but not of change
         return status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
@@ -179,8 +206,11 @@ class Storage:
                 sync(path)
 
     def delete(self, key: str) -> None:
-        """Delete one object, if it is there."""
-        self.path(key).unlink(missing_ok=True)
+        """Delete one object, if it is there, or the folder that has its name."""
+        if self.path(key).is_dir() and not self.path(key).is_symlink():
+            self.delete_tree(key)
+        else:
+            self.path(key).unlink(missing_ok=True)
 
     def delete_tree(self, prefix: str) -> None:
         """Delete all objects below `prefix`, or the one of that name; hidden at once, so that
@@ -202,6 +232,10 @@ class Storage:
 
 
 # -- files
+
+
+def _not_a(key: str, kind: str, path: Path) -> CorruptError:
+    return CorruptError(key, f"is not a {kind}", next=f"move {path} away")
 
 
 @contextlib.contextmanager
@@ -274,6 +308,8 @@ def replacing(
         if if_absent:
             os.link(temporary, path)
             temporary.unlink()
+        elif path.is_dir():
+            raise _not_a(str(path), "file", path)
         else:
             os.replace(temporary, path)
     except BaseException:
@@ -301,7 +337,10 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         return
     make_folder(path.parent)
-    path.mkdir(exist_ok=True)
+    try:
+        path.mkdir(exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise _not_a(str(path), "folder", path) from None
     sync(path.parent)
 
 

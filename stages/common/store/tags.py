@@ -55,8 +55,14 @@ class Tag:
     def ref(self) -> str | None:
         """What the tag points at, or None. CorruptError."""
         numbers = self._numbers()
-        if numbers:
-            return self._entry(numbers[-1]).ref
+        while numbers:
+            entry = self._entry(numbers[-1])
+            # a process that died before it wrote the file leaves what was there before
+            if self._file() in (None, entry.ref, entry.before):
+                return entry.ref
+            if numbers == self._numbers():
+                raise self._disagreement(entry.ref)
+            numbers = self._numbers()  # it was moved meanwhile
         held = self._file()
         journal = self._old_lines()
         if journal and journal[-1].ref != held:
@@ -74,19 +80,8 @@ class Tag:
         return self._old_journal() + [self._entry(number) for number in self._numbers()]
 
     def verify(self) -> None:
-        """CorruptError where an entry or the file can not be read, or where they disagree.
-
-        A process that died between the two leaves a file that says what was before.
-        """
-        entries = self.history()
-        held, shown = self.ref(), self._file()
-        if shown != held and not (entries and shown == entries[-1].before):
-            raise CorruptError(
-                f"{self._run} tag {self.name}",
-                f"the file says {shown}, its journal {held}, which counts",
-                state="all versions are intact; nothing was changed.",
-                next=f"quiver tag {self.name} {held}",
-            )
+        """CorruptError where an entry or the file can not be read, or where they disagree."""
+        self.history()
 
     def move(self, target: str, expected: str | None, why: str, key: str, about: dict) -> None:
         """Point the tag at `target`. ConflictError unless it holds `expected` ("*": whatever).
@@ -116,12 +111,12 @@ class Tag:
                 return
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             entry = Entry(at=at, before=before, ref=target, why=why, key=key, about=about)
-            fields = entry.model_dump(mode="json")
+            # no other process can get the number that this one gets
+            number = (numbers[-1] if numbers else len(entries)) + 1
+            fields = {**entry.model_dump(mode="json"), **self._place(number)}
             line = json.dumps({**fields, "checksum": digest(fields)})
             prefix = f"{self._folder}/.{self.name}"
             self._storage.make_prefix(prefix)
-            # no other process can get the number that this one gets
-            number = (numbers[-1] if numbers else len(entries)) + 1
             if self._storage.put_if_absent(f"{prefix}/{number:06d}", line.encode()):
                 self._write_file()
                 return
@@ -129,9 +124,21 @@ class Tag:
     def _write_file(self) -> None:
         """Let the file say what the journal does, also where another moves the tag meanwhile."""
         written = None
-        while self._numbers() and written != (held := self.ref()):
+        while (numbers := self._numbers()) and written != (held := self._entry(numbers[-1]).ref):
             self._storage.write(f"{self._folder}/{self.name}", f"{held}\n".encode())
             written = held
+
+    def _place(self, number: int) -> dict[str, Any]:
+        """What binds an entry to its tag and its number."""
+        return {"tag": f"{self._run}/{self.name}", "number": number}
+
+    def _disagreement(self, held: str) -> CorruptError:
+        return CorruptError(
+            f"{self._run} tag {self.name}",
+            f"the file says {self._file()}, its journal {held}, which counts",
+            state="all versions are intact; nothing was changed.",
+            next=f"quiver tag {self.name} {held}",
+        )
 
     def _numbers(self) -> list[int]:
         names = self._storage.list(f"{self._folder}/.{self.name}")
@@ -144,8 +151,11 @@ class Tag:
             checksum = fields.pop("checksum")
             if checksum != digest(fields):
                 raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
+            place = self._place(number)
+            if {key: fields.pop(key, expected) for key, expected in place.items()} != place:
+                raise ValueError("it is another entry's")
             return Entry.model_validate(fields)
-        except (ValueError, KeyError, AttributeError, OSError) as error:
+        except (ValueError, KeyError, AttributeError, OSError, RecursionError) as error:
             raise self._corrupt(key, printable(error)) from None
 
     def _file(self) -> str | None:

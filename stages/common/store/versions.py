@@ -253,7 +253,7 @@ class Store:
             is_newer = fields["format"] > FORMAT
             if fields["format"] < FORMAT:
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise CorruptError(
                 f"store {self.path}",
                 "store.json can not be read",

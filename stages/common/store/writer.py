@@ -61,6 +61,7 @@ from quiver.schemas.refs import KINDS, Ref
 from quiver.stages.common.runtime.stage import Plan
 
 from .leases import Lease, Leases, Link
+from .ledger import Ledger
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import Storage, storage_errors
 from .versions import Store, Version, schema_module, schema_name
@@ -181,7 +182,7 @@ class Writer:
         entry = self._note(index)
         try:
             return entry is not None and entry == self._entry(entry.name, entry.rows)
-        except FileNotFoundError:
+        except (FileNotFoundError, CorruptError):
             return False
 
     def noted(self) -> list[int]:
@@ -237,14 +238,14 @@ class Writer:
                 pa.ipc.new_file(pa.PythonFile(file, "w"), table.schema) as arrow,
             ):
                 arrow.write_table(table)
-        except FileExistsError:  # another process wrote it first
+        except (FileExistsError, CorruptError):
             entry = self._note(index)
-            if entry is not None:
-                return entry
-            # its writer may have died before the note; it may also be of an attempt with other
-            # shards
-            if self._storage.read_table(key).num_rows == table.num_rows:
-                return self._entry(name, table.num_rows)
+            if entry is not None and self.has(index):
+                return entry  # another process wrote it first
+            # it has no note: its writer died before, and its bytes count only if they are ours
+            with suppress(FileNotFoundError, CorruptError):
+                if self._storage.sha256(key) == file.sha.hexdigest():
+                    return self._entry(name, table.num_rows)
             self._storage.delete(key)
             return self._write_shard(index, table)
         return FileEntry(
@@ -349,8 +350,7 @@ class Writer:
             self._storage.sync_folders(candidate)
             ledger.prepare()
             while self.committed is None:
-                content = None if self._force else fields["content_hash"]
-                number = ledger.next_number(first, content, index.numbers())
+                number = self._number(ledger, first, fields["content_hash"], index.numbers())
                 if plan.only_number not in (None, number):
                     self._storage.delete_tree(candidate)
                     raise ConflictError(
@@ -368,6 +368,15 @@ class Writer:
                     index.add(manifest)
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
+
+    def _number(self, ledger: Ledger, first: int, content_hash: str, visible: list[int]) -> int:
+        """The number of the version: that of a deleted one that is made again, or the next."""
+        number = None
+        if not self._force:
+            is_imported = self._plan.only_number is not None
+            run_key = None if is_imported else self.run_key
+            number = ledger.number_of_deleted(content_hash, run_key, visible)
+        return ledger.next_number(first, visible) if number is None else number
 
 
 class Staging:
@@ -597,7 +606,9 @@ def _read_note(storage: Storage, key: str) -> dict[str, Any] | None:
         fields = json.loads(storage.read(key))
         checksum = fields.pop("checksum")
         return fields if checksum == digest(fields) else None
-    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
+    except (FileNotFoundError, CorruptError, RecursionError):
+        return None
+    except (ValueError, KeyError, AttributeError, TypeError):
         return None
 
 
@@ -624,15 +635,17 @@ def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]
 def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
     """Whether a note, or the shard that it is about, is not what was written."""
     key = f"{prefix}.notes/{name}"
-    with suppress(ValueError, FileNotFoundError):
+    with suppress(ValueError, RecursionError, FileNotFoundError, CorruptError):
         fields = json.loads(storage.read(key))
         if not isinstance(fields, dict) or "checksum" not in fields:
             return False  # of an earlier Quiver: its shards are done again anyway
     note = _read_note(storage, key)
     if note is None or "sha256" not in note:
         return note is None
-    shard = f"{prefix}/{name.removesuffix('.json')}"
-    return not storage.exists(shard) or storage.sha256(shard) != note["sha256"]
+    try:
+        return storage.sha256(f"{prefix}/{name.removesuffix('.json')}") != note["sha256"]
+    except (FileNotFoundError, CorruptError):
+        return True
 
 
 def readers_at_work(store: Store, ref: Ref) -> list[str]:

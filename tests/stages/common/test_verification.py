@@ -1,13 +1,21 @@
 """What `quiver verify` sees, what is deleted on purpose, and what is put aside."""
 
 import json
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from quiver.schemas.errors import ConflictError, CorruptError, LineageError
+from quiver.schemas.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    LineageError,
+    QuiverError,
+)
 from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store
@@ -146,6 +154,8 @@ def test_tags_are_looked_at(store):
     store.tag("a", "old", first.ref)
     assert said(store) == ""
     (store.path / "a/tags/prod").write_text("a/logprobs@7\n")
+    with pytest.raises(CorruptError, match="the file says"):
+        store.resolve("a/logprobs@prod")
     assert "the file says a/logprobs@7, its journal a/logprobs@2" in said(store)
     store.tag("a", "prod", second.ref)
     assert said(store) == "" and (store.path / "a/tags/prod").read_text() == "a/logprobs@2\n"
@@ -177,6 +187,105 @@ def test_what_a_tag_or_a_reader_holds_is_not_deleted(store):
         remove(store, second.ref)
     remove(store, second.ref)
     assert store.numbers("a", "logprobs") == [1]
+
+
+def test_a_number_comes_back_only_to_the_same_work(store):
+    """Other work may give the same rows: all rewards 0, say."""
+    commit(store)
+    remove(store, "a/logprobs@1")
+    assert commit(store, Settings(seed=1)).ref.version == 2
+    assert commit(store).ref.version == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"at": 1}', "[" * 100_000])
+def test_a_tombstone_that_can_not_be_read_is_told(store, text):
+    commit(store)
+    commit(store, Settings(seed=1))
+    remove(store, "a/logprobs@1")
+    (store.path / "a/logprobs/.ledger/v000001.expired").write_text(text)
+    assert "on purpose can not be read" in said(store)
+    with pytest.raises(CorruptError, match="on purpose"):
+        store.open("a/logprobs@1")
+    assert commit(store).ref.version == 1 and said(store) == ""
+
+
+def test_a_copy_of_a_manifest_that_is_damaged_is_told(store):
+    commit(store)
+    (path,) = (store.path / "a/logprobs/.ledger").iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    assert "is not the manifest that was written" in said(store)
+
+
+@pytest.mark.parametrize("name", ["README", ".DS_Store", "vx.y", "v000003", "v000001.123"])
+def test_what_else_lies_in_the_ledger_is_nobodys(store, name):
+    commit(store)
+    (store.path / "a/logprobs/.ledger" / name).touch()
+    assert said(store) == ""
+    assert commit(store, Settings(seed=1)).ref.version == 2
+
+
+WRONG = {
+    "folder": lambda path: path.mkdir(),
+    "loop": lambda path: path.symlink_to(path),
+    "pipe": os.mkfifo,
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "file": lambda path: path.write_text("7"),
+}
+PLACES = [
+    "store.json",
+    "a/logprobs/v000001/manifest.json",
+    "a/logprobs/v000001/part-00000.arrow",
+    "a/logprobs/v000003",
+    "a/logprobs/.ledger",
+    "a/logprobs/.index",
+    "a/logprobs/.index/versions",
+    "a/logprobs/.staging",
+    "a/tags/prod",
+    "a/tags/.prod",
+    "a/tags/.prod/000001",
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("place", PLACES)
+def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wrong):
+    """And never waited for: a pipe has nothing to read."""
+    first = commit(store, shards=1)
+    commit(store, Settings(seed=1), shards=1)
+    store.tag("a", "prod", first.ref)
+    store.find("a", "logprobs", "0" * 64)
+    path = store.path / place
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    WRONG[wrong](path)
+    uses = [
+        lambda here: list(here.entries()),
+        lambda here: here.open("a/logprobs@1").table(),
+        lambda here: here.open("a/logprobs@prod").table(),
+        lambda here: here.history("a", "prod"),
+        lambda here: here.tag("a", "prod", "a/logprobs@2"),
+        lambda here: here.find("a", "logprobs", "1" * 64),
+        lambda here: commit(here, Settings(seed=2), shards=1),
+        lambda here: remove(here, "a/logprobs@2"),
+        verify,
+    ]
+    for use in uses:
+        with suppress(QuiverError):
+            use(Store(store.path))
+
+
+def test_a_version_with_another_way_to_write_its_number_is_none(store):
+    version = commit(store)
+    shutil.copytree(version.files.folder, version.files.folder.with_name("v0000001"))
+    assert store.numbers("a", "logprobs") == [1] and verify(store) == (1, [])
+
+
+def test_a_whole_version_is_not_put_aside(store):
+    commit(store)
+    with pytest.raises(ConfigError, match="is whole"):
+        quarantine(store, "a/logprobs@1")
 
 
 def test_a_damaged_version_is_put_aside_and_made_again(store):

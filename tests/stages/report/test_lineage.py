@@ -10,6 +10,7 @@ from quiver.flows.commands import versions
 from quiver.flows.commands.shared import to_json
 from quiver.schemas.manifest import Input, Model
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.retention import remove
 from quiver.stages.report.lineage import lineage, parents_of
 from tests.benchmarks.made import (
     make_prompts,
@@ -51,9 +52,20 @@ def test_what_is_gone_is_marked(store):
     assert rollouts["inputs"][1] == {
         "role": "prompts",
         "ref": "bench/prompts@1",
+        "stage": "prompt",
         "inputs": [],
-        "expired": True,
+        "missing": True,
     }
+    shutil.rmtree(store.path / "bench/prompts/.ledger")
+    (rollouts,) = lineage(store, "bench/rewards@1")["inputs"]
+    assert "stage" not in rollouts["inputs"][1] and rollouts["inputs"][1]["missing"]
+
+
+def test_what_was_deleted_on_purpose_is_expired_and_its_manifest_known(store):
+    remove(store, "bench/rollouts@1")
+    (rollouts,) = lineage(store, "bench/rewards@1")["inputs"]
+    assert rollouts["expired"] and rollouts["inputs"][1]["ref"] == "bench/prompts@1"
+    assert lineage(store, "bench/rollouts@1")["expired"]
 
 
 def test_a_line_of_a_thousand_policies(store, capsys):

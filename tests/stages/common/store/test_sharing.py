@@ -111,6 +111,29 @@ def test_a_death_between_shard_and_note_leaves_the_shard(store):
     require_one(store)
 
 
+@pytest.mark.parametrize("damage", ["flipped", "no Arrow file", "folder"])
+def test_a_shard_without_a_note_counts_only_with_our_own_bytes(store, damage):
+    """Its writer died between the two; nothing says what it wrote."""
+    with pytest.raises(KeyboardInterrupt), work_on(store) as work:
+        work.shards_of(1).take()
+        work.write(0, table(0))
+        raise KeyboardInterrupt
+    path = staged(store, "part-00000.arrow")
+    staged(store, "part-00000.arrow.json").unlink()
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 64
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(raw if damage == "flipped" else b"text")
+    with work_on(store) as work:
+        write_all(work, 1)
+        version = work.commit()
+    assert version.table().equals(table(0).cast(version.table().schema))
+    assert verify(store) == (1, [])
+
+
 @pytest.mark.parametrize("name", ["part-00000.arrow", "part-00000.arrow.json"])
 def test_what_was_damaged_is_done_again_before_the_commit(store, name):
     with work_on(store) as work:

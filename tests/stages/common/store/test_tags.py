@@ -147,6 +147,26 @@ def test_the_way_back_leaves_out_what_was_given_up(store, versions):
     assert doctest.testmod(tags).failed == 0
 
 
+@pytest.mark.parametrize("trick", ["again", "of another tag", "swapped", "the newest is gone"])
+def test_an_entry_counts_in_its_own_place_alone(store, versions, trick):
+    for ref in versions[:3]:
+        store.tag("a", "prod", ref)
+    store.tag("a", "best", versions[0])
+    folder = store.path / "a/tags/.prod"
+    if trick == "again":
+        shutil.copy(folder / "000002", folder / "000004")
+    elif trick == "of another tag":
+        shutil.copy(store.path / "a/tags/.best/000001", folder / "000004")
+    elif trick == "swapped":
+        (folder / "000003").rename(folder / "x")
+        (folder / "000002").rename(folder / "000003")
+        (folder / "x").rename(folder / "000002")
+    else:
+        (folder / "000003").unlink()
+    with pytest.raises(CorruptError):
+        store.resolve("a/logprobs@prod")
+
+
 def test_a_tag_from_before_there_were_journals_gets_one(store, versions):
     (store.path / "a/tags").mkdir()
     (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
