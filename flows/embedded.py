@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quiver.schemas.errors import ResourceError
+from quiver.schemas.errors import ResourceError, printable
 from quiver.stages.common.runtime.subprocesses import Process
 
 from .commands.shared import say
@@ -54,8 +54,15 @@ def guard_embedded_server() -> None:
     from prefect.server.api.server import SubprocessASGIServer
 
     server = SubprocessASGIServer()  # one a process: the flow's client takes this very server
-    with _kept():
-        server.start()
+    for death in range(MOST_DEATHS + 1):
+        try:
+            with _kept():
+                server.start()
+            break
+        except RuntimeError as error:  # it died, or does not answer
+            if death == MOST_DEATHS:
+                raise _died(error) from None
+            log.warning("Prefect's embedded server did not start; another is started")
     is_over = threading.Event()
     atexit.register(is_over.set)  # before Prefect's own, which stops the server
     threading.Thread(
@@ -102,16 +109,20 @@ def _watch(server: SubprocessASGIServer, is_over: threading.Event) -> None:
             server.server_process = server._run_uvicorn_command()
 
 
-def _end_run(code: int) -> None:
-    """End this process at once: the flow would wait for the server for minutes, and nothing that
-    it could still say reaches anybody."""
-    error = ResourceError(
+def _died(reason: object) -> ResourceError:
+    return ResourceError(
         "Prefect's embedded server",
-        f"died {MOST_DEATHS + 1} times within a minute (exit code {code})",
+        f"died {MOST_DEATHS + 1} times in a row: {printable(reason)}",
         state="all finished shards and versions are kept.",
         next="look at memory and at PREFECT_HOME, or start `prefect server start` and export "
         "PREFECT_API_URL; then run the same command again",
     )
+
+
+def _end_run(code: int) -> None:
+    """End this process at once: the flow would wait for the server for minutes, and nothing that
+    it could still say reaches anybody."""
+    error = _died(f"exit code {code}")
     say({"error": error.to_dict()}, [])
     print(error, file=sys.stderr, flush=True)
     os._exit(error.exit_code)

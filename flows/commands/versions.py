@@ -157,7 +157,8 @@ def history(
     opened = open_store(store)
     tag = parse(name)
     entries = [entry.model_dump(mode="json") for entry in opened.history(tag.run, str(tag.version))]
-    opened.resolve(tag)
+    if not entries:
+        opened.resolve(tag)  # says what there is
     lines = [
         f"{entry['at'][:19]}  {entry['before'] or 'none'} → {entry['ref']}  "
         f"{printable(entry['why'])}"

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 
+_JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 log = logging.getLogger(__name__)
 
@@ -36,18 +37,36 @@ def check_folder(folder: Path, name: str) -> None:
                 f"{path.name} is a link",
                 next="put the file itself into the folder, or name another model",
             )
+    for file in _JSON_FILES:
+        if (folder / file).exists():
+            _check_json(folder / file, title)
+    tokenizer = folder / "tokenizer.json"  # too large to be parsed each time
+    if tokenizer.is_file() and not tokenizer.read_bytes()[:64].lstrip().startswith(b"{"):
+        raise _incomplete(title, "tokenizer.json is no JSON object")
     config = _read_object(folder / "config.json")
-    if config is None:
-        raise _incomplete(title, "config.json is no JSON object")
-    if "auto_map" in config:
-        raise SecurityError(
-            title,
-            "config.json asks to run code that the model brings (auto_map)",
-            next="take auto_map out of config.json, or name another model",
-        )
+    numbers = {**config, **(config.get("text_config") or {})}
+    for key in ("vocab_size", "max_position_embeddings"):
+        number = numbers.get(key) if key in numbers else 1
+        is_open = number is None and key == "max_position_embeddings"
+        if not is_open and not (isinstance(number, int) and number > 0):
+            raise _incomplete(title, f"config.json: {key} is {printable(repr(number))}")
+    _check_weights(folder, title)
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         raise _incomplete(title, "the tokenizer's files are missing")
-    _check_weights(folder, title)
+
+
+def _check_json(path: Path, title: str) -> None:
+    """ConfigError unless the file holds an object; SecurityError where it names code to run."""
+    content = _read_object(path)
+    text_config = (content or {}).get("text_config") or {}
+    if content is None or not isinstance(text_config, dict):
+        raise _incomplete(title, f"{path.name} is no JSON object")
+    if "auto_map" in content or "auto_map" in text_config:
+        raise SecurityError(
+            title,
+            f"{path.name} asks to run code that the model brings (auto_map)",
+            next=f"take auto_map out of {path.name}, or name another model",
+        )
 
 
 def _incomplete(title: str, problem: str) -> ConfigError:
@@ -56,7 +75,7 @@ def _incomplete(title: str, problem: str) -> ConfigError:
 
 def _check_weights(folder: Path, title: str) -> None:
     index = folder / "model.safetensors.index.json"
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if index.is_file():
         shards = _read_index(index)
         if shards is None:
@@ -103,7 +122,7 @@ def _read_index(index: Path) -> list[str] | None:
 def _read_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None where it holds something else."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes()) if path.is_file() else None
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

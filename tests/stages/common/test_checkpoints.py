@@ -2,6 +2,7 @@
 others load it."""
 
 import json
+import os
 import resource
 import shutil
 
@@ -172,11 +173,55 @@ def test_links_inside_a_repository_of_a_hubs_cache_are_its_files(store, folder, 
         run(PolicyConfig(model=str(snapshot)), store, into="b")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    ],
+)
 @pytest.mark.parametrize("text", ["[" * 100_000, "null", "7", '"auto_map"', "[]"])
 def test_json_that_is_no_config_is_named(store, folder, name, text):
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=name):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"vocab_size": None},
+        {"vocab_size": "x"},
+        {"vocab_size": 0},
+        {"text_config": [1]},
+        {"max_position_embeddings": "many"},
+    ],
+)
+def test_numbers_of_a_config_that_are_none_are_named(store, folder, fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+def test_weights_that_are_a_pipe_are_none(store, folder):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"no .*safetensors"):
+        run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_code_that_a_model_brings_is_refused_wherever_it_is_named(store, folder, name):
+    path = folder / name
+    content = json.loads(path.read_text())
+    where = content.setdefault("text_config", {}) if name == "config.json" else content
+    where["auto_map"] = {"AutoTokenizer": "evil.Tokenizer"}
+    path.write_text(json.dumps(content))
+    with pytest.raises(SecurityError, match=f"{name} asks to run code"):
         run(PolicyConfig(model=str(folder)), store, into="a")
 
 
