@@ -16,6 +16,7 @@ from tests.flows.conftest import command_environment, processes, quiver, write_r
 
 SCRIPTED = ["--set", 'generate.engine="scripted"', "--set", "iterations=1"]
 SCRIPTED += ["--set", "optimize.audit.enabled=false"]  # its logprobs are of no model
+SCRIPTED += ["--set", "data.held_out=null"]
 
 
 @pytest.fixture
@@ -24,19 +25,22 @@ def place(tmp_path):
 
 
 class ServerKiller(threading.Thread):
-    """Kills every embedded server of the runs in a folder, `most` times at most."""
+    """Kills every embedded server of the runs in a folder, `most` times at most; while it starts,
+    or once the run has begun."""
 
-    def __init__(self, folder, most: int) -> None:
+    def __init__(self, folder, most: int, *, at_start: bool = False) -> None:
         super().__init__(daemon=True)
         self.folder = folder
         self.most = most
+        self.at_start = at_start
         self.killed: set[int] = set()
         self.is_over = threading.Event()
 
     def run(self) -> None:
         while len(self.killed) < self.most and not self.is_over.wait(0.1):
             for pid in server_pids(self.folder):
-                if pid not in self.killed and (self.folder / "store").exists():
+                has_begun = (self.folder / "store").exists()
+                if pid not in self.killed and (self.at_start or has_begun):
                     os.kill(pid, signal.SIGKILL)
                     self.killed.add(pid)
 
@@ -58,8 +62,9 @@ def server_pids(folder) -> list[int]:
 
 
 @pytest.mark.prefect
-def test_the_run_goes_on_with_a_new_server(place):
-    killer = ServerKiller(place, most=1)
+@pytest.mark.parametrize("at_start", [False, True])
+def test_the_run_goes_on_with_a_new_server(place, at_start):
+    killer = ServerKiller(place, most=1, at_start=at_start)
     killer.start()
     answer = quiver(place, "run", "recipe.toml", *SCRIPTED)
     killer.is_over.set()
@@ -103,7 +108,7 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
     )
     command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
     shell = subprocess.Popen(command, cwd=place, env=command_environment(place))
-    while not list(place.glob("store/tiny.eval/rewards/.staging/*")):
+    while not list(place.glob("store/tiny/rewards/.staging/*")):
         assert shell.poll() is None
         time.sleep(0.1)
     shell.kill()
