@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quiver.schemas.errors import ResourceError, printable
+from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime.subprocesses import Process
 
 from .commands.shared import say
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 MOST_DEATHS = 3
 """Servers that may die within a minute; the next death ends the run."""
 _GRACE_SECONDS = 5
+_PORT_IS_TAKEN = 3
+"""uvicorn's exit code."""
 _POLL_SECONDS = 0.2
 log = logging.getLogger(__name__)
 
@@ -54,20 +56,13 @@ def guard_embedded_server() -> None:
     from prefect.server.api.server import SubprocessASGIServer
 
     server = SubprocessASGIServer()  # one a process: the flow's client takes this very server
-    for death in range(MOST_DEATHS + 1):
-        try:
-            with _kept():
-                server.start()
-            break
-        except RuntimeError as error:  # it died, or does not answer
-            if death == MOST_DEATHS:
-                raise _died(error) from None
-            log.warning("Prefect's embedded server did not start; another is started")
     is_over = threading.Event()
-    atexit.register(is_over.set)  # before Prefect's own, which stops the server
     threading.Thread(
         target=_watch, args=(server, is_over), daemon=True, name="prefect-server-watch"
     ).start()
+    with _kept():
+        server.start()  # waits until it answers; one that dies meanwhile is replaced by the watch
+    atexit.register(is_over.set)  # before Prefect's own, which stops the server
 
 
 def _require_writable(home: Path) -> None:
@@ -101,6 +96,8 @@ def _watch(server: SubprocessASGIServer, is_over: threading.Event) -> None:
         if server.server_process is None or server.server_process.poll() is None:
             continue
         code = server.server_process.poll()
+        if code == _PORT_IS_TAKEN:
+            continue  # Prefect takes another one
         deaths = [*(at for at in deaths if time.monotonic() - at < 60), time.monotonic()]
         if len(deaths) > MOST_DEATHS:
             _end_run(code)
@@ -109,20 +106,16 @@ def _watch(server: SubprocessASGIServer, is_over: threading.Event) -> None:
             server.server_process = server._run_uvicorn_command()
 
 
-def _died(reason: object) -> ResourceError:
-    return ResourceError(
+def _end_run(code: int) -> None:
+    """End this process at once: the flow would wait for the server for minutes, and nothing that
+    it could still say reaches anybody."""
+    error = ResourceError(
         "Prefect's embedded server",
-        f"died {MOST_DEATHS + 1} times in a row: {printable(reason)}",
+        f"died {MOST_DEATHS + 1} times within a minute (exit code {code})",
         state="all finished shards and versions are kept.",
         next="look at memory and at PREFECT_HOME, or start `prefect server start` and export "
         "PREFECT_API_URL; then run the same command again",
     )
-
-
-def _end_run(code: int) -> None:
-    """End this process at once: the flow would wait for the server for minutes, and nothing that
-    it could still say reaches anybody."""
-    error = _died(f"exit code {code}")
     say({"error": error.to_dict()}, [])
     print(error, file=sys.stderr, flush=True)
     os._exit(error.exit_code)

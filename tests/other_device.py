@@ -192,8 +192,8 @@ def _put_models_there() -> None:
     def load_model(*args: Any, **kwargs: Any) -> torch.nn.Module:
         return load(*args, **{**kwargs, **({"device": device} if "device" in kwargs else {})})
 
-    def train_there(self: trainer.Trainer) -> Any:
-        outcome = train(self)
+    def train_there(self: trainer.Trainer, *arguments: Any) -> Any:
+        outcome = train(self, *arguments)
         assert {parameter.device for parameter in self.policy.parameters()} == {device}, (
             "somebody moved the model away"
         )

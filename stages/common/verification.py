@@ -164,5 +164,7 @@ def _verify_tag(store: Store, run: str, name: str) -> None:
     target = store.tagged(run, name)
     if target is not None and not store.exists(refs.parse(target)):
         raise LineageError(
-            f"{run} tag {name}", f"points at {target}, which is gone", next=f"quiver tag {name} REF"
+            f"{run} tag {name}",
+            f"points at {target}, which is gone",
+            next="point the tag at another version",
         )

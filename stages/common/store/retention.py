@@ -52,7 +52,7 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
         raise ConflictError(
             str(target),
             f"tag {tags[0]} points at it",
-            next=f"quiver tag {tags[0]} REF, then delete it",
+            next="point the tag at another version first",
         )
     readers = readers_at_work(store, target)
     if readers:
@@ -82,9 +82,7 @@ def quarantine(store: Store, ref: str | Ref) -> tuple[Ref, Path]:
     """
     target = store.resolve(ref)
     if not is_damaged(store, target):
-        raise ConfigError(
-            str(target), "is whole", next=f"quiver rm {target}, to delete it on purpose"
-        )
+        raise ConfigError(str(target), "is whole", next=f"quiver rm {target}")
     name = f"{target.run}-{target.kind}-{target.version}-{uuid.uuid4().hex[:8]}"
     folder = store.path / _QUARANTINE / name
     with storage_errors(target):

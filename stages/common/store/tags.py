@@ -70,7 +70,7 @@ class Tag:
                 f"{self._run} tag {self.name}",
                 f"the tag says {held}, the last line of its journal {journal[-1].ref}",
                 state="all versions are intact; nothing was changed.",
-                next=f"quiver tag {self.name} {journal[-1].ref}, or what it is meant to be",
+                next=f"quiver tag {self.name} {journal[-1].ref}",
             )
         return held
 

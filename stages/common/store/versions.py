@@ -41,7 +41,6 @@ from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
 from quiver.schemas.refs import Ref
 
-from .arrow_check import ArrowCheck
 from .index import Index, IndexEntry
 from .ledger import Ledger
 from .storage import Storage, storage_errors
@@ -189,6 +188,8 @@ class Version:
     def _read_shard(self, entry: FileEntry, columns: list[str] | None) -> pa.Table:
         """One file, whose hash is right; of somebody else's store a child parses it first."""
         if self._storage.is_foreign and entry.sha256 not in _parsed_hashes:
+            from .arrow_check import ArrowCheck
+
             with ArrowCheck() as arrow_check:
                 problem = arrow_check.problem(self.files.path(entry.name))
             if problem:

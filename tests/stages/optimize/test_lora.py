@@ -356,7 +356,7 @@ def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, hal
     not."""
     kinds, whole = {}, Trainer.train
 
-    def train(trainer):
+    def train(trainer, progress):
         head = trainer.model.get_output_embeddings()  # is the input embedding too
         for module in filter(lambda each: each is not head, trainer.model.modules()):
             for parameter in module.parameters(recurse=False):

@@ -37,7 +37,7 @@ def test_one_changed_weight_makes_it_refuse(store, policy, made, tmp_path):
 
 def test_lack_of_memory_on_a_cpu_says_what_helps(store, policy, made, monkeypatch):
     monkeypatch.setattr(
-        "quiver.stages.optimize.trainer.Trainer.train", lambda self: torch.empty(1 << 60)
+        "quiver.stages.optimize.trainer.Trainer.train", lambda *_: torch.empty(1 << 60)
     )
     with pytest.raises(ResourceError, match="memory is short") as caught:
         _run(store, policy, made)
