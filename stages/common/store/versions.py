@@ -176,25 +176,36 @@ class Version:
     def head(self, columns: list[str] | None, most_bytes: int) -> pa.Table:
         """These columns of the first shards, as many as have `most_bytes` together and at least
         one; checked, then mapped."""
-        shards: list[pa.Table] = []
+        entries: list[FileEntry] = []
         for entry in self.manifest.files:
             most_bytes -= entry.bytes
-            if shards and most_bytes < 0:
+            if entries and most_bytes < 0:
                 break
             self.verify(entry.name)
-            shards.append(self._read_shard(entry, columns))
-        return pa.concat_tables(shards)
+            entries.append(entry)
+        self._parse_elsewhere(entries)
+        shards = [self._read_shard(entry, columns) for entry in entries]
+        try:
+            return pa.concat_tables(shards)
+        except pa.ArrowException as error:
+            raise self.corrupt("", f"its files do not fit together: {printable(error)}") from None
+
+    def _parse_elsewhere(self, entries: list[FileEntry]) -> None:
+        """Let a child process parse files of somebody else's store first; each once."""
+        unparsed = [entry for entry in entries if entry.sha256 not in _parsed_hashes]
+        if not unparsed or not self._storage.is_foreign:
+            return
+        from .arrow_check import ArrowCheck
+
+        with ArrowCheck() as arrow_check:
+            for entry in unparsed:
+                problem = arrow_check.problem(self.files.path(entry.name))
+                if problem:
+                    raise self.corrupt(entry.name, f"can not be parsed: {problem}")
+                _parsed_hashes.add(entry.sha256)
 
     def _read_shard(self, entry: FileEntry, columns: list[str] | None) -> pa.Table:
-        """One file, whose hash is right; of somebody else's store a child parses it first."""
-        if self._storage.is_foreign and entry.sha256 not in _parsed_hashes:
-            from .arrow_check import ArrowCheck
-
-            with ArrowCheck() as arrow_check:
-                problem = arrow_check.problem(self.files.path(entry.name))
-            if problem:
-                raise self.corrupt(entry.name, f"can not be parsed: {problem}")
-            _parsed_hashes.add(entry.sha256)
+        """One file, whose hash is right."""
         try:
             shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
             shard = shard.select(columns) if columns else shard
