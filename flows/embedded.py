@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MOST_DEATHS = 3
 """Servers that may die within a minute; the next death ends the run."""
 _GRACE_SECONDS = 5
+_POPEN = subprocess.Popen
 _PORT_IS_TAKEN = 3
 """uvicorn's exit code."""
 _POLL_SECONDS = 0.2
@@ -81,12 +82,11 @@ def _require_writable(home: Path) -> None:
 @contextmanager
 def _kept() -> Iterator[None]:
     """Processes started inside end with this one: Prefect has no option for it."""
-    popen = subprocess.Popen
     subprocess.Popen = partial(Process, orphan_grace=_GRACE_SECONDS)
     try:
         yield
     finally:
-        subprocess.Popen = popen
+        subprocess.Popen = _POPEN  # not what was there before: two threads may be inside
 
 
 def _watch(server: SubprocessASGIServer, is_over: threading.Event) -> None:

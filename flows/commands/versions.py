@@ -4,12 +4,13 @@ are whole; tags."""
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import CorruptError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
 from .next_step import complete, options_in
@@ -126,7 +127,9 @@ def tag(
 
     opened = open_store(store)
     target: Ref = opened.resolve(ref)
-    before = opened.tagged(target.run, name)
+    before = None
+    with suppress(CorruptError):  # a tag and a journal that disagree: this settles it
+        before = opened.tagged(target.run, name)
     opened.tag(target.run, name, target, why=reason)
     if before != str(target):
         tell_moved(f"{target.run}/{target.kind}@{name}", opened.history(target.run, name)[-1])

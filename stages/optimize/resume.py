@@ -58,7 +58,7 @@ class SavedProgress:
         if saved is None:
             return 0, 0, trainer.step
         note, tensors = saved
-        trainer.load_state(tensors, note["counters"])
+        trainer.load_state(tensors, json.loads(note["counters"]))
         log.info("the training goes on after step %d", trainer.step - 1)
         return note["epoch"], note["minibatch"], note["epoch_step"]
 
@@ -103,7 +103,9 @@ class SavedProgress:
         self._storage.make_prefix(self._prefix)
         save_file(tensors, self._storage.path(key))
         self._storage.settle(key)
-        note = {**place, "counters": counters, "file": file, "sha256": self._storage.sha256(key)}
+        # as text: the numbers of a step that was left out are not finite, and JSON has no such
+        note = {**place, "file": file, "sha256": self._storage.sha256(key)}
+        note["counters"] = json.dumps(counters)
         line = json.dumps({**note, "checksum": digest(note)})
         self._storage.write(f"{self._prefix}/progress", line.encode())
         for name in self._storage.list(self._prefix):

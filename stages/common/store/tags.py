@@ -57,8 +57,12 @@ class Tag:
         numbers = self._numbers()
         while numbers:
             entry = self._entry(numbers[-1])
-            # a process that died before it wrote the file leaves what was there before
-            if self._file() in (None, entry.ref, entry.before):
+            shown = self._file()
+            if shown in (None, entry.ref, entry.before):
+                return entry.ref
+            # processes that died, or are just moving it, leave what was there before
+            earlier = [self._entry(number) for number in numbers[:-1]]
+            if any(shown in (move.ref, move.before) for move in earlier):
                 return entry.ref
             if numbers == self._numbers():
                 raise self._disagreement(entry.ref)

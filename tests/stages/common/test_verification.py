@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from quiver.flows.commands import versions as versions_command
 from quiver.schemas.errors import (
     ConfigError,
     ConflictError,
@@ -157,7 +158,7 @@ def test_tags_are_looked_at(store):
     with pytest.raises(CorruptError, match="the file says"):
         store.resolve("a/logprobs@prod")
     assert "the file says a/logprobs@7, its journal a/logprobs@2" in said(store)
-    store.tag("a", "prod", second.ref)
+    versions_command.tag("prod", str(second.ref), store=str(store.path))
     assert said(store) == "" and (store.path / "a/tags/prod").read_text() == "a/logprobs@2\n"
     shutil.rmtree(first.files.folder)
     assert "tag old" in said(store) and "a/logprobs@1, which is gone" in said(store)

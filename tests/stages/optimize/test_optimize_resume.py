@@ -130,6 +130,24 @@ def test_what_is_forced_starts_over(store, policy, made, steps):
     assert steps.count == 10
 
 
+def test_a_step_that_was_left_out_is_saved_too(store, policy, made, steps, monkeypatch):
+    real = trainer.Trainer.accumulate
+
+    def accumulate(self, *arguments):
+        numbers = real(self, *arguments)
+        return {**numbers, "loss": float("nan")} if len(self.updates) == 3 else numbers
+
+    monkeypatch.setattr(trainer.Trainer, "accumulate", accumulate)
+    chosen = config(**TEN_STEPS)
+    whole = trained(store, policy, made, chosen, into="whole")
+    steps.count, steps.dies_after = 0, 7
+    with pytest.raises(KeyboardInterrupt):
+        trained(store, policy, made, chosen, into="killed")
+    steps.count, steps.dies_after = 0, None
+    assert_equal(store, whole, trained(store, policy, made, chosen, into="killed"))
+    assert steps.count == 5 and whole.manifest.metrics["skipped_steps"] == 1
+
+
 def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(store, policy, made, monkeypatch):
     real = trainer.Trainer.accumulate
     monkeypatch.setattr(
