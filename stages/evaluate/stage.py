@@ -27,7 +27,7 @@ from quiver.schemas.errors import ConfigError, LineageError, NumericError, print
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs, is_made_alike
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.common.store.writer import Writer
 
 from . import estimators
 from .config import Config
@@ -82,9 +82,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     metrics = measure(config, table)
     if "baseline" in plan.inputs:
         metrics |= compare(config, table, plan.inputs["baseline"])
-    starts = range(0, table.num_rows, ROWS_PER_SHARD)
-    for index in writer.take_shards(len(starts)):
-        writer.write(index, table.slice(starts[index], ROWS_PER_SHARD))
+    writer.write_table(table)
     log.info("score %.4f over %d groups", metrics["score"], metrics["n"])
     scored = table.num_rows - metrics["null"]
     writer.finish(metrics=metrics, status={"scored": scored, "not_scored": metrics["null"]})

@@ -15,7 +15,7 @@ from quiver.schemas import updates as updates_kind
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import restore_dropout
 from quiver.stages.common.store import Version, storage
-from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.common.store.writer import Writer
 
 from . import lora, optimizer, state_folder, value_head
 from .losses import log_ratio
@@ -63,8 +63,7 @@ def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> N
         (writers["advantages"], advantages_table(loaded, trainer), reasons),
         (writers["updates"], updates, {}),
     ):
-        for index in writer.take_shards(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
-            writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
+        writer.write_table(table)
         writer.finish(status=status, device=device)
     metrics = metrics_of(loaded, trainer, writers["policy"].seconds.get("steps", 0.0))
     writers["policy"].finish(metrics=_finite(metrics), device=device)

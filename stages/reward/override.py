@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +28,7 @@ from quiver.schemas.manifest import no_key_twice
 from quiver.stages.common import config as common
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store
-from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.common.store.writer import Writer
 
 from .measures import summary
 from .scoring import LARGEST
@@ -101,8 +100,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]
     place = table.schema.get_field_index("reward")
     table = table.set_column(place, "reward", pa.array(values, pa.float32()))
-    for index in writer.take_shards(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
-        writer.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
+    writer.write_table(table)
     metrics, status = summary(table, {})
     log.info("%d rewards replaced, by %s", len(config.overrides), printable(config.author))
     writer.finish(metrics=metrics | {"overridden": len(config.overrides)}, status=status)

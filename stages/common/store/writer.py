@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
 import subprocess
 import time
@@ -228,6 +229,12 @@ class Writer:
             entry = self._write_shard(index, table.cast(schema).combine_chunks())
             self.write_note(f"{name}.json", entry.model_dump(mode="json"))
             self.shards.written(index)
+
+    def write_table(self, table: pa.Table) -> None:
+        """Write all rows, in shards of ROWS_PER_SHARD; one without rows where there are none.
+        SchemaError."""
+        for index in self.take_shards(max(1, math.ceil(len(table) / ROWS_PER_SHARD))):
+            self.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
 
     def _write_shard(self, index: int, table: pa.Table) -> FileEntry:
         name = _shard_name(index)
