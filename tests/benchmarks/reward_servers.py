@@ -42,6 +42,7 @@ def main() -> None:
         "prompts": rows,
         "completions": ["word " * 100] * ROWS,
         "rollout_ids": rows,
+        "completion_ids": [list(range(100))] * ROWS,
         "finish_reason": ["stop"] * ROWS,
     }
     for _ in range(3):
