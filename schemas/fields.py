@@ -115,10 +115,12 @@ def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message
 
 def require_logprobs(table: pa.Table, schema: pa.Schema, name: str) -> None:
     """Raise SchemaError for a logprob that is NaN, infinite or above 0 (by more than rounding)."""
+    most = pa.scalar(1e-4, pa.float32())  # of another type, it has the column copied into that
     require_values(table, schema, name, lambda v: pc.invert(pc.is_finite(v)), "a logprob is finite")
-    require_values(table, schema, name, lambda v: pc.greater(v, 1e-4), "a logprob is at most 0")
+    require_values(table, schema, name, lambda v: pc.greater(v, most), "a logprob is at most 0")
 
 
 def require_ids(table: pa.Table, schema: pa.Schema, name: str) -> None:
     """Raise SchemaError for a negative token id."""
-    require_values(table, schema, name, lambda v: pc.less(v, 0), "a token id is at least 0")
+    zero = pa.scalar(0, pa.int32())
+    require_values(table, schema, name, lambda v: pc.less(v, zero), "a token id is at least 0")

@@ -60,29 +60,32 @@ def as_rewards(
 ) -> pa.Table:
     """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
     of the scorers in `extras`."""
-    num_tokens = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
-    rows = rollouts.select(["rollout_id", "group_id"]).to_pylist()
-    for place, row in enumerate(rows):
-        row_parts = {name: column[place] for name, column in parts.items()}
-        row_parts, row["reward"] = weigh_row(config, row_parts, num_tokens[place])
-        for column, field in (("parts", "value"), ("errors", "error"), ("extra", "extra")):
-            row[column] = {name: getattr(part, field) for name, part in row_parts.items()}
-    return pa.Table.from_pylist(rows, rewards.schema_for(config.part_names, extras))
-
-
-def weigh_row(
-    config: Config, parts: dict[str, Part], num_tokens: int
-) -> tuple[dict[str, Part], float | None]:
-    """The parts of one row, with that of the overlong penalty on `num_tokens`, and its reward."""
     weights = {scorer.name: scorer.weight for scorer in config.scorers}
-    reward = weigh(parts, weights, config.reward_clip)
+    sums = [
+        weigh(dict(zip(parts, row_parts, strict=True)), weights, config.reward_clip)
+        for row_parts in zip(*parts.values(), strict=True)
+    ]
     if config.overlong:
         overlong = config.overlong
-        penalty = overlong_penalty(num_tokens, overlong.max_tokens, overlong.cache)
-        parts = {**parts, OVERLONG: Part(penalty)}
-        if reward is not None:
-            reward = storable(reward + overlong.weight * penalty)
-    return parts, reward
+        lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
+        penalties = [overlong_penalty(n, overlong.max_tokens, overlong.cache) for n in lengths]
+        parts = {**parts, OVERLONG: [Part(penalty) for penalty in penalties]}
+        sums = [
+            None if reward is None else storable(reward + overlong.weight * penalty)
+            for reward, penalty in zip(sums, penalties, strict=True)
+        ]
+    schema = rewards.schema_for(config.part_names, extras)
+    columns = {name: rollouts.column(name) for name in ("rollout_id", "group_id")}
+    columns["reward"] = pa.array(sums, pa.float32())
+    for column, part_field in (("parts", "value"), ("errors", "error"), ("extra", "extra")):
+        if column in schema.names:
+            fields = list(schema.field(column).type)
+            arrays = [
+                pa.array([getattr(part, part_field) for part in parts[field.name]], field.type)
+                for field in fields
+            ]
+            columns[column] = pa.StructArray.from_arrays(arrays, fields=fields)
+    return pa.table(columns, schema=schema)
 
 
 def weigh(

@@ -68,14 +68,14 @@ def _make(arguments: argparse.Namespace, rows: int) -> None:
 
 
 def _read(arguments: argparse.Namespace, rows: int) -> None:
-    """The steps of `quiver.stages.optimize.stage._learn` up to the model."""
+    """The steps of `make` of `quiver.stages.optimize.stage` up to the model."""
     from quiver.stages.common.forward.layout import make_layout
     from quiver.stages.common.forward.packing import pack
     from quiver.stages.common.forward.policy import pieces_of
     from quiver.stages.common.store import Store
     from quiver.stages.optimize import algorithms
+    from quiver.stages.optimize.config import Config
     from quiver.stages.optimize.rollouts import load
-    from quiver.stages.optimize.stage import Config
 
     clock, store = Steps(), Store(arguments.work / "store")
     with clock.step("open"):
@@ -86,7 +86,13 @@ def _read(arguments: argparse.Namespace, rows: int) -> None:
         batch = load(Config().resolved(), algorithms.resolve("grpo"), store, inputs).batch
     with clock.step("pack"):
         micros = pack(
-            pieces_of("shared", range(len(batch.groups)), batch.prompts, batch.sequences, BUDGET),
+            pieces_of(
+                "shared",
+                range(len(batch.groups)),
+                batch.prompt_numbers,
+                batch.sequences,
+                BUDGET,
+            ),
             BUDGET,
         )
     with clock.step("lay out"):
@@ -119,10 +125,12 @@ class Steps:
         watcher = threading.Thread(target=watch)
         watcher.start()
         start = time.monotonic()
-        yield
-        self.seconds[name] = time.monotonic() - start
-        done.set()
-        watcher.join()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.monotonic() - start
+            done.set()
+            watcher.join()
         self.private_gb[name] = (max(highest[0], _private()) - self._before) / 1e9
 
 

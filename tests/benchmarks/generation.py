@@ -12,6 +12,7 @@ script does not wait for either. Transformers samples a share of the same prompt
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -139,35 +140,29 @@ def _quiver(arguments: argparse.Namespace) -> None:
     """The stage's own process: `python -m quiver.stages generate`, with a clock around its
     engine."""
     from quiver.stages import __main__ as process
+    from quiver.stages.common.runtime.runner import Call
     from quiver.stages.generate import engine
 
     clock, make = Clock(), engine.make_engine
     engine.make_engine = lambda name, setup: _clocked(make(name, setup), clock)
     store, policy, prompts = _inputs(arguments)
-    given = {
+    config = {
         "samples_per_prompt": SAMPLES,
         "dtype": DTYPE,
         "sampling": {"max_tokens": _sizes(arguments)[1]},
+        "options": {"cpu_kv_cache_gib": CACHE_GIB},
     }
-    given["options"] = {"cpu_kv_cache_gib": CACHE_GIB}
-    spec, result = arguments.work / "spec.json", arguments.work / "result.json"
     refs = {"prompts": str(prompts.ref), "policy": str(policy.ref)}
-    spec.write_text(
-        json.dumps(
-            {
-                "stage": "generate",
-                "config": given,
-                "store": str(store.path),
-                "refs": refs,
-                "force": True,
-            }
-        )
-    )
-    sys.argv[1:] = ["generate", "--spec", str(spec), "--result", str(result)]
+    call = Call("generate", config, store.path, refs, force=True)
+    call_path = arguments.work / "call.json"
+    answer_path = arguments.work / "answer.json"
+    call_path.write_text(json.dumps(call.to_json()))
+    sys.argv[1:] = ["generate", "--call", str(call_path), "--answer", str(answer_path)]
+    sys.stdin = io.StringIO("\n")  # the call is there
     if process.main():
-        sys.exit(result.read_text())
+        sys.exit(answer_path.read_text())
     clock.stop()
-    clock.answer(json.loads(result.read_text())["metrics"]["tokens"])
+    clock.answer(json.loads(answer_path.read_text())["metrics"]["tokens"])
 
 
 def _clocked(made: Any, clock: Clock) -> Any:

@@ -88,39 +88,24 @@ def _make(arguments: argparse.Namespace) -> None:
 
 def _stage(arguments: argparse.Namespace) -> None:
     """The stage in this process, alone."""
-    from quiver.stages.common.config import parse
-    from quiver.stages.common.store import Store
-    from quiver.stages.optimize import stage as optimize
-    from quiver.stages.prompt import stage as prompt
-    from quiver.stages.reward import stage as reward
+    import quiver
 
     stage, _, phase, _, unit = CASES[arguments.case]
-    store, policy, rollouts = (
-        Store(arguments.work / "store"),
-        f"{RUN}/policy@0",
-        f"{RUN}/rollouts@1",
-    )
+    refs = {"policy": f"{RUN}/policy@0"}
     if stage == "optimize":
-        config = optimize.Config(
-            audit={"enabled": False}, save_optimizer=False, minibatches=arguments.times
-        )
-        made = optimize.run(
-            config, store, policy=policy, rollouts=rollouts, rewards=f"{RUN}/rewards@1", force=True
-        )
+        config = {
+            "audit": {"enabled": False},
+            "save_optimizer": False,
+            "minibatches": arguments.times,
+        }
+        refs |= {"rollouts": f"{RUN}/rollouts@1", "rewards": f"{RUN}/rewards@1"}
     elif stage == "reward":
-        made = reward.run(
-            parse(reward.Config, {"functions": [{"use": "numeric"}]}, "reward"),
-            store,
-            rollouts=rollouts,
-            force=True,
-        )
+        config = {"functions": [{"use": "numeric"}]}
+        refs = {"rollouts": f"{RUN}/rollouts@1"}
     else:
-        made = prompt.run(
-            prompt.Config(source=str(arguments.work / "rows.jsonl"), prompt="question"),
-            store,
-            policy=policy,
-            force=True,
-        )
+        config = {"source": str(arguments.work / "rows.jsonl"), "prompt": "question"}
+    store = quiver.Store(arguments.work / "store")
+    made = quiver.run_stage(stage, config, store, in_process=True, force=True, **refs)
     seconds = store.open(made).manifest.seconds[phase]
     each = arguments.rows * (PROMPT + COMPLETION if unit == "token" else 1)
     answer(seconds_each=seconds / each, rows=arguments.rows)

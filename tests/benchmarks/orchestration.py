@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from .side_by_side import ROOT, machine, prefect_home, table
+from .side_by_side import ROOT, machine, prefect_home, python_path, table
 
 REPEAT = 5
 BARE = """
@@ -248,7 +248,7 @@ def _server(work: Path) -> Iterator[dict[str, str]]:
         **os.environ,
         **quiet,
         **prefect_home(work),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(),
         "HF_HUB_OFFLINE": "1",
     }
     command = [

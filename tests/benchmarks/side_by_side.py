@@ -47,6 +47,12 @@ def make_parser(doc: str, sides: Sequence[str], repeat: int = 1) -> argparse.Arg
     return parser
 
 
+def python_path(*more: Path) -> str:
+    """PYTHONPATH of a child: this repository, `more`, and what the caller has there."""
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join([str(ROOT), *map(str, more), *inherited])
+
+
 def run_side(
     module: str,
     side: str,
@@ -56,10 +62,9 @@ def run_side(
 ) -> dict[str, Any]:
     """Run one side in a process of its own and return what it printed."""
     env = {**(ENVIRONMENT if side in _OURS else {}), **(env or {})}
-    path = [str(ROOT), *([str(PEERS)] if peers else [])]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": python_path(*([PEERS] if peers else [])),
         "HF_HUB_OFFLINE": "1",
         "TQDM_DISABLE": "1",
         **env,
@@ -104,7 +109,7 @@ def prefect_home(work: Path) -> dict[str, str]:
 def quiver(work: Path, *command: str) -> tuple[str, float]:
     """The last line that `quiver COMMAND` prints, and its seconds; Prefect keeps its database under
     `work`."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **prefect_home(work)}
+    environment = {**os.environ, "PYTHONPATH": python_path(), **prefect_home(work)}
     called, started = [sys.executable, "-m", "quiver.flows.cli", *command], time.monotonic()
     done = subprocess.run(
         called, cwd=ROOT, env=environment, capture_output=True, text=True, check=False

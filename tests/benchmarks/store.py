@@ -77,7 +77,7 @@ def _side(arguments: argparse.Namespace) -> None:
     import datasets  # noqa: F401  imports are not what is compared
     import pyarrow.parquet  # noqa: F401
 
-    import quiver.stages.common.work  # noqa: F401
+    import quiver.stages.common.store.writer  # noqa: F401
 
     share = 10 if arguments.side == "jsonl" else 1
     path = arguments.work / arguments.side

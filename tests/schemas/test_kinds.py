@@ -172,3 +172,21 @@ def test_prompts_keep_the_users_columns():
     table = pa.table({**rows, "columns": [{"answer": 7, "level": "easy"}]}, schema=schema)
     prompts.check(table)
     assert table["columns"][0].as_py() == {"answer": 7, "level": "easy"}
+
+
+def test_a_check_makes_no_wider_copy_of_a_column():
+    ids = pa.array([[7] * 100_000])
+    logprobs_column = pa.array([[-0.5] * 100_000])
+    table = rollouts_table().slice(0, 1).drop(["completion_ids", "old_logprobs"])
+    table = table.append_column("completion_ids", ids).append_column(
+        "old_logprobs", logprobs_column
+    )
+    table = table.select(rollouts.SCHEMA.names).cast(rollouts.SCHEMA)
+    default_pool = pa.default_memory_pool()
+    counting_pool = pa.proxy_memory_pool(default_pool)
+    pa.set_memory_pool(counting_pool)
+    try:
+        rollouts.check(table)
+    finally:
+        pa.set_memory_pool(default_pool)
+    assert 0 < counting_pool.max_memory() < 100_000

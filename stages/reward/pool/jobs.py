@@ -56,6 +56,8 @@ class Job:
         self.columns = columns
         self.rollout_ids = rollout_ids
         self.parts: list[Part | None] = [None] * len(rollout_ids)
+        self.num_missing = len(rollout_ids)
+        """Rows without a part."""
         self.error: BaseException | None = None
         """The first one; `run` raises it."""
         self.done = threading.Event()
@@ -87,10 +89,13 @@ class Job:
 
     def put(self, row: int, part: Part) -> None:
         """The part of a row, unless it has one; the function's `notice` hears of an error."""
-        if self.parts[row] is None:
+        with self._lock:
+            if self.parts[row] is not None:
+                return
             self.parts[row] = part
-            if part.error is not None:
-                self.function.notice(self.function.config.name, self.rollout_ids[row], part.error)
+            self.num_missing -= 1
+        if part.error is not None:
+            self.function.notice(self.function.config.name, self.rollout_ids[row], part.error)
 
     def spoiled(self, rows: range, error: Late | Ended) -> None:
         """A call took too long or ended its process: the rows without a part are called one by one;

@@ -125,7 +125,7 @@ class Pool:
                 except (Late, Ended) as error:
                     job.spoiled(rows, error)
                     self._deal(job, len(rows) - 1)
-                if None not in job.parts:
+                if not job.num_missing:
                     job.done.set()
         except BaseException as error:
             job.error = job.error or error
