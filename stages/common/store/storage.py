@@ -36,6 +36,7 @@ _REASONS = {
     errno.EIO: "input/output error",
     errno.EMFILE: "too many open files",
     errno.EFBIG: "a file is larger than the system allows",
+    errno.EXDEV: "it lies on another file system than the store's folder",
 }
 _PROCESS = uuid.uuid4().hex[:8]  # tells this process from those of all hosts that see the file
 _RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)$")
