@@ -123,6 +123,15 @@ class Storage:
             path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
         )
 
+    def stats(self, prefix: str) -> Iterator[os.stat_result]:
+        """Of what has this name and of all below it; what goes meanwhile is left out."""
+        paths = [str(self.path(prefix))]
+        for folder, folder_names, names in os.walk(paths[0]):
+            paths += [os.path.join(folder, name) for name in (*folder_names, *names)]
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                yield os.lstat(path)
+
     def create(
         self, key: str, *, if_absent: bool = False
     ) -> contextlib.AbstractContextManager[HashingFile]:

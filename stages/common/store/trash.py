@@ -1,4 +1,4 @@
-"""Where versions lie that were taken away and are not deleted yet, and whose turn it is to take any.
+"""Where versions lie that were taken away and are not deleted yet, and whose turn it is to take.
 
     STORE/.trash/1764000000-12/arith/rollouts/v000003            what the twelfth took, and when
     STORE/.trash/1764000000-12/arith/policy/v000003.optimizer    a folder of a version's files
@@ -71,6 +71,8 @@ class Trash:
         False where it is deleted already."""
         target = f"{ref.folder}/{folder}" if folder else ref.folder
         with storage_errors(ref):
+            if folder and not self._storage.exists(ref.folder):
+                return False
             if not self._storage.exists(target):
                 places = places_of(self._storage, ref, folder)
                 if not places or not self._storage.publish(places[-1], target):
