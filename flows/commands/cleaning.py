@@ -12,7 +12,9 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def gc(
-    apply: Annotated[bool, typer.Option("--apply", help="do it; otherwise it is only told")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="do it; otherwise it is only told")
+    ] = False,
     keep: Annotated[
         int | None,
         typer.Option(help="versions of each kind of each run that stay; default: all", min=1),

@@ -56,4 +56,3 @@ def _sources(manifest: Manifest) -> dict[str, str]:
     """Models and inputs by reference, each with its role."""
     entries = (*manifest.models, *manifest.inputs)
     return {entry.ref: entry.role for entry in entries if entry.ref != manifest.ref}
-

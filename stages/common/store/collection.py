@@ -102,7 +102,7 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     in_trash = trash.contents(storage, rule.runs)
     old = [key for key, seconds in in_trash if seconds >= rule.grace_seconds]
     young = [key for key, seconds in in_trash if seconds < rule.grace_seconds]
-    leftovers = list(_leftovers(store, rule))
+    leftovers = list(leftovers_of(store, rule))
     collected = Collected(
         deleted_bytes=sum(size(storage, key) for key in old),
         trash_bytes=sum(size(storage, key) for key in young),
@@ -183,11 +183,23 @@ def _candidate(version: Version, folder: str, deleted_why: str | None) -> Candid
 def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
     """Move what is to go into the trash: tombstones, another look at what stays, the moves."""
     candidates = _candidates(store, rule)
+    taken = []
     with storage_errors("gc"):
         for candidate in candidates:
-            _bury(store, rule, candidate)
+            ref = candidate.ref
+            ledger = store.ledger(ref.run, ref.kind)
+            if ledger.manifest(ref.version) != candidate.manifest:
+                ledger.note(candidate.manifest)
+            why = candidate.deleted_why
+            ledger.expire(
+                ref.version,
+                rule.why(candidate.folder) if why is None else why,
+                commit_id=candidate.manifest.commit_id,
+                expired=why is None,
+                files=candidate.files,
+                folder=candidate.folder,
+            )
         still = {(candidate.ref, candidate.folder) for candidate in _candidates(store, rule)}
-        taken = []
         for candidate in candidates:
             is_to_go = (candidate.ref, candidate.folder) in still
             if is_to_go and turn.take(candidate.ref, candidate.folder):
@@ -201,26 +213,10 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
     return taken
 
 
-def _bury(store: Store, rule: Rule, candidate: Candidate) -> None:
-    """Write the tombstone, beside a copy of the manifest that can be read."""
-    ref = candidate.ref
-    ledger = store.ledger(ref.run, ref.kind)
-    if ledger.manifest(ref.version) != candidate.manifest:
-        ledger.note(candidate.manifest)
-    ledger.expire(
-        ref.version,
-        rule.why(candidate.folder) if candidate.deleted_why is None else candidate.deleted_why,
-        commit_id=candidate.manifest.commit_id,
-        expired=candidate.deleted_why is None,
-        files=candidate.files,
-        folder=candidate.folder,
-    )
-
-
 # -- staging
 
 
-def _leftovers(store: Store, rule: Rule) -> Iterator[Leftover]:
+def leftovers_of(store: Store, rule: Rule) -> Iterator[Leftover]:
     """What is staged that nobody is at, and that is committed or older than the grace time; and
     what was half deleted."""
     storage = store.storage

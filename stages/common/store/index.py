@@ -136,7 +136,11 @@ class Index:
             return lines
         numbers = self.numbers()
         noted_entries = {entry.number: entry for entry in map(_parse, lines.splitlines())}
-        entries = [self._renewed(number, noted_entries.get(number)) for number in numbers]
+        entries = []
+        for number in numbers:
+            entry = noted_entries.get(number)
+            is_current = entry and entry.stamp and entry.stamp == self._stamp(number)
+            entries.append(entry if is_current and not entry.error else self._read(number))
         for number, folder in self._ledger.tombstones():
             if not folder and number not in numbers:
                 entries += self._expired(number, noted_entries.get(number))
@@ -182,11 +186,6 @@ class Index:
     def _stamp(self, number: int) -> tuple[int, ...]:
         folder = Ref(self._run, self._kind, number).folder
         return self._storage.stamp(f"{folder}/manifest.json") or ()
-
-    def _renewed(self, number: int, noted: IndexEntry | None) -> IndexEntry:
-        """The version as it was noted, or as its manifest has it now."""
-        is_current = noted is not None and noted.stamp and noted.stamp == self._stamp(number)
-        return noted if is_current and not noted.error else self._read(number)
 
     def _expired(self, number: int, noted: IndexEntry | None) -> list[IndexEntry]:
         """A version that is gone, where its manifest still answers."""

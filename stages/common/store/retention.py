@@ -98,7 +98,11 @@ def find_kept(store: Store, keep: int | None, moments: int | None) -> Kept:
     for stage in list(stages_at_work(store)):
         kept.run_keys.add(stage.run_key)
         kept.in_use.update(filter(None, map(as_version, stage.refs)))
-    roots = _tagged(store)
+    roots = set()
+    for run in store.runs():
+        for name in store.tag_names(run):
+            refs = (store.tagged(run, name), tags.previous(store.history(run, name)))
+            roots.update(parse(ref) for ref in refs if ref)
     kept.in_use |= roots
     kept.optimizer |= kept.in_use
     for run, kind in product(store.runs(), KINDS):
@@ -114,16 +118,6 @@ def find_kept(store: Store, keep: int | None, moments: int | None) -> Kept:
         kept.versions.add(ref)
         waiting += _sources(_manifest(store, ref), is_root=ref in roots)
     return kept
-
-
-def _tagged(store: Store) -> set[Ref]:
-    """What tags point at, and what they would go back to. CorruptError."""
-    tagged = set()
-    for run in store.runs():
-        for name in store.tag_names(run):
-            refs = (store.tagged(run, name), tags.previous(store.history(run, name)))
-            tagged.update(parse(ref) for ref in refs if ref)
-    return tagged
 
 
 def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:

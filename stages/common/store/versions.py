@@ -157,13 +157,18 @@ class Version:
             is_meant = name in ("", entry.name) or (prefix and entry.name.startswith(prefix))
             if not is_meant or entry.name in self._checked:
                 continue
-            tombstone = self.tombstone_of(entry.name)
-            if tombstone is None:
+            if name or self.tombstone:
+                self.require(entry.name)
+            if self.tombstone_of(entry.name) is None:
                 self._verify_file(entry.name, entry.bytes, entry.sha256)
                 self._checked.add(entry.name)
-            elif name or self.tombstone:
-                folder = "" if self.tombstone else OPTIMIZER_FOLDER
-                raise _expired_error(self._storage, self.ref, tombstone, folder)
+
+    def require(self, name: str) -> None:
+        """LineageError where file `name` expired, be it whole or not."""
+        tombstone = self.tombstone_of(name)
+        if tombstone is not None:
+            folder = "" if self.tombstone else OPTIMIZER_FOLDER
+            raise _expired_error(self._storage, self.ref, tombstone, folder)
 
     def tombstone_of(self, name: str) -> Tombstone | None:
         """When and why file `name` expired; None where it is there, or should be. CorruptError."""
