@@ -112,7 +112,7 @@ class History:
         policies = self.some("policy", self.random.randrange(2))
         return {
             "inputs": {f"table{index}": version for index, version in enumerate(tables)},
-            "models": {"policy": version for version in policies},
+            "models": {f"policy{index}": version for index, version in enumerate(policies)},
         }
 
     def commit(self) -> None:
@@ -197,7 +197,7 @@ class History:
 
     def newest(self, kind: str, count: int | None) -> Iterator[Ref]:
         for run in ("a", "b"):
-            yield from [ref for ref in self.store.refs(run, kind)][::-1][:count]
+            yield from list(self.store.refs(run, kind))[::-1][:count]
 
     def tagged(self) -> Iterator[Ref]:
         from quiver.stages.common.store.tags import previous

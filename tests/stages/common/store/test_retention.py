@@ -20,7 +20,7 @@ from quiver.schemas.errors import (
     LineageError,
 )
 from quiver.stages.common.models import checkpoints
-from quiver.stages.common.store import Store, collection, ledger, trash
+from quiver.stages.common.store import Store, collection, trash
 from quiver.stages.common.store.collection import Rule, collect
 from quiver.stages.common.store.leases import Leases
 from quiver.stages.common.store.retention import find_kept, remove, restore
@@ -264,7 +264,7 @@ def test_rm_goes_the_same_way_and_is_made_again(store):
     run_key = store.open("a/logprobs@1").manifest.run_key
     remove(store, "a/logprobs@1", "by hand")
     assert trash_bytes(store) == 0 and not list((store.path / ".trash").iterdir())
-    with pytest.raises(LineageError, match="deleted on purpose.*by hand"):
+    with pytest.raises(LineageError, match=r"deleted on purpose.*by hand"):
         store.with_expired().open("a/logprobs@1")
     assert store.with_expired().find("a", "logprobs", run_key) is None
 
@@ -281,12 +281,12 @@ def paused_gc(store: Store, monkeypatch, where: str):
     look = collection._candidates
 
     def stop(*arguments):
-        looks.append(1)
-        if len(looks) == 2 and where == "tombstones":
+        looks.append(len(looks) + 1)
+        if (looks[-1], where) == (2, "tombstones"):
             reached.set()
             go_on.wait(20)
         candidates = look(*arguments)
-        if len(looks) == 2 and where == "second look":
+        if (looks[-1], where) in ((1, "first look"), (2, "second look")):
             reached.set()
             go_on.wait(20)
         return candidates
@@ -335,6 +335,40 @@ def test_what_somebody_needs_while_it_goes_stays(store, monkeypatch, where, need
     assert store.open("a/logprobs@1").table().num_rows == 2
     assert store.ledger("a", "logprobs").tombstone(1) is None and verify(store)[1] == []
     assert "a/policy@1" not in visible(store), "the others went"
+
+
+@pytest.mark.parametrize("need", ["tag", "version"])
+def test_what_somebody_needed_right_before_its_tombstone_stays(store, monkeypatch, need):
+    """There was none to be seen then."""
+    line(store)
+    first = store.open("a/logprobs@1")
+    with paused_gc(store, monkeypatch, "first look") as go_on:
+        if need == "tag":
+            store.tag("a", "prod", first.ref)
+        else:
+            make_table(store, 9, inputs={"other": first})
+        go_on.set()
+    assert "a/logprobs@1" in visible(store) and verify(store)[1] == []
+    assert store.ledger("a", "logprobs").tombstones() == [(2, "")]
+    assert trash_bytes(store) > 0, "the others went"
+
+
+def test_a_tombstone_of_one_that_died_is_taken_back_where_the_version_stays(store):
+    line(store)
+    for number, folder in ((1, ""), (2, ""), (2, "optimizer")):
+        store.ledger("a", "policy").expire(number, "gc", expired=True, folder=folder)
+    before = visible(store)
+    collect(store, Rule(keep=None, moments=None), apply=True)
+    assert (visible(store), store.ledger("a", "policy").tombstones()) == (before, [])
+    assert with_state(store) == ["a/policy@1", "a/policy@2", "a/policy@3"]
+
+
+def test_what_a_stage_at_work_may_be_publishing_stays(store):
+    for number in (1, 2, 3):
+        make_table(store, number)
+    with begin(store, "a", "logprobs", **plan(1), force=True):
+        collect(store, ALL, apply=True)
+    assert visible(store) == ["a/logprobs@1", "a/logprobs@3"]
 
 
 def test_what_is_committed_meanwhile_is_not_touched(store, monkeypatch):
