@@ -44,7 +44,7 @@ def run_at(
         tags: Tags of the flow runs in a pool.
         on_line: Called with each line of a child process of this one.
     """
-    outcome = find(call.runner_call)
+    outcome = find(call.runner_call, expired=call.expired)
     if outcome is not None:
         return outcome
     pool = placement.pools.get(call.stage)
@@ -73,7 +73,7 @@ def run_when_free(call: StageCall, placement: Placement, **options: Any) -> Outc
             last_message = error.message
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         until = time.monotonic() + pause
-        while time.monotonic() < until and find(call.runner_call) is None:
+        while time.monotonic() < until and find(call.runner_call, expired=call.expired) is None:
             if is_stopped():
                 raise Stopped(call.label)
             time.sleep(POLL_SECONDS)

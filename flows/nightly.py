@@ -37,6 +37,7 @@ from .placement import check_placement, require_server
 from .post_train import Iteration, import_policy, improve
 from .promotion import decide, entry_of, judge
 from .recipe import NIGHT, Data, Recipe
+from .retention import clean_up
 from .tasks import tagged
 
 log = logging.getLogger("quiver")
@@ -86,7 +87,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
     """
     tonight = begin(recipe, _name(night))
     iterations: list[Iteration] = []
-    with tagged(recipe):
+    with tagged(recipe, expired=True):
         entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
         if entry is None:
             tonight = replace(tonight, recipe=tonight.recipe.resolved())
@@ -96,6 +97,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
             iterations = improve(tonight.recipe, in_use, base, first=tonight.first)
             entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
         link_report(recipe)
+        clean_up(recipe.store, recipe.run, recipe.retention)
     log.info(
         "%-22s %s: %s",
         f"nightly {tonight.name}",

@@ -70,6 +70,8 @@ class StageCall(Config):
     """Heavy stages at once on a host without GPU. 0: any number."""
     limit: str | None = None
     """Global concurrency limit of the server of which the stage holds a slot."""
+    expired: bool = False
+    """A finished version whose files expired is an answer, too."""
 
     @property
     def runner_call(self) -> Call:
@@ -104,9 +106,10 @@ def stage_call(
     label: str = "",
     into: str | None = None,
     force: bool = False,
+    expired: bool = False,
 ) -> StageCall:
     """The call of a stage of `recipe`, with what its [placement] says of the stage. `label`: what
-    logs call it beside the run. `into`: None for the recipe's run."""
+    logs call it beside the run. `into`: None for the recipe's run. `expired`: see StageCall."""
     placement = recipe.placement
     return StageCall(
         stage=stage,
@@ -121,6 +124,7 @@ def stage_call(
         online=recipe.online,
         slots=placement.slots,
         limit=placement.limits.get(stage),
+        expired=expired,
     )
 
 

@@ -3,7 +3,8 @@ and after.
 
 Only references travel between tasks. A run that is started again walks the same way: what is
 finished is found in the store, and the first unfinished stage goes on at its first unfinished
-shard.
+shard. What is finished need not be read again: where [retention] or `quiver gc` took files away,
+the manifest answers, and what a later stage does read is made again.
 
 Iteration k makes policy@k; policy@0 is the base. With `overlap = 0` its rollouts are sampled by
 policy@k-1, which it improves:
@@ -44,6 +45,7 @@ from .pages import link_report
 from .pages.iterations import Curve
 from .placement import check_placement, stage_call
 from .recipe import Recipe
+from .retention import clean_up
 from .tasks import check_stages, perform, tagged
 
 STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
@@ -110,7 +112,7 @@ def post_train(recipe: Recipe, first_forced: str | None = None) -> dict[str, Any
         )
     forced = STAGES[STAGES.index(first_forced) :] if first_forced else ()
     check_placement(recipe)
-    with tagged(recipe):
+    with tagged(recipe, expired=True):
         return _run_iterations(recipe.resolved(), forced)
 
 
@@ -136,6 +138,7 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
 
     improve(recipe, base, base, forced=forced, prompts=prompts, finish=finish)
     link_report(recipe)
+    clean_up(recipe.store, recipe.run, recipe.retention)
     return {"run": recipe.run, "baseline": baseline, "iterations": printed}
 
 
@@ -172,6 +175,8 @@ def improve(
             iteration = update(recipe, starts[-1], reference, sampled, forced, newest_first)
             iterations.append(iteration)
             finish(iteration)
+            if not is_last:
+                clean_up(recipe.store, recipe.run, recipe.retention)
             if ahead is not None:
                 sampled = ahead.result()
             elif not is_last:

@@ -37,6 +37,7 @@ from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
+from .retention import Retention
 
 NIGHT = "{night}"
 """In [data]: the name of a night, which a nightly run puts in."""
@@ -226,6 +227,8 @@ class Recipe(Config):
     """Held-out measurement."""
     promotion: Promotion = Promotion()
     """When a nightly run's policy becomes the one in use."""
+    retention: Retention = Retention()
+    """What stays of what the run made."""
     placement: Placement = Placement()
     """Work pools, interpreters, time limits, retries and slots."""
 

@@ -5,15 +5,20 @@ The task is called directly, never submitted, so that a cancelled flow ends the 
 name tells run, stage and iteration; flow runs bear them as tags, a task run none, since Prefect
 asks its server for a slot for each tag of a task, before and after it. A task is tried again, with
 growing pauses, where the error's code says that this can help.
+
+In a run, what is finished stays so when its files expire: its manifest answers. Where a stage that
+is not finished has to read them, they are brought back out of the trash, or made again, by the call
+that this run found finished before. A policy that was trained is not made again unasked.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from prefect import Task, tags, task
@@ -21,13 +26,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TagsContext
 
-from quiver.schemas.errors import QuiverError
+from quiver.schemas.errors import LineageError, QuiverError
 from quiver.schemas.manifest import digest
+from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.prewarm import end_prewarmed
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.retention import restore
 
 from . import logs  # noqa: F401  lines go to Prefect's pages
 from .dispatch import run_when_free
@@ -39,8 +46,22 @@ from .recipe import Placement, Recipe
 WORTH_RETRYING = {"E-REMOTE", "E-RESOURCE"}
 _LONGEST_WORD = 100
 log = logging.getLogger("quiver")
-_CHECKED: ContextVar[set[tuple[str, str]] | None] = ContextVar("quiver_checked", default=None)
-"""Stages that were checked in this run, with the form of the prompts. None: outside a run."""
+
+
+@dataclass
+class _Run:
+    """What is remembered while a run goes on."""
+
+    expired: bool = False
+    """Whether a finished version whose files expired is an answer."""
+    checked: set[tuple[str, str]] = field(default_factory=set)
+    """Stages that were checked, with the form of the prompts."""
+    again: dict[str, Callable[[], Outcome]] = field(default_factory=dict)
+    """What makes a version again, by its reference."""
+
+
+_RUN: ContextVar[_Run | None] = ContextVar("quiver_run", default=None)
+"""None: outside a run."""
 
 
 def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
@@ -92,6 +113,7 @@ def perform(
     force: bool = False,
     iteration: int | None = None,
     next_configs: Mapping[str, Config] = MappingProxyType({}),
+    readable: bool = False,
 ) -> Outcome:
     """Run `stage` of `recipe` as a task, where and as long as [placement] says; the line that a
     person reads is logged.
@@ -108,9 +130,17 @@ def perform(
         iteration: What the task is tagged with.
         next_configs: Of the stages that come next; their processes import what they need while this
             one runs.
+        readable: A version whose files expired is no answer: somebody has to read them.
     """
     label = label or f"{stage} {iteration}/{recipe.iterations}"
-    call = stage_call(recipe, stage, config, refs, label=label, into=into, force=force)
+    run = _RUN.get() or _Run()
+    expired = run.expired and not readable
+    call = stage_call(
+        recipe, stage, config, refs, label=label, into=into, force=force, expired=expired
+    )
+    if run.expired and not _is_done(call):
+        refs = {role: _readable(recipe, ref) for role, ref in refs.items()}
+        call = call.model_copy(update={"refs": refs})
     placement = recipe.placement
     retries = 0 if force else placement.retries
     delays = [placement.retry_seconds * 3**attempt for attempt in range(retries)]
@@ -125,7 +155,46 @@ def perform(
     with TagsContext(current_tags=set()):
         outcome = run_task(call, placement, upcoming, labels_of(recipe, stage, iteration))
     log.info("%s", describe(label, outcome))
+    if stage != "optimize":
+        about = {"label": f"{label}, again", "into": into, "iteration": iteration}
+        run.again[outcome.ref] = partial(
+            perform, recipe, stage, config, refs, readable=True, **about
+        )
     return outcome
+
+
+def _is_done(call: StageCall) -> bool:
+    """Whether nothing has to be read for this call; so also where all that it names is there."""
+    store = Store(call.store)
+    refs: list[str] = []
+    for named in call.refs.values():
+        refs += named if isinstance(named, list) else [named]
+    if all(store.exists(parse(ref)) for ref in refs):
+        return True
+    outcome = find(call.runner_call, expired=True)
+    return outcome is not None and (call.expired or store.exists(parse(outcome.ref)))
+
+
+def _readable(recipe: Recipe, ref: str | list[str]) -> str | list[str]:
+    """The reference of a version with its files: those of `ref`, brought back where they lie in the
+    trash, or made again. LineageError."""
+    if isinstance(ref, list):
+        return [_readable(recipe, one) for one in ref]
+    store = Store(recipe.store)
+    if store.exists(parse(ref)):
+        return ref
+    with suppress(LineageError):
+        restore(store, ref)
+        log.info("%-22s %s  out of the trash", "brought back", ref)
+        return ref
+    run = _RUN.get()
+    if run is None or ref not in run.again:
+        try:
+            return str(store.resolve(ref))
+        except LineageError as error:
+            error.next = "quiver run RECIPE --from optimize"
+            raise
+    return run.again[ref]().ref
 
 
 def labels_of(
@@ -137,16 +206,16 @@ def labels_of(
 
 
 @contextmanager
-def tagged(recipe: Recipe) -> Iterator[None]:
+def tagged(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
     """What is called inside bears the run's tags, is one run to `check_stages`, and leaves no
-    prewarmed process behind."""
-    token = _CHECKED.set(set())
+    prewarmed process behind. `expired`: finished versions whose files expired are answers."""
+    token = _RUN.set(_Run(expired))
     try:
         with tags(*labels_of(recipe)):
             yield
     finally:
         end_prewarmed()
-        _CHECKED.reset(token)
+        _RUN.reset(token)
 
 
 def check_stages(
@@ -159,21 +228,20 @@ def check_stages(
     once a run. Prompts of other columns, or whose answers begin otherwise, are looked at once more.
     Without `prompts` only such stages are asked that need none.
     """
-    if find(before.runner_call) is not None:
+    run = _RUN.get() or _Run()
+    if find(before.runner_call, expired=run.expired) is not None:
         return
-    checked = _CHECKED.get()
     columns: tuple[str, ...] = ()
     version = None
     form = ""
     if prompts is not None:
-        version = Store(recipe.store).open(prompts)
+        version = Store(recipe.store).open(_readable(recipe, prompts))
         columns = tuple(column.name for column in version.table().schema.field("columns").type)
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
-        if checked is None or checked.isdisjoint({(stage, ""), (stage, form)}):
+        if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             load(stage).check(config, columns, version)
-        if checked is not None:
-            checked.add((stage, form))
+        run.checked.add((stage, form))
 
 
 def describe(label: str, outcome: Outcome) -> str:

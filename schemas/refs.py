@@ -81,3 +81,16 @@ def parse(text: str | Ref, run: str | None = None) -> Ref:
     if version.isdecimal():
         return Ref(name, kind, int(version))
     return Ref(name, kind, check_name(version, "tag"))
+
+
+def as_version(text: str) -> Ref | None:
+    """The version that a manifest names as a source; None for a hub's id or a folder.
+
+    >>> as_version("arith/policy@3").version, as_version("somebody/reward-model")
+    (3, None)
+    """
+    try:
+        ref = parse(text)
+    except ConfigError:
+        return None
+    return ref if isinstance(ref.version, int) else None

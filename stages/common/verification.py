@@ -109,11 +109,8 @@ def _verify_parent(store: Store, version: Version, parent: str, expected: str) -
 
 def _verify_model(store: Store, version: Version, model: Model) -> None:
     """LineageError unless a model of this store is what it was, or was deleted on purpose."""
-    try:
-        ref = refs.parse(model.ref)
-    except QuiverError:
-        return  # a folder or a hub's id
-    if ref.kind != "policy" or ref == version.ref:
+    ref = refs.as_version(model.ref)
+    if ref is None or ref.kind != "policy" or ref == version.ref:
         return
     manifest = _manifest(store, version, ref)
     if manifest is not None:
@@ -128,7 +125,7 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
     LineageError where it is gone otherwise."""
     if store.exists(ref):
         return store.open(ref).manifest
-    if store.ledger(ref.run, ref.kind).expiry(ref.version):
+    if store.ledger(ref.run, ref.kind).tombstone(ref.version):
         return None
     raise LineageError(
         str(version.ref),

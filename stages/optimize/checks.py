@@ -96,7 +96,7 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
         parent = policy.manifest.input("policy")
         if parent is None or weights == allowed[-1].weights:
             break
-        policy = store.open(parent.ref)
+        policy = store.with_expired().open(parent.ref)  # its manifest is enough
         allowed.append(checkpoints.as_model("policy", policy))
     if weights != allowed[-1].weights:
         found = f"{weights[:12]}… ({sampler.ref})" if sampler else "no policy at all"

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import Ref
+from quiver.stages.common.models.checkpoints import OPTIMIZER_FOLDER
 from quiver.stages.common.store import Store, Version
 
 GivenRefs = str | Ref | list[str | Ref]
@@ -60,6 +61,22 @@ def open_inputs(
             if role == "ref":
                 _require_one_reference(ordered)
     return inputs
+
+
+def require_state(inputs: Mapping[str, Version]) -> None:
+    """LineageError where the optimizer state of the policy expired."""
+    policy = inputs["policy"]
+    try:
+        policy.require(f"{OPTIMIZER_FOLDER}/state.json")
+    except LineageError as error:
+        error.message += "; optimize.load_optimizer = false starts with a new one"
+        if "--restore" not in error.next:
+            names = [f"--rollouts {version['rollouts'].ref}" for version in sets(inputs)]
+            error.next = (
+                f"quiver optimize RECIPE --policy {policy.ref} {' '.join(names)} "
+                "--set optimize.load_optimizer=false"
+            )
+        raise
 
 
 def sets(inputs: Mapping[str, Version]) -> list[dict[str, Version]]:

@@ -35,7 +35,7 @@ from quiver.stages.common.store.writer import Writer
 from . import algorithms
 from .checks import check_schedule
 from .config import Audit, Config, Correction
-from .inputs import open_inputs
+from .inputs import open_inputs, require_state
 from .lora import attach, check_installed, has_moments, with_base
 
 if TYPE_CHECKING:
@@ -110,12 +110,16 @@ def prepare(config: Config) -> None:
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Load, audit, train, save. Every rank calls this; only the first has writers.
 
-    Raises ConfigError, LineageError, NumericError, and ResourceError when memory is short; nothing
+    Raises ConfigError, LineageError (also where the policy's optimizer state expired and
+    `load_optimizer` asks for it), NumericError, and ResourceError when memory is short; nothing
     is published then.
     """
     from quiver.stages.common.models.loading import short_of_memory
 
     config = plan.config
+    loads_state = config.load_optimizer and has_moments(config.lora, plan.inputs["policy"])
+    if loads_state:
+        require_state(plan.inputs)
     writer = writers.get("policy")
     phase = writer.phase if writer else nullcontext
     with phase("import"):
@@ -130,7 +134,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     with short_of_memory("optimize", next_step):
         with phase("load"):
             loaded = rollouts.load(config, algorithm, plan.store, plan.inputs)
-            trainer = _load_trainer(plan, algorithm, loaded.batch, accelerator)
+            trainer = _load_trainer(plan, algorithm, loaded.batch, accelerator, loads_state)
         with phase("audit"):
             trainer.prepare()
         with phase("steps"):
@@ -151,8 +155,10 @@ def _load_trainer(
     algorithm: algorithms.Algorithm,
     batch: Batch,
     accelerator: Accelerator,
+    loads_state: bool,
 ) -> Trainer:
-    """The model's trainer, which goes on where the policy's training stopped."""
+    """The model's trainer, which goes on where the policy's training stopped; with its optimizer
+    state, if it `loads_state`."""
     import torch
 
     from quiver.stages.common.models.loading import load_model
@@ -175,7 +181,7 @@ def _load_trainer(
     trainer = Trainer(
         config, model, batch, algorithm, accelerator, step=step, value_trunk=value_trunk
     )
-    if config.load_optimizer and has_moments(config.lora, policy):
+    if loads_state:
         state = state_folder.read(policy, checkpoints.OPTIMIZER_FOLDER, optimizer="adamw")
         load_state(trainer.optimizer, model, state)
     if critic:

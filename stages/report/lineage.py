@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from quiver.schemas.manifest import Manifest
-from quiver.schemas.refs import parse
+from quiver.schemas.refs import as_version, parse
 from quiver.stages.common.store import Store
 
 
 def parents_of(manifest: Manifest) -> dict[str, str]:
     """Versions of a store that this one was made of, each with its role."""
-    return {ref: role for ref, role in _sources(manifest).items() if _is_version(ref)}
+    return {ref: role for ref, role in _sources(manifest).items() if as_version(ref)}
 
 
 def lineage(store: Store, ref: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
             gone = parse(node["ref"])
             ledger = store.ledger(gone.run, gone.kind)
             manifest = ledger.manifest(gone.version) if isinstance(gone.version, int) else None
-            is_expired = manifest is not None and ledger.expiry(gone.version)
+            is_expired = manifest is not None and ledger.tombstone(gone.version)
             if manifest is None and node is root:
                 raise
             node["expired" if is_expired else "missing"] = True
@@ -48,7 +48,7 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
         sources = _sources(manifest)
         node["inputs"] = [{"role": sources[ref], "ref": ref, "inputs": []} for ref in sources]
         # the last one is taken first, and all that it was made of before the next
-        waiting += [child for child in reversed(node["inputs"]) if _is_version(child["ref"])]
+        waiting += [child for child in reversed(node["inputs"]) if as_version(child["ref"])]
     return root
 
 
@@ -56,10 +56,3 @@ def _sources(manifest: Manifest) -> dict[str, str]:
     """Models and inputs by reference, each with its role."""
     entries = (*manifest.models, *manifest.inputs)
     return {entry.ref: entry.role for entry in entries if entry.ref != manifest.ref}
-
-
-def _is_version(ref: str) -> bool:
-    try:
-        return isinstance(parse(ref).version, int)
-    except ValueError:
-        return False

@@ -29,7 +29,7 @@ from quiver.stages.common.models import from_function
 from quiver.stages.common.models.folder import check_folder, convert_gguf, count_parameters
 from quiver.stages.common.models.hashes import hash_files
 from quiver.stages.common.runtime.stage import Plan, Refs
-from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store import Store, Version, ledger
 from quiver.stages.common.store.storage import storage_errors
 from quiver.stages.common.store.writer import Writer
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 STAGE_VERSION = 1
-OPTIMIZER_FOLDER = "optimizer"
+OPTIMIZER_FOLDER = ledger.OPTIMIZER_FOLDER
 ADAPTER_FOLDER = "adapter"
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER_FILES = (

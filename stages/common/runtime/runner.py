@@ -83,17 +83,21 @@ class Outcome:
     metrics: dict[str, Any]
 
 
-def plan_of(call: Call) -> Plan:
+def plan_of(call: Call, store: Store | None = None) -> Plan:
     """The call's plan, by its stage. ConfigError, LineageError, SchemaError."""
-    return plan_call(call.stage, call.config, Store(call.store), call.refs, call.into)
+    return plan_call(call.stage, call.config, store or Store(call.store), call.refs, call.into)
 
 
-def find(call: Call) -> Outcome | None:
-    """The finished version that the call asks for; None where it is to be made, or forced."""
+def find(call: Call, *, expired: bool = False) -> Outcome | None:
+    """The finished version that the call asks for; None where it is to be made, or forced.
+
+    `expired`: one whose files expired is an answer too, and so are the call's references.
+    """
     started_at = time.monotonic()
     if call.force:
         return None
-    plan = plan_of(call)
+    store = Store(call.store)
+    plan = plan_of(call, store.with_expired() if expired else store)
     version = find_version(plan)
     return _outcome(version, plan, started_at) if version else None
 
@@ -113,7 +117,7 @@ def perform(call: Call, store: Store | None = None) -> Outcome:
     `store`: the call's store, where it is open already; its `written` then says what was made.
     """
     started_at = time.monotonic()
-    plan = plan_call(call.stage, call.config, store or Store(call.store), call.refs, call.into)
+    plan = plan_of(call, store)
     version = None if call.force else find_version(plan)
     if version is None:
         version = make(plan, force=call.force, share=call.share)

@@ -3,12 +3,13 @@
     STORE/<run>/<kind>/.index/versions    one JSON line a version; the last says of which state
 
         ["whole", 1, "4be1c0…", "reward", 512, 40960, "2026-…", "", [1767225600000000000, 77]]
-        {"format": 5, "folder": […], "count": 1, "crc32": …}
+        {"format": 6, "folder": […], "count": 1, "crc32": …}
 
 The manifests are the truth. The index is trusted only while the kind's folder has the times and the
 number of versions that its last line notes, and the lines before have their checksum; otherwise it
-is made anew from them. So it may be lost, torn, put back from a copy, or left behind by an older
-Quiver, and finding a run_key opens one file however many versions there are.
+is made anew from them, and from the ledger's copies where the files of a version expired. So it may
+be lost, torn, put back from a copy, or left behind by an older Quiver, and finding a run_key opens
+one file however many versions there are, or were.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import re
 import time
 import zlib
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from quiver.schemas.errors import CorruptError
@@ -28,7 +29,7 @@ from quiver.schemas.refs import Ref
 from .ledger import Ledger
 from .storage import Storage
 
-_FORMAT = 5
+_FORMAT = 6
 _TORN = b'["torn"'
 """How the line of a torn version begins."""
 _VERSION_NAME = re.compile(r"^v([0-9]{6,})$", re.MULTILINE)
@@ -43,7 +44,7 @@ class IndexEntry:
     """One version, told without opening it."""
 
     state: str
-    """whole; torn, where its manifest can not be read."""
+    """whole; torn, where its manifest can not be read; expired, where the ledger has it alone."""
     number: int
     run_key: str = ""
     stage: str = ""
@@ -94,16 +95,25 @@ class Index:
         return [
             entry if entry.stamp == self._stamp(entry.number) else self._read(entry.number)
             for entry in entries
+            if entry.state != "expired"
         ]
 
-    def find(self, run_key: str) -> list[int]:
-        """Numbers of the versions that bear this run_key, rising, as far as the index knows."""
+    def expired(self) -> list[int]:
+        """Numbers of the versions whose files expired, rising."""
+        entries = map(_parse, self._lines().splitlines())
+        return [entry.number for entry in entries if entry.state == "expired"]
+
+    def find(self, run_key: str, *, expired: bool = False) -> list[int]:
+        """Numbers of the versions that bear this run_key, rising, as far as the index knows; first,
+        where they are asked for, those whose files expired."""
         lines, key = self._lines(), run_key.encode()
         if key not in lines and _TORN not in lines:
             return []
         entries = [_parse(line) for line in lines.splitlines() if key in line or _TORN in line]
         entries = [self._read(entry.number) if entry.error else entry for entry in entries]
-        return [entry.number for entry in entries if entry.run_key == run_key]
+        alike = [entry for entry in entries if entry.run_key == run_key]
+        gone = [entry.number for entry in alike if expired and entry.state == "expired"]
+        return gone + [entry.number for entry in alike if entry.state != "expired"]
 
     def add(self, manifest: Manifest) -> None:
         """Note a version that was just published, if its number is above all others.
@@ -125,8 +135,18 @@ class Index:
         if self._is_trusted(noted):
             return lines
         numbers = self.numbers()
-        lines = b"".join(_line(astuple(self._read(number))) for number in numbers)
-        if numbers:
+        noted_entries = {entry.number: entry for entry in map(_parse, lines.splitlines())}
+        entries = []
+        for number in numbers:
+            entry = noted_entries.get(number)
+            is_current = entry and entry.stamp and entry.stamp == self._stamp(number)
+            entries.append(entry if is_current and not entry.error else self._read(number))
+        for number, folder in self._ledger.tombstones():
+            if not folder and number not in numbers:
+                entries += self._expired(number, noted_entries.get(number))
+        entries.sort(key=lambda entry: entry.number)
+        lines = b"".join(_line(astuple(entry)) for entry in entries)
+        if entries:
             # a store that can not be written is read without an index
             with suppress(OSError):
                 self._ledger.note_missing(numbers)
@@ -166,6 +186,19 @@ class Index:
     def _stamp(self, number: int) -> tuple[int, ...]:
         folder = Ref(self._run, self._kind, number).folder
         return self._storage.stamp(f"{folder}/manifest.json") or ()
+
+    def _expired(self, number: int, noted: IndexEntry | None) -> list[IndexEntry]:
+        """A version that is gone, where its manifest still answers."""
+        if noted is None or noted.state != "expired":
+            try:
+                tombstone = self._ledger.tombstone(number)
+            except CorruptError:
+                return []  # `verify` tells of it
+            manifest = self._ledger.manifest(number)
+            if tombstone is None or not tombstone.expired or manifest is None:
+                return []
+            noted = IndexEntry.of(manifest, ())
+        return [replace(noted, state="expired", stamp=())]
 
     def _read(self, number: int) -> IndexEntry:
         """The version as its manifest has it now."""

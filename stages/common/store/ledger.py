@@ -1,11 +1,15 @@
 """The ledger of one kind in one run: every number that was ever given, also to what is gone since.
 
     STORE/<run>/<kind>/.ledger/v000003.4be1c0…    its manifest; the name ends in its content hash
-    STORE/<run>/<kind>/.ledger/v000003.expired    it was deleted on purpose: when and why
+    STORE/<run>/<kind>/.ledger/v000003.expired    its files were taken away: when and why
+    STORE/<run>/policy/.ledger/v000003.expired.optimizer    so was that folder of its files
 
-A number is never given to other content. The folder of a version may be deleted, by `quiver rm` or
-by hand; a copy of its manifest stays here, and the number comes back only with the very same
-content, so that what was made of it is whole again.
+A number is never given to other content. The folder of a version may be taken away, by `quiver gc`,
+`quiver rm` or by hand; a copy of its manifest stays here, and the number comes back only with the
+very same content, so that what was made of it is whole again.
+
+A tombstone is written before the files go, and names the version by its commit. As long as they are
+there the version is what it was, with or without a tombstone.
 
 Only names are read to choose a number, so that costs two listings however many versions there are.
 A process that dies between publishing a version and noting it leaves that to whoever comes next.
@@ -17,7 +21,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 from quiver.schemas.errors import CorruptError
@@ -26,9 +32,30 @@ from quiver.schemas.refs import Ref, version_name
 
 from .storage import Storage
 
-_EXPIRED = "expired"
+OPTIMIZER_FOLDER = "optimizer"
+"""Below a policy's files: its optimizer state, which may be taken away before the rest."""
 _NAME = re.compile(r"v([0-9]{6,})\.([0-9a-f]{64}|)")
 """Of a manifest's copy; whatever else lies there is nobody's."""
+_TOMBSTONE_NAME = re.compile(rf"v([0-9]{{6,}})\.expired(?:\.({OPTIMIZER_FOLDER}))?")
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """That a version, or one folder of its files, was taken away on purpose."""
+
+    at: str
+    """UTC, ISO 8601."""
+    why: str
+    commit_id: str = ""
+    """Of the version that was meant. Empty where nobody could tell."""
+    expired: bool = False
+    """Its time was over: the manifest goes on answering whether the work is done. False: somebody
+    deleted it, and whoever asks for it makes it again."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What plans read of it beside the manifest: texts of small files, by name."""
+
+    def __str__(self) -> str:
+        return f"{self.at} {self.why}".strip()
 
 
 class Ledger:
@@ -54,7 +81,8 @@ class Ledger:
         """Its number is given, for good: the version is visible."""
         self.prepare()
         self._storage.write(self._key(manifest.version, manifest.content_hash), manifest.to_json())
-        self._storage.delete(self._key(manifest.version, _EXPIRED))
+        for folder in ("", OPTIMIZER_FOLDER):
+            self.take_back(manifest.version, folder)
 
     def note_missing(self, visible: list[int]) -> None:
         """Note the visible versions that are not noted yet: those of an earlier Quiver, and those
@@ -95,8 +123,9 @@ class Ledger:
                 key = self._key(number, content_hash)
                 next = f"rm {self._storage.path(key)}"
                 errors.append(CorruptError(key, "is not the manifest that was written", next=next))
+        for number, folder in self.tombstones():
             try:
-                self.expiry(number)
+                self.tombstone(number, folder)
             except CorruptError as error:
                 errors.append(error)
         return errors
@@ -113,31 +142,57 @@ class Ledger:
     def _key(self, number: int, suffix: str) -> str:
         return f"{self._prefix}/{version_name(number)}.{suffix}"
 
-    # -- versions that were deleted on purpose
+    # -- versions that were taken away on purpose
 
-    def expire(self, number: int, why: str) -> None:
-        """Say that the version is deleted on purpose, before it is."""
-        fields = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "why": why}
+    def expire(
+        self,
+        number: int,
+        why: str,
+        *,
+        commit_id: str = "",
+        expired: bool = False,
+        files: Mapping[str, str] | None = None,
+        folder: str = "",
+    ) -> None:
+        """Say that the version, or a folder of its files, is taken away, before it is."""
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        fields = asdict(Tombstone(at, why, commit_id, expired, files or {}))
         line = json.dumps({**fields, "checksum": digest(fields)})
-        self._storage.write(self._key(number, _EXPIRED), line.encode())
+        self.prepare()
+        self._storage.write(self._tombstone_key(number, folder), line.encode())
 
-    def expiry(self, number: int) -> str:
-        """When and why the version was deleted on purpose; empty where it was not.
-        CorruptError."""
-        key = self._key(number, _EXPIRED)
+    def take_back(self, number: int, folder: str = "") -> None:
+        """Forget the tombstone: the files are there, and stay."""
+        self._storage.delete(self._tombstone_key(number, folder))
+
+    def tombstones(self) -> list[tuple[int, str]]:
+        """Number and folder of every tombstone, rising; no folder where it is the version's."""
+        matches = filter(None, map(_TOMBSTONE_NAME.fullmatch, self._storage.list(self._prefix)))
+        return [(int(match[1]), match[2] or "") for match in matches]
+
+    def has_tombstone(self, number: int) -> bool:
+        """Whether the version is to go, or is gone."""
+        return self._storage.exists(self._tombstone_key(number, ""))
+
+    def tombstone(self, number: int, folder: str = "") -> Tombstone | None:
+        """When and why the version, or a folder of its files, was taken away; None where it was
+        not. CorruptError."""
+        key = self._tombstone_key(number, folder)
         try:
             fields = json.loads(self._storage.read(key))
             checksum = fields.pop("checksum")
-            is_whole = checksum == digest(fields)
+            if checksum == digest(fields):
+                return Tombstone(**fields)
         except FileNotFoundError:
-            return ""
+            return None
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            is_whole = False
-        if not is_whole:
-            raise CorruptError(
-                key,
-                "the note that the version was deleted on purpose can not be read",
-                state="the version is gone; its manifest is kept.",
-                next=f"rm {self._storage.path(key)}",
-            )
-        return f"{fields['at']} {fields['why']}".strip()
+            pass
+        raise CorruptError(
+            key,
+            "the note that the version was deleted on purpose can not be read",
+            state="the version is gone; its manifest is kept.",
+            next=f"rm {self._storage.path(key)}",
+        )
+
+    def _tombstone_key(self, number: int, folder: str) -> str:
+        return self._key(number, f"expired.{folder}" if folder else "expired")

@@ -1,68 +1,225 @@
-"""What leaves a store: versions that are deleted on purpose, and damaged ones that are put aside.
+"""What stays in a store, and what leaves it: by its age (`quiver gc`), on purpose (`quiver rm`), or
+since it is damaged.
 
-A version that is deleted is first written down as `expired` in its kind's ledger, then moved to
-`.trash`, then deleted; its manifest and its number stay in the ledger. A damaged one is moved to
-`STORE/.quarantine` and is not expired: what was made of it misses it until it is made again.
+Three kinds of versions are roots:
+
+    tagged     what a tag points at, and what it would go back to
+    newest     the last `keep` of each kind of each run
+    at work    what a stage that is at work reads, and what has its run_key
+
+A version that stays keeps the versions that it was made of, except that a policy which is no root
+itself keeps only the base that its adapter is relative to, and prompts keep no policy, since its
+weights took no part. So rewards can be joined with their rollouts, rollouts be scored again and
+trained on by the policy that sampled them, evaluations be shown with their answers; and a policy
+that is a root can be gone on with: with the rollouts that are replayed, and the reference that its
+KL term holds on to. What is older expires: lineage shows it as `expired`.
+
+The optimizer state of a policy is of use only to who goes on from it. It stays for the last
+`moments` policies of each run, and for those that are tagged or that a stage at work reads.
+
+Manifests stay for ever. What expires, or is deleted by `quiver rm`, is written down in the ledger
+of its kind, then moved to `.trash` by one rename, then deleted (see `trash`). After the tombstones
+are written all is asked once more, and what somebody needs by now stays: whoever tags a version, or
+begins to read it, looks for its tombstone right after saying so.
+
+A damaged version is moved to `STORE/.quarantine` and does not expire: what was made of it misses it
+until it is made again.
 """
 
 from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
-from quiver.schemas.errors import ConfigError, ConflictError, QuiverError
-from quiver.schemas.refs import Ref
+from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, QuiverError
+from quiver.schemas.manifest import Manifest
+from quiver.schemas.refs import KINDS, Ref, as_version, parse
 
+from . import tags, trash
+from .leases import Leases
 from .storage import make_folder, storage_errors
 from .versions import Store
-from .writer import readers_at_work
+from .writer import SOURCES, read_note
 
-_QUARANTINE = ".quarantine"
+QUARANTINE = ".quarantine"
+
+
+@dataclass(frozen=True)
+class StageAtWork:
+    """A stage that some process is at."""
+
+    name: str
+    """What errors call it: `process 17 (demo/rewards)`."""
+    run_key: str
+    refs: frozenset[str]
+    """What it reads."""
+
+
+def stages_at_work(store: Store) -> Iterator[StageAtWork]:
+    """The stages of which somebody holds a lease."""
+    for run, kind in product(store.runs(), KINDS):
+        staging = f"{run}/{kind}/.staging"
+        for folder in store.storage.list(staging):
+            run_key, _, suffix = folder.partition(".")
+            if suffix != "leases":
+                continue
+            leases = Leases(store.storage, f"{staging}/{folder}")
+            holders = list(filter(None, map(leases.holder, leases.names())))
+            if holders:
+                note = read_note(store.storage, f"{staging}/{run_key}.notes/{SOURCES}")
+                refs = frozenset(note["refs"] if note else ())
+                yield StageAtWork(f"process {holders[0].owner.pid} ({run}/{kind})", run_key, refs)
+
+
+@dataclass
+class Kept:
+    """What stays."""
+
+    versions: set[Ref] = field(default_factory=set)
+    optimizer: set[Ref] = field(default_factory=set)
+    """Policies whose optimizer state stays, where they have one."""
+    in_use: set[Ref] = field(default_factory=set)
+    """Those among the versions that a tag or a stage at work names."""
+    run_keys: set[str] = field(default_factory=set)
+    """Of stages at work: what bears one stays, too."""
+
+
+def find_kept(store: Store, keep: int | None, moments: int | None) -> Kept:
+    """What stays, with the last `keep` versions of each kind of each run, and the state of the last
+    `moments` policies; None for all of them. CorruptError where a tag, or the manifest of a
+    version that stays, can not be read: then nobody can tell."""
+    kept = Kept()
+    # first who is at work: whoever has finished before that has published what it made
+    for stage in list(stages_at_work(store)):
+        kept.run_keys.add(stage.run_key)
+        kept.in_use.update(filter(None, map(as_version, stage.refs)))
+    roots = set()
+    for run in store.runs():
+        for name in store.tag_names(run):
+            refs = (store.tagged(run, name), tags.previous(store.history(run, name)))
+            roots.update(parse(ref) for ref in refs if ref)
+    kept.in_use |= roots
+    kept.optimizer |= kept.in_use
+    for run, kind in product(store.runs(), KINDS):
+        newest_first = [Ref(run, kind, number) for number in reversed(store.numbers(run, kind))]
+        roots.update(newest_first[:keep])
+        if kind == "policy":
+            kept.optimizer.update(newest_first[:moments])
+    waiting = [*roots, *kept.in_use]
+    while waiting:
+        ref = waiting.pop()
+        if ref in kept.versions or not store.exists(ref):
+            continue
+        kept.versions.add(ref)
+        waiting += _sources(_manifest(store, ref), is_root=ref in roots)
+    return kept
+
+
+def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
+    """The versions that this one keeps."""
+    names = [entry.ref for entry in manifest.inputs]
+    names += [model.ref for model in manifest.models if model.weights]
+    if manifest.kind == "policy":
+        if is_root:
+            made_with_it = {"advantages", "updates"} & manifest.metrics.keys()
+            names += [manifest.metrics[kind] for kind in made_with_it]
+        else:
+            names = [entry.ref for entry in manifest.inputs if entry.role == "base"]
+    return [ref for ref in map(as_version, names) if ref and str(ref) != manifest.ref]
+
+
+def _manifest(store: Store, ref: Ref) -> Manifest:
+    """The version's manifest, or the ledger's copy where it is torn. CorruptError."""
+    try:
+        return store.version(ref).manifest
+    except CorruptError:
+        manifest = store.ledger(ref.run, ref.kind).manifest(ref.version)
+        if manifest is None:
+            raise
+        return manifest
+
+
+# -- one version
 
 
 def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
     """What refers to a version: tags of its run, and references of versions made of it. A torn tag
     or manifest is passed over; `verify` tells of it."""
-    tags, versions = [], []
+    tag_names, versions = [], []
     for name in store.tag_names(ref.run):
         with suppress(QuiverError):
             if store.tagged(ref.run, name) == str(ref):
-                tags.append(name)
+                tag_names.append(name)
     for other in store.refs():
         with suppress(QuiverError):
             manifest = store.version(other).manifest
             sources = {entry.ref for entry in (*manifest.inputs, *manifest.models)}
             if str(ref) in sources and other != ref:
                 versions.append(str(other))
-    return tags, versions
+    return tag_names, versions
 
 
 def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]:
-    """Delete a version on purpose: its reference, and versions that were made of it.
+    """Delete a version on purpose: its reference, and versions that were made of it. It goes the
+    way of what expires, and out of the trash at once.
 
     ConflictError where a tag points at it, or where a stage that reads it is at work.
     """
     target = store.resolve(ref)
-    for name in store.tag_names(target.run):
-        store.tagged(target.run, name)  # a torn tag may point at it
-    tags, users = users_of(store, target)
-    if tags:
-        raise ConflictError(
-            str(target),
-            f"tag {tags[0]} points at it",
-            next="point the tag at another version first",
-        )
-    readers = readers_at_work(store, target)
-    if readers:
-        raise ConflictError(
-            str(target), f"{readers[0]} reads it", next="wait for it, then delete it"
-        )
-    with storage_errors(target):
-        store.ledger(target.run, target.kind).expire(target.version, why)
-        store.storage.delete_tree(target.folder)
-    return target, users
+    _require_unused(store, target)
+    ledger = store.ledger(target.run, target.kind)
+    with storage_errors(target), trash.open_trash(store.storage) as turn:
+        commit_id = ""
+        with suppress(CorruptError):
+            commit_id = store.version(target).manifest.commit_id
+        ledger.note_missing([target.version])
+        ledger.expire(target.version, why, commit_id=commit_id)
+        try:
+            _require_unused(store, target)
+        except QuiverError:
+            ledger.take_back(target.version)
+            raise
+        turn.take(target)
+    trash.delete(store.storage, f"{turn.folder}/{target.run}")
+    return target, users_of(store, target)[1]
+
+
+def _require_unused(store: Store, ref: Ref) -> None:
+    """ConflictError where a tag points at the version, or a stage at work reads it. CorruptError:
+    a torn tag of the run may point at it."""
+    for name in store.tag_names(ref.run):
+        if store.tagged(ref.run, name) == str(ref):
+            raise ConflictError(
+                str(ref),
+                f"tag {name} points at it",
+                next="point the tag at another version first",
+            )
+    for stage in stages_at_work(store):
+        if str(ref) in stage.refs:
+            raise ConflictError(
+                str(ref), f"{stage.name} reads it", next="wait for it, then delete it"
+            )
+
+
+def restore(store: Store, ref: str | Ref) -> tuple[Ref, list[str]]:
+    """Bring back out of the trash a version whose files expired, or its optimizer state: its
+    reference, and what came back. LineageError where there is nothing to bring back."""
+    target = parse(ref)
+    ledger = store.ledger(target.run, target.kind)
+    restored = []
+    with trash.open_trash(store.storage) as turn:
+        for number, folder in ledger.tombstones():
+            if number == target.version and turn.put_back(target, folder):
+                restored.append(folder or "version")
+    if not restored:
+        store.resolve(target)  # says why it is not there
+        raise ConfigError(str(target), "nothing of it expired", next=f"quiver show {target}")
+    return target, restored
 
 
 def is_damaged(store: Store, ref: Ref) -> bool:
@@ -84,7 +241,7 @@ def quarantine(store: Store, ref: str | Ref) -> tuple[Ref, Path]:
     if not is_damaged(store, target):
         raise ConfigError(str(target), "is whole", next=f"quiver rm {target}")
     name = f"{target.run}-{target.kind}-{target.version}-{uuid.uuid4().hex[:8]}"
-    folder = store.path / _QUARANTINE / name
+    folder = store.path / QUARANTINE / name
     with storage_errors(target):
         store.ledger(target.run, target.kind).note_missing([target.version])
         make_folder(folder.parent)

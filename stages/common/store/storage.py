@@ -36,6 +36,7 @@ _REASONS = {
     errno.EIO: "input/output error",
     errno.EMFILE: "too many open files",
     errno.EFBIG: "a file is larger than the system allows",
+    errno.EXDEV: "it lies on another file system than the store's folder",
 }
 _PROCESS = uuid.uuid4().hex[:8]  # tells this process from those of all hosts that see the file
 _RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)$")
@@ -121,6 +122,15 @@ class Storage:
         return sorted(
             path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
         )
+
+    def stats(self, prefix: str) -> Iterator[os.stat_result]:
+        """Of what has this name and of all below it; what goes meanwhile is left out."""
+        paths = [str(self.path(prefix))]
+        for folder, folder_names, names in os.walk(paths[0]):
+            paths += [os.path.join(folder, name) for name in (*folder_names, *names)]
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                yield os.lstat(path)
 
     def create(
         self, key: str, *, if_absent: bool = False

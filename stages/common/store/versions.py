@@ -7,7 +7,8 @@
     STORE/<run>/tags/<name>                   one reference; its journal is beside it
 
 Reading checks size and sha256 before it parses, and maps files into memory. It never falls back in
-silence: when the newest version is torn, `latest` is an error. Writing is `writer`.
+silence: when the newest version is torn, `latest` is an error. Writing is `writer`. The files of a
+version may expire (see `retention`); what is told of it stays, and is seen `with_expired`.
 
     store = Store("store")
     rollouts = store.open("arith/rollouts@latest")
@@ -18,6 +19,7 @@ silence: when the newest version is torn, `latest` is an error. Writing is `writ
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import logging
@@ -42,9 +44,10 @@ from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
 from quiver.schemas.refs import Ref
 
 from .index import Index, IndexEntry
-from .ledger import Ledger
+from .ledger import OPTIMIZER_FOLDER, Ledger, Tombstone
 from .storage import Storage, storage_errors
 from .tags import Entry, Tag, check_name, is_name
+from .trash import places_of, rescue
 
 if TYPE_CHECKING:
     import datasets
@@ -91,6 +94,9 @@ class VersionFiles:
 
     def read(self, name: str) -> bytes:
         """All bytes of one of them, checked."""
+        tombstone = self._version.tombstone
+        if tombstone is not None and name in tombstone.files:
+            return tombstone.files[name].encode()
         self._version.verify(name)
         return self._storage.read(f"{self._prefix}/{name}")
 
@@ -104,10 +110,13 @@ class Version:
     """One immutable version: its reference and manifest; the data on demand, checked before it is
     parsed."""
 
-    def __init__(self, ref: Ref, storage: Storage) -> None:
+    def __init__(self, ref: Ref, storage: Storage, tombstone: Tombstone | None = None) -> None:
         self.ref = ref
         self.files = VersionFiles(self, storage)
+        self.tombstone = tombstone
+        """Set where its files expired: the manifest is the ledger's, and reading is an error."""
         self._storage = storage
+        self._ledger = Ledger(storage, ref.run, ref.kind)
         self._checked: set[str] = set()
 
     def __repr__(self) -> str:
@@ -116,11 +125,13 @@ class Version:
     @cached_property
     def manifest(self) -> Manifest:
         """What the version says of itself; CorruptError when that is torn or belongs elsewhere."""
-        try:
-            raw = self._storage.read(f"{self.ref.folder}/manifest.json")
-        except FileNotFoundError:
-            raise self.corrupt("manifest.json", "is missing") from None
-        manifest = from_json(raw, str(self.ref))
+        manifest = self._ledger.manifest(self.ref.version) if self.tombstone else None
+        if manifest is None:
+            try:
+                raw = self._storage.read(f"{self.ref.folder}/manifest.json")
+            except FileNotFoundError:
+                raise self.corrupt("manifest.json", "is missing") from None
+            manifest = from_json(raw, str(self.ref))
         if manifest.ref != str(self.ref):
             raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
         if manifest.kind_schema != schema_name(self.ref.kind):
@@ -139,13 +150,32 @@ class Version:
 
     def verify(self, name: str = "") -> None:
         """Check size and sha256 of file `name`, of every file below it where it ends in a slash,
-        or of all files; each once a process. CorruptError."""
+        or of all files that did not expire before the version; each once a process. CorruptError;
+        LineageError where it expired."""
         prefix = name if name.endswith("/") else None
         for entry in self.manifest.files:
             is_meant = name in ("", entry.name) or (prefix and entry.name.startswith(prefix))
-            if is_meant and entry.name not in self._checked:
+            if not is_meant or entry.name in self._checked:
+                continue
+            if name or self.tombstone:
+                self.require(entry.name)
+            if self.tombstone_of(entry.name) is None:
                 self._verify_file(entry.name, entry.bytes, entry.sha256)
                 self._checked.add(entry.name)
+
+    def require(self, name: str) -> None:
+        """LineageError where file `name` expired, be it whole or not."""
+        tombstone = self.tombstone_of(name)
+        if tombstone is not None:
+            folder = "" if self.tombstone else OPTIMIZER_FOLDER
+            raise _expired_error(self._storage, self.ref, tombstone, folder)
+
+    def tombstone_of(self, name: str) -> Tombstone | None:
+        """When and why file `name` expired; None where it is there, or should be. CorruptError."""
+        is_optimizers = name.startswith(f"{OPTIMIZER_FOLDER}/")
+        if self.tombstone or not is_optimizers or self.files.size(name) is not None:
+            return self.tombstone
+        return self._ledger.tombstone(self.ref.version, OPTIMIZER_FOLDER)
 
     def _verify_file(self, name: str, expected_size: int, expected_sha256: str) -> None:
         size = self.files.size(name)
@@ -233,6 +263,7 @@ class Store:
         self.path = Path(path).expanduser().absolute()
         self.storage = Storage(self.path)
         self.written: set[str] = set()
+        self.sees_expired = False
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(
                 f"store {self.path}", "is a file, not a folder", next="name a folder in --store"
@@ -282,6 +313,13 @@ class Store:
 
     # -- reading
 
+    def with_expired(self) -> Store:
+        """The same store, in which versions whose files expired are there too: their manifests, and
+        what else plans read. Whatever else is read of them is a LineageError."""
+        store = copy.copy(self)
+        store.sees_expired = True
+        return store
+
     def runs(self) -> list[str]:
         """Names of all runs, sorted."""
         return [
@@ -292,7 +330,10 @@ class Store:
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Version numbers of one kind in one run, rising."""
-        return self.index(run, kind).numbers()
+        index = self.index(run, kind)
+        if self.sees_expired:
+            return sorted({*index.expired(), *index.numbers()})
+        return index.numbers()
 
     def index(self, run: str, kind: str) -> Index:
         """What can be asked of all versions of one kind at once."""
@@ -324,13 +365,16 @@ class Store:
         at. LineageError."""
         parsed = refs.parse(ref, run)
         if isinstance(parsed.version, int):
-            if not self._is_folder(parsed.folder):
-                expiry = self.ledger(parsed.run, parsed.kind).expiry(parsed.version)
-                why = (
-                    f"it was deleted on purpose: {expiry}" if expiry else "there is no such version"
-                )
-                raise self._nowhere(parsed, why)
-            return parsed
+            if self._is_folder(parsed.folder):
+                return parsed
+            tombstone = self.ledger(parsed.run, parsed.kind).tombstone(parsed.version)
+            if tombstone is None:
+                raise self._nowhere(parsed, "there is no such version")
+            if not tombstone.expired:
+                raise self._nowhere(parsed, f"it was deleted on purpose: {tombstone}")
+            if self.sees_expired:
+                return parsed
+            raise _expired_error(self.storage, parsed, tombstone)
         if parsed.version == "latest":
             numbers = self.numbers(parsed.run, parsed.kind)
             if not numbers:
@@ -351,9 +395,11 @@ class Store:
         return version
 
     def find(self, run: str, kind: str, run_key: str, above: int = -1) -> Version | None:
-        """The newest complete version that bears `run_key` and a number above `above`, or None. One
-        whose manifest is torn is passed over, with a warning."""
-        for number in reversed(self.index(run, kind).find(run_key)):
+        """The newest complete version that bears `run_key` and a number above `above`, or None; one
+        whose files expired only where there is no other. One whose manifest is torn is passed over,
+        with a warning."""
+        numbers = self.index(run, kind).find(run_key, expired=self.sees_expired)
+        for number in reversed(numbers):
             version = self.version(Ref(run, kind, number))
             try:
                 if number > above and version.manifest.run_key == run_key:
@@ -368,7 +414,10 @@ class Store:
             raise CorruptError(
                 str(ref), "the folder is a link", next="replace the link by the folder itself"
             )
-        return Version(ref, self.storage)
+        tombstone = None
+        if self.sees_expired and not self.exists(ref):
+            tombstone = self.ledger(ref.run, ref.kind).tombstone(ref.version)
+        return Version(ref, self.storage, tombstone)
 
     def exists(self, ref: Ref) -> bool:
         """Whether the version is there, torn or whole."""
@@ -411,7 +460,14 @@ class Store:
         target = self.resolve(ref, run)
         with storage_errors(f"{run} tag {name}"):
             self._tag(run, name).move(str(target), expected, why, key, about or {})
+            self.hold(target)
         return target
+
+    def hold(self, ref: Ref) -> None:
+        """See to it that the version stays, now that a tag points at it, or a stage that reads it
+        is at work. LineageError where it is gone; BusyError where it can not be told in time."""
+        rescue(self.storage, ref)
+        self.resolve(ref)
 
     def tagged(self, run: str, name: str) -> str | None:
         """The reference that tag `name` of `run` holds; None where there is no such tag."""
@@ -430,6 +486,21 @@ class Store:
         """What became of tag `name` of `run`, oldest first; empty for a tag that never moved.
         CorruptError."""
         return self._tag(run, check_name(name)).history()
+
+
+def _expired_error(
+    storage: Storage, ref: Ref, tombstone: Tombstone, folder: str = ""
+) -> LineageError:
+    """The error of whoever reads what expired."""
+    is_in_trash = bool(places_of(storage, ref, folder))
+    where = "still lie in the trash" if is_in_trash else "are deleted"
+    return LineageError(
+        str(ref),
+        f"its {f'files in {folder}/' if folder else 'files'} expired and {where}: "
+        f"{printable(tombstone)}",
+        state="its manifest is kept; nothing was changed.",
+        next=f"quiver gc --restore {ref}" if is_in_trash else f"quiver lineage {ref}",
+    )
 
 
 def _marker() -> str:

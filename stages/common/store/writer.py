@@ -42,7 +42,6 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +57,21 @@ from quiver.schemas.errors import (
     printable,
 )
 from quiver.schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
-from quiver.schemas.refs import KINDS, Ref
+from quiver.schemas.refs import Ref, as_version
 from quiver.stages.common.runtime.stage import Plan
 
 from .leases import Lease, Leases, Link
 from .ledger import Ledger
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import Storage, storage_errors
-from .versions import Store, Version, schema_module, schema_name
+from .trash import rescue
+from .versions import Version, schema_module, schema_name
 
 ROWS_PER_SHARD = 256
 _JOIN_SECONDS = 10.0
 _KEPT_SUFFIXES = (".notes", ".leases", ".resume")
 """Of what lies beside the staged files and is no candidate."""
-_SOURCES = "sources"
+SOURCES = "sources"
 """The note that names what the stage reads."""
 _PACKAGES = (
     "accelerate",
@@ -198,7 +198,7 @@ class Writer:
 
     def read_note(self, name: str) -> dict[str, Any] | None:
         """What a note says; None where there is none, or one that is not whole."""
-        return _read_note(self._storage, f"{self._prefix}.notes/{name}")
+        return read_note(self._storage, f"{self._prefix}.notes/{name}")
 
     def write_note(self, name: str, fields: dict[str, Any]) -> None:
         """Note something beside the shards."""
@@ -480,10 +480,14 @@ class Staging:
             self._close(presence)
 
     def _note_sources(self) -> None:
-        """Note what is read, so that nobody deletes it meanwhile."""
+        """Note what is read, so that nobody takes it away meanwhile."""
         sources = [str(version.ref) for version in self.plan.inputs.values()]
         sources += [model.ref for model in self.plan.models]
-        self.last.write_note(_SOURCES, {"refs": sources})
+        self.last.write_note(SOURCES, {"refs": sources})
+        for model_ref in filter(None, (as_version(model.ref) for model in self.plan.models)):
+            rescue(self.plan.store.storage, model_ref)  # not every stage reads its models
+        for version in self.plan.inputs.values():
+            self.plan.store.hold(version.ref)
 
     @contextmanager
     def _ended_by_others(self) -> Iterator[None]:
@@ -607,7 +611,7 @@ def _noted(fields: dict[str, Any]) -> bytes:
     return json.dumps({**fields, "checksum": digest(fields)}).encode()
 
 
-def _read_note(storage: Storage, key: str) -> dict[str, Any] | None:
+def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
     """What a note says; None where there is none, or one that is not whole."""
     try:
         fields = json.loads(storage.read(key))
@@ -626,7 +630,7 @@ def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]
     for folder in storage.list(staging):
         names = storage.list(f"{staging}/{folder}") if folder.endswith(".notes") else []
         for name in names:
-            is_ours = name in ("plan", _SOURCES) or name.endswith((".arrow.json", ".report"))
+            is_ours = name in ("plan", SOURCES) or name.endswith((".arrow.json", ".report"))
             if is_ours and _is_damaged(storage, f"{staging}/{folder.removesuffix('.notes')}", name):
                 errors.append(
                     CorruptError(
@@ -646,28 +650,13 @@ def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
         fields = json.loads(storage.read(key))
         if not isinstance(fields, dict) or "checksum" not in fields:
             return False  # of an earlier Quiver: its shards are done again anyway
-    note = _read_note(storage, key)
+    note = read_note(storage, key)
     if note is None or "sha256" not in note:
         return note is None
     try:
         return storage.sha256(f"{prefix}/{name.removesuffix('.json')}") != note["sha256"]
     except (FileNotFoundError, CorruptError):
         return True
-
-
-def readers_at_work(store: Store, ref: Ref) -> list[str]:
-    """The stages that are at work and read version `ref`: `process 17 (demo/rewards)`."""
-    readers = []
-    for run, kind in product(store.runs(), KINDS):
-        staging = f"{run}/{kind}/.staging"
-        for folder in store.storage.list(staging):
-            run_key, _, suffix = folder.partition(".")
-            note = _read_note(store.storage, f"{staging}/{folder}/{_SOURCES}")
-            if suffix == "notes" and note is not None and str(ref) in note["refs"]:
-                leases = Leases(store.storage, f"{staging}/{run_key}.leases")
-                holders = filter(None, map(leases.holder, leases.names()))
-                readers += [f"process {holder.owner.pid} ({run}/{kind})" for holder in holders]
-    return readers
 
 
 def _summed(seconds: list[dict[str, float]]) -> dict[str, float]:

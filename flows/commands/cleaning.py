@@ -1,0 +1,92 @@
+"""`quiver gc`: what a store no longer needs goes, or is only told."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .shared import StorePath, open_store, say
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+
+
+def gc(
+    apply: Annotated[
+        bool, typer.Option("--apply", help="do it; otherwise it is only told")
+    ] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option(help="versions of each kind of each run that stay; default: all", min=1),
+    ] = None,
+    moments: Annotated[
+        int, typer.Option(help="policies of each run whose optimizer state stays", min=1)
+    ] = 1,
+    grace_hours: Annotated[
+        float, typer.Option(help="how long what goes can be brought back", min=0)
+    ] = 24,
+    restore: Annotated[
+        str | None, typer.Option(help="bring this version back instead", metavar="REF")
+    ] = None,
+    store: StorePath = None,
+) -> None:
+    """Free what is no longer needed: optimizer state of older policies, what was staged and given
+    up, what lies in the trash; with --keep older versions too. Their manifests stay."""
+    from quiver.stages.common.store import retention
+    from quiver.stages.common.store.collection import Rule, collect
+
+    opened = open_store(store)
+    if restore is not None:
+        ref, what = retention.restore(opened, restore)
+        say({"restored": str(ref), "what": what}, [f"{ref} is back"])
+        return
+    rule = Rule(keep, moments, grace_hours * 3600)
+    collected = collect(opened, rule, apply=apply)
+    to_trash = [*collected.optimizer, *collected.versions]
+    lines = [
+        f"{candidate.ref} {candidate.folder:<10} {in_words(candidate.bytes):>10}"
+        for candidate in to_trash
+    ]
+    lines += [
+        f"{leftover.run} staged {leftover.run_key[:12]} {in_words(leftover.bytes)}"
+        for leftover in collected.staging
+    ]
+    lines += [
+        f".quarantine/{name} {in_words(count)}: delete it by hand when nobody needs it"
+        for name, count in collected.quarantine.items()
+    ]
+    answer = {
+        "applied": apply,
+        "versions": [{"ref": str(each.ref), "bytes": each.bytes} for each in collected.versions],
+        "optimizer": [{"ref": str(each.ref), "bytes": each.bytes} for each in collected.optimizer],
+        "staging": [
+            {"run": each.run, "run_key": each.run_key, "bytes": each.bytes}
+            for each in collected.staging
+        ],
+        "deleted_bytes": collected.deleted_bytes,
+        "trash_bytes": collected.trash_bytes,
+        "quarantine": collected.quarantine,
+    }
+    moved = sum(candidate.bytes for candidate in to_trash)
+    freed = collected.deleted_bytes + sum(each.bytes for each in collected.staging)
+    would = "" if apply else "would be "
+    lines += [
+        f"{in_words(moved)} {would}moved to the trash, {in_words(freed)} {would}deleted",
+        f"{in_words(collected.trash_bytes)} {'lie' if apply else 'would lie'} in the trash: what "
+        f"is there for {grace_hours:g} hours is deleted by the next quiver gc --apply",
+    ]
+    say(answer, lines)
+
+
+def in_words(count: int) -> str:
+    """So many bytes, for people.
+
+    >>> in_words(1076186100), in_words(0)
+    ('1.1 GB', '0 bytes')
+    """
+    size = float(count)
+    for unit in _UNITS:
+        if size < 1000 or unit == _UNITS[-1]:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError

@@ -1,0 +1,166 @@
+"""Where versions lie that were taken away and are not deleted yet, and whose turn it is to take.
+
+    STORE/.trash/1764000000-12/arith/rollouts/v000003            what the twelfth took, and when
+    STORE/.trash/1764000000-12/arith/policy/v000003.optimizer    a folder of a version's files
+    STORE/.trash/1764000060-13.open/                             of the process that is at it now
+    STORE/.leases/gc/000013                                      which one that is
+
+A version goes there whole, by one rename, after its tombstone is in the ledger; and back the same
+way, as long as nothing is deleted. One process at a time does either. One that was asleep while
+another took over finds its folder renamed, and so takes nothing any more.
+
+    with open_trash(storage) as trash:
+        trash.take(ref)
+    rescue(storage, ref)        # whoever needs a version that is to go, or has just gone
+
+Not of the spine: nothing lies there that a run reads.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from quiver.schemas.errors import BusyError
+from quiver.schemas.refs import Ref
+
+from .leases import Lease, Leases
+from .ledger import Ledger
+from .storage import Storage, storage_errors
+
+WAIT_SECONDS = 10.0
+"""How long whoever wants to take a version away, or back, waits for another that does."""
+_FOLDER = ".trash"
+_LEASES = ".leases"
+_LEASE = "gc"
+_OPEN = ".open"
+_NAME = re.compile(rf"([0-9]+)-([0-9]+)(?:\{_OPEN})?")
+_HALF_DELETED = re.compile(r".+\.[0-9a-f]{8}\.gone")
+
+
+class Trash:
+    """What one process takes away, or back, while it is its turn."""
+
+    def __init__(self, storage: Storage, lease: Lease) -> None:
+        self._storage = storage
+        self._lease = lease
+        self.number = int(lease.key.rpartition("/")[2])
+        """Of its turn."""
+        self.folder = f"{_FOLDER}/{int(time.time())}-{self.number}"
+        """Where it lies once this process has finished."""
+
+    def take(self, ref: Ref, folder: str = "") -> bool:
+        """Move the version, or a folder of its files, here in one step. False where it is not
+        there any more. BusyError where another process took over."""
+        source = f"{ref.folder}/{folder}" if folder else ref.folder
+        target = f"{self.folder}{_OPEN}/{_place(ref, folder)}"
+        with storage_errors(ref):
+            self._storage.make_prefix(target.rpartition("/")[0])
+            try:
+                if self._lease.is_held() and self._storage.publish(source, target):
+                    return True
+            except FileNotFoundError:
+                if not self._storage.exists(source):
+                    return False
+        raise _busy(str(ref), "another process took over while this one was not heard of")
+
+    def put_back(self, ref: Ref, folder: str = "") -> bool:
+        """Let the version, or a folder of its files, be where it was, and forget the tombstone.
+        False where it is deleted already."""
+        target = f"{ref.folder}/{folder}" if folder else ref.folder
+        with storage_errors(ref):
+            if folder and not self._storage.exists(ref.folder):
+                return False
+            if not self._storage.exists(target):
+                places = places_of(self._storage, ref, folder)
+                if not places or not self._storage.publish(places[-1], target):
+                    return False
+            Ledger(self._storage, ref.run, ref.kind).take_back(ref.version, folder)
+        return True
+
+    def close(self) -> None:
+        """Take nothing any more; what lies here waits to be deleted."""
+        if self._storage.exists(f"{self.folder}{_OPEN}"):
+            self._storage.publish(f"{self.folder}{_OPEN}", self.folder)
+
+
+@contextmanager
+def open_trash(storage: Storage) -> Iterator[Trash]:
+    """The turn to take versions away, or back. BusyError where another process has it."""
+    leases = Leases(storage, _LEASES, "gc")
+    deadline = time.monotonic() + WAIT_SECONDS
+    with storage_errors("trash"):
+        while (lease := leases.take_when_stale(_LEASE)) is None:
+            if time.monotonic() > deadline:
+                holder = leases.holder(_LEASE)
+                process = f"process {holder.owner.pid}" if holder else "another process"
+                raise _busy("trash", f"{process} takes versions away just now")
+            time.sleep(0.1)
+    trash = Trash(storage, lease)
+    try:
+        with storage_errors("trash"):
+            for name in storage.list(_FOLDER):  # of those that died, or were asleep
+                if name.endswith(_OPEN):
+                    storage.publish(f"{_FOLDER}/{name}", f"{_FOLDER}/{name.removesuffix(_OPEN)}")
+            for number in storage.list(f"{_LEASES}/{_LEASE}"):
+                if number.isdecimal() and int(number) < trash.number:
+                    storage.delete(leases.key(_LEASE, int(number)))
+        yield trash
+    finally:
+        trash.close()
+        lease.release()
+
+
+def rescue(storage: Storage, ref: Ref) -> None:
+    """Let a version stay, or come back, that is to go: a tag points at it from now on, or a stage
+    reads it. Nothing where it is not to go, or is deleted already. BusyError."""
+    if Ledger(storage, ref.run, ref.kind).has_tombstone(ref.version):
+        with open_trash(storage) as trash:
+            trash.put_back(ref)
+
+
+def places_of(storage: Storage, ref: Ref, folder: str = "") -> list[str]:
+    """Where the version, or a folder of its files, lies in the trash, the newest last."""
+    matches = filter(None, map(_NAME.fullmatch, storage.list(_FOLDER)))
+    oldest_first = sorted(matches, key=lambda match: (int(match[1]), int(match[2])))
+    keys = [f"{_FOLDER}/{match[0]}/{_place(ref, folder)}" for match in oldest_first]
+    return [key for key in keys if storage.exists(key)]
+
+
+def contents(storage: Storage, runs: Collection[str] | None = None) -> list[tuple[str, float]]:
+    """Keys of what lies in the trash, one for each run (None: of every run) that a process took
+    from, and for how many seconds by now. What was half deleted counts as older than anything."""
+    entries = []
+    for name in storage.list(_FOLDER):
+        if name.endswith(_OPEN):
+            continue
+        match = _NAME.fullmatch(name)
+        taken_from = storage.list(f"{_FOLDER}/{name}")
+        if _HALF_DELETED.fullmatch(name) or (match and not taken_from):
+            entries.append((f"{_FOLDER}/{name}", float("inf")))
+        elif match:
+            for run in taken_from:
+                if _HALF_DELETED.fullmatch(run):
+                    entries.append((f"{_FOLDER}/{name}/{run}", float("inf")))
+                elif runs is None or run in runs:
+                    entries.append((f"{_FOLDER}/{name}/{run}", time.time() - int(match[1])))
+    return entries
+
+
+def delete(storage: Storage, key: str) -> None:
+    """Delete for good what `contents` names."""
+    folder = key.rpartition("/")[0]
+    with storage_errors(key):
+        storage.delete_tree(key)
+        if folder != _FOLDER and not storage.list(folder):
+            storage.delete_tree(folder)
+
+
+def _place(ref: Ref, folder: str) -> str:
+    return f"{ref.folder}.{folder}" if folder else ref.folder
+
+
+def _busy(name: str, message: str) -> BusyError:
+    return BusyError(name, message, next="wait for it, then run the same command again")
