@@ -28,7 +28,7 @@ COMMANDS = (
     running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy, placing.doctor,
     versions.ls, versions.show, versions.lineage, versions.diff, versions.verify,
     versions.rm, versions.tag, versions.history, versions.report,
-    listing.algorithms, listing.rewards, listing.engines,
+    listing.keys, listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip
 app = typer.Typer(
     help="Post-training of language models as a chain of stages, linked by versioned datasets.",
