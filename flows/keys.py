@@ -52,11 +52,13 @@ _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", A
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _HEAD = """# Keys of a recipe
 
-Every key that a recipe may have, with its section; `quiver keys` prints the same, and `quiver keys optimize.learning_rate` one of them.
-This page is written by `make keys` from the docstrings in the code: change it there.
+Every key that a recipe may have, by section. `quiver keys` prints the same, and
+`quiver keys optimize.learning_rate` one of them. This page is written by `make keys` from the
+docstrings in the code: change it there.
 
-**run_key**: "yes": another value makes other versions; a path, a function or a model counts by its bytes. "no": it decides only where, when or
-how fast the work runs, or which versions a stage is given. "if set": as yes, while it has another value than its default.
+**run_key**: "yes": another value makes other versions; a path, a function or a model counts by its
+bytes. "no": it decides only where, when or how fast the work runs, or which versions a stage is
+given. "if set": as yes, while it has another value than its default.
 """
 
 
@@ -199,8 +201,7 @@ def look_up(name: str | None) -> list[Section]:
         near = [by_name[close] for close in difflib.get_close_matches(path, by_name, 1, 0.5)]
         raise ConfigError(
             f"key {printable(name)}",
-            "no recipe has such a key or section"
-            + (f"; did you mean {near[0]}?" if near else ""),
+            "no recipe has such a key or section" + (f"; did you mean {near[0]}?" if near else ""),
             next=f"quiver keys {near[0]}" if near else "quiver keys",
         )
     return matches
@@ -214,7 +215,11 @@ def lines_of(found_sections: list[Section], *, with_text: bool) -> list[str]:
         width = max((len(key.name) for key in section.keys), default=0)
         for key in section.keys:
             default = "must be set" if key.default is None else f"default {key.default}"
-            run_key = {"yes": "", "no": " · not in the run_key", "if set": " · in the run_key if set"}
+            run_key = {
+                "yes": "",
+                "no": " · not in the run_key",
+                "if set": " · in the run_key if set",
+            }
             lines.append(f"  {key.name:<{width}}  {key.type} · {default}{run_key[key.run_key]}")
             if with_text:
                 lines += [f"      {line}" for line in key.description.splitlines()]

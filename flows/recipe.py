@@ -65,7 +65,9 @@ class Data(SourceConfig):
         """The held-out source: [data] with the keys of [data.held_out] put over it. It has no limit
         unless [data.held_out] sets one."""
         train = self.model_dump(exclude={"held_out", "limit", "source_sha256"})
-        return parse(SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True)
+        return parse(
+            SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True
+        )
 
 
 class Reference(Config):
@@ -380,7 +382,12 @@ class Recipe(Config):
         if evaluation:
             section = _merge(section, self.evaluate.generate)
         fields = {"seed": self.seed, "iteration": 0 if evaluation else iteration, **section}
-        return parse(GenerateConfig, fields, "evaluate.generate" if evaluation else "generate", is_section=True)
+        return parse(
+            GenerateConfig,
+            fields,
+            "evaluate.generate" if evaluation else "generate",
+            is_section=True,
+        )
 
     def is_measured(self, iteration: int) -> bool:
         """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""

@@ -33,7 +33,7 @@ from quiver.stages.common.plugins import ROOMS
 _RUNTIME = "runtime knob: not part of the run_key"
 _ADDED = "came later: not part of the run_key while it has its default"
 _SURE = 0.8
-"""A misspelt key that is spelled this much like one beside it means that one."""
+"""A misspelt key that is spelled more like one beside it than this means that one."""
 _T = TypeVar("_T")
 Runtime = Annotated[_T, _RUNTIME]
 Added = Annotated[_T, _ADDED]
@@ -188,7 +188,7 @@ def _explain(
             problem = f"{path} is missing"
         elif isinstance(cause, ConfigError) and not path:
             problem = cause.message  # names its keys itself
-            key = cause.next.removeprefix("quiver keys ")
+            _, _, key = cause.next.partition("quiver keys ")
         else:
             message = cause.message if isinstance(cause, ConfigError) else entry["msg"]
             problem = printable(message.removeprefix("Value error, "))
@@ -233,9 +233,7 @@ def _place(cls: type[BaseModel], location: tuple[int | str, ...], prefix: list[s
     return _Place(".".join(shown), names, section)
 
 
-def _similar_keys(
-    cls: type[BaseModel], place: _Place, key: str, prefix: list[str]
-) -> list[str]:
+def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[str]) -> list[str]:
     """The paths of what an unknown key may mean: the key beside it whose initials it is (lr:
     learning_rate) or that is spelled like it, or those that have its name in other sections."""
     names = list(getattr(place.section, "model_fields", {}))
@@ -244,7 +242,7 @@ def _similar_keys(
             return [".".join([*place.names, name])]
     near = difflib.get_close_matches(key, names, 1, 0.5)
     beside = [".".join([*place.names, name]) for name in near]
-    if near and difflib.SequenceMatcher(None, key, near[0]).ratio() >= _SURE:
+    if near and difflib.SequenceMatcher(None, key, near[0]).ratio() > _SURE:
         return beside
     paths = [".".join([*prefix, entry.path]) for entry in keys_of(cls)]
     leaves = [path.rpartition(".")[2] for path in paths]

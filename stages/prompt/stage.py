@@ -144,9 +144,9 @@ def _fill_in(config: Config, source: sources.Source) -> Config:
     together."""
     if config.source_sha256 not in ("", source.sha256):
         raise ConfigError(
-            f"prompt.source {printable(config.source)}",
+            f"data.source {printable(config.source)}",
             f"sha256 expected {config.source_sha256[:12]}…, found {source.sha256[:12]}…",
-            next="restore the source, or take source_sha256 out of the recipe",
+            next="restore the source, or take data.source_sha256 out of the recipe",
         )
     columns = source.table.column_names
     column_list = printable(", ".join(columns))
@@ -155,15 +155,16 @@ def _fill_in(config: Config, source: sources.Source) -> Config:
         raise ConfigError(
             f"source {printable(config.source)}",
             f"has none of the columns {', '.join(INPUTS)}; it has {column_list}",
-            next="set prompt.messages, prompt.prompt or prompt.prompt_ids to one of them",
+            next="set data.messages, data.prompt or data.prompt_ids to one of them",
         )
     column = getattr(config, input_name) or input_name
     for field, name in ((input_name, column), ("group_id", config.group_id)):
         if name is not None and name not in columns:
             raise ConfigError(
-                f"prompt.{field} {printable(name)}",
-                f"the source has no such column; it has {column_list}{did_you_mean(name, columns)}",
-                next=f"set prompt.{field} to one of them",
+                f"data.{field} {printable(name)}",
+                f"{printable(config.source)} has no such column; it has {column_list}"
+                f"{did_you_mean(name, columns)}",
+                next=f"set data.{field} to one of them",
             )
     return config.model_copy(update={input_name: column, "source_sha256": source.sha256})
 
@@ -203,7 +204,7 @@ def _group_ids(config: Config, source: sources.Source) -> list[str]:
             raise ConfigError(
                 f"source {printable(config.source)} row {row + 1}",
                 f"group id {printable(repr(cell))} {problem}",
-                next="make the group ids unique, or leave prompt.group_id out",
+                next="make the group ids unique, or leave data.group_id out",
             )
         names[name] = row
     return list(names)
