@@ -26,7 +26,8 @@ from .commands.shared import CALLED, keep_stdout, say, with_options
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
     running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy, placing.doctor,
-    versions.ls, versions.show, versions.lineage, versions.diff, versions.verify,
+    versions.ls, versions.show, versions.lineage, versions.diff, versions.compare,
+    versions.verify,
     versions.rm, versions.tag, versions.history, versions.report,
     listing.keys, listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip

@@ -4,6 +4,7 @@ are whole; tags."""
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,8 @@ from quiver.schemas.refs import Ref, check_name, parse
 
 from .next_step import complete, options_in
 from .shared import CALLED, Reference, StorePath, open_store, say
+
+Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
 
 
 def ls(
@@ -84,6 +87,45 @@ def diff(
     ]
     lines += [f"{key}: {differences[key]}" for key in ("rows", "rewards") if key in differences]
     say(differences, lines)
+
+
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help=Compared)],
+    second: Annotated[str, typer.Argument(metavar="B", help=Compared)],
+    store: StorePath = None,
+) -> None:
+    """How much better B scores than A, prompt by prompt."""
+    from quiver.stages.evaluate.comparison import compare as compare_evaluations
+
+    from .compare import find_evaluation
+
+    opened = open_store(store)
+    a, b = find_evaluation(opened, first), find_evaluation(opened, second)
+    answer = compare_evaluations(opened, a, b)
+    lines = []
+    for letter in "ab":
+        side = answer[letter]
+        stderr = "" if side["stderr"] is None else f" ± {side['stderr']:.4f}"
+        lines.append(
+            f"{letter.upper()}  {side['ref']}  {side['policy']}  {side['score']:.4f}{stderr}  "
+            f"(standard error, n = {side['n']})"
+        )
+    rows = {"score": answer["difference"]["score"]}
+    rows |= {f"pass@{k}": row for k, row in answer["difference"]["pass@k"].items()}
+    lines.append(f"B − A over the {rows['score']['n']} prompts that both have a score for:")
+    for name, row in rows.items():
+        low, high = row["interval"] or (math.nan, math.nan)
+        lines.append(
+            f"   {name:<8} {row['score']:+.4f}   {answer['confidence']:.0%} interval "
+            f"{low:+.4f} … {high:+.4f}"
+        )
+    lines.append(
+        f"   {answer['better']} prompts better, {answer['worse']} worse, {answer['equal']} equal"
+    )
+    if answer["only_a"] or answer["only_b"]:
+        lines.append(f"   left out: {answer['only_a']} only in A, {answer['only_b']} only in B")
+    lines += [f"   note: {note}" for note in answer["notes"]]
+    say(answer, lines)
 
 
 def verify(
