@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
@@ -230,6 +230,10 @@ class Recipe(Config):
     """When a nightly run's policy becomes the one in use."""
     placement: Placement = Placement()
     """Work pools, interpreters, time limits, retries and slots."""
+    _looked_up: dict[str, Config] = PrivateAttr(default_factory=dict)
+    """The sections as `resolved` left them."""
+    _columns: dict[str, list[str]] = PrivateAttr(default_factory=dict)
+    """See `columns`."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
@@ -342,22 +346,40 @@ class Recipe(Config):
     def resolved(self) -> Recipe:
         """With what it names outside the store looked up: the defaults of the algorithm, the base
         model's hash, the hash and the input column of each source. So a run asks for each once,
-        before anything is made. ConfigError."""
+        before anything is made; what is resolved stays as it is. ConfigError."""
+        names = ("data", "policy", "optimize")
+        if all(self._looked_up.get(name) is getattr(self, name) for name in names):
+            return self
         algorithm = optimize.resolve(self.optimize_config())
-        source = _source_fields(self.prompt_config(1))
-        section = self.held_out_resolved().data.model_copy(update=source)
-        policy = checkpoints.resolve(self.policy)
-        trained = self.optimize.model_copy(update=dict(algorithm))
-        return self.model_copy(update={"data": section, "policy": policy, "optimize": trained})
+        source, columns = _source_fields(self.prompt_config(1))
+        with_held_out = self.held_out_resolved()
+        resolved = self.model_copy(
+            update={
+                "data": with_held_out.data.model_copy(update=source),
+                "policy": checkpoints.resolve(self.policy),
+                "optimize": self.optimize.model_copy(update=dict(algorithm)),
+            }
+        )
+        resolved._looked_up = {name: getattr(resolved, name) for name in names}
+        resolved._columns = {**with_held_out._columns, "data": columns}
+        return resolved
+
+    @property
+    def columns(self) -> dict[str, list[str]]:
+        """The names of the columns of each source, by its section (data, data.held_out), once the
+        recipe is resolved."""
+        return self._columns
 
     def held_out_resolved(self) -> Recipe:
         """With the held-out source alone looked up, which is all that a measurement reads."""
         if self.data.held_out is None:
             return self
-        source = _source_fields(self.prompt_config(0, evaluation=True))
+        source, columns = _source_fields(self.prompt_config(0, evaluation=True))
         held_out = {**self.data.held_out, **source}
         section = self.data.model_copy(update={"held_out": held_out})
-        return self.model_copy(update={"data": section})
+        recipe = self.model_copy(update={"data": section})
+        recipe._columns = {"data.held_out": columns}
+        return recipe
 
     # Prefect's form sends every default as if it had been typed in; so what a section says is what
     # differs from its defaults, and a field that stands for another's value has the default None
@@ -410,10 +432,10 @@ class Recipe(Config):
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
 
 
-def _source_fields(config: PromptConfig) -> dict[str, Any]:
-    """The fields of a source that looking at it fills in."""
-    resolved = prompt.resolve(config)
-    return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}
+def _source_fields(config: PromptConfig) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a source that looking at it fills in, and its columns."""
+    resolved, columns = prompt.resolve_with_columns(config)
+    return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

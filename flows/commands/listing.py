@@ -57,8 +57,8 @@ def algorithms() -> None:
 
 
 def rewards() -> None:
-    """What can score: functions that come with Quiver, with their arguments, and the dialects in
-    which servers are asked."""
+    """What can score: functions and dialects of servers. Functions that come with Quiver, with
+    their arguments, and the dialects in which servers are asked."""
     from quiver.stages.reward.functions import FUNCTIONS
     from quiver.stages.reward.servers.dialects import DIALECTS
 

@@ -51,7 +51,7 @@ def serve(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Run a recipe on a schedule from this very process, until Ctrl-C: for a laptop, without work
+    """Run a recipe on a schedule from this process. For a laptop: until Ctrl-C, without work
     pools."""
     loaded = read_recipe(recipe, settings, store)
     where = _room_above("deploy").Where("", cron, timezone, overlap, tuple(on or ()), now=now)
@@ -77,8 +77,8 @@ def deploy(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Register a recipe with a Prefect server: which workers run it, when, and what starts it
-    besides."""
+    """Register a recipe with a Prefect server. It says which workers run it, when, and what starts
+    it besides."""
     module = _room_above("deploy")
     where = module.Where(pool, cron, timezone, overlap, tuple(on or ()), image, folder, now)
     outcome = module.deploy(read_recipe(recipe, settings, store), where)
@@ -100,8 +100,8 @@ def doctor(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """List the deployments on the Prefect server that were registered under names of before: no run
-    of theirs can start until they are registered again. Or put a damaged version aside."""
+    """List deployments that can not start, or put a version aside. Those that were registered under
+    names of before can start no run until they are registered again."""
     if quarantine:
         from quiver.stages.common.store.retention import quarantine as put_aside
 

@@ -15,7 +15,7 @@ from quiver.schemas.errors import CorruptError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
 from .next_step import complete, options_in
-from .shared import CALLED, Reference, StorePath, open_store, say
+from .shared import CALLED, ReadReference, Reference, StorePath, open_store, say
 
 Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
 
@@ -40,7 +40,7 @@ def ls(
 
 
 def show(
-    ref: Reference,
+    ref: ReadReference,
     n: Annotated[int, typer.Option("-n", help="how many rows", min=0)] = 3,
     store: StorePath = None,
 ) -> None:
@@ -55,7 +55,7 @@ def show(
     say({"ref": str(version.ref), "manifest": manifest, "rows": first_rows}, lines)
 
 
-def lineage(ref: Reference, store: StorePath = None) -> None:
+def lineage(ref: ReadReference, store: StorePath = None) -> None:
     """What a version was made of, down to the sources."""
     from quiver.stages.report.lineage import lineage as trace
 
@@ -73,11 +73,11 @@ def lineage(ref: Reference, store: StorePath = None) -> None:
 
 
 def diff(
-    first: Reference,
-    second: Reference,
+    first: ReadReference,
+    second: ReadReference,
     store: StorePath = None,
 ) -> None:
-    """What differs between two versions of one kind: config, models, metrics, rows."""
+    """What differs between two versions: config, metrics, rows."""
     from .compare import diff as compare
 
     differences = compare(open_store(store), first, second)
@@ -133,7 +133,7 @@ def verify(
     ref: Annotated[str | None, typer.Argument(help="only this version", metavar="[REF]")] = None,
     store: StorePath = None,
 ) -> None:
-    """Check every byte: sizes, hashes, schemas, and that no input is missing."""
+    """Check every byte. Sizes, hashes, schemas, and that no input is missing."""
     from quiver.stages.common.verification import verify as verify_store
 
     checked, bad = verify_store(open_store(store), ref)
@@ -164,7 +164,7 @@ def tag(
     reason: Annotated[str, typer.Option(help="why, for its history")] = "",
     store: StorePath = None,
 ) -> None:
-    """Point a tag of the version's run at it; `run/kind@tag` then means this version."""
+    """Give a version a tag; `run/kind@tag` then means it."""
     from ..by_hand import tell_moved
 
     opened = open_store(store)
@@ -186,8 +186,8 @@ def report(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """One self-contained HTML file over a whole run: how well it went, curves, answers before and
-    after, what it was made of."""
+    """One HTML file over a whole run. How well it went, curves, answers before and after, what it
+    was made of."""
     from quiver.stages.report.stage import write
 
     path = write(open_store(store), check_name(run, "run"), output)
@@ -198,7 +198,7 @@ def history(
     name: Annotated[str, typer.Argument(help="the tag, as RUN/KIND@TAG", metavar="RUN/KIND@TAG")],
     store: StorePath = None,
 ) -> None:
-    """What a tag pointed at, when and why; what it was refused, too."""
+    """What a tag pointed at, when and why; also refusals."""
     opened = open_store(store)
     tag = parse(name)
     entries = [entry.model_dump(mode="json") for entry in opened.history(tag.run, str(tag.version))]

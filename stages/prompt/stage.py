@@ -40,7 +40,13 @@ log = logging.getLogger(__name__)
 def resolve(config: Config) -> Config:
     """`config` with the hash of its source, and the column that is taken as input. Reads the
     source. ConfigError."""
-    return _fill_in(config, sources.read(config))
+    return resolve_with_columns(config)[0]
+
+
+def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
+    """As `resolve`, and the names of the source's columns."""
+    source = sources.read(config)
+    return _fill_in(config, source), source.table.column_names
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -53,7 +59,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     if config.limit is None:
         filled_in |= {"iteration": 0, "seed": 0}
     changed = {"weights": ""}  # other weights make the same prompts
-    template = _read_template(config)
+    template = read_template(config)
     if template is not None:
         changed["template"] = digest(template)
     model = checkpoints.as_model("policy", policy).model_copy(update=changed)
@@ -82,7 +88,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     policy = plan.store.open(plan.models[0].ref)
     with (
         writer.phase("render"),
-        closing(Renderer(config, policy, _read_template(config))) as renderer,
+        closing(Renderer(config, policy, read_template(config))) as renderer,
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
@@ -210,7 +216,7 @@ def _group_ids(config: Config, source: sources.Source) -> list[str]:
     return list(names)
 
 
-def _read_template(config: Config) -> str | None:
+def read_template(config: Config) -> str | None:
     """Text of the template file; None for the policy's own."""
     if config.template is None:
         return None
