@@ -10,6 +10,7 @@ that reads it. Relative paths are taken from the folder in which the command run
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,9 @@ _GROUP_ADVANTAGES = {
     "batch_normalized_baseline",
 }
 """Advantages that compare the completions of one prompt with one another."""
+
+
+_KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
 
 class Data(SourceConfig):
@@ -351,7 +355,7 @@ class Recipe(Config):
         if all(self._looked_up.get(name) is getattr(self, name) for name in names):
             return self
         algorithm = optimize.resolve(self.optimize_config())
-        source, columns = _source_fields(self.prompt_config(1))
+        source, columns = _source_fields(self.prompt_config(1), "data")
         with_held_out = self.held_out_resolved()
         resolved = self.model_copy(
             update={
@@ -374,7 +378,7 @@ class Recipe(Config):
         """With the held-out source alone looked up, which is all that a measurement reads."""
         if self.data.held_out is None:
             return self
-        source, columns = _source_fields(self.prompt_config(0, evaluation=True))
+        source, columns = _source_fields(self.prompt_config(0, evaluation=True), "data.held_out")
         held_out = {**self.data.held_out, **source}
         section = self.data.model_copy(update={"held_out": held_out})
         recipe = self.model_copy(update={"data": section})
@@ -432,9 +436,16 @@ class Recipe(Config):
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
 
 
-def _source_fields(config: PromptConfig) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a source that looking at it fills in, and its columns."""
-    resolved, columns = prompt.resolve_with_columns(config)
+def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a source that looking at it fills in, and its columns. ConfigError names the
+    keys of `section`."""
+    try:
+        resolved, columns = prompt.resolve_with_columns(config)
+    except ConfigError as error:
+        for part in ("object", "message", "next"):
+            text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, part))
+            setattr(error, part, text)
+        raise
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 

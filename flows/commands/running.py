@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.store import Store
 
 from .shared import (
     Force,
@@ -53,6 +54,7 @@ def run(
     from ..preflight import preflight
 
     loaded = preflight(loaded)  # what is refused is refused before a server is started
+    Store(loaded.store)
     from prefect import tags
 
     from ..abandoned import crash_abandoned, shell_tag
@@ -100,8 +102,8 @@ def nightly(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """One night: improve the policy in use, promote the result if better. It learns from new
-    prompts; what is decided stays so."""
+    """One night: train on new prompts, promote what is better. It improves the policy in use;
+    what is decided stays so."""
     from prefect import tags
 
     from ..abandoned import crash_abandoned, shell_tag

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,5 +222,5 @@ def check_trackers(trackers: Sequence[str]) -> None:
             raise ConfigError(
                 f"optimize.trackers {name}",
                 f"{name} is not installed here",
-                next=f"{sys.executable} -m pip install {_TRACKERS[name][0]}",
+                next=f"pip install {_TRACKERS[name][0]}",
             )
