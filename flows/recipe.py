@@ -20,7 +20,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.refs import NAME
+from quiver.schemas.refs import NAME, check_name
 from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
@@ -373,6 +373,15 @@ class Recipe(Config):
         """The names of the columns of each source, by its section (data, data.held_out), once the
         recipe is resolved."""
         return self._columns
+
+    def for_night(self, name: str) -> Recipe:
+        """With the name of a night in every text of [data]; it is letters, digits, dots and dashes.
+        ConfigError where it is not."""
+        section = self.data.model_dump_json(exclude_unset=True).replace(
+            NIGHT, check_name(name, "night")
+        )
+        data = parse(Data, json.loads(section), "data", is_section=True)
+        return self.model_copy(update={"data": data})
 
     def held_out_resolved(self) -> Recipe:
         """With the held-out source alone looked up, which is all that a measurement reads."""

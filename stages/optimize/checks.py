@@ -7,6 +7,8 @@ weights.
 
     sampled = Sampled({"policy": …, "rollouts": …, "rewards": …})        # one of `inputs.sets`
     check_lineage(config, store, sampled); sampled.column("rewards", "reward")
+
+Not of the spine: it says what is refused, and nothing of how training goes.
 """
 
 from __future__ import annotations

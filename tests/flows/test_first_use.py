@@ -73,7 +73,6 @@ WRONG = [
     ),
     ("learning_rate=1e-5", "recipe", "mean optimize.learning_rate?", "keys optimize.learning_rate"),
     ("store=questions.jsonl", "store", "is a file, not a folder", "name a folder in --store"),
-    ("store=/proc/none/store", "store /proc/none/store", "can not be used", "--store"),
 ]
 """A setting; the error's object, message and next step."""
 REWARDS = """
@@ -100,7 +99,10 @@ def test_what_paths_columns_and_names_tell_is_told_before_anything_runs(folder):
         for setting, *_ in WRONG
         for command in ("check", "run")
     ]
-    answers = quiver_each(folder, *commands)
+    *answers, (code, nowhere) = quiver_each(
+        folder, *commands, ["run", "recipe.toml", "--store", "/proc/none"]
+    )
+    assert (code, nowhere["error"]["object"]) == (2, "store /proc/none")
     for index, (setting, about, message, next_step) in enumerate(WRONG):
         for code, answer in answers[2 * index : 2 * index + 2]:
             assert code == 2, (setting, answer)
@@ -229,5 +231,5 @@ def test_the_help_is_whole_in_80_columns(tmp_path):
         ).stdout
         for option in ("-h", "--help", "--version")
     ]  # fmt: skip
-    assert outputs[0] == outputs[1] and "..." not in outputs[0]
+    assert outputs[0] == outputs[1] and "..." not in outputs[0].partition("Commands:")[2]
     assert re.fullmatch(r"quiver \d+\.\d+\.\d+\n", outputs[2])
