@@ -4,7 +4,7 @@ LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.loc
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow gpu oracle mutants bench lint lock
+.PHONY: setup demo test slow gpu oracle mutants bench keys lint lock
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ mutants: setup
 BENCHMARKS := optimizer_step iteration generation logprobs store data_path growth rewards reward_servers startup orchestration many_versions
 bench: .peers/trl
 	@for name in $(BENCHMARKS); do echo "## $$name"; .venv/bin/python -m tests.benchmarks.$$name $(QUICK) || exit 1; done
+
+# The reference of a recipe's keys, from their docstrings; a test holds it to be current
+keys: setup
+	.venv/bin/python -m quiver.flows.keys > deployments/docs/keys.md
 
 lint: setup
 	.venv/bin/ruff check .

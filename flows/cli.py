@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 from typer.main import get_command
 
 from quiver import flows
-from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, unexpected
+from quiver.schemas.errors import UNCHANGED, ConfigError, QuiverError, for_terminal, unexpected
 
 from .commands import cleaning, health, listing, placing, running, versions
 from .commands.next_step import complete, options_in
@@ -25,16 +26,38 @@ from .commands.shared import CALLED, keep_stdout, say, with_options
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
-    running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy, health.doctor,
-    versions.ls, versions.show, versions.lineage, versions.diff, versions.verify,
-    versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,
-    listing.algorithms, listing.rewards, listing.engines,
+    running.run, running.check, running.nightly, *running.STAGES,
+    placing.serve, placing.deploy, health.doctor,
+    versions.ls, versions.show, versions.lineage, versions.diff, versions.compare,
+    versions.verify, versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,
+    listing.keys, listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip
 app = typer.Typer(
     help="Post-training of language models as a chain of stages, linked by versioned datasets.",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"quiver {version('quiver-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
 for _command in COMMANDS:
     app.command()(with_options(_command))
 
@@ -62,6 +85,9 @@ def _run() -> int:
     except Exception as other_error:
         traceback.print_exc()
         error = unexpected("quiver", other_error)
+    if error.state == UNCHANGED and CALLED.num_made:
+        count = "one version" if CALLED.num_made == 1 else f"{CALLED.num_made} versions"
+        error.state = f"this command has made {count}, kept for the next run."
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
     say({"error": error.to_dict()}, [])
     print(for_terminal(error), file=sys.stderr)

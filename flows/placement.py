@@ -30,6 +30,8 @@ from .ahead import is_stopped
 from .recipe import Recipe
 from .slots import slots
 
+STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
+"""What an iteration does, in this order."""
 log = logging.getLogger("quiver")
 
 
@@ -144,6 +146,12 @@ def check_placement(recipe: Recipe) -> None:
             next="mount the store at the same path everywhere, e.g. --set "
             f"store={str(Path(recipe.store).absolute())!r}",
         )
+
+
+def trained_here(recipe: Recipe) -> dict[str, Config]:
+    """[optimize], where it runs under this interpreter; what another needs can not be told here."""
+    is_elsewhere = "optimize" in recipe.placement.pools | recipe.placement.python
+    return {} if is_elsewhere else {"optimize": recipe.optimize_config()}
 
 
 def require_server(name: str) -> None:

@@ -43,12 +43,10 @@ from .ahead import run_ahead
 from .evaluation import measure, numbers
 from .pages import link_report
 from .pages.iterations import Curve
-from .placement import check_placement, stage_call
+from .placement import STAGES, check_placement, stage_call, trained_here
 from .recipe import Recipe
 from .retention import clean_up
 from .tasks import check_stages, perform, tagged
-
-STAGES = ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -189,12 +187,6 @@ def import_policy(recipe: Recipe) -> str:
     train."""
     check_stages(recipe, trained_here(recipe), stage_call(recipe, "policy", recipe.policy, {}))
     return perform(recipe, "policy", recipe.policy, {}, label="import policy").ref
-
-
-def trained_here(recipe: Recipe) -> dict[str, Config]:
-    """[optimize], where it runs under this interpreter; what another needs can not be told here."""
-    is_elsewhere = "optimize" in recipe.placement.pools | recipe.placement.python
-    return {} if is_elsewhere else {"optimize": recipe.optimize_config()}
 
 
 def make_prompts(recipe: Recipe, policy: str, iteration: int, forced: Collection[str]) -> Outcome:

@@ -10,16 +10,17 @@ that reads it. Relative paths are taken from the folder in which the command run
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.refs import NAME
+from quiver.schemas.refs import NAME, check_name
 from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
@@ -55,6 +56,9 @@ _GROUP_ADVANTAGES = {
 """Advantages that compare the completions of one prompt with one another."""
 
 
+_KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
+
+
 class Data(SourceConfig):
     """The training rows, and what is different for the held-out ones."""
 
@@ -66,7 +70,9 @@ class Data(SourceConfig):
         """The held-out source: [data] with the keys of [data.held_out] put over it. It has no limit
         unless [data.held_out] sets one."""
         train = self.model_dump(exclude={"held_out", "limit", "source_sha256"})
-        return parse(SourceConfig, {**train, **(self.held_out or {})}, "data.held_out")
+        return parse(
+            SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True
+        )
 
 
 class Reference(Config):
@@ -231,6 +237,10 @@ class Recipe(Config):
     """What stays of what the run made."""
     placement: Placement = Placement()
     """Work pools, interpreters, time limits, retries and slots."""
+    _looked_up: dict[str, Config] = PrivateAttr(default_factory=dict)
+    """The sections as `resolved` left them."""
+    _columns: dict[str, list[str]] = PrivateAttr(default_factory=dict)
+    """See `columns`."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
@@ -343,22 +353,49 @@ class Recipe(Config):
     def resolved(self) -> Recipe:
         """With what it names outside the store looked up: the defaults of the algorithm, the base
         model's hash, the hash and the input column of each source. So a run asks for each once,
-        before anything is made. ConfigError."""
+        before anything is made; what is resolved stays as it is. ConfigError."""
+        names = ("data", "policy", "optimize")
+        if all(self._looked_up.get(name) is getattr(self, name) for name in names):
+            return self
         algorithm = optimize.resolve(self.optimize_config())
-        source = _source_fields(self.prompt_config(1))
-        section = self.held_out_resolved().data.model_copy(update=source)
-        policy = checkpoints.resolve(self.policy)
-        trained = self.optimize.model_copy(update=dict(algorithm))
-        return self.model_copy(update={"data": section, "policy": policy, "optimize": trained})
+        source, columns = _source_fields(self.prompt_config(1), "data")
+        with_held_out = self.held_out_resolved()
+        resolved = self.model_copy(
+            update={
+                "data": with_held_out.data.model_copy(update=source),
+                "policy": checkpoints.resolve(self.policy),
+                "optimize": self.optimize.model_copy(update=dict(algorithm)),
+            }
+        )
+        resolved._looked_up = {name: getattr(resolved, name) for name in names}
+        resolved._columns = {**with_held_out._columns, "data": columns}
+        return resolved
+
+    @property
+    def columns(self) -> dict[str, list[str]]:
+        """The names of the columns of each source, by its section (data, data.held_out), once the
+        recipe is resolved."""
+        return self._columns
+
+    def for_night(self, name: str) -> Recipe:
+        """With the name of a night in every text of [data]; it is letters, digits, dots and dashes.
+        ConfigError where it is not."""
+        section = self.data.model_dump_json(exclude_unset=True).replace(
+            NIGHT, check_name(name, "night")
+        )
+        data = parse(Data, json.loads(section), "data", is_section=True)
+        return self.model_copy(update={"data": data})
 
     def held_out_resolved(self) -> Recipe:
         """With the held-out source alone looked up, which is all that a measurement reads."""
         if self.data.held_out is None:
             return self
-        source = _source_fields(self.prompt_config(0, evaluation=True))
+        source, columns = _source_fields(self.prompt_config(0, evaluation=True), "data.held_out")
         held_out = {**self.data.held_out, **source}
         section = self.data.model_copy(update={"held_out": held_out})
-        return self.model_copy(update={"data": section})
+        recipe = self.model_copy(update={"data": section})
+        recipe._columns = {"data.held_out": columns}
+        return recipe
 
     # Prefect's form sends every default as if it had been typed in; so what a section says is what
     # differs from its defaults, and a field that stands for another's value has the default None
@@ -383,7 +420,12 @@ class Recipe(Config):
         if evaluation:
             section = _merge(section, self.evaluate.generate)
         fields = {"seed": self.seed, "iteration": 0 if evaluation else iteration, **section}
-        return parse(GenerateConfig, fields, "generate")
+        return parse(
+            GenerateConfig,
+            fields,
+            "evaluate.generate" if evaluation else "generate",
+            is_section=True,
+        )
 
     def is_measured(self, iteration: int) -> bool:
         """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""
@@ -406,10 +448,17 @@ class Recipe(Config):
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
 
 
-def _source_fields(config: PromptConfig) -> dict[str, Any]:
-    """The fields of a source that looking at it fills in."""
-    resolved = prompt.resolve(config)
-    return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}
+def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a source that looking at it fills in, and its columns. ConfigError names the
+    keys of `section`."""
+    try:
+        resolved, columns = prompt.resolve_with_columns(config)
+    except ConfigError as error:
+        for part in ("object", "message", "next"):
+            text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, part))
+            setattr(error, part, text)
+        raise
+    return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

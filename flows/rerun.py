@@ -22,6 +22,7 @@ from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 
 from .by_hand import tell_version
+from .commands.shared import CALLED
 from .dispatch import run_at
 from .placement import check_placement, stage_call
 from .recipe import Recipe
@@ -61,6 +62,7 @@ def perform_by_hand(
     version. A line is logged where there is a `label`."""
     call = stage_call(recipe, stage, config, refs, into=into, force=force)
     outcome = run_at(call, recipe.placement)
+    CALLED.num_made += not outcome.cached
     tell_version(call.runner_call, outcome)
     if label:
         from .tasks import describe

@@ -37,6 +37,7 @@ from quiver.stages.common.store import Store
 from quiver.stages.common.store.retention import restore
 
 from . import logs  # noqa: F401  lines go to Prefect's pages
+from .commands.shared import CALLED
 from .dispatch import run_when_free
 from .pages import publish
 from .placement import GivenUp, StageCall, stage_call
@@ -154,6 +155,7 @@ def perform(
     )
     with TagsContext(current_tags=set()):
         outcome = run_task(call, placement, upcoming, labels_of(recipe, stage, iteration))
+    CALLED.num_made += not outcome.cached
     log.info("%s", describe(label, outcome))
     if stage != "optimize":
         about = {"label": f"{label}, again", "into": into, "iteration": iteration}

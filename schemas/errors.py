@@ -29,6 +29,9 @@ Not of the spine: one reads it when an error is raised.
 
 from __future__ import annotations
 
+UNCHANGED = "nothing was changed."
+"""The state of an error that says nothing else of it: it was found before anything was done."""
+
 
 def printable(text: object, limit: int = 200) -> str:
     """Foreign text made safe for a terminal: control characters escaped, cut at `limit`
@@ -56,7 +59,7 @@ class QuiverError(Exception):
     exit_code = 1
 
     def __init__(
-        self, object: str, message: str, *, state: str = "nothing was changed.", next: str = ""
+        self, object: str, message: str, *, state: str = UNCHANGED, next: str = ""
     ) -> None:
         self.object, self.message, self.state, self.next = object, message, state, next
         super().__init__(object, message)

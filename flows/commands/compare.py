@@ -1,13 +1,20 @@
-"""What differs between two versions of one kind, for `quiver diff`."""
+"""What differs between two versions of one kind, for `quiver diff`; and which evaluations stand for
+what `quiver compare` is given."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.refs import check_name, parse
 from quiver.stages.common.store import Store, Version
+from quiver.stages.evaluate.comparison import pair_prompts
 from quiver.stages.reward.measures import changes
 
 _KEYS = ("rollout_id", "group_id", "step")
@@ -29,7 +36,8 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
 
     `changed`: {path in the manifest: [a, b]}; `rows`: how many stand only in one of them, in both,
     and by column how many differ; for rewards, `rewards`: what became of those of the rows in both
-    (`quiver.stages.reward.measures.changes`).
+    (`quiver.stages.reward.measures.changes`). Rows are paired by their ids; where two versions of
+    one kind have no id in common, since other policies sampled them say, by prompt and sample.
     """
     a = store.open(first)
     b = store.open(second)
@@ -43,14 +51,23 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     table_a = a.table()
     table_b = b.table()
     key = next(name for name in _KEYS if name in table_a.column_names)
+    keys_a = table_a[key].combine_chunks()
+    keys_b = table_b[key].combine_chunks()
     # the rows that stand in both, in the order of the first
-    positions = pc.index_in(table_a[key], value_set=table_b[key].combine_chunks())
+    positions = pc.index_in(keys_a, value_set=keys_b)
+    has_groups = key == "rollout_id" and "group_id" in table_a.column_names
+    if has_groups and positions.null_count == len(positions):
+        with suppress(LineageError):  # without their prompts no two rows are of one prompt
+            names_a, names_b = pair_prompts(store, a, b)
+            samples_b = _samples(table_b, names_b)
+            positions = pc.index_in(_samples(table_a, names_a), value_set=samples_b)
+            key = "prompt"
     shared_a = table_a.filter(pc.is_valid(positions))
     shared_b = table_b.take(positions.drop_null())
     num_shared = shared_a.num_rows
     changed = {}
     for name in table_a.column_names:
-        if name in table_b.column_names and name != key:
+        if name in table_b.column_names and name not in (key, "rollout_id"):
             pairs = zip(shared_a[name].to_pylist(), shared_b[name].to_pylist(), strict=True)
             if count := sum(before != after for before, after in pairs):
                 changed[name] = count
@@ -58,6 +75,7 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
         "only_first": table_a.num_rows - num_shared,
         "only_second": table_b.num_rows - num_shared,
         "both": num_shared,
+        "paired_by": key,
         "changed": changed,
     }
     if a.ref.kind == "rewards":
@@ -65,6 +83,53 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
         rewards = [table["reward"].to_numpy() for table in (shared_a, shared_b)]
         differences["rewards"] = changes(groups, *rewards)
     return differences
+
+
+def _samples(table: pa.Table, names: Mapping[str, str]) -> pa.Array:
+    """[rows]: the prompt of each row, by its name, and which of its samples it is."""
+    groups = table["group_id"].to_pylist()
+    if "sample_index" in table.column_names:
+        indices = table["sample_index"].to_pylist()
+    else:  # rewards stand in the order of their rollouts
+        seen: Counter[str] = Counter()
+        indices = []
+        for group in groups:
+            indices.append(seen[group])
+            seen[group] += 1
+    return pa.array(
+        [f"{names[group]} {index}" for group, index in zip(groups, indices, strict=True)]
+    )
+
+
+def find_evaluation(store: Store, name: str) -> Version:
+    """The evaluation that `name` means: itself, the newest of a policy, or the newest of a run.
+    LineageError where there is none."""
+    if "/" not in name:
+        if numbers := store.numbers(check_name(name, "run"), "evaluations"):
+            return store.open(f"{name}/evaluations@{numbers[-1]}")
+        raise LineageError(f"run {name}", "has no evaluation yet", next="quiver evaluate RECIPE")
+    ref = parse(name)
+    if ref.kind == "evaluations":
+        return store.open(ref)
+    if ref.kind != "policy":
+        raise ConfigError(
+            str(ref),
+            "expected a version of evaluations or policy, or a run",
+            next=f"quiver ls {ref.run}",
+        )
+    policy = store.resolve(ref)
+    evaluations = [
+        version
+        for version in store.versions(kind="evaluations")
+        if (model := version.manifest.model("policy")) and model.ref == str(policy)
+    ]
+    if not evaluations:
+        raise LineageError(
+            str(policy),
+            "has no evaluation yet",
+            next=f"quiver evaluate RECIPE --policy {policy}",
+        )
+    return max(evaluations, key=lambda version: version.manifest.created)
 
 
 def _changed(a: Version, b: Version) -> dict[str, list[Any]]:

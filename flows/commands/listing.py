@@ -1,8 +1,10 @@
-"""Commands that list what there is: algorithms, rewards, engines."""
+"""Commands that list what there is: keys of a recipe, algorithms, rewards, engines."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from .shared import say
 
@@ -19,6 +21,22 @@ def _list(word: str, entries: list[dict[str, Any]], details: str) -> None:
         if notes:
             lines.append(f"{'':<24} {' · '.join(notes)}")
     say({word: entries}, lines)
+
+
+def keys(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="a section (optimize) with its keys, or one key (optimize.learning_rate)",
+            metavar="[SECTION | KEY]",
+        ),
+    ] = None,
+) -> None:
+    """All keys of a recipe: type, default, meaning."""
+    from .. import keys as reference
+
+    sections = reference.look_up(name)
+    say(reference.to_json(sections), reference.lines_of(sections, with_text=name is not None))
 
 
 def algorithms() -> None:
@@ -39,8 +57,8 @@ def algorithms() -> None:
 
 
 def rewards() -> None:
-    """What can score: functions that come with Quiver, with their arguments, and the dialects in
-    which servers are asked."""
+    """What can score: functions and dialects of servers. Functions that come with Quiver, with
+    their arguments, and the dialects in which servers are asked."""
     from quiver.stages.reward.functions import FUNCTIONS
     from quiver.stages.reward.servers.dialects import DIALECTS
 

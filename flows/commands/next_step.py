@@ -25,6 +25,8 @@ class Called:
     store: str | None = None
     recipe: Path | None = None
     settings: tuple[str, ...] = ()
+    num_made: int = 0
+    """Versions that it has made so far."""
 
 
 def program() -> str:

@@ -51,7 +51,7 @@ def serve(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Run a recipe on a schedule from this very process, until Ctrl-C: for a laptop, without work
+    """Run a recipe on a schedule from this process. For a laptop: until Ctrl-C, without work
     pools."""
     loaded = read_recipe(recipe, settings, store)
     where = room_above("deploy").Where("", cron, timezone, overlap, tuple(on or ()), now=now)
@@ -77,8 +77,8 @@ def deploy(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Register a recipe with a Prefect server: which workers run it, when, and what starts it
-    besides."""
+    """Register a recipe with a Prefect server. It says which workers run it, when, and what starts
+    it besides."""
     module = room_above("deploy")
     where = module.Where(pool, cron, timezone, overlap, tuple(on or ()), image, folder, now)
     outcome = module.deploy(read_recipe(recipe, settings, store), where)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -21,6 +23,8 @@ from .shared import (
     say,
 )
 
+log = logging.getLogger("quiver")
+
 
 def run(
     recipe: RecipeFile,
@@ -33,32 +37,65 @@ def run(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """All of it: prompt, generate, reward, optimize, again and again, evaluated before and after.
-    Resumes by itself."""
-    from prefect import tags
+    """All of a recipe; resumes by itself. Prompt, generate, reward, optimize, again and again,
+    evaluated before and after."""
+    from .. import placement
 
-    from ..abandoned import crash_abandoned, shell_tag
-    from ..embedded import guard_embedded_server
-    from ..placement import check_placement
-    from ..post_train import STAGES, post_train
-    from ..tasks import tagged
-    from .summary import summary
-
-    if first and first not in STAGES:
+    if first and first not in placement.STAGES:
         raise ConfigError(
             f"--from {printable(first)}",
-            f"expected one of {', '.join(STAGES)}",
+            f"expected one of {', '.join(placement.STAGES)}",
             next="correct --from",
         )
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
-    check_placement(loaded)
+    log.info("%s: %d iterations, store %s", loaded.run, loaded.iterations, loaded.store)
+    from quiver.stages.common.store import Store
+
+    from ..preflight import preflight
+
+    loaded = preflight(loaded)  # what is refused is refused before a server is started
+    Store(loaded.store)
+    from prefect import tags
+
+    from ..abandoned import crash_abandoned, shell_tag
+    from ..embedded import guard_embedded_server
+    from ..post_train import post_train
+    from ..tasks import tagged
+    from .summary import summary
+
     guard_embedded_server()
     crash_abandoned()
     with tagged(loaded), tags(shell_tag()):
         outcome = post_train(loaded, first)
     say(outcome, summary(loaded, recipe, settings, outcome))
+
+
+def check(
+    recipe: RecipeFile,
+    try_out: Annotated[
+        bool,
+        typer.Option("--try", help="also start what scores, and look whether it can"),
+    ] = False,
+    store: StorePath = None,
+    settings: Settings = None,
+) -> None:
+    """Look whether a recipe can run, without running it. Paths, columns and names are looked at;
+    nothing is written."""
+    from .. import preflight
+
+    loaded = preflight.preflight(read_recipe(recipe, settings, store).for_night(_today()))
+    tried = preflight.try_out(loaded) if try_out else []
+    finished = preflight.finished(loaded)
+    columns = loaded.columns
+    lines = [f"{section}: {', '.join(names)}" for section, names in columns.items()]
+    lines.append(f"scored by {', '.join(loaded.reward.part_names)}")
+    lines += [f"{stage} can do its part" for stage in tried]
+    lines += [f"{stage} 1 is done: {ref}" for stage, ref in finished.items()]
+    lines.append(f"{recipe} can run: {loaded.run}, {loaded.iterations} iterations")
+    answer = {"run": loaded.run, "iterations": loaded.iterations, "store": loaded.store}
+    say({**answer, "columns": columns, "tried": tried, "finished": finished}, lines)
 
 
 def nightly(
@@ -67,8 +104,14 @@ def nightly(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """One night: improve the policy in use on new prompts, and promote the result if it is better.
-    What is decided stays so."""
+    """One night: train on new prompts, promote what is better. It improves the policy in use;
+    what is decided stays so."""
+    from ..preflight import preflight
+
+    loaded = read_recipe(recipe, settings, store)
+    log.info("%s: night %s, store %s", loaded.run, night or _today(), loaded.store)
+    # what is refused is refused before a server is started
+    preflight(loaded.for_night(night or _today()))
     from prefect import tags
 
     from ..abandoned import crash_abandoned, shell_tag
@@ -76,14 +119,18 @@ def nightly(
     from ..nightly import begin
     from ..nightly import nightly as flow
 
-    loaded = read_recipe(recipe, settings, store)
-    begin(loaded, night or "tonight")  # what is refused is refused before a server is started
+    begin(loaded, night or _today())
     guard_embedded_server()
     crash_abandoned()
     with tags(shell_tag()):
         outcome = flow(loaded, night)
     decision = f"{outcome['decision']}: {outcome['tag']} is {outcome['in_use']}"
     say(outcome, [decision, printable(outcome["why"], 1000)])
+
+
+def _today() -> str:
+    """What a night is called that has no other name: the date in UTC."""
+    return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
 def _stage_command(name: str, help: str) -> Callable[..., None]:
@@ -141,11 +188,11 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
 STAGES = [
     _stage_command(name, help)
     for name, help in {
-        "prompt": "Render the source's rows to token ids: a new prompts version.",
+        "prompt": "Render rows to token ids: a new prompts version.",
         "generate": "Sample completions: a new rollouts version.",
         "reward": "Score saved rollouts: a new rewards version.",
-        "logprobs": "Score saved completions again, under a reference: a new logprobs version.",
+        "logprobs": "Score saved completions under a reference: new logprobs.",
         "optimize": "Update the policy on saved rollouts: the next policy.",
-        "evaluate": "Measure a policy on the held-out rows: a new evaluations version.",
+        "evaluate": "Measure a policy on held-out rows: a new evaluation.",
     }.items()
 ]

@@ -28,6 +28,19 @@ CALLED = Called()
 _stdout: TextIO | None = None
 RecipeFile = Annotated[Path, typer.Argument(help="the recipe, a TOML file", metavar="RECIPE")]
 Reference = Annotated[str, typer.Argument(help="run/kind@version", metavar="REF")]
+
+
+def _or_latest(ref: str) -> str:
+    return ref if "@" in ref or "/" not in ref else f"{ref}@latest"
+
+
+ReadReference = Annotated[
+    str,
+    typer.Argument(
+        help="run/kind@version; run/kind is its latest", metavar="REF", callback=_or_latest
+    ),
+]
+"""Of commands that change nothing."""
 StorePath = Annotated[str | None, typer.Option("--store", help="folder of the store")]
 Settings = Annotated[
     list[str] | None,
@@ -85,12 +98,15 @@ def say(answer: dict[str, Any], lines: list[str]) -> None:
 
 
 def read_recipe(path: Path, settings: list[str] | None, store: str | None) -> Recipe:
-    """The recipe in `path` with the command's settings and store over it."""
+    """The recipe in `path` with the command's settings over it. The store is that of --store, else
+    that of QUIVER_STORE, else the recipe's."""
     from ..recipe import load
 
     settings = settings or []
     CALLED.recipe = path
     CALLED.settings = tuple(settings)
+    if not any(setting.partition("=")[0].strip() == "store" for setting in settings):
+        store = store or os.environ.get("QUIVER_STORE")
     CALLED.store = store
     recipe = load(path, [*settings, f"store={json.dumps(store)}"] if store else settings)
     CALLED.store = recipe.store

@@ -4,6 +4,7 @@ are whole; tags."""
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,9 @@ from quiver.schemas.errors import CorruptError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
 from .next_step import complete, options_in
-from .shared import CALLED, Reference, StorePath, open_store, say
+from .shared import CALLED, ReadReference, Reference, StorePath, open_store, say
+
+Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
 
 
 def ls(
@@ -37,7 +40,7 @@ def ls(
 
 
 def show(
-    ref: Reference,
+    ref: ReadReference,
     n: Annotated[int, typer.Option("-n", help="how many rows", min=0)] = 3,
     store: StorePath = None,
 ) -> None:
@@ -52,7 +55,7 @@ def show(
     say({"ref": str(version.ref), "manifest": manifest, "rows": first_rows}, lines)
 
 
-def lineage(ref: Reference, store: StorePath = None) -> None:
+def lineage(ref: ReadReference, store: StorePath = None) -> None:
     """What a version was made of, down to the sources."""
     from quiver.stages.report.lineage import lineage as trace
 
@@ -70,11 +73,11 @@ def lineage(ref: Reference, store: StorePath = None) -> None:
 
 
 def diff(
-    first: Reference,
-    second: Reference,
+    first: ReadReference,
+    second: ReadReference,
     store: StorePath = None,
 ) -> None:
-    """What differs between two versions of one kind: config, models, metrics, rows."""
+    """What differs between two versions: config, metrics, rows."""
     from .compare import diff as compare
 
     differences = compare(open_store(store), first, second)
@@ -86,12 +89,51 @@ def diff(
     say(differences, lines)
 
 
+def compare(
+    first: Annotated[str, typer.Argument(metavar="A", help=Compared)],
+    second: Annotated[str, typer.Argument(metavar="B", help=Compared)],
+    store: StorePath = None,
+) -> None:
+    """How much better B scores than A, prompt by prompt."""
+    from quiver.stages.evaluate.comparison import compare as compare_evaluations
+
+    from .compare import find_evaluation
+
+    opened = open_store(store)
+    a, b = find_evaluation(opened, first), find_evaluation(opened, second)
+    answer = compare_evaluations(opened, a, b)
+    lines = []
+    for letter in "ab":
+        side = answer[letter]
+        stderr = "" if side["stderr"] is None else f" ± {side['stderr']:.4f}"
+        lines.append(
+            f"{letter.upper()}  {side['ref']}  {side['policy']}  {side['score']:.4f}{stderr}  "
+            f"(standard error, n = {side['n']})"
+        )
+    rows = {"score": answer["difference"]["score"]}
+    rows |= {f"pass@{k}": row for k, row in answer["difference"]["pass@k"].items()}
+    lines.append(f"B − A over the {rows['score']['n']} prompts that both have a score for:")
+    for name, row in rows.items():
+        low, high = row["interval"] or (math.nan, math.nan)
+        lines.append(
+            f"   {name:<8} {row['score']:+.4f}   {answer['confidence']:.0%} interval "
+            f"{low:+.4f} … {high:+.4f}"
+        )
+    lines.append(
+        f"   {answer['better']} prompts better, {answer['worse']} worse, {answer['equal']} equal"
+    )
+    if answer["only_a"] or answer["only_b"]:
+        lines.append(f"   left out: {answer['only_a']} only in A, {answer['only_b']} only in B")
+    lines += [f"   note: {note}" for note in answer["notes"]]
+    say(answer, lines)
+
+
 def verify(
     context: typer.Context,
     ref: Annotated[str | None, typer.Argument(help="only this version", metavar="[REF]")] = None,
     store: StorePath = None,
 ) -> None:
-    """Check every byte: sizes, hashes, schemas, and that no input is missing."""
+    """Check every byte. Sizes, hashes, schemas, and that no input is missing."""
     from quiver.stages.common.verification import verify as verify_store
 
     checked, bad = verify_store(open_store(store), ref)
@@ -122,7 +164,7 @@ def tag(
     reason: Annotated[str, typer.Option(help="why, for its history")] = "",
     store: StorePath = None,
 ) -> None:
-    """Point a tag of the version's run at it; `run/kind@tag` then means this version."""
+    """Give a version a tag; `run/kind@tag` then means it."""
     from ..by_hand import tell_moved
 
     opened = open_store(store)
@@ -144,8 +186,8 @@ def report(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """One self-contained HTML file over a whole run: how well it went, curves, answers before and
-    after, what it was made of."""
+    """One HTML file over a whole run. How well it went, curves, answers before and after, what it
+    was made of."""
     from quiver.stages.report.stage import write
 
     path = write(open_store(store), check_name(run, "run"), output)
@@ -156,7 +198,7 @@ def history(
     name: Annotated[str, typer.Argument(help="the tag, as RUN/KIND@TAG", metavar="RUN/KIND@TAG")],
     store: StorePath = None,
 ) -> None:
-    """What a tag pointed at, when and why; what it was refused, too."""
+    """What a tag pointed at, when and why; also refusals."""
     opened = open_store(store)
     tag = parse(name)
     entries = [entry.model_dump(mode="json") for entry in opened.history(tag.run, str(tag.version))]

@@ -16,19 +16,24 @@ from __future__ import annotations
 
 import ast
 import copy
+import difflib
 import inspect
 import textwrap
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.plugins import ROOMS, did_you_mean
+from quiver.stages.common.plugins import ROOMS
 
 _RUNTIME = "runtime knob: not part of the run_key"
 _ADDED = "came later: not part of the run_key while it has its default"
+_SURE = 0.8
+"""A misspelt key that is spelled more like one beside it than this means that one."""
 _T = TypeVar("_T")
 Runtime = Annotated[_T, _RUNTIME]
 Added = Annotated[_T, _ADDED]
@@ -101,13 +106,45 @@ def without_folder(name: str) -> str:
     return name.removeprefix("quiver.") if is_ours else name
 
 
-def parse(cls: type[_T], data: dict[str, Any], name: str) -> _T:
+class Key(NamedTuple):
+    """One key of a config, or of one below it."""
+
+    path: str
+    """`sampling.temperature`; of a list of tables, that in one of them: `functions.use`."""
+    field: FieldInfo
+    owner: type[Config]
+    """The class that has the field; `descriptions(owner)` holds its docstring."""
+    section: type[Config] | None
+    """The class of the keys below it, where there are any."""
+
+    @property
+    def is_runtime(self) -> bool:
+        """Whether it is left out of the run_key."""
+        return _RUNTIME in self.field.metadata
+
+    @property
+    def is_added(self) -> bool:
+        """Whether it is left out of the run_key while it has its default."""
+        return _ADDED in self.field.metadata
+
+
+def keys_of(cls: type[Config], prefix: str = "") -> Iterator[Key]:
+    """Every key of a config and of those below it, in their order; `prefix` stands before each."""
+    for name, field in cls.model_fields.items():
+        section = _model_in(field.annotation)
+        yield Key(prefix + name, field, cls, section)
+        if section is not None:
+            yield from keys_of(section, f"{prefix}{name}.")
+
+
+def parse(cls: type[_T], data: dict[str, Any], name: str, *, is_section: bool = False) -> _T:
     """`data` as a `cls`; ConfigError says which field of `name` is wrong, what came, what is
-    allowed and what to do."""
+    allowed and what to do. Where `name` is a section of a recipe (`generate.options`), keys are
+    named as the recipe has them."""
     try:
         return cls.model_validate(data)
     except ValidationError as error:
-        raise _explain(cls, error, name) from None
+        raise _explain(cls, error, name, name.split(".") if is_section else []) from None
 
 
 def parse_saved(cls: type[_T], data: dict[str, Any], name: str) -> tuple[_T, dict[str, Any]]:
@@ -129,41 +166,91 @@ def parse_saved(cls: type[_T], data: dict[str, Any], name: str) -> tuple[_T, dic
     return parse(cls, data, name), gone
 
 
-def _explain(cls: type[BaseModel], error: ValidationError, name: str) -> ConfigError:
+def _explain(
+    cls: type[BaseModel], error: ValidationError, name: str, prefix: list[str]
+) -> ConfigError:
     problems = []
+    keys_to_read: list[str] = []
     for entry in error.errors(include_url=False):
-        path = ".".join(map(str, entry["loc"]))
+        place = _place(cls, entry["loc"], prefix)
+        path = printable(place.path)
+        cause = entry.get("ctx", {}).get("error")
+        key = ".".join(place.names)
         if entry["type"] == "extra_forbidden":
-            *parents, key = entry["loc"]
-            problem = f"unknown key {printable(path)}{_hint(str(key), _fields(cls, parents))}"
+            similar = _similar_keys(cls, place, str(entry["loc"][-1]), prefix)
+            meant = " or ".join(
+                f"{name} at the top of the recipe"
+                if key and "." not in name
+                else name.removeprefix(f"{key}.")
+                for name in similar
+            )
+            problem = f"unknown key {path}" + (f"; did you mean {meant}?" if similar else "")
+            key = similar[0] if similar else key
         elif entry["type"] == "missing":
             problem = f"{path} is missing"
+        elif isinstance(cause, ConfigError) and not path:
+            problem = cause.message  # names its keys itself
+            _, _, key = cause.next.partition("quiver keys ")
         else:
-            problem = printable(entry["msg"].removeprefix("Value error, "))
+            message = cause.message if isinstance(cause, ConfigError) else entry["msg"]
+            problem = printable(message.removeprefix("Value error, "))
             if entry["type"] != "value_error" or not isinstance(entry["input"], dict):
                 problem += f", got {printable(repr(entry['input']))}"
             if path:  # the whole is named by the error itself
                 problem = f"{path}: {problem}"
         problems.append(problem)
-    return ConfigError(name, "; ".join(problems), next="correct the key and run again")
+        keys_to_read.append(key)
+    next_step = "correct the key and run again"
+    if keys_to_read[0] and (prefix or name.startswith("recipe ")):
+        next_step = f"quiver keys {keys_to_read[0]}"
+    return ConfigError(name, "; ".join(problems), next=next_step)
 
 
-def _hint(key: str, names: list[str]) -> str:
-    """Tells the name whose initials `key` is (lr: learning_rate), or one that is spelled like
-    it."""
+class _Place(NamedTuple):
+    """Where in a config something is wrong."""
+
+    path: str
+    """As the recipe has it, with the number of a table in a list: `reward.functions.0.use`."""
+    names: list[str]
+    """Names of the keys on the way that there are."""
+    section: type[BaseModel] | None
+    """The class of the keys below the last of them."""
+
+
+def _place(cls: type[BaseModel], location: tuple[int | str, ...], prefix: list[str]) -> _Place:
+    """`location` as pydantic has it, without the types of a union that it names on the way."""
+    shown: list[str] = list(prefix)
+    names = list(prefix)
+    section: Any = cls
+    is_table = False
+    for part in location:
+        fields = getattr(section, "model_fields", {})
+        if part in fields:
+            names.append(part)
+            is_table = "dict[" in str(fields[part].annotation)
+            section = _model_in(fields[part].annotation)
+        elif not isinstance(part, int) and section is None and (not is_table or part == "[key]"):
+            continue
+        shown.append(str(part))
+    return _Place(".".join(shown), names, section)
+
+
+def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[str]) -> list[str]:
+    """The paths of what an unknown key may mean: the key beside it whose initials it is (lr:
+    learning_rate) or that is spelled like it, or those that have its name in other sections."""
+    names = list(getattr(place.section, "model_fields", {}))
     for name in names:
         if "_" in name and key.lower() == "".join(word[:1] for word in name.split("_")):
-            return f"; did you mean {name}?"
-    return did_you_mean(key, names)
-
-
-def _fields(cls: Any, parents: list[Any]) -> list[str]:
-    for part in parents:
-        if isinstance(part, int) or not hasattr(cls, "model_fields"):
-            continue
-        field = cls.model_fields.get(part)
-        cls = _model_in(field.annotation) if field else None
-    return list(getattr(cls, "model_fields", {}))
+            return [".".join([*place.names, name])]
+    near = difflib.get_close_matches(key, names, 1, 0.5)
+    beside = [".".join([*place.names, name]) for name in near]
+    if near and difflib.SequenceMatcher(None, key, near[0]).ratio() > _SURE:
+        return beside
+    paths = [".".join([*prefix, entry.path]) for entry in keys_of(cls)]
+    leaves = [path.rpartition(".")[2] for path in paths]
+    similar = difflib.get_close_matches(key, leaves, 1, _SURE)
+    elsewhere = [path for path in paths if path.rpartition(".")[2] in similar]
+    return elsewhere[:3] or beside
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

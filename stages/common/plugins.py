@@ -104,6 +104,40 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
     return Path(spec.origin).absolute()
 
 
+def definition(name: str, field: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The `def` that `name` points at, read and not run; None where the file makes it otherwise.
+
+    ConfigError where the file is not there, is no Python, or surely has nothing of that name: no
+    statement at its top binds it, and none imports names that are not written down.
+    """
+    path = locate(name, field)
+    holder, _, attribute = name.rpartition(":")
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, OSError) as error:
+        raise _not_importable(holder, error, field) from None
+    bound = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound[node.name] = node if node in tree.body else None
+        elif isinstance(node, ast.alias):
+            bound[(node.asname or node.name).partition(".")[0]] = None
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound[node.id] = None
+    computes_names = {"*", "__getattr__"} & bound.keys() or b"globals(" in path.read_bytes()
+    if attribute not in bound and not computes_names:
+        names = [key for key, node in bound.items() if node is not None]
+        listed = f"; it has {', '.join(sorted(names)) or 'no function'}"
+        raise ConfigError(
+            f"{field} {printable(name)}",
+            f"{holder} has no function {attribute}{did_you_mean(attribute, names, listed)}",
+            next=f"correct {field}",
+        )
+    function = bound.get(attribute)
+    is_plain = isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    return function if is_plain and not function.decorator_list else None
+
+
 def fingerprint(path: Path) -> str:
     """sha256 of the source file `path`; with those of the neighbours that it imports, if any.
 

@@ -90,7 +90,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
 def measure(config: Config, table: pa.Table) -> dict[str, Any]:
     """The manifest's metrics of an evaluations/1 table. NumericError where nothing was scored."""
-    scores = _scores_by_group(table)
+    scores = scores_by_group(table)
     if not scores:
         raise NumericError(
             "evaluation",
@@ -106,7 +106,7 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
                 f"no prompt has {k} scored samples, the most is {most_samples}",
                 next="raise samples_per_prompt of the evaluation, or lower k",
             )
-        passes[str(k)] = estimators.mean_pass_at_k(scores, k, _threshold(config))._asdict()
+        passes[str(k)] = estimators.mean_pass_at_k(scores, k, threshold_of(config))._asdict()
     return {
         **estimators.clustered_mean(scores)._asdict(),
         "pass@k": passes,
@@ -121,8 +121,8 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
     `difference`: table − baseline, of the score and of pass@k; `baseline`: its score; `unpaired`:
     prompts that only one of them has a score for. NumericError where no prompt has both.
     """
-    ours = _scores_by_group(table)
-    theirs = _scores_by_group(baseline.table())
+    ours = scores_by_group(table)
+    theirs = scores_by_group(baseline.table())
     num_paired = len(ours.keys() & theirs.keys())
     if not num_paired:
         raise NumericError(
@@ -132,8 +132,8 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
         )
     passes = {}
     for k in config.k:
-        our_passes = estimators.group_passes(ours, k, _threshold(config))
-        their_passes = estimators.group_passes(theirs, k, _threshold(config))
+        our_passes = estimators.group_passes(ours, k, threshold_of(config))
+        their_passes = estimators.group_passes(theirs, k, threshold_of(config))
         if our_passes.keys() & their_passes.keys():
             passes[str(k)] = estimators.paired_difference(our_passes, their_passes)._asdict()
     score = estimators.paired_difference(
@@ -146,7 +146,7 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
     }
 
 
-def _scores_by_group(table: pa.Table) -> dict[str, list[float]]:
+def scores_by_group(table: pa.Table) -> dict[str, list[float]]:
     """The scores of each group that has one."""
     groups: dict[str, list[float]] = {}
     table = table.filter(table["score"].is_valid())
@@ -155,7 +155,7 @@ def _scores_by_group(table: pa.Table) -> dict[str, list[float]]:
     return groups
 
 
-def _threshold(config: Config) -> float:
+def threshold_of(config: Config) -> float:
     """Rounded as the scores are, so that 0.7 is at least 0.7."""
     return pa.scalar(config.threshold, pa.float32()).as_py()
 

@@ -128,7 +128,7 @@ def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
     """The options of a shipped engine, checked; None for a user's own engine, which checks its own.
     ConfigError, also for a name that is neither."""
     if engine in ENGINES:
-        return parse(ENGINES[engine].options, options, "generate.options")
+        return parse(ENGINES[engine].options, options, "generate.options", is_section=True)
     if ":" in engine:
         return None
     near = difflib.get_close_matches(engine, ENGINES, 1, 0.5)

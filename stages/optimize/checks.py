@@ -7,10 +7,13 @@ weights.
 
     sampled = Sampled({"policy": …, "rollouts": …, "rewards": …})        # one of `inputs.sets`
     check_lineage(config, store, sampled); sampled.column("rewards", "reward")
+
+Not of the spine: it says what is refused, and nothing of how training goes.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import logging
 from collections.abc import Sequence
@@ -21,13 +24,31 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.stages.common.models import checkpoints
+from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.store import Store, Version
 
 if TYPE_CHECKING:
     from .config import Config
 
+_TRACKERS = {
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    **{
+        name: (name,)
+        for name in (
+            "aim",
+            "clearml",
+            "comet_ml",
+            "dvclive",
+            "mlflow",
+            "swanlab",
+            "trackio",
+            "wandb",
+        )
+    },
+}
+"""Packages by the name of accelerate's tracker, any one of which it needs."""
 log = logging.getLogger(__name__)
 
 
@@ -185,4 +206,23 @@ def require_own_ids(versions: Sequence[Sampled]) -> None:
                 f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as "
                 f"{both[0].as_py()!r}",
                 next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both",
+            )
+
+
+def check_trackers(trackers: Sequence[str]) -> None:
+    """ConfigError for a tracker that accelerate does not know, or that is not installed here: it
+    would be left out with a warning, and what was to be tracked would be nowhere."""
+    for name in trackers:
+        if name not in _TRACKERS:
+            raise ConfigError(
+                f"optimize.trackers {printable(repr(name))}",
+                f"accelerate has no such tracker; it has {', '.join(_TRACKERS)}"
+                f"{did_you_mean(name, _TRACKERS)}",
+                next="correct optimize.trackers",
+            )
+        if not any(map(importlib.util.find_spec, _TRACKERS[name])):
+            raise ConfigError(
+                f"optimize.trackers {name}",
+                f"{name} is not installed here",
+                next=f"pip install {_TRACKERS[name][0]}",
             )

@@ -297,7 +297,7 @@ class Config(base.Config):
             if getattr(self, name) is None and not callable(defaults.get(name))
         }
         filled["algorithm_source"] = source
-        return base.parse(Config, {**self.model_dump(), **filled}, "optimize")
+        return base.parse(Config, {**self.model_dump(), **filled}, "optimize", is_section=True)
 
     def require_source(self) -> str:
         """The hash of the algorithm's file. ConfigError where it is not `algorithm_source`."""

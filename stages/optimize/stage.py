@@ -33,7 +33,7 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
 from . import algorithms
-from .checks import check_schedule
+from .checks import check_schedule, check_trackers
 from .config import Audit, Config, Correction
 from .inputs import open_inputs, require_state
 from .lora import attach, check_installed, has_moments, with_base
@@ -95,7 +95,8 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
-    """ConfigError where adapters can not be trained here."""
+    """ConfigError where adapters can not be trained here, or a tracker is not installed."""
+    check_trackers(config.trackers)
     if config.lora:
         check_installed()
 

@@ -33,6 +33,7 @@ from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 from . import bf16, critic
 from .algorithms import Algorithm, find_function
 from .audit import audit
+from .checks import check_trackers
 from .config import Config
 from .lora import narrow_frozen
 from .objective import NUM_SUMS, Batch, Objective
@@ -69,6 +70,7 @@ def make_accelerator(config: Config) -> Accelerator:
     plain ranks."""
     from accelerate import Accelerator
 
+    check_trackers(config.trackers)
     cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -49,7 +49,7 @@ class Renderer:
                     str(policy.ref),
                     "the policy's tokenizer has no chat template (or several, none of them the "
                     "default)",
-                    next="set prompt.template to a jinja file, or prompt.raw_text = true",
+                    next="set prompt.template to a jinja file, or data.raw_text = true",
                 ) from None
             self._template = Template(source, variables, config.template_seconds)
 

@@ -52,7 +52,7 @@ def read(config: SourceConfig) -> Source:
         sha256 = storage.sha256(path)
         table = _read_file(path)
     elif ":" in source:
-        function, _ = plugins.load(source, "prompt.source")
+        function, _ = plugins.load(source, "data.source")
         try:
             table = to_table(source, "row", enumerate(function(**config.arguments), 1))
         except ConfigError:

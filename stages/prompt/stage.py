@@ -40,7 +40,13 @@ log = logging.getLogger(__name__)
 def resolve(config: Config) -> Config:
     """`config` with the hash of its source, and the column that is taken as input. Reads the
     source. ConfigError."""
-    return _fill_in(config, sources.read(config))
+    return resolve_with_columns(config)[0]
+
+
+def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
+    """As `resolve`, and the names of the source's columns."""
+    source = sources.read(config)
+    return _fill_in(config, source), source.table.column_names
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -53,7 +59,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     if config.limit is None:
         filled_in |= {"iteration": 0, "seed": 0}
     changed = {"weights": ""}  # other weights make the same prompts
-    template = _read_template(config)
+    template = read_template(config)
     if template is not None:
         changed["template"] = digest(template)
     model = checkpoints.as_model("policy", policy).model_copy(update=changed)
@@ -82,7 +88,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     policy = plan.store.open(plan.models[0].ref)
     with (
         writer.phase("render"),
-        closing(Renderer(config, policy, _read_template(config))) as renderer,
+        closing(Renderer(config, policy, read_template(config))) as renderer,
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
@@ -144,9 +150,9 @@ def _fill_in(config: Config, source: sources.Source) -> Config:
     together."""
     if config.source_sha256 not in ("", source.sha256):
         raise ConfigError(
-            f"prompt.source {printable(config.source)}",
+            f"data.source {printable(config.source)}",
             f"sha256 expected {config.source_sha256[:12]}…, found {source.sha256[:12]}…",
-            next="restore the source, or take source_sha256 out of the recipe",
+            next="restore the source, or take data.source_sha256 out of the recipe",
         )
     columns = source.table.column_names
     column_list = printable(", ".join(columns))
@@ -155,15 +161,16 @@ def _fill_in(config: Config, source: sources.Source) -> Config:
         raise ConfigError(
             f"source {printable(config.source)}",
             f"has none of the columns {', '.join(INPUTS)}; it has {column_list}",
-            next="set prompt.messages, prompt.prompt or prompt.prompt_ids to one of them",
+            next="set data.messages, data.prompt or data.prompt_ids to one of them",
         )
     column = getattr(config, input_name) or input_name
     for field, name in ((input_name, column), ("group_id", config.group_id)):
         if name is not None and name not in columns:
             raise ConfigError(
-                f"prompt.{field} {printable(name)}",
-                f"the source has no such column; it has {column_list}{did_you_mean(name, columns)}",
-                next=f"set prompt.{field} to one of them",
+                f"data.{field} {printable(name)}",
+                f"{printable(config.source)} has no such column; it has {column_list}"
+                f"{did_you_mean(name, columns)}",
+                next=f"set data.{field} to one of them",
             )
     return config.model_copy(update={input_name: column, "source_sha256": source.sha256})
 
@@ -203,13 +210,13 @@ def _group_ids(config: Config, source: sources.Source) -> list[str]:
             raise ConfigError(
                 f"source {printable(config.source)} row {row + 1}",
                 f"group id {printable(repr(cell))} {problem}",
-                next="make the group ids unique, or leave prompt.group_id out",
+                next="make the group ids unique, or leave data.group_id out",
             )
         names[name] = row
     return list(names)
 
 
-def _read_template(config: Config) -> str | None:
+def read_template(config: Config) -> str | None:
     """Text of the template file; None for the policy's own."""
     if config.template is None:
         return None

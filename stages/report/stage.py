@@ -10,10 +10,12 @@ Refused: a run without a policy.
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import suppress
 from pathlib import Path
 
-from quiver.schemas.errors import LineageError
+from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printable
 from quiver.stages.common.store import Store, storage
 
 from . import samples, templates
@@ -32,12 +34,23 @@ def path_of(store: Store, run: str) -> Path:
 
 
 def write(store: Store, run: str, path: Path | str | None = None) -> Path:
-    """Write the report of `run` to `path`, whole or not at all; None: `path_of`. LineageError,
-    ResourceError."""
+    """Write the report of `run` to `path`, whole or not at all; None: `path_of`. ConfigError,
+    LineageError, ResourceError."""
     target = Path(path) if path else path_of(store, run)
     content = render(store, gather(store, run)).encode()
-    with storage.storage_errors(f"report {target}"):
-        storage.write_bytes(target, content)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with storage.storage_errors(f"report {target}"):
+            storage.write_bytes(target, content)
+    except QuiverError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"report {printable(target)}",
+            f"can not be written: {error.strerror}",
+            next="name a file in a folder that there is",
+        ) from None
     return target
 
 

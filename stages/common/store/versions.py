@@ -37,6 +37,7 @@ from quiver.schemas.errors import (
     ConfigError,
     CorruptError,
     LineageError,
+    QuiverError,
     printable,
 )
 from quiver.schemas.fields import kind_of
@@ -260,17 +261,26 @@ class Store:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, create: bool = True) -> None:
-        self.path = Path(path).expanduser().absolute()
-        self.storage = Storage(self.path)
         self.written: set[str] = set()
         self.sees_expired = False
-        if self.path.exists() and not self.path.is_dir():
+        try:
+            self.path = Path(path).expanduser().absolute()
+            self.storage = Storage(self.path)
+            if self.path.exists() and not self.path.is_dir():
+                raise ConfigError(
+                    f"store {self.path}", "is a file, not a folder", next="name a folder in --store"
+                )
+            if not self.storage.exists("store.json"):
+                self._create(create)
+            self.id = self._read_marker()
+        except QuiverError:
+            raise
+        except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for a home or loop
             raise ConfigError(
-                f"store {self.path}", "is a file, not a folder", next="name a folder in --store"
-            )
-        if not self.storage.exists("store.json"):
-            self._create(create)
-        self.id = self._read_marker()
+                f"store {printable(path)}",
+                f"can not be used: {printable(getattr(error, 'strerror', None) or error)}",
+                next="name another folder in --store",
+            ) from None
 
     def _create(self, may_create: bool) -> None:
         if not may_create:

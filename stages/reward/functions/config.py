@@ -63,4 +63,4 @@ def fingerprint(config: FunctionConfig, *, remembered: bool = True) -> str:
     """
     if config.is_shipped:
         return shipped(config.use).fingerprint(config.arguments, remembered=remembered)
-    return f"sha256:{plugins.fingerprint(plugins.locate(config.use, 'reward function'))}"
+    return f"sha256:{plugins.fingerprint(plugins.locate(config.use, 'reward.functions.use'))}"

@@ -56,7 +56,7 @@ def load(use: str, name: str, arguments: dict[str, Any], extra: bool = False) ->
     """The function that a recipe names. ConfigError: there is none of that name, or it can not take
     the arguments."""
     if ":" in use:
-        function, sha256 = plugins.load(use, "reward function")
+        function, sha256 = plugins.load(use, "reward.functions.use")
         fingerprint = f"sha256:{sha256}"
     else:
         function = shipped(use).function

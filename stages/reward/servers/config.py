@@ -95,7 +95,7 @@ class ServerConfig(ScorerConfig):
     """What stands between a conversation and the completion in openrlhf's query."""
     prefill: str | None = None
     """What the policy was given to continue, as the beginning of each answer that is sent. None:
-    what the prompts' manifest tells of each. Dialect quiver sends completions as they are:
+    what the prompts' manifest tells of each. Dialect `quiver` sends completions as they are:
     functions behind it get what they get here."""
     use_activation: bool = False
     """Whether a vLLM server puts its scores through the model's activation (usually a sigmoid)."""

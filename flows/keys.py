@@ -1,0 +1,252 @@
+"""The reference of all keys of a recipe, made of the docstrings that the keys have.
+
+The command `quiver keys` prints it, and the document is written by
+
+    python -m quiver.flows.keys > deployments/docs/keys.md
+
+No torch, vLLM or Prefect is imported for it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.config import Config, descriptions, keys_of
+from quiver.stages.common.models.checkpoints import PolicyConfig
+from quiver.stages.evaluate.config import Config as ScoreConfig
+from quiver.stages.generate.engine import ENGINES
+from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.optimize.stage import Config as OptimizeConfig
+from quiver.stages.prompt.config import Config as PromptConfig
+from quiver.stages.reward.stage import Config as RewardConfig
+
+from .recipe import Recipe
+
+OVERLAYS = {"data.held_out": "data", "evaluate.generate": "generate"}
+"""Tables that hold the keys of another section with other values, for evaluation."""
+_OPTIONS = "generate.options"
+_STAGE_CONFIGS: dict[str, type[Config]] = {
+    "policy": PolicyConfig,
+    "data": PromptConfig,
+    "prompt": PromptConfig,
+    "generate": GenerateConfig,
+    "reward": RewardConfig,
+    "logprobs": LogprobsConfig,
+    "optimize": OptimizeConfig,
+    "evaluate": ScoreConfig,
+}
+"""The config whose key a section's keys enter, by the section's name."""
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+_HEAD = """# Keys of a recipe
+
+Every key that a recipe may have, by section. `quiver keys` prints the same, and
+`quiver keys optimize.learning_rate` one of them. This page is written by `make keys` from the
+docstrings in the code: change it there.
+
+**run_key**: "yes": another value makes other versions; a path, a function or a model counts by its
+bytes. "no": it decides only where, when or how fast the work runs, or which versions a stage is
+given. "if set": as yes, while it has another value than its default.
+"""
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """What there is to say of one key."""
+
+    name: str
+    """`optimize.learning_rate`; in a list of tables that of one of them: `reward.functions.use`."""
+    section: str
+    """As the recipe has it: `[optimize]`, `[[reward.functions]]`; empty at the top."""
+    type: str
+    default: str | None
+    """As TOML has it. None: the key must be set, where its section is there."""
+    run_key: Literal["yes", "no", "if set"]
+    description: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of a recipe with its own keys; those of the sections below it are theirs."""
+
+    name: str
+    heading: str
+    description: str
+    keys: tuple[KeyEntry, ...]
+
+
+@cache
+def sections() -> tuple[Section, ...]:
+    """All sections, in the order of a recipe: a section's own keys stand before those below it."""
+    return (
+        Section("", "", "Above the first section.", tuple(_entries(Recipe, "", ""))),
+        *_sections_below(Recipe, ""),
+    )
+
+
+def _sections_below(cls: type[Config], prefix: str) -> Iterator[Section]:
+    for key in keys_of(cls, prefix):
+        if key.section is None or "." in key.path.removeprefix(prefix):
+            continue
+        name = key.path
+        is_list = get_origin(key.field.annotation) is tuple
+        heading = f"[[{name}]]" if is_list else f"[{name}]"
+        about = inspect.cleandoc(key.section.__doc__)
+        yield Section(name, heading, about, tuple(_entries(key.section, f"{name}.", heading)))
+        yield from _sections_below(key.section, f"{name}.")
+        if name == "generate":
+            for engine in ENGINES.values():
+                heading = f"[{_OPTIONS}]"
+                about = inspect.cleandoc(engine.options.__doc__)
+                keys = tuple(_entries(engine.options, f"{_OPTIONS}.", heading))
+                yield Section(_OPTIONS, heading, about, keys)
+
+
+def _entries(cls: type[Config], prefix: str, heading: str) -> Iterator[KeyEntry]:
+    """The keys of one section, without the tables that are sections themselves."""
+    for key in keys_of(cls, prefix):
+        if key.section is not None or "." in key.path.removeprefix(prefix):
+            continue
+        default = None
+        if not key.field.is_required():
+            plain = key.field.get_default(call_default_factory=True)
+            default = "not set" if plain is None else json.dumps(plain, ensure_ascii=False)
+        top, _, below = key.path.partition(".")
+        decides = key.path == "seed" or key.path in OVERLAYS
+        if top in _STAGE_CONFIGS:
+            decides |= below.partition(".")[0] in _STAGE_CONFIGS[top].model_fields
+        run_key = "no"
+        if decides and not key.is_runtime:
+            run_key = "if set" if key.is_added else "yes"
+        yield KeyEntry(
+            name=key.path,
+            section=heading,
+            type=type_words(key.field.annotation, key.field.metadata),
+            default=default,
+            run_key=run_key,
+            description=descriptions(key.owner)[key.path.rpartition(".")[2]],
+        )
+
+
+def type_words(annotation: Any, metadata: Any = ()) -> str:
+    """A type as a recipe's reader knows it, with its bounds.
+
+    >>> type_words(tuple[int, ...] | None), type_words(Literal["a", "b"])
+    ('list of integer', '"a" or "b"')
+    """
+    bounds = [
+        f"{sign} {getattr(bound, name):g}"
+        for bound in metadata
+        for name, sign in _SIGNS.items()
+        if hasattr(bound, name)
+    ]
+    members = [member for member in get_args(annotation) if member not in (type(None), ...)]
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        words = type_words(members[0], members[1:])
+    elif origin is Literal:
+        words = " or ".join(json.dumps(member) for member in members)
+    elif origin in (Union, types.UnionType):
+        words = " or ".join(map(type_words, members))
+    elif origin in (tuple, list):
+        is_pair = origin is tuple and ... not in get_args(annotation)
+        inner = [type_words(member) for member in members]
+        words = f"[{', '.join(inner)}]" if is_pair else f"list of {inner[0]}"
+    elif origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        words = "table"
+    else:
+        words = _WORDS[annotation]
+    return " ".join([words, *bounds])
+
+
+def look_up(name: str | None) -> list[Section]:
+    """The sections that `name` means, with the keys that it means of each: all (None), a section
+    with those below it, one key by its path or by its last name alone. ConfigError names the
+    nearest."""
+    if name is None:
+        return list(sections())
+    path = re.sub(r"\[\d*\]|\.\d+(?=\.|$)", "", name.strip("[]"))
+    for overlay, base in OVERLAYS.items():
+        if path.startswith(f"{overlay}."):
+            path = base + path.removeprefix(overlay)
+    matches = [section for section in sections() if f"{section.name}.".startswith(f"{path}.")]
+    for is_meant in (
+        lambda key: key.name == path,
+        lambda key: key.name.rpartition(".")[2] == path,
+    ):
+        if not matches:
+            chosen = [tuple(filter(is_meant, section.keys)) for section in sections()]
+            matches = [
+                Section(section.name, section.heading, section.description, keys)
+                for section, keys in zip(sections(), chosen, strict=True)
+                if keys
+            ]
+    if not matches:
+        paths = [key.name for section in sections() for key in section.keys]
+        paths += [section.name for section in sections() if section.name]
+        by_name = {key_path.rpartition(".")[2]: key_path for key_path in reversed(paths)}
+        by_name |= {key_path: key_path for key_path in paths}
+        near = [by_name[close] for close in difflib.get_close_matches(path, by_name, 1, 0.5)]
+        raise ConfigError(
+            f"key {printable(name)}",
+            "no recipe has such a key or section" + (f"; did you mean {near[0]}?" if near else ""),
+            next=f"quiver keys {near[0]}" if near else "quiver keys",
+        )
+    return matches
+
+
+def lines_of(found_sections: list[Section], *, with_text: bool) -> list[str]:
+    """For a terminal: a line a key; `with_text` below it what it means."""
+    lines: list[str] = []
+    for section in found_sections:
+        lines += ["", section.heading or "(at the top)"]
+        width = max((len(key.name) for key in section.keys), default=0)
+        for key in section.keys:
+            default = "must be set" if key.default is None else f"default {key.default}"
+            run_key = {
+                "yes": "",
+                "no": " · not in the run_key",
+                "if set": " · in the run_key if set",
+            }
+            lines.append(f"  {key.name:<{width}}  {key.type} · {default}{run_key[key.run_key]}")
+            if with_text:
+                lines += [f"      {line}" for line in key.description.splitlines()]
+    return lines[1:]
+
+
+def to_json(found_sections: list[Section]) -> dict[str, Any]:
+    """As `quiver keys --json` prints it."""
+    return {"keys": [asdict(key) for section in found_sections for key in section.keys]}
+
+
+def markdown() -> str:
+    """The document `deployments/docs/keys.md`."""
+    blocks = [_HEAD]
+    for section in sections():
+        title = f"`{section.heading}`" if section.heading else "At the top"
+        blocks.append(f"## {title}\n{section.description}\n")
+        if section.keys:
+            rows = ["| key | type | default | run_key | meaning |", "|---|---|---|---|---|"]
+            for key in section.keys:
+                default = "must be set" if key.default is None else key.default
+                meaning = " ".join(key.description.split())
+                cells = (key.name, key.type, default, key.run_key, meaning)
+                rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            blocks.append("\n".join(rows) + "\n")
+    return "\n".join(blocks)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,100 @@
+"""What is looked at before anything of a recipe runs: all that paths, columns and names tell.
+
+Nothing is written; no torch, no Prefect and no process is needed. `quiver run` does it before its
+first line of work, and `quiver check` does nothing else.
+
+    recipe = preflight(load("recipe.toml"))        # resolved; ConfigError says what is wrong
+    try_out(recipe)                                # what only trying tells, too
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from quiver.schemas.errors import ConfigError, QuiverError, printable
+from quiver.stages.common.runtime.runner import find
+from quiver.stages.common.runtime.stage import load
+from quiver.stages.common.store import Store
+from quiver.stages.generate.engine import code_hash, engine_options
+from quiver.stages.prompt.stage import read_template
+from quiver.stages.reward.preview import preview
+
+from .placement import check_placement, stage_call, trained_here
+from .recipe import Recipe
+
+
+def preflight(recipe: Recipe) -> Recipe:
+    """The recipe, resolved, once nothing is found to be wrong with it. ConfigError, SecurityError;
+    CorruptError, ResourceError: the store can not be used.
+
+    Sources are read and the model's files hashed; a hub may be asked where the recipe names one.
+    """
+    check_placement(recipe)
+    _store_at(recipe.store)
+    read_template(recipe.prompt_config(1))
+    for evaluation in {False, recipe.data.held_out is not None}:
+        generate = recipe.generate_config(0, evaluation=evaluation)
+        code_hash(generate.engine, engine_options(generate.engine, generate.options))
+    for stage, config in trained_here(recipe).items():
+        load(stage).check(config, ())
+    resolved = recipe.resolved()
+    for columns in resolved.columns.values():
+        preview(resolved.reward, columns)
+    return resolved
+
+
+def try_out(recipe: Recipe) -> list[str]:
+    """The stages that were tried on a resolved recipe: their `check`, which starts processes, loads
+    what scores and asks servers. ConfigError, RemoteError."""
+    tried = []
+    for name, config in {"reward": recipe.reward, **trained_here(recipe)}.items():
+        for columns in recipe.columns.values():
+            load(name).check(config, columns)
+        tried.append(name)
+    return tried
+
+
+def finished(recipe: Recipe) -> dict[str, str]:
+    """Which versions of the first iteration of a resolved recipe are there already, by stage: a run
+    goes on behind the last of them."""
+    refs: dict[str, str] = {}
+    if _store_at(recipe.store) is None:
+        return refs
+    chain = {
+        "policy": (recipe.policy, ()),
+        "prompt": (recipe.prompt_config(1), ("policy",)),
+        "generate": (recipe.generate_config(1), ("prompts", "policy")),
+        "reward": (recipe.reward, ("rollouts",)),
+    }
+    kinds = {"policy": "policy", "prompt": "prompts", "generate": "rollouts", "reward": "rewards"}
+    made: dict[str, str] = {}
+    for stage, (config, roles) in chain.items():
+        call = stage_call(recipe, stage, config, {role: made[role] for role in roles})
+        outcome = find(call.runner_call)
+        if outcome is None:
+            break
+        made[kinds[stage]] = outcome.ref
+        refs[stage] = outcome.ref
+    return refs
+
+
+def _store_at(path: str) -> Store | None:
+    """The store at `path`; None where none is yet and one can be made. ConfigError otherwise."""
+    folder = Path(path).expanduser().absolute()
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            return Store(folder)  # says what else is there
+        parent = next(above for above in (folder, *folder.parents) if above.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"nothing can be made in {parent}")
+    except QuiverError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"store {printable(path)}",
+            f"can not be used: {printable(error.strerror)}",
+            next="name another folder in --store",
+        ) from None
+    return None

@@ -1,0 +1,161 @@
+"""Two evaluations side by side, prompt by prompt: the difference, its standard error and a
+bootstrap interval.
+
+They are paired by the prompts' contents, so it does not matter which run, recipe or policy they
+come from, or how their rows are named. Refused: evaluations of different scores, and such that
+have no prompt in common.
+
+    compare(store, store.open("a/evaluations@1"), store.open("b/evaluations@4"))
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+
+from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.manifest import digest
+from quiver.stages.common.config import parse_saved
+from quiver.stages.common.runtime.stage import is_made_alike
+from quiver.stages.common.store import Store, Version
+
+from . import estimators
+from .config import Config
+from .stage import scores_by_group, threshold_of
+
+CONFIDENCE = 0.95
+
+
+def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
+    """What `b` reached beside `a`, both evaluations. LineageError: they measured different scores,
+    or have no prompt in common.
+
+    `a`, `b`: reference, policy, score, stderr, n of each; `difference`: b − a of the score and of
+    each pass@k that both measured, with stderr, n and the ends of an interval of 95 %; `better`,
+    `worse`, `equal`: how many prompts have a higher, a lower, the same mean score in b;
+    `only_a`, `only_b`: prompts that only one of them has a score for; `notes`: what else differs.
+    """
+    config_a, config_b = (
+        parse_saved(Config, version.manifest.config, str(version.ref))[0] for version in (a, b)
+    )
+    if config_a.score != config_b.score:
+        raise LineageError(
+            f"{a.ref} {b.ref}",
+            f"measured {printable(config_a.score)} and {printable(config_b.score)}, which are no "
+            "two values of one score",
+            next="evaluate both policies by recipes with the same evaluate.score",
+        )
+    names_a, names_b = pair_prompts(store, a, b)
+    scores_a = {names_a[group]: scores for group, scores in scores_by_group(a.table()).items()}
+    scores_b = {names_b[group]: scores for group, scores in scores_by_group(b.table()).items()}
+    num_paired = len(scores_a.keys() & scores_b.keys())
+    if not num_paired:
+        raise LineageError(
+            f"{a.ref} {b.ref}",
+            "no prompt has a score in both",
+            next="evaluate both policies by recipes with the same [data.held_out]",
+        )
+    means_a = estimators.group_means(scores_a)
+    means_b = estimators.group_means(scores_b)
+    changes = [means_b[name] - mean for name, mean in means_a.items() if name in means_b]
+    passes = {}
+    for k in config_a.k:
+        # each by its own threshold, which a note tells of where they differ
+        passes_a = estimators.group_passes(scores_a, k, threshold_of(config_a))
+        passes_b = estimators.group_passes(scores_b, k, threshold_of(config_b))
+        if k in config_b.k and passes_a.keys() & passes_b.keys():
+            passes[str(k)] = _difference(passes_b, passes_a)
+    return {
+        "a": _summary(a),
+        "b": _summary(b),
+        "difference": {"score": _difference(means_b, means_a), "pass@k": passes},
+        "confidence": CONFIDENCE,
+        "better": sum(change > 0 for change in changes),
+        "worse": sum(change < 0 for change in changes),
+        "equal": changes.count(0),
+        "only_a": len(scores_a) - num_paired,
+        "only_b": len(scores_b) - num_paired,
+        "notes": _notes(store, a, b, config_a, config_b),
+    }
+
+
+def pair_prompts(
+    store: Store, a: Version, b: Version
+) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Of each version, what its group ids are called: equal names mean the same prompt.
+    LineageError where the prompts that tell so are gone, or the versions come from none.
+
+    Where both come from the same prompts, or from prompts of the same bytes, a group's id is its
+    name. Else it is the prompt's content: the chat, or the text where there is none; the second of
+    two equal prompts is another one.
+    """
+    prompts_a = _prompts_of(store, a)
+    prompts_b = _prompts_of(store, b)
+    if prompts_a.manifest.content_hash == prompts_b.manifest.content_hash:
+        groups = prompts_a.table(["group_id"])["group_id"].to_pylist()
+        same = dict(zip(groups, groups, strict=True))
+        return same, same
+    return _names_by_content(prompts_a.table()), _names_by_content(prompts_b.table())
+
+
+def _prompts_of(store: Store, version: Version) -> Version:
+    """The prompts that a version was made of, by way of its rollouts."""
+    entry = version.manifest.input("prompts")
+    if entry is None:
+        rollouts = version.manifest.input("rollouts")
+        if rollouts is None:
+            raise LineageError(
+                str(version.ref), "was made of no rollouts", next="name another version"
+            )
+        return _prompts_of(store, store.open(rollouts.ref))
+    return store.open(entry.ref)
+
+
+def _names_by_content(prompts: pa.Table) -> dict[str, str]:
+    names: dict[str, str] = {}
+    seen: Counter[str] = Counter()
+    for row in prompts.select(["group_id", "messages", "prompt_text"]).to_pylist():
+        content = digest(row["messages"] or row["prompt_text"])
+        names[row["group_id"]] = f"{content}-{seen[content]}"
+        seen[content] += 1
+    return names
+
+
+def _difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, Any]:
+    estimate = estimators.paired_difference(ours, theirs)
+    differences = [ours[name] - theirs[name] for name in ours if name in theirs]
+    interval = estimators.bootstrap_interval(differences, CONFIDENCE)
+    return {**estimate._asdict(), "interval": interval}
+
+
+def _summary(evaluation: Version) -> dict[str, Any]:
+    policy = evaluation.manifest.model("policy")
+    metrics = evaluation.manifest.metrics
+    return {
+        "ref": str(evaluation.ref),
+        "policy": policy.ref if policy else None,
+        **{name: metrics[name] for name in ("score", "stderr", "n")},
+    }
+
+
+def _notes(store: Store, a: Version, b: Version, config_a: Config, config_b: Config) -> list[str]:
+    """What was measured otherwise, and may be why the numbers differ."""
+    notes = []
+    if config_a.threshold != config_b.threshold:
+        notes.append(
+            f"a sample is correct from {config_a.threshold:g} in A, from {config_b.threshold:g} in "
+            "B (evaluate.threshold)"
+        )
+    for role, section in (("rewards", "reward"), ("rollouts", "generate")):
+        inputs = [version.manifest.input(role) for version in (a, b)]
+        if None in inputs:
+            continue
+        with suppress(LineageError):  # of versions that are gone nothing can be told
+            manifests = [store.open(entry.ref).manifest for entry in inputs]
+            if not is_made_alike(*manifests):
+                notes.append(f"[{section}] differs: {inputs[0].ref} and {inputs[1].ref}")
+    return notes
