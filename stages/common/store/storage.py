@@ -27,6 +27,8 @@ import pyarrow as pa
 
 from quiver.schemas.errors import CorruptError, OutcomeUnknownError, QuiverError, ResourceError
 
+from .failpoints import check_failpoints, failpoint
+
 _REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -46,6 +48,7 @@ class Storage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        check_failpoints()
 
     @property
     def is_foreign(self) -> bool:
@@ -175,6 +178,7 @@ class Storage:
             os.utime(self.path(key))
         except FileNotFoundError:
             return False
+        failpoint("renewed", self.path(key))
         return True
 
     def make_prefix(self, prefix: str) -> None:
@@ -192,6 +196,7 @@ class Storage:
                 raise
             shutil.copyfile(self.path(key), self.path(target))  # a file system without links
             sync(self.path(target))
+        failpoint("linked", self.path(target))
 
     def settle(self, key: str) -> None:
         """Flush a file that a library wrote; some write weights for their owner alone."""
@@ -221,10 +226,12 @@ class Storage:
             trash = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.gone")
         with contextlib.suppress(FileNotFoundError):
             path.rename(trash)
+        failpoint("hidden", path)
         if trash.is_dir():
             shutil.rmtree(trash, ignore_errors=True)
         else:
             trash.unlink(missing_ok=True)
+        failpoint("deleted", path)
 
     def publish(self, prefix: str, target: str) -> bool:
         """Make all below `prefix` visible below `target` at once; False where `target` is taken."""
@@ -304,6 +311,7 @@ def replacing(
             yield file
             raw.flush()
             if durable:
+                failpoint("flushing", path)
                 os.fsync(raw.fileno())
         if if_absent:
             os.link(temporary, path)
@@ -312,6 +320,7 @@ def replacing(
             raise _not_a(str(path), "file", path)
         else:
             os.replace(temporary, path)
+        failpoint("created" if if_absent else "replaced", path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -327,6 +336,7 @@ def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
+        failpoint("flushing", path)
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -342,6 +352,7 @@ def make_folder(path: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         raise _not_a(str(path), "folder", path) from None
     sync(path.parent)
+    failpoint("made", path)
 
 
 def publish(folder: Path, target: Path) -> bool:
@@ -351,6 +362,7 @@ def publish(folder: Path, target: Path) -> bool:
     OutcomeUnknownError when the rename was done, but could not be flushed.
     """
     sync(folder)
+    failpoint("renaming", target)
     try:
         os.rename(folder, target)
     except OSError as error:
@@ -358,6 +370,7 @@ def publish(folder: Path, target: Path) -> bool:
             return False
         raise
     try:
+        failpoint("renamed", target)
         sync(target.parent)
     except OSError as error:
         raise OutcomeUnknownError(
