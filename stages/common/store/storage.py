@@ -148,15 +148,17 @@ class Storage:
         Not `durable`: it need not outlive a power loss, so it is not flushed.
         """
         path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with replacing(path, if_absent=True, durable=durable) as file:
-                file.write(data)
-        except FileExistsError:
-            return False
-        if durable:
-            sync(path.parent)
-        return True
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # another has just deleted the folder
+                path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    with replacing(path, if_absent=True, durable=durable) as file:
+                        file.write(data)
+                except FileExistsError:
+                    return False
+                if durable:
+                    sync(path.parent)
+                return True
 
     def stamp(self, key: str) -> tuple[int, int, int] | None:
         """What changes with every write or renewal of the object, nanoseconds of the last
@@ -181,14 +183,17 @@ class Storage:
         failpoint("renewed", self.path(key))
         return True
 
-    def make_prefix(self, prefix: str) -> None:
-        """Make the folder that objects below `prefix` need, flushed."""
-        make_folder(self.path(prefix))
+    def make_prefix(self, prefix: str, *, durable: bool = True) -> None:
+        """Make the folder that objects below `prefix` need, flushed if it is to be `durable`; else
+        the one above must be there."""
+        if durable:
+            make_folder(self.path(prefix))
+        else:
+            self.path(prefix).mkdir(exist_ok=True)
 
     def copy_into(self, key: str, target: str) -> None:
         """Let `target` be the same immutable object, without copying bytes where that is
-        possible."""
-        self.path(target).parent.mkdir(parents=True, exist_ok=True)
+        possible; its folder must be there."""
         try:
             os.link(self.path(key), self.path(target))
         except OSError as error:
