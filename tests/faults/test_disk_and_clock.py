@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from quiver.schemas.errors import BusyError, OutcomeUnknownError, QuiverError, ResourceError
-from quiver.stages.common.store import Store, index, leases, writer
+from quiver.stages.common.store import index, leases, writer
 from quiver.stages.common.verification import verify
 from tests.faults.scenes import (
     SCENES,
@@ -22,7 +22,6 @@ from tests.faults.scenes import (
     require_next_run,
     written,
 )
-from tests.faults.sizes import sizes
 from tests.stages.common.store.test_store import Settings, work_on
 
 

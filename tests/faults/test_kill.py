@@ -54,7 +54,9 @@ def passages(beginnings, fast_path_factory) -> dict[str, list[tuple[str, int, in
     for (name, seed), beginning in beginnings.items():
         path = begun(beginnings, name, seed, fast_path_factory("passages") / beginning.name)
         events = []
-        with patch.object(storage, "failpoint", lambda event, key: events.append(f"{event} {key}")):
+        with patch.object(
+            storage, "failpoint", lambda event, key, events=events: events.append(f"{event} {key}")
+        ):
             list(SCENES[name].steps(path, seed))
         shutil.rmtree(path)
         for point, pattern in patterns.items():
