@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 
 from quiver.schemas import advantages, logprobs, refs, updates
+from quiver.schemas.errors import QuiverError
 from quiver.stages.common import verification
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, Version, leases
@@ -247,13 +248,18 @@ class Known:
 _arrow_check = ArrowCheck()
 
 
+def verified(store: Store) -> tuple[int, list[QuiverError]]:
+    """As `verify`, whose child process serves all calls."""
+    with patch.object(verification, "ArrowCheck", lambda: nullcontext(_arrow_check)):
+        return verification.verify(store)
+
+
 def require_invariants(path: Path, known: Known, acknowledged: list[Acknowledged]) -> None:
     """I1 to I5, and that `verify` finds nothing."""
     store = Store(path)
     for step in acknowledged:
         known.acknowledge(*step, store)
-    with patch.object(verification, "ArrowCheck", lambda: nullcontext(_arrow_check)):
-        _, errors = verification.verify(store)
+    _, errors = verified(store)
     assert [str(error) for error in errors if " staged " not in error.object] == []
     manifests = {str(ref): store.open(ref).manifest for ref in store.refs()}
     for ref, raw in known.manifests.items():
