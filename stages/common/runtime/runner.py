@@ -35,6 +35,7 @@ from quiver.schemas.errors import (
 from quiver.schemas.refs import Ref
 from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store.failpoints import failpoint
 from quiver.stages.common.store.writer import open_staging
 
 from .prewarm import StageProcess, take_prewarmed
@@ -226,6 +227,7 @@ def run_call(
     require_version(python or sys.executable, answer.pop("quiver", None), quiver_version())
     if "error" in answer:
         raise from_dict(answer["error"])
+    failpoint("flow.answered")
     return Outcome(**{**answer, "seconds": round(time.monotonic() - started_at, 3)})
 
 

@@ -27,7 +27,6 @@ import os
 import threading
 import time
 import uuid
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,6 +90,11 @@ class Lease:
         self._leases = leases
         self._link = link
 
+    @property
+    def is_after_others(self) -> bool:
+        """Whether others had it before, who may have been asleep."""
+        return self._link.number > 1
+
     def is_held(self) -> bool:
         """Whether it was neither released nor taken over: the highest number of the chain is
         still this one."""
@@ -100,9 +104,13 @@ class Lease:
     def release(self) -> None:
         """Let others have it at once."""
         _renewed.discard(self)
-        with suppress(FileNotFoundError):  # the work is done, and its leases are cleared
-            if self.is_held():
+        if self.is_held():
+            try:
                 self.storage.write(self.key, _encode(self._link, released=True), durable=False)
+            except FileNotFoundError:
+                return  # the work is done, and its leases are cleared
+            except OSError:
+                self.storage.delete(self.key)  # a full disk can still do that
 
 
 class Leases:

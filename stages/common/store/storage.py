@@ -27,6 +27,8 @@ import pyarrow as pa
 
 from quiver.schemas.errors import CorruptError, OutcomeUnknownError, QuiverError, ResourceError
 
+from .failpoints import check_failpoints, failpoint
+
 _REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -47,6 +49,7 @@ class Storage:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        check_failpoints()
 
     @property
     def is_foreign(self) -> bool:
@@ -155,15 +158,17 @@ class Storage:
         Not `durable`: it need not outlive a power loss, so it is not flushed.
         """
         path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with replacing(path, if_absent=True, durable=durable) as file:
-                file.write(data)
-        except FileExistsError:
-            return False
-        if durable:
-            sync(path.parent)
-        return True
+        while True:
+            with contextlib.suppress(FileNotFoundError):  # another has just deleted the folder
+                path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    with replacing(path, if_absent=True, durable=durable) as file:
+                        file.write(data)
+                except FileExistsError:
+                    return False
+                if durable:
+                    sync(path.parent)
+                return True
 
     def stamp(self, key: str) -> tuple[int, int, int] | None:
         """What changes with every write or renewal of the object, nanoseconds of the last
@@ -185,16 +190,20 @@ class Storage:
             os.utime(self.path(key))
         except FileNotFoundError:
             return False
+        failpoint("renewed", self.path(key))
         return True
 
-    def make_prefix(self, prefix: str) -> None:
-        """Make the folder that objects below `prefix` need, flushed."""
-        make_folder(self.path(prefix))
+    def make_prefix(self, prefix: str, *, durable: bool = True) -> None:
+        """Make the folder that objects below `prefix` need, flushed if it is to be `durable`; else
+        the one above must be there."""
+        if durable:
+            make_folder(self.path(prefix))
+        else:
+            self.path(prefix).mkdir(exist_ok=True)
 
     def copy_into(self, key: str, target: str) -> None:
         """Let `target` be the same immutable object, without copying bytes where that is
-        possible."""
-        self.path(target).parent.mkdir(parents=True, exist_ok=True)
+        possible; its folder must be there."""
         try:
             os.link(self.path(key), self.path(target))
         except OSError as error:
@@ -202,6 +211,7 @@ class Storage:
                 raise
             shutil.copyfile(self.path(key), self.path(target))  # a file system without links
             sync(self.path(target))
+        failpoint("linked", self.path(target))
 
     def settle(self, key: str) -> None:
         """Flush a file that a library wrote; some write weights for their owner alone."""
@@ -231,10 +241,12 @@ class Storage:
             trash = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.gone")
         with contextlib.suppress(FileNotFoundError):
             path.rename(trash)
+        failpoint("hidden", path)
         if trash.is_dir():
             shutil.rmtree(trash, ignore_errors=True)
         else:
             trash.unlink(missing_ok=True)
+        failpoint("deleted", path)
 
     def publish(self, prefix: str, target: str) -> bool:
         """Make all below `prefix` visible below `target` at once; False where `target` is taken."""
@@ -314,6 +326,7 @@ def replacing(
             yield file
             raw.flush()
             if durable:
+                failpoint("flushing", path)
                 os.fsync(raw.fileno())
         if if_absent:
             os.link(temporary, path)
@@ -322,6 +335,7 @@ def replacing(
             raise _not_a(str(path), "file", path)
         else:
             os.replace(temporary, path)
+        failpoint("created" if if_absent else "replaced", path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -337,6 +351,7 @@ def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
+        failpoint("flushing", path)
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -352,6 +367,7 @@ def make_folder(path: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         raise _not_a(str(path), "folder", path) from None
     sync(path.parent)
+    failpoint("made", path)
 
 
 def publish(folder: Path, target: Path) -> bool:
@@ -361,6 +377,7 @@ def publish(folder: Path, target: Path) -> bool:
     OutcomeUnknownError when the rename was done, but could not be flushed.
     """
     sync(folder)
+    failpoint("renaming", target)
     try:
         os.rename(folder, target)
     except OSError as error:
@@ -368,6 +385,7 @@ def publish(folder: Path, target: Path) -> bool:
             return False
         raise
     try:
+        failpoint("renamed", target)
         sync(target.parent)
     except OSError as error:
         raise OutcomeUnknownError(

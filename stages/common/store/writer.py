@@ -11,11 +11,12 @@
 
 What lies in `STORE/<run>/<kind>/.staging/` while the work goes on, and goes with it:
 
-    KEY/                 shards, or the files of a policy
+    KEY/                 shards
     KEY.notes/           what makes each shard count, and what each process says of its part
     KEY.leases/          who is at the work (see `leases`)
     KEY.resume/          what a stage goes on from in the middle; outlives a kill
-    KEY.<worker>/        links to the shards and the manifest: what will be renamed
+    KEY.<worker>/        links to the shards, or the files of a policy; and the manifest: what will
+                         be renamed
 
 The commit: shards are written, hashed and flushed as they come, each with a note that makes it
 count. Then a folder of links to them gets its manifest, flushed, and is renamed to the next number
@@ -25,7 +26,8 @@ then it is acknowledged.
 A version appears once, even where a process was asleep while another took over. The process looks
 at its lease after its folder is complete and right before the rename. Whoever takes over creates
 the next number of the lease, removes the folders of others, and then looks for the version: a
-rename that comes later finds no folder.
+rename that comes later finds no folder. Nor is anything made in a folder that was removed. A shard
+that the sleeper wrote since is found by its hash: after a takeover the links are hashed again.
 """
 
 from __future__ import annotations
@@ -108,6 +110,10 @@ class Writer:
         self._storage = plan.store.storage
         self._prefix = f"{self._name}/.staging/{plan.run_key}"
         self._worker = worker
+        self._candidate = f"{self._prefix}.{worker}"
+        # libraries write a policy's files: nobody else may, who was asleep
+        self._files_prefix = self._candidate if kind == "policy" else self._prefix
+        self._count: int | None = None
         self._started_at = time.monotonic()
         self._entries: tuple[FileEntry, ...] = ()
         self._finished: dict[str, Any] | None = None
@@ -121,14 +127,17 @@ class Writer:
     def folder(self) -> Path:
         """A folder on this host for the files of a policy; what is there when it is finished
         counts."""
-        return self._storage.path(self._prefix)
+        return self._storage.path(self._files_prefix)
 
     def prepare(self, *, fresh: bool) -> None:
         """Make the staging place. `fresh`: without what an earlier attempt left."""
         with storage_errors(self._name):
             if self._force:
                 self._storage.delete_tree(f"{self._prefix}.resume")
-            for prefix in (self._prefix, f"{self._prefix}.notes"):
+            for prefix in (
+                f"{self._prefix}.notes",
+                self._files_prefix,
+            ):  # no note without its shard
                 if fresh:
                     self._storage.delete_tree(prefix)
                 self._storage.make_prefix(prefix)
@@ -137,7 +146,9 @@ class Writer:
         """Remove what others had ready to publish: from now on only this process can."""
         staging, _, run_key = self._prefix.rpartition("/")
         for name in self._storage.list(staging):
-            if name.startswith(f"{run_key}.") and not name.endswith(_KEPT_SUFFIXES):
+            if name.startswith(f"{run_key}.") and not name.endswith(
+                (*_KEPT_SUFFIXES, f".{self._worker}")
+            ):
                 self._storage.delete_tree(f"{staging}/{name}")
 
     def is_committed(self) -> bool:
@@ -161,6 +172,7 @@ class Writer:
 
     def shards_of(self, count: int) -> SoleShards | SharedShards:
         """Hands out `count` shards, one after another."""
+        self._count = count
         self.shards.begin(count)
         return self.shards
 
@@ -215,8 +227,8 @@ class Writer:
     def drop(self, index: int) -> None:
         """Shard `index` is not finished after all."""
         name = _shard_name(index)
-        self._storage.delete(f"{self._prefix}/{name}")
         self.delete_note(f"{name}.json")
+        self._storage.delete(f"{self._prefix}/{name}")
 
     def write(self, index: int, table: pa.Table) -> None:
         """Write shard `index` (its rows in order), flushed; then a note beside it that makes it
@@ -261,7 +273,7 @@ class Writer:
 
     def _entry(self, name: str, rows: int = 0) -> FileEntry:
         """The manifest's entry of a staged file, as it is now."""
-        key = f"{self._prefix}/{name}"
+        key = f"{self._files_prefix}/{name}"
         size = self._storage.size(key)
         return FileEntry(name=name, bytes=size, sha256=self._storage.sha256(key), rows=rows)
 
@@ -316,14 +328,15 @@ class Writer:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
         with self.phase("commit"), storage_errors(self._name):
             if self.kind == "policy":
-                names = self._storage.list_files(self._prefix)
+                names = self._storage.list_files(self._files_prefix)
                 for name in names:
-                    self._storage.settle(f"{self._prefix}/{name}")
+                    self._storage.settle(f"{self._files_prefix}/{name}")
                 self._entries = tuple(map(self._entry, names))
                 return
             indices = self.noted()
             self._entries = tuple(map(self._note, indices))
-            if indices != list(range(len(indices))) or None in self._entries:
+            count = len(indices) if self._count is None else self._count
+            if indices != list(range(count)) or None in self._entries:
                 names = [_shard_name(index) for index in indices]
                 raise SchemaError(self._name, f"shards {names} are not one row of numbers")
             schema_module(self.kind).check(pa.concat_tables(map(self.read, indices)))
@@ -347,13 +360,13 @@ class Writer:
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
             "seconds": _summed([report["seconds"] for report in self.reports()]),
         }
-        candidate = f"{self._prefix}.{self._worker}"
+        candidate = self._candidate
         index = plan.store.index(self.run, self.kind)
         ledger = plan.store.ledger(self.run, self.kind)
         first = plan.first_number if self.kind == plan.kinds[-1] else 1
         with storage_errors(self._name):
-            for entry in self._entries:
-                self._storage.copy_into(f"{self._prefix}/{entry.name}", f"{candidate}/{entry.name}")
+            if self._files_prefix != candidate:
+                self._link_shards(lease)
             self._storage.sync_folders(candidate)
             ledger.prepare()
             while self.committed is None:
@@ -375,6 +388,15 @@ class Writer:
                     index.add(manifest)
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
+
+    def _link_shards(self, lease: Lease) -> None:
+        """BusyError where one is not what it was when it was sealed."""
+        self._storage.make_prefix(self._candidate, durable=False)
+        for entry in self._entries:
+            key = f"{self._candidate}/{entry.name}"
+            self._storage.copy_into(f"{self._prefix}/{entry.name}", key)
+            if lease.is_after_others and self._storage.sha256(key) != entry.sha256:
+                raise taken_over(self._name)
 
     def _number(self, ledger: Ledger, first: int, content_hash: str, visible: list[int]) -> int:
         """The number of the version: that of a deleted one that is made again, or the next."""
@@ -414,9 +436,11 @@ class Staging:
         """
         for writer in self.writers.values():
             writer.seal()
+        lease = self.lease or self.last.shards.commit_lease
+        if not lease.is_held():
+            raise taken_over(self.plan.name)
         for writer in self.writers.values():
             writer.remove_candidates()
-        lease = self.lease or self.last.shards.commit_lease
         *first_kinds, _ = self.plan.kinds
         metrics: dict[str, Any] = {}
         for kind in first_kinds:
@@ -445,12 +469,8 @@ class Staging:
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
                 writer.remove_candidates()
-            if not self.last.is_committed():
-                # shards of a table are worth keeping, half a checkpoint is not
-                starts_over = self._force or self.last.kind == "policy"
-                for writer in self.writers.values():
-                    writer.prepare(fresh=starts_over)
-                self._note_sources()
+            # shards of a table are worth keeping, half a checkpoint is not
+            self._prepare(fresh=self._force or self.last.kind == "policy")
             with self._ended_by_others():
                 yield
         finally:
@@ -468,26 +488,30 @@ class Staging:
                 if time.monotonic() > deadline:
                     raise self._busy(holder, " alone")
                 time.sleep(0.05)
+            self._prepare(fresh=False)
             if writer.is_committed():
                 yield
                 return
-            writer.prepare(fresh=False)
-            self._note_sources()
             shards = SharedShards(writer, leases, self.worker, self.plan.patience_seconds)
             with shards as writer.shards, self._ended_by_others():
                 yield
         finally:
             self._close(presence)
 
-    def _note_sources(self) -> None:
-        """Note what is read, so that nobody takes it away meanwhile."""
-        sources = [str(version.ref) for version in self.plan.inputs.values()]
-        sources += [model.ref for model in self.plan.models]
-        self.last.write_note(SOURCES, {"refs": sources})
-        for model_ref in filter(None, (as_version(model.ref) for model in self.plan.models)):
-            rescue(self.plan.store.storage, model_ref)  # not every stage reads its models
-        for version in self.plan.inputs.values():
-            self.plan.store.hold(version.ref)
+    def _prepare(self, *, fresh: bool) -> None:
+        """Make the staging places, unless the version is there; and note what is read, so that
+        nobody takes it away meanwhile."""
+        with self._ended_by_others():
+            self.last.stop_if_committed()
+            for writer in self.writers.values():
+                writer.prepare(fresh=fresh)
+            sources = [str(version.ref) for version in self.plan.inputs.values()]
+            sources += [model.ref for model in self.plan.models]
+            self.last.write_note(SOURCES, {"refs": sources})
+            for model_ref in filter(None, (as_version(model.ref) for model in self.plan.models)):
+                rescue(self.plan.store.storage, model_ref)  # not every stage reads its models
+            for version in self.plan.inputs.values():
+                self.plan.store.hold(version.ref)
 
     @contextmanager
     def _ended_by_others(self) -> Iterator[None]:
@@ -500,11 +524,16 @@ class Staging:
         except OutcomeUnknownError:  # of this one's own commit
             raise
         except Exception as error:
-            lease = self.lease or self.last.shards.commit_lease
+            lease = self.lease or (self.last.shards and self.last.shards.commit_lease)
+            # who was asleep for too long may have removed it
+            is_staged = "/.staging/" in str(getattr(error, "filename", ""))
+            is_disturbed = isinstance(error, FileNotFoundError) and is_staged
             if lease is not None and lease.is_held():
+                if is_disturbed:
+                    raise self._busy(None, " as well") from error
                 raise
             if not self.last.is_committed():
-                if lease is None:
+                if lease is None and not is_disturbed:
                     raise
                 raise taken_over(self.plan.name) from error
             if not isinstance(error, FileNotFoundError):  # what is staged is gone since
@@ -527,7 +556,7 @@ class Staging:
             run_keys = {name.partition(".")[0] for name in names} - {plan.run_key}
             is_done = plan.store.index(plan.run, kind).find
             left_over = {key for key in run_keys if is_done(key) and not self._is_at_work(key)}
-            for name in names:
+            for name in reversed(names):  # notes before the shards that they are about
                 if name.partition(".")[0] in {plan.run_key, *left_over}:
                     storage.delete_tree(f"{staging}/{name}")
         lease.release()
@@ -567,8 +596,8 @@ def open_staging(
     staging = Staging(plan, force=force, can_share=can_share)
     with storage_errors(plan.name):
         plan.store.storage.make_prefix(f"{plan.run}/{plan.kinds[-1]}/.staging")
-    with staging.open_together() if share else staging.open_alone():
-        yield staging
+        with staging.open_together() if share else staging.open_alone():
+            yield staging
 
 
 def taken_over(name: str) -> BusyError:

@@ -28,6 +28,7 @@ from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime.subprocesses import Process
+from quiver.stages.common.store.failpoints import failpoint
 from quiver.stages.reward.pool import worker
 from quiver.stages.reward.pool.calls import About
 from quiver.stages.reward.scoring import LARGEST
@@ -117,6 +118,7 @@ class Worker(Process):
             while self._connection not in connection.wait([self._connection, self._printed]):
                 self._drain()
             answer = self._connection.recv_bytes(_ANSWER_BYTES)
+            failpoint("reward.answered")
             return kind.model_validate(json.loads(answer))
         except (EOFError, OSError):
             is_late = time.monotonic() >= deadline

@@ -2,7 +2,6 @@
 a number twice."""
 
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -321,29 +320,6 @@ def test_two_at_the_same_work_one_is_busy(store):
         work.write(0, table(0))
         work.commit()
     assert commit(store).ref.version == 1
-
-
-def _commit_many(path: str, writer: int, count: int) -> None:
-    store = Store(path)
-    for index in range(count):
-        commit(store, Settings(seed=1000 * writer + index), shards=1)
-
-
-def test_writers_at_once_get_each_number_once(store):
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # one forked from a process that used Prefect fails as it ends
-    writers = [
-        context.Process(target=_commit_many, args=(str(store.path), writer, 16))
-        for writer in range(2)
-    ]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0] * 2
-    assert store.numbers("a", "logprobs") == list(range(1, 33))
-    assert verify(store) == (32, [])
 
 
 @pytest.fixture

@@ -1,0 +1,338 @@
+"""What is done to a store while faults happen, and what must hold of the store after each.
+
+A scene is done step by step. Done again, it does only what is missing. The invariants are those of
+the house: what was acknowledged is there byte for byte, nothing visible is torn, no number means
+two things, no edge leads to what is missing and not expired, and the next run succeeds.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pyarrow as pa
+import torch
+from safetensors.torch import save_file
+
+from quiver.schemas import advantages, logprobs, refs, updates
+from quiver.schemas.errors import QuiverError
+from quiver.stages.common import verification
+from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store import Store, Version, leases
+from quiver.stages.common.store.arrow_check import ArrowCheck
+from quiver.stages.common.store.failpoints import VARIABLE
+from quiver.stages.common.store.retention import remove
+from quiver.stages.common.store.writer import open_staging
+from quiver.stages.optimize import state_folder
+from quiver.stages.optimize.resume import SavedProgress
+from tests.stages.common.store.test_store import Settings, work_on
+
+Acknowledged = tuple[str, str]
+"""What a step said when it was done: made, tagged or gone, and the reference."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`before` is there when it begins; `steps` say what is acknowledged."""
+
+    steps: Callable[[Path, int], Iterator[Acknowledged]]
+    before: Callable[[Path, int], None] = lambda path, seed: None
+    keeps_shards: bool = True
+    """Whether finished shards are taken up again."""
+
+
+# -- scenes
+
+
+def shard(seed: int, index: int, process: int = 0) -> pa.Table:
+    """Two rows with ids of their own. Each process that makes them comes to other numbers."""
+    ids = [f"r{1000 * seed + 2 * index + row}" for row in range(2)]
+    rows = {"rollout_id": ids, "logprobs": [[-1.0 - process, -2.0]] * 2}
+    return pa.table(rows, schema=logprobs.SCHEMA)
+
+
+def written(
+    path: Path, seed: int, shards: int, *, share=None, inputs=(), process: int = 0
+) -> Version:
+    """A version of `shards` shards."""
+    store = Store(path)
+    named = {f"input-{number}": store.open(ref) for number, ref in enumerate(inputs)}
+    with work_on(store, Settings(seed=seed), share=share, inputs=named) as work:
+        if work.done:
+            return work.done
+        work.rows_per_shard(2)
+        for index in work.take_shards(shards):
+            work.write(index, shard(seed, index, process))
+        work.commit()
+    return work.done
+
+
+def earlier(path: Path, seed: int) -> None:
+    """A store with none, one or two versions, the second made of the first."""
+    Store(path)
+    for number in range(seed % 3):
+        written(path, 100 + number, 1, inputs=["a/logprobs@1"] if number else [])
+
+
+def one_version(path: Path, seed: int, share=None) -> Iterator[Acknowledged]:
+    yield "made", str(written(path, seed, 1 + seed % 4, share=share).ref)
+
+
+def shared_version(path: Path, seed: int) -> Iterator[Acknowledged]:
+    yield from one_version(path, seed, share=True)
+
+
+def slow_version(path: Path, seed: int) -> Iterator[Acknowledged]:
+    """As `one_version`, by a process that says a thousand times a second that it is there."""
+    with (
+        patch.object(leases, "SECONDS_BETWEEN_RENEWALS", 0.001),
+        patch.object(leases, "_thread", None),  # the one that is there sleeps for longer
+    ):
+        lease = leases.Leases(Store(path).storage, "a/logprobs/.staging/other.leases").take("work")
+        time.sleep(0.02)
+        yield from one_version(path, seed)
+        lease.release()
+
+
+def left_by_the_dead(path: Path, seed: int) -> None:
+    """Half of the shards of a version, and the lease of a process that is no more."""
+    earlier(path, seed)
+    for share in (None, True):
+        in_child(lambda share=share: one_version(path, seed, share), "shard.noted:kill")
+
+
+def three_kinds(path: Path, seed: int, process: int = 0) -> Iterator[Acknowledged]:
+    """Advantages, updates and a policy with its optimizer's state, after three saved steps."""
+    kinds = ("advantages", "updates", "policy")
+    store = Store(path)
+    plan = Plan(store, "optimize", 1, Settings(seed=seed), "a", kinds)
+    with open_staging(plan) as staging:
+        if staging.committed is None:
+            _train(plan, seed)
+            _write_checkpoint(staging.writers, seed, process)
+            staging.publish()
+    for kind in kinds:
+        yield "made", str(store.find("a", kind, plan.run_key).ref)
+
+
+def _train(plan: Plan, seed: int) -> None:
+    def state_of(step: int) -> dict[str, torch.Tensor]:
+        return {"weight": torch.full((64,), float(seed * 10 + step))}
+
+    def load_state(tensors: dict[str, torch.Tensor], counters: dict[str, int]) -> None:
+        assert torch.equal(tensors["weight"], state_of(counters["step"])["weight"])
+
+    trainer = SimpleNamespace(config=Settings(), step=0, updates=[], load_state=load_state)
+    trainer.config = SimpleNamespace(resume_steps=1, resume_minutes=0)
+    progress = SavedProgress(plan, pa.array([]), saves=True)
+    _, begin, _ = progress.load(trainer)
+    for step in range(begin, 3):
+        trainer.step = step + 1
+        trainer.updates = [None] * (step + 1)
+        trainer.state = lambda: (state_of(trainer.step), {"step": trainer.step})
+        progress.step_done(trainer, 0, step + 1, 0)
+
+
+def _write_checkpoint(writers, seed: int, process: int) -> None:
+    row = {"rollout_id": f"r{seed}", "advantage": float(process), "kept": True}
+    step = {field.name: 0 for field in updates.SCHEMA} | {"applied": True, "step": seed}
+    for kind, schema, rows in (
+        ("advantages", advantages.SCHEMA, [row]),
+        ("updates", updates.SCHEMA, [step]),
+    ):
+        for index in writers[kind].take_shards(1):
+            writers[kind].write(index, pa.Table.from_pylist(rows, schema=schema))
+        writers[kind].finish()
+    weights = {"weight": torch.full((64,), float(seed + 100 * process))}
+    save_file(weights, writers["policy"].folder / "model.safetensors")
+    folder = writers["policy"].folder / "optimizer"
+    state_folder.write(folder, weights, optimizer="adamw", step=3)
+    writers["policy"].finish()
+
+
+def tagged(path: Path, seed: int) -> None:
+    """Two versions, and a tag that has moved from none of them to the first, or moved before."""
+    for number in range(2):
+        written(path, 100 + number, 1)
+    store = Store(path)
+    for ref in (["a/logprobs@2"] if seed % 2 else []) + ["a/logprobs@1"]:
+        store.tag("a", "prod", ref)
+
+
+def tag_move(path: Path, seed: int) -> Iterator[Acknowledged]:
+    Store(path).tag("a", "prod", "a/logprobs@2", expected="a/logprobs@1", key="night")
+    yield "tagged", "a/logprobs@2"
+
+
+def removal(path: Path, seed: int) -> Iterator[Acknowledged]:
+    """The first of two or three versions is deleted, then another is made."""
+    store = Store(path)
+    if store.exists(refs.Ref("a", "logprobs", 1)):
+        remove(store, "a/logprobs@1", why="too old")
+    yield "gone", "a/logprobs@1"
+    yield from one_version(path, seed)
+
+
+def two_or_three(path: Path, seed: int) -> None:
+    earlier(path, 2)
+    if seed % 2:
+        written(path, 102, 1, inputs=["a/logprobs@1"])
+
+
+def new_store(path: Path, seed: int) -> Iterator[Acknowledged]:
+    Store(path)
+    yield from one_version(path, seed)
+
+
+SCENES = {
+    "new store": Scene(new_store),
+    "alone": Scene(one_version, earlier),
+    "shared": Scene(shared_version, earlier),
+    "renewed": Scene(slow_version, earlier),
+    "taken over": Scene(one_version, left_by_the_dead),
+    "checkpoint": Scene(three_kinds, earlier, keeps_shards=False),
+    "tag": Scene(tag_move, tagged),
+    "rm": Scene(removal, two_or_three),
+}
+
+
+# -- what must hold
+
+
+@dataclass
+class Known:
+    """What was acknowledged of a store."""
+
+    manifests: dict[str, bytes] = field(default_factory=dict)
+    """Of each version that is there."""
+    contents: dict[str, str] = field(default_factory=dict)
+    """The content hash that each number was seen with, for good."""
+    leaving: set[str] = field(default_factory=set)
+    """Versions that may be gone by now, or are being deleted."""
+    tags: set[str | None] = field(default_factory=set)
+    """What the tag may point at."""
+
+    @classmethod
+    def of(cls, path: Path, leaving: set[str], moving: str | None) -> Known:
+        """What is there now; `leaving` will be deleted, `moving` is what the tag will be moved
+        to."""
+        known = cls(leaving=leaving)
+        if path.exists():
+            store = Store(path)
+            for ref in store.refs():
+                known.acknowledge("made", str(ref), store)
+            known.tags = {store.tagged("a", "prod")} | ({moving} if moving else set())
+        return known
+
+    def acknowledge(self, what: str, ref: str, store: Store) -> None:
+        """A step has said that this is done."""
+        if what == "tagged":
+            self.tags = {ref}
+        elif what == "gone":
+            assert not store.exists(refs.parse(ref)), f"{ref} is still there"
+        else:
+            path = store.path / refs.parse(ref).folder / "manifest.json"
+            self.manifests[ref] = path.read_bytes()
+            self.contents.setdefault(ref, store.open(ref).manifest.content_hash)
+
+
+_arrow_check = ArrowCheck()
+
+
+def verified(store: Store) -> tuple[int, list[QuiverError]]:
+    """As `verify`, whose child process serves all calls."""
+    with patch.object(verification, "ArrowCheck", lambda: nullcontext(_arrow_check)):
+        return verification.verify(store)
+
+
+def require_invariants(path: Path, known: Known, acknowledged: list[Acknowledged]) -> None:
+    """I1 to I5, and that `verify` finds nothing."""
+    store = Store(path)
+    for step in acknowledged:
+        known.acknowledge(*step, store)
+    _, errors = verified(store)
+    assert [str(error) for error in errors if " staged " not in error.object] == []
+    manifests = {str(ref): store.open(ref).manifest for ref in store.refs()}
+    for ref, raw in known.manifests.items():
+        parsed = refs.parse(ref)
+        if ref in known.leaving and ref not in manifests:
+            assert store.ledger("a", parsed.kind).expiry(parsed.version), f"{ref} is gone"
+        else:
+            assert (path / parsed.folder / "manifest.json").read_bytes() == raw, ref
+    for ref, manifest in manifests.items():
+        now = manifest.content_hash
+        assert known.contents.setdefault(ref, now) == now, f"{ref} was given twice"
+        for parent in map(refs.parse, (entry.ref for entry in manifest.inputs)):
+            is_expired = store.ledger("a", parent.kind).expiry(parent.version)
+            assert store.exists(parent) or is_expired, f"{ref} was made of {parent}"
+    if known.tags:
+        assert store.tagged("a", "prod") in known.tags
+
+
+def finished_shards(path: Path) -> dict[str, int]:
+    """Name and inode of the staged shards that count."""
+    inodes = {}
+    for note in path.glob("a/logprobs/.staging/*.notes/part-*.arrow.json"):
+        shard = note.parent.with_suffix("") / note.stem
+        if shard.exists():
+            inodes[note.stem] = shard.stat().st_ino
+    return inodes
+
+
+def require_next_run(path: Path, scene: Scene, seed: int, known: Known) -> None:
+    """I6 and I7: the same again succeeds, does what is missing, once, and leaves nothing staged."""
+    inodes = finished_shards(path)
+    acknowledged = list(scene.steps(path, seed))
+    require_invariants(path, known, acknowledged)
+    store = Store(path)
+    for kind in {refs.parse(ref).kind for what, ref in acknowledged if what == "made"}:
+        run_keys = Counter(version.manifest.run_key for version in store.versions("a", kind))
+        assert set(run_keys.values()) == {1}, f"{kind}: a version was made twice"
+        assert store.storage.list(f"a/{kind}/.staging") in ([], ["other.leases"])
+    if scene.keeps_shards and inodes:
+        folder = path / refs.parse(acknowledged[-1][1]).folder
+        kept = {name: (folder / name).stat().st_ino for name in inodes}
+        assert kept == inodes, "a finished shard was done again"
+
+
+# -- one trial
+
+
+def in_child(
+    steps: Callable[[], Iterator[Acknowledged]], failures: str
+) -> tuple[int, list[Acknowledged]]:
+    """Do the steps in a process of its own that fails: its exit code, and what it acknowledged."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            os.close(reader)
+            signal.alarm(60)
+            os.environ[VARIABLE] = failures
+            for step in steps():
+                os.write(writer, pickle.dumps(step))
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    acknowledged = []
+    with open(reader, "rb") as stream:
+        while stream.peek():
+            acknowledged.append(pickle.load(stream))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), acknowledged
+
+
+def expected_changes(name: str) -> tuple[set[str], str | None]:
+    """What a scene deletes, and what it moves the tag to."""
+    leaving = {"a/logprobs@1"} if name == "rm" else set()
+    return leaving, "a/logprobs@2" if name == "tag" else None

@@ -1,0 +1,149 @@
+"""Damage to any file of a store: told by `verify`, or harmless; never other rows, never an untyped
+error."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from quiver.schemas.errors import QuiverError
+from quiver.stages.common.store import Store, leases
+from quiver.stages.common.store.retention import remove
+from tests.faults.scenes import in_child, one_version, three_kinds, verified, written
+from tests.faults.sizes import sizes
+
+UNFINISHED = 3
+"""Seed of what was begun and not finished: a table of four shards, and a training."""
+
+
+def flip(raw: bytearray, random: Random) -> None:
+    """Another bit somewhere."""
+    raw[random.randrange(len(raw))] ^= 1 << random.randrange(8)
+
+
+def cut(raw: bytearray, random: Random) -> None:
+    """The end is missing, or all of it."""
+    del raw[random.randrange(len(raw)) :]
+
+
+def zero_tail(raw: bytearray, random: Random) -> None:
+    """The end was allotted, and never written."""
+    begin = random.randrange(len(raw))
+    raw[begin:] = bytes(len(raw) - begin)
+
+
+def extend(raw: bytearray, random: Random) -> None:
+    """Something stands behind the end."""
+    raw += random.randbytes(random.choice((1, 512)))
+
+
+@pytest.fixture(scope="module")
+def whole(fast_path_factory) -> Path:
+    """A store with a file of every sort: versions of four kinds, tags, a tombstone, an index, and
+    unfinished work of processes that died."""
+    path = fast_path_factory("whole") / "store"
+    written(path, 100, 1)
+    written(path, 101, 2, inputs=["a/logprobs@1"])
+    written(path, 102, 1)
+    store = Store(path)
+    remove(store, "a/logprobs@3", why="too old")
+    list(three_kinds(path, 7))
+    for ref in ("a/logprobs@1", "a/logprobs@2"):
+        store.tag("a", "prod", ref)
+    store.tag("a", "best", "a/policy@1")
+    in_child(lambda: one_version(path, UNFINISHED), "shard.noted@3:kill")
+    in_child(lambda: three_kinds(path, UNFINISHED), "resume.noted@2:kill")
+    return path
+
+
+def contents(store: Store) -> dict[str, object]:
+    """All that a reader gets: rows, bytes of a policy, what tags point at. Typed errors in place of
+    what can not be read."""
+    seen: dict[str, object] = {}
+
+    def look(name: str, read: Callable[[], object]) -> None:
+        try:
+            seen[name] = read()
+        except QuiverError as error:
+            seen[name] = error
+
+    for kind, number in {"logprobs": 1, "advantages": 1, "updates": 1}.items():
+        look(f"a/{kind}@{number}", lambda ref=f"a/{kind}@{number}": store.open(ref).table())
+    look("a/logprobs@2", lambda: store.open("a/logprobs@2").table())
+    for name in ("model.safetensors", "optimizer/state.safetensors", "optimizer/state.json"):
+        look(name, lambda name=name: store.open("a/policy@1").files.read(name))
+    for tag in ("prod", "best"):
+        look(tag, lambda tag=tag: store.tagged("a", tag))
+        look(f"{tag} moves", lambda tag=tag: [entry.ref for entry in store.history("a", tag)])
+    return seen
+
+
+def next_runs(path: Path) -> dict[str, object]:
+    """What was begun is finished, and something new is made: rows and weights, or typed errors."""
+    seen: dict[str, object] = {}
+    for name, work in {
+        "unfinished": lambda: written(path, UNFINISHED, 4).table(),
+        "training": lambda: (
+            Store(path)
+            .open(list(three_kinds(path, UNFINISHED))[-1][1])
+            .files.read("model.safetensors")
+        ),
+        "new": lambda: written(path, 200, 2).table(),
+        "again": lambda: written(path, 101, 2, inputs=["a/logprobs@1"]).table(),
+    }.items():
+        try:
+            seen[name] = work()
+        except QuiverError as error:
+            seen[name] = error
+    return seen
+
+
+def check(path: Path, expected: dict[str, object], expected_runs: dict[str, object]) -> str:
+    """`detected` or `harmless`; AssertionError for anything else."""
+    try:
+        store = Store(path)
+        _, errors = verified(store)
+    except QuiverError as error:
+        assert "store.json" in error.message, error
+        return "detected"
+    for found, right in ((contents(store), expected), (next_runs(path), expected_runs)):
+        for name, value in found.items():
+            if isinstance(value, QuiverError):
+                assert errors, f"{name} fails, and verify had nothing to say: {value}"
+            else:
+                assert value == right[name], f"{name} is wrong, verify says {errors}"
+    return "detected" if errors else "harmless"
+
+
+@pytest.mark.parametrize("trials", sizes(short=12, full=500))
+@pytest.mark.parametrize("damage", [flip, cut, zero_tail, extend])
+def test_damage_anywhere_is_told_or_harmless(
+    whole, fast_path, monkeypatch, record_property, damage, trials
+):
+    monkeypatch.setattr(
+        leases, "SECONDS_TO_LIVE", 0.2
+    )  # a lease that can not be read waits so long
+    shutil.copytree(whole, fast_path / "right")
+    expected, expected_runs = contents(Store(whole)), next_runs(fast_path / "right")
+    trials *= 2 if damage is flip else 1
+    names = sorted(
+        file.relative_to(whole).as_posix()
+        for file in whole.rglob("*")
+        if file.is_file() and file.stat().st_size
+    )
+    random = Random(damage.__name__)
+    for trial in range(trials):
+        path = fast_path / str(trial)
+        shutil.copytree(whole, path)
+        file = path / names[trial % len(names)]
+        raw = bytearray(file.read_bytes())
+        damage(raw, random)
+        file.write_bytes(raw)
+        try:
+            outcome = check(path, expected, expected_runs)
+        except AssertionError as error:
+            raise AssertionError(f"{damage.__name__} of {names[trial % len(names)]}") from error
+        record_property(f"damaged files: {damage.__name__}, {outcome}", 1)
+        shutil.rmtree(path)

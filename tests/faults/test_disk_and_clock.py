@@ -1,0 +1,202 @@
+"""A disk that fails or is full at any moment, and clocks that jump."""
+
+import errno
+import os
+import subprocess
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from quiver.schemas.errors import BusyError, OutcomeUnknownError, QuiverError, ResourceError
+from quiver.stages.common.store import index, leases, writer
+from quiver.stages.common.verification import verify
+from tests.faults.scenes import (
+    SCENES,
+    Known,
+    expected_changes,
+    in_child,
+    require_invariants,
+    require_next_run,
+    written,
+)
+from tests.stages.common.store.test_store import Settings, work_on
+
+
+class FailingFlush:
+    """In place of os.fsync: one call fails, and whoever flushes that file again is told."""
+
+    def __init__(self, number: int, code: int) -> None:
+        self.calls = 0
+        self._number = number
+        self._code = code
+        self._real = os.fsync
+        self._failed: int | None = None
+
+    def __call__(self, handle: int) -> None:
+        self.calls += 1
+        if self.calls == self._number:
+            if os.path.isfile(f"/proc/self/fd/{handle}"):
+                self._failed = os.dup(handle)  # open, so that no other file gets its inode
+            raise OSError(self._code, os.strerror(self._code))
+        if self._failed is not None:
+            assert not os.path.sameopenfile(handle, self._failed), "a failed flush is tried again"
+        self._real(handle)
+
+    def close(self) -> None:
+        if self._failed is not None:
+            os.close(self._failed)
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(5, id="short"), pytest.param(1, id="full", marks=pytest.mark.torture)]
+)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("name", ["new store", "alone", "shared", "checkpoint", "tag"])
+def test_what_could_not_be_flushed_is_not_acknowledged(
+    fast_path, monkeypatch, record_property, name, code, step
+):
+    """Any flush fails: a typed error, nothing lost, the file is not flushed again, and the next run
+    succeeds."""
+    scene, number, trials = SCENES[name], 1, 0
+    flush = FailingFlush(1, code)
+    while flush.calls >= number - step:
+        path = fast_path / str(number)
+        scene.before(path, 1)
+        known = Known.of(path, *expected_changes(name))
+        flush = FailingFlush(number, code)
+        acknowledged = []
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", flush)
+            try:
+                for each in scene.steps(path, 1):
+                    acknowledged.append(each)
+            except (ResourceError, OutcomeUnknownError):
+                trials += 1
+        require_invariants(path, known, acknowledged)
+        require_next_run(path, scene, 1, known)
+        flush.close()
+        number += step
+    assert trials >= number // step - 4, "only an index may do without"
+    record_property("failed flushes", trials)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts a real file system of so many kB, or gives it that size."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+
+    def mount(kilobytes: int) -> Path:
+        is_there = os.path.ismount(mounted)
+        options = f"{'remount,' if is_there else ''}size={kilobytes}k"
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", mounted]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a small tmpfs is not permitted here")
+        return mounted
+
+    yield mount
+    while os.path.ismount(mounted):
+        subprocess.run(["umount", mounted], check=True)
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(24, id="short"), pytest.param(4, id="full", marks=pytest.mark.torture)]
+)
+@pytest.mark.parametrize("name", ["alone", "checkpoint", "tag", "rm"])
+def test_a_disk_that_is_full_at_any_moment_loses_nothing(disk, record_property, name, step):
+    """A page more at each trial, until all fits; then there is room again, and the same call goes
+    on."""
+    scene, room, trials = SCENES[name], 0, 0
+    is_full = True
+    while is_full:
+        mounted = disk(10_000)
+        path = mounted / "store"
+        scene.before(path, 1)
+        known = Known.of(path, *expected_changes(name))
+        used = os.statvfs(mounted)
+        disk((used.f_blocks - used.f_bfree) * used.f_frsize // 1024 + room)
+        acknowledged = []
+        try:
+            for each in scene.steps(path, 1):
+                acknowledged.append(each)
+            is_full = False
+        except QuiverError as error:
+            assert error.exit_code == 7 and "the disk is full" in error.message
+        require_invariants(path, known, acknowledged)
+        disk(10_000)
+        require_next_run(path, scene, 1, known)
+        subprocess.run(["umount", mounted], check=True)
+        room += step
+        trials += 1
+    assert trials > 1
+    record_property("full disks", trials)
+
+
+# -- clocks
+
+DAY = 86400
+
+
+class ShiftedClock(SimpleNamespace):
+    """The module `time`, but for what o'clock it is."""
+
+    def __init__(self, seconds: float) -> None:
+        shifted = {
+            "time": lambda: time.time() + seconds,
+            "time_ns": lambda: time.time_ns() + int(seconds * 1e9),
+        }
+        super().__init__(**{**vars(time), **shifted})
+
+
+@pytest.mark.parametrize("seconds", [-10 * DAY, -DAY, DAY, 10 * DAY])
+def test_numbers_go_on_whatever_the_clock_says(store, monkeypatch, seconds):
+    """The clock is before the versions that are there, or long after."""
+    first = written(store.path, 1, 1)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, zone=None):
+            return datetime.now(zone) + timedelta(seconds=seconds)
+
+    monkeypatch.setattr(writer, "datetime", Clock)
+    monkeypatch.setattr(index, "time", ShiftedClock(seconds))
+    second = written(store.path, 2, 1)
+    assert (second.manifest.created < first.manifest.created) == (seconds < 0)
+    assert [str(ref) for ref in store.refs()] == ["a/logprobs@1", "a/logprobs@2"]
+    assert store.open("a/logprobs@latest").ref == second.ref
+    for version in (first, second):
+        assert store.find("a", "logprobs", version.manifest.run_key).ref == version.ref
+    folder = store.path / "a/logprobs"
+    os.utime(folder, times=(time.time() + seconds,) * 2)
+    third = written(store.path, 3, 1)
+    assert third.ref.version == 3 and written(store.path, 1, 1).ref == first.ref
+    assert verify(store) == (3, [])
+
+
+@pytest.mark.parametrize("seconds", [-DAY, DAY])
+def test_a_clock_that_jumps_takes_no_lease_from_the_living(store, monkeypatch, seconds):
+    """The holder says that it is there; by the clock of whoever waits that was a day ago, or will
+    be."""
+    monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 2.0)
+    monkeypatch.setattr(leases, "SECONDS_BETWEEN_RENEWALS", 0.2)
+    monkeypatch.setattr(leases, "_thread", None)
+    with work_on(store, Settings(seed=1)) as work:
+        monkeypatch.setattr(leases, "time", ShiftedClock(seconds))
+        with (
+            pytest.raises(BusyError, match="is at this very work"),
+            work_on(store, Settings(seed=1)),
+        ):
+            pass
+        assert work.staging.lease.is_held()
+
+
+@pytest.mark.parametrize("seconds", [-DAY, DAY])
+def test_a_clock_that_jumps_does_not_wait_for_the_dead(store, monkeypatch, seconds):
+    in_child(lambda: SCENES["alone"].steps(store.path, 1), "shard.noted:kill")
+    monkeypatch.setattr(leases, "time", ShiftedClock(seconds))
+    started_at = time.monotonic()
+    require_next_run(store.path, SCENES["alone"], 1, Known())
+    assert time.monotonic() - started_at < leases.SECONDS_TO_LIVE / 2

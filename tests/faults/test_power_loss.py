@@ -1,0 +1,81 @@
+"""Power loss: each state of the disk that the calls of a scene allow is opened by the real store."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from random import Random
+
+import pytest
+
+from quiver.schemas.errors import QuiverError
+from tests.faults import mutants
+from tests.faults.power_loss import Recording, State, crash_states, record
+from tests.faults.scenes import (
+    SCENES,
+    Known,
+    expected_changes,
+    require_invariants,
+    require_next_run,
+)
+from tests.faults.sizes import sizes
+
+
+class Trial:
+    """A scene that was recorded once."""
+
+    def __init__(self, name: str, seed: int, folder, mutant: Callable = nullcontext) -> None:
+        self.scene, self.seed, self._folder = SCENES[name], seed, folder
+        path = folder / "store"
+        self.scene.before(path, seed)
+        self._known = Known.of(path, *expected_changes(name))
+        path.mkdir(exist_ok=True)
+        self.recording: Recording = record(path, self.scene, seed, mutant)
+
+    def check(self, state: State) -> None:
+        """The state is whole, and the next run does the rest."""
+        path = self._folder / "state"
+        path.mkdir()
+        try:
+            state.write(path)
+            known = copy.deepcopy(self._known)
+            require_invariants(path, known, list(state.acknowledged))
+            require_next_run(path, self.scene, self.seed, known)
+        finally:
+            shutil.rmtree(path)
+
+    def states(self, most: int) -> Iterator[State]:
+        """The states, in some order; at most so many."""
+        states = list(crash_states(self.recording))
+        Random(self.seed).shuffle(states)
+        yield from states[:most]
+
+
+ALL = 10**9
+
+
+@pytest.mark.parametrize("most", sizes(short=20, full=ALL))
+@pytest.mark.parametrize("name", [name for name in SCENES if name not in ("renewed", "rm")])
+def test_every_state_is_whole(fast_path, record_property, name, most):
+    """Nothing lost that was acknowledged, nothing torn, and the next run succeeds."""
+    count = 0
+    for seed in range(3) if most >= ALL else (1,):
+        folder = fast_path / str(seed)
+        folder.mkdir()
+        trial = Trial(name, seed, folder)
+        for state in trial.states(most):
+            trial.check(state)
+            count += 1
+    record_property("states after a power loss", count)
+
+
+@pytest.mark.parametrize("mutant", mutants.NOTICED_BY_A_POWER_LOSS)
+def test_a_mutant_is_noticed(fast_path, record_property, mutant):
+    trial = Trial("alone", 1, fast_path, mutant)
+    for state in trial.states(ALL):
+        try:
+            trial.check(state)
+        except (AssertionError, QuiverError):
+            record_property("protocol mutants noticed", 1)
+            return
+    pytest.fail("no state shows it")
