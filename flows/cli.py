@@ -26,10 +26,10 @@ from .commands.shared import CALLED, keep_stdout, say, with_options
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
-    running.run, running.check, running.nightly, *running.STAGES, placing.serve, placing.deploy, placing.doctor,
+    running.run, running.check, running.nightly, *running.STAGES,
+    placing.serve, placing.deploy, placing.doctor,
     versions.ls, versions.show, versions.lineage, versions.diff, versions.compare,
-    versions.verify,
-    versions.rm, versions.tag, versions.history, versions.report,
+    versions.verify, versions.rm, versions.tag, versions.history, versions.report,
     listing.keys, listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip
 app = typer.Typer(
@@ -40,17 +40,22 @@ app = typer.Typer(
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"quiver {version('quiver-rl')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _program(
     version: Annotated[
-        bool, typer.Option("--version", help="print the version and exit", is_eager=True)
+        bool,
+        typer.Option("--version", help="print the version", is_eager=True, callback=_print_version),
     ] = False,
 ) -> None:
-    if version:
-        from importlib.metadata import version as version_of
-
-        print(f"quiver {version_of('quiver-rl')}")
-        raise typer.Exit
+    """Options that stand before a command."""
 
 
 for _command in COMMANDS:

@@ -14,7 +14,6 @@ moves by compare-and-swap from the policy that was compared with.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +23,6 @@ from prefect.events import emit_event
 from prefect.runtime import flow_run
 
 from quiver.schemas.errors import printable
-from quiver.schemas.refs import check_name
-from quiver.stages.common.config import parse
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.tags import Entry, previous
 
@@ -36,7 +33,7 @@ from .pages.events import moved_event, payload_of
 from .placement import check_placement, require_server
 from .post_train import Iteration, import_policy, improve
 from .promotion import decide, entry_of, judge
-from .recipe import NIGHT, Data, Recipe
+from .recipe import Recipe
 from .tasks import tagged
 
 log = logging.getLogger("quiver")
@@ -122,17 +119,12 @@ def begin(recipe: Recipe, name: str) -> Night:
     store = Store(recipe.store)
     entries = store.history(recipe.run, recipe.promotion.tag)
     first = 1 + max((entry.about.get("iteration", 0) for entry in entries), default=0)
-    # the night's name in every text of [data]; it is letters, digits, dots and dashes
-    section = recipe.data.model_dump_json(exclude_unset=True).replace(
-        NIGHT, check_name(name, "night")
-    )
     update = {
-        "data": parse(Data, json.loads(section), "data"),
         "iterations": first + recipe.iterations - 1,
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
         "overlap": 0,  # a night goes one iteration after another
     }
-    return Night(name, recipe.model_copy(update=update), store, first)
+    return Night(name, recipe.for_night(name).model_copy(update=update), store, first)
 
 
 def _policy_in_use(night: Night, base: str) -> str:

@@ -10,6 +10,7 @@ that reads it. Relative paths are taken from the folder in which the command run
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.refs import NAME
+from quiver.schemas.refs import NAME, check_name
 from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
@@ -52,6 +53,9 @@ _GROUP_ADVANTAGES = {
     "batch_normalized_baseline",
 }
 """Advantages that compare the completions of one prompt with one another."""
+
+
+_KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
 
 class Data(SourceConfig):
@@ -351,7 +355,7 @@ class Recipe(Config):
         if all(self._looked_up.get(name) is getattr(self, name) for name in names):
             return self
         algorithm = optimize.resolve(self.optimize_config())
-        source, columns = _source_fields(self.prompt_config(1))
+        source, columns = _source_fields(self.prompt_config(1), "data")
         with_held_out = self.held_out_resolved()
         resolved = self.model_copy(
             update={
@@ -370,11 +374,20 @@ class Recipe(Config):
         recipe is resolved."""
         return self._columns
 
+    def for_night(self, name: str) -> Recipe:
+        """With the name of a night in every text of [data]; it is letters, digits, dots and dashes.
+        ConfigError where it is not."""
+        section = self.data.model_dump_json(exclude_unset=True).replace(
+            NIGHT, check_name(name, "night")
+        )
+        data = parse(Data, json.loads(section), "data", is_section=True)
+        return self.model_copy(update={"data": data})
+
     def held_out_resolved(self) -> Recipe:
         """With the held-out source alone looked up, which is all that a measurement reads."""
         if self.data.held_out is None:
             return self
-        source, columns = _source_fields(self.prompt_config(0, evaluation=True))
+        source, columns = _source_fields(self.prompt_config(0, evaluation=True), "data.held_out")
         held_out = {**self.data.held_out, **source}
         section = self.data.model_copy(update={"held_out": held_out})
         recipe = self.model_copy(update={"data": section})
@@ -432,9 +445,16 @@ class Recipe(Config):
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
 
 
-def _source_fields(config: PromptConfig) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a source that looking at it fills in, and its columns."""
-    resolved, columns = prompt.resolve_with_columns(config)
+def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a source that looking at it fills in, and its columns. ConfigError names the
+    keys of `section`."""
+    try:
+        resolved, columns = prompt.resolve_with_columns(config)
+    except ConfigError as error:
+        for part in ("object", "message", "next"):
+            text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, part))
+            setattr(error, part, text)
+        raise
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 

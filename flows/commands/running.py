@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -50,9 +51,12 @@ def run(
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
     log.info("%s: %d iterations, store %s", loaded.run, loaded.iterations, loaded.store)
+    from quiver.stages.common.store import Store
+
     from ..preflight import preflight
 
     loaded = preflight(loaded)  # what is refused is refused before a server is started
+    Store(loaded.store)
     from prefect import tags
 
     from ..abandoned import crash_abandoned, shell_tag
@@ -81,7 +85,7 @@ def check(
     nothing is written."""
     from .. import preflight
 
-    loaded = preflight.preflight(read_recipe(recipe, settings, store))
+    loaded = preflight.preflight(read_recipe(recipe, settings, store).for_night(_today()))
     tried = preflight.try_out(loaded) if try_out else []
     finished = preflight.finished(loaded)
     columns = loaded.columns
@@ -100,8 +104,14 @@ def nightly(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """One night: improve the policy in use, promote the result if better. It learns from new
-    prompts; what is decided stays so."""
+    """One night: train on new prompts, promote what is better. It improves the policy in use;
+    what is decided stays so."""
+    from ..preflight import preflight
+
+    loaded = read_recipe(recipe, settings, store)
+    log.info("%s: night %s, store %s", loaded.run, night or _today(), loaded.store)
+    # what is refused is refused before a server is started
+    preflight(loaded.for_night(night or _today()))
     from prefect import tags
 
     from ..abandoned import crash_abandoned, shell_tag
@@ -109,14 +119,18 @@ def nightly(
     from ..nightly import begin
     from ..nightly import nightly as flow
 
-    loaded = read_recipe(recipe, settings, store)
-    begin(loaded, night or "tonight")  # what is refused is refused before a server is started
+    begin(loaded, night or _today())
     guard_embedded_server()
     crash_abandoned()
     with tags(shell_tag()):
         outcome = flow(loaded, night)
     decision = f"{outcome['decision']}: {outcome['tag']} is {outcome['in_use']}"
     say(outcome, [decision, printable(outcome["why"], 1000)])
+
+
+def _today() -> str:
+    """What a night is called that has no other name: the date in UTC."""
+    return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
 def _stage_command(name: str, help: str) -> Callable[..., None]:

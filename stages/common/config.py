@@ -179,7 +179,9 @@ def _explain(
         if entry["type"] == "extra_forbidden":
             similar = _similar_keys(cls, place, str(entry["loc"][-1]), prefix)
             meant = " or ".join(
-                name.removeprefix(f"{key}.") if "." in name else f"{name} at the top of the recipe"
+                f"{name} at the top of the recipe"
+                if key and "." not in name
+                else name.removeprefix(f"{key}.")
                 for name in similar
             )
             problem = f"unknown key {path}" + (f"; did you mean {meant}?" if similar else "")

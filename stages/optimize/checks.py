@@ -7,6 +7,8 @@ weights.
 
     sampled = Sampled({"policy": …, "rollouts": …, "rewards": …})        # one of `inputs.sets`
     check_lineage(config, store, sampled); sampled.column("rewards", "reward")
+
+Not of the spine: it says what is refused, and nothing of how training goes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,5 +224,5 @@ def check_trackers(trackers: Sequence[str]) -> None:
             raise ConfigError(
                 f"optimize.trackers {name}",
                 f"{name} is not installed here",
-                next=f"{sys.executable} -m pip install {_TRACKERS[name][0]}",
+                next=f"pip install {_TRACKERS[name][0]}",
             )

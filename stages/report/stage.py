@@ -34,8 +34,8 @@ def path_of(store: Store, run: str) -> Path:
 
 
 def write(store: Store, run: str, path: Path | str | None = None) -> Path:
-    """Write the report of `run` to `path`, whole or not at all; None: `path_of`. ConfigError, LineageError,
-    ResourceError."""
+    """Write the report of `run` to `path`, whole or not at all; None: `path_of`. ConfigError,
+    LineageError, ResourceError."""
     target = Path(path) if path else path_of(store, run)
     content = render(store, gather(store, run)).encode()
     try:

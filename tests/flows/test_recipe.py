@@ -40,7 +40,10 @@ def recipe(tmp_path):
         ("iterations=0", "iterations: Input should be greater than or equal to 1, got 0"),
         ("run='No Spaces'", "run: String should match pattern"),
         ("optimize.algorithm=grop", "did you mean grpo?"),
-        ("data.held_out={split_name='x'}", "unknown key split_name; did you mean split?"),
+        (
+            "data.held_out={split_name='x'}",
+            "unknown key data.held_out.split_name; did you mean split?",
+        ),
         ("evaluate.generate={sampling={max_token=1}}", "did you mean max_tokens?"),
         ("reward.functions=[]", "reward.functions"),
         ("placement.python={genrate='x'}", "placement.python"),

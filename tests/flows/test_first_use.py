@@ -1,0 +1,235 @@
+"""What somebody meets who uses the command line for the first time: what is wrong is told at once,
+by the keys of the recipe, and advice does what it says."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from quiver.flows.cli import app
+from tests.flows.conftest import command_environment, quiver, quiver_each, write_recipe
+
+GOLDEN = Path(__file__).parents[1] / "golden/stores"
+WRONG = [
+    (
+        "data.prompt=problem",
+        "data.prompt problem",
+        "questions.jsonl has no such column; it has question, answer",
+        "set data.prompt to one of them",
+    ),
+    (
+        "data.held_out.prompt=problem",
+        "data.held_out.prompt problem",
+        "held_out.jsonl has no such column; it has question, answer",
+        "set data.held_out.prompt to one of them",
+    ),
+    ("data.source=gone.jsonl", "source gone.jsonl", "there is no file", "correct the source"),
+    (
+        "reward.functions=[{use='rewards.py:evennes'}]",
+        "reward.functions.use rewards.py:evennes",
+        "did you mean evenness?",
+        "correct reward.functions.use",
+    ),
+    (
+        "reward.functions=[{use='rewards.py:strict'}]",
+        "reward function strict",
+        "needs answers, which is neither a column",
+        "rename the column",
+    ),
+    (
+        "reward.functions=[{use='rewards.py:strict', arguments={answers=1, tolerance=2}}]",
+        "reward function strict",
+        "takes no argument tolerance",
+        "correct arguments",
+    ),
+    (
+        "reward.functions=[{use='length', arguments={goal=2}}]",
+        "reward function length",
+        "takes no argument goal",
+        "correct arguments",
+    ),
+    ("reward.functions=[{use='broken.py:score'}]", "broken.py", "SyntaxError", "python broken.py"),
+    ("reward.functions=[{use='lenght'}]", "lenght", "did you mean length?", "quiver rewards"),
+    ("reward.models=[{model='./judge'}]", "reward.models.model", "no such directory", "correct"),
+    ("policy.model=./gone", "policy.model ./gone", "no such directory", "correct policy.model"),
+    ("generate.engine=own.py:Engine", "generate.engine own.py", "there is no file", "correct"),
+    ("evaluate.generate.engine=own.py:Engine", "generate.engine", "there is no file", "correct"),
+    ("prompt.template=gone.jinja", "prompt.template gone.jinja", "No such file", "name a jinja"),
+    (
+        "optimize={trackers=['wandb'], tracker_folder='logs'}",
+        "optimize.trackers wandb",
+        "wandb is not installed here",
+        "pip install wandb",
+    ),
+    (
+        "optimize={trackers=['tensorbord'], tracker_folder='logs'}",
+        "optimize.trackers 'tensorbord'",
+        "did you mean tensorboard?",
+        "correct optimize.trackers",
+    ),
+    ("learning_rate=1e-5", "recipe", "mean optimize.learning_rate?", "keys optimize.learning_rate"),
+    ("store=questions.jsonl", "store", "is a file, not a folder", "name a folder in --store"),
+]
+"""A setting; the error's object, message and next step."""
+REWARDS = """
+
+def strict(completions, answers):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = write_recipe(tmp_path_factory.mktemp("first"))
+    with (folder / "rewards.py").open("a") as file:
+        file.write(REWARDS)
+    (folder / "broken.py").write_text("def score(:\n")
+    (folder / "untried.py").write_text("import nowhere\n\ndef score(completions): ...\n")
+    return folder
+
+
+def test_what_paths_columns_and_names_tell_is_told_before_anything_runs(folder):
+    """By `run` and `check` alike; no store is made."""
+    commands = [
+        [command, "recipe.toml", "--set", setting]
+        for setting, *_ in WRONG
+        for command in ("check", "run")
+    ]
+    *answers, (code, nowhere) = quiver_each(
+        folder, *commands, ["run", "recipe.toml", "--store", "/proc/none"]
+    )
+    assert (code, nowhere["error"]["object"]) == (2, "store /proc/none")
+    for index, (setting, about, message, next_step) in enumerate(WRONG):
+        for code, answer in answers[2 * index : 2 * index + 2]:
+            assert code == 2, (setting, answer)
+            error = answer["error"]
+            assert about in error["object"], error
+            assert message in error["message"], error
+            assert next_step in error["next"], error
+            assert error["state"] == "nothing was changed."
+    assert not (folder / "store").exists()
+
+
+def test_it_is_told_before_prefect_and_torch_are_imported_and_the_first_line_at_once(folder):
+    program = (
+        "import sys; sys.argv = ['quiver', 'run', 'recipe.toml', '--set', 'data.prompt=x'];"
+        "from quiver.flows import cli\n"
+        "try: cli.main()\n"
+        "finally: print({'prefect', 'torch', 'vllm', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "set()\n")
+    first, error, *_ = done.stderr.splitlines()
+    assert first == "tiny: 2 iterations, store store"
+    assert error.startswith("E-CONFIG data.prompt x")
+
+
+def test_check_says_what_a_run_would_find(folder):
+    untried = ["--set", "reward.functions=[{use='untried.py:score'}]"]
+    answers = quiver_each(
+        folder,
+        ["check", "recipe.toml"],
+        ["check", "recipe.toml", "--try"],
+        ["check", "recipe.toml", *untried],
+        ["check", "recipe.toml", "--try", *untried],
+    )
+    assert [code for code, _ in answers] == [0, 0, 0, 2]
+    (_, plain), (_, tried), _, (_, refused) = answers
+    assert plain == {
+        "run": "tiny",
+        "iterations": 2,
+        "store": "store",
+        "columns": {
+            "data": ["question", "answer"],
+            "data.held_out": ["question", "answer"],
+        },
+        "tried": [],
+        "finished": {},
+    }
+    assert tried["tried"] == ["reward", "optimize"]
+    assert "No module named 'nowhere'" in refused["error"]["message"], "only trying tells"
+    assert not (folder / "store").exists(), "and nothing is written"
+
+
+def test_what_was_made_before_an_error_is_said(folder):
+    """An evaluation's base model and prompts are made before its reward is tried."""
+    untried = ["--set", "reward.functions=[{use='untried.py:score'}]", "--store", "half"]
+    error = quiver(folder, "evaluate", "recipe.toml", *untried, code=2)["error"]
+    assert error["state"] == "this command has made 2 versions, kept for the next run."
+    found = quiver(folder, "check", "recipe.toml", "--store", "half")["finished"]
+    assert found == {"policy": "tiny/policy@0"}, "of the run itself"
+
+
+def test_which_store_is_meant(folder):
+    """--store, then QUIVER_STORE, then the recipe's; a setting counts as an option."""
+    check = ["check", "recipe.toml"]
+    for options, expected in (
+        ([], "by-variable"),
+        (["--store", "by-option"], "by-option"),
+        (["--set", "store='by-setting'"], "by-setting"),
+    ):
+        answer = quiver(folder, *check, *options, QUIVER_STORE="by-variable")
+        assert answer["store"] == expected
+    error = quiver(folder, "ls", code=2, QUIVER_STORE="by-variable")["error"]
+    assert error["object"] == f"store {folder / 'by-variable'}"
+
+
+def test_a_kind_alone_is_its_latest_version_where_nothing_is_changed(tmp_path):
+    shutil.copytree(GOLDEN / "finished", tmp_path / "store")
+    listed = quiver(tmp_path, "ls")["versions"]
+    latest = listed[-1]["ref"]
+    kind = latest.partition("@")[0]
+    answers = quiver_each(
+        tmp_path,
+        ["show", kind, "-n", "0"],
+        ["lineage", kind],
+        ["diff", kind, latest],
+        ["rm", kind],
+        ["tag", "best", kind],
+    )
+    assert [code for code, _ in answers] == [0, 0, 0, 2, 2], "none is deleted by a short name"
+    assert answers[0][1]["ref"] == answers[1][1]["ref"] == latest
+    assert answers[2][1]["changed"] == {}
+
+
+def test_paths_that_can_not_be_used_are_told(tmp_path):
+    shutil.copytree(GOLDEN / "finished", tmp_path / "store")
+    run = next(path.name for path in sorted((tmp_path / "store").iterdir()) if path.is_dir())
+    answers = quiver_each(
+        tmp_path,
+        ["report", run, "-o", "nowhere/report.html"],
+        ["report", run, "-o", "."],
+        ["report", run, "-o", "n" * 300],
+        ["ls", "--store", "store/store.json"],
+        ["ls", "--store", "n" * 300],
+        ["ls", "--store", "~nobody-here"],
+    )
+    for code, answer in answers:
+        assert code == 2 and answer["error"]["code"] == "E-CONFIG", answer
+    messages = [answer["error"]["message"] for _, answer in answers]
+    assert [re.search(r"No such file|Is a directory|too long|not a folder|home", m)[0] for m in messages] == [
+        "No such file", "Is a directory", "too long", "not a folder", "too long", "home",
+    ]  # fmt: skip
+
+
+def test_the_help_is_whole_in_80_columns(tmp_path):
+    for name, command in get_command(app).commands.items():
+        summary = command.get_short_help_str(64)
+        assert summary and not summary.endswith("..."), f"{name}: {summary}"
+        assert summary.endswith("."), f"{name}: {summary}"
+    environment = {**command_environment(tmp_path), "COLUMNS": "80"}
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-m", "quiver.flows.cli", option],
+            env=environment, capture_output=True, text=True, check=True,
+        ).stdout
+        for option in ("-h", "--help", "--version")
+    ]  # fmt: skip
+    assert outputs[0] == outputs[1] and "..." not in outputs[0].partition("Commands:")[2]
+    assert re.fullmatch(r"quiver \d+\.\d+\.\d+\n", outputs[2])
