@@ -223,12 +223,15 @@ def _make_batch(
         return Ragged.from_arrow(table[logprobs]).take(rows).values
 
     old_logprobs = take("old_logprobs")
-    no_advantages = torch.full_like(old_logprobs, torch.nan)
+    if algorithm.critic:
+        advantages = torch.full_like(old_logprobs, torch.nan)
+    else:
+        advantages = advantages[rows]
     return Batch(
         sequences=Sequences(prompts, completions, temperature),
         groups=groups,
         prompt_numbers=prompt_numbers(prompts, groups),
-        advantages=no_advantages if algorithm.critic else advantages[rows],
+        advantages=advantages,
         old_logprobs=old_logprobs,
         prox_logprobs=take("prox"),
         ref_logprobs=take("ref"),
