@@ -170,7 +170,7 @@ class Index:
             last_line = raw.rfind(b"\n", 0, -1) + 1
             lines, noted = raw[:last_line], json.loads(raw[last_line:])
             is_whole = isinstance(noted, dict) and noted.pop("crc32", None) == zlib.crc32(lines)
-            if is_whole and noted["format"] == _FORMAT:
+            if is_whole and noted.get("format") == _FORMAT:
                 return lines, noted
         return b"", {}
 

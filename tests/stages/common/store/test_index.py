@@ -63,7 +63,8 @@ def test_a_commit_opens_as_few_files_with_many_versions_as_with_few(store, reads
 
 
 @pytest.mark.parametrize(
-    "damage", ["lost", "torn", "flipped", "number", "nested", "no file", "no folder", "older"]
+    "damage",
+    ["lost", "torn", "flipped", "format", "number", "nested", "no file", "no folder", "older"],
 )
 def test_it_is_made_anew_from_the_manifests(store, damage):
     versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
@@ -76,6 +77,8 @@ def test_it_is_made_anew_from_the_manifests(store, damage):
         path.write_text(before[: len(before) // 2])
     elif damage == "flipped":
         path.write_text(before.replace(versions[1].manifest.run_key, "f" * 64))
+    elif damage == "format":
+        path.write_text(before.replace('"format"', '"fnrmat"'))
     elif damage == "number":
         path.write_text(before.replace("[2, ", "[7, "))
     elif damage == "nested":

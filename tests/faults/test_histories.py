@@ -1,0 +1,160 @@
+"""Random histories of a store: versions come and go, tags move, processes die, the power fails;
+after each step all that was acknowledged is there."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quiver.schemas import refs
+from quiver.schemas.errors import ConflictError
+from quiver.stages.common.store import Store
+from quiver.stages.common.store.failpoints import POINTS
+from quiver.stages.common.store.retention import remove
+from tests.faults.conftest import IN_MEMORY
+from tests.faults.power_loss import crash_states, record
+from tests.faults.scenes import Known, Scene, in_child, require_invariants, written
+from tests.faults.sizes import sizes
+
+SEEDS = st.integers(0, 5)
+NUMBERS = st.integers(0, 10**6)
+
+
+class Histories(RuleBasedStateMachine):
+    """One store in a folder of its own. A rule more is a method more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="quiver-history.", dir=IN_MEMORY))
+        self.path = self.folder / "store"
+        self.store = Store(self.path)
+        self.known = Known()
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder)
+
+    def refs(self) -> list[str]:
+        return [str(ref) for ref in self.store.refs()]
+
+    def one_of(self, number: int) -> str:
+        return self.refs()[number % len(self.refs())]
+
+    # -- what is done; each step may be one of a process that dies
+
+    def commit(self, seed: int, number: int):
+        """A version, perhaps made of another."""
+        inputs = [self.one_of(number)] if number % 2 and self.refs() else []
+        yield "made", str(written(self.path, seed, 1 + seed % 3, inputs=inputs).ref)
+
+    def move(self, seed: int, number: int):
+        """A tag moves."""
+        ref = self.one_of(number)
+        self.store.tag("a", "prod", ref, why=f"seed {seed}")
+        yield "tagged", ref
+
+    def delete(self, seed: int, number: int):
+        """A version is deleted, unless a tag points at it."""
+        ref = self.one_of(number)
+        if self.store.tagged("a", "prod") != ref:
+            remove(self.store, ref)
+            yield "gone", ref
+
+    # -- rules
+
+    @rule(seed=SEEDS, number=NUMBERS)
+    def a_version_is_made(self, seed, number):
+        self.acknowledge(self.commit(seed, number))
+
+    @precondition(lambda self: self.refs())
+    @rule(seed=SEEDS, number=NUMBERS)
+    def a_tag_moves(self, seed, number):
+        self.acknowledge(self.move(seed, number))
+
+    @precondition(lambda self: self.refs())
+    @rule(number=NUMBERS)
+    def a_move_on_a_wrong_guess_is_refused(self, number):
+        with pytest.raises(ConflictError):
+            self.store.tag("a", "prod", self.one_of(number), expected="a/logprobs@999999")
+
+    @precondition(lambda self: self.refs())
+    @rule(number=NUMBERS)
+    def a_version_is_deleted(self, number):
+        self.acknowledge(self.delete(0, number))
+
+    @precondition(lambda self: self.refs())
+    @rule(
+        step=st.sampled_from(["commit", "move", "delete"]),
+        point=st.sampled_from([name for name in POINTS if not name.startswith("checkpoint")]),
+        seed=SEEDS,
+        number=NUMBERS,
+    )
+    def a_process_dies(self, step, point, seed, number):
+        expected = self.one_of(number)
+        _, acknowledged = in_child(lambda: getattr(self, step)(seed, number), f"{point}:kill")
+        self.settle(step, expected, acknowledged)
+
+    @precondition(lambda self: self.refs())
+    @rule(step=st.sampled_from(["commit", "move"]), seed=SEEDS, number=NUMBERS, moment=NUMBERS)
+    def the_power_fails(self, step, seed, number, moment):
+        expected = self.one_of(number)
+        scene = Scene(lambda path, seed: getattr(self, step)(seed, number))
+        states = list(crash_states(record(self.path, scene, seed)))
+        shutil.rmtree(self.path)
+        self.path.mkdir()
+        state = states[moment % len(states)]
+        state.write(self.path)
+        self.settle(step, expected, list(state.acknowledged))
+
+    @rule()
+    def it_is_opened_again(self):
+        self.store = Store(self.path)
+
+    # -- what is known since
+
+    def acknowledge(self, steps) -> None:
+        for what, ref in steps:
+            self.known.manifests.pop(ref if what == "gone" else None, None)
+            self.known.acknowledge(what, ref, self.store)
+
+    def settle(self, step: str, ref: str, acknowledged) -> None:
+        """After a step that may have been done or not."""
+        self.acknowledge(acknowledged)
+        if step == "move":
+            before = self.known.tags or {None}
+            assert self.store.tagged("a", "prod") in before | {ref}
+            self.known.tags = {self.store.tagged("a", "prod")}
+        elif step == "delete" and not self.store.exists(refs.parse(ref)):
+            assert self.store.ledger("a", "logprobs").expiry(refs.parse(ref).version)
+            self.known.manifests.pop(ref, None)
+
+    @invariant()
+    def all_is_there(self):
+        require_invariants(self.path, self.known, [])
+        for ref in self.refs():
+            self.known.acknowledge("made", ref, self.store)
+
+
+@pytest.mark.parametrize("count", sizes(short=8, full=400))
+def test_histories(record_property, count):
+    run_state_machine_as_test(
+        Histories,
+        settings=settings(
+            max_examples=count,
+            stateful_step_count=10 if count < 50 else 25,
+            deadline=None,
+            database=None,
+            derandomize=count < 50,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    record_property("random histories", count)
