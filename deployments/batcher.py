@@ -25,12 +25,18 @@ from quiver.stages.reward.stage import Config
 
 class Limits(NamedTuple):
     """What a server takes. `rows` a batch, `wait` seconds for a batch to fill, `queued` rows at
-    most, `bytes` a request."""
+    most, `bytes` of a request's body; `headers` of a request, and bytes of them; how long headers,
+    and then a body, may take to arrive; `connections` at a time."""
 
     rows: int = 256
     wait: float = 0.005
     queued: int = 20_000
     bytes: int = 64 * 1024 * 1024
+    headers: int = 100
+    header_bytes: int = 16 * 1024
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    connections: int = 512
 
 
 class Batcher:

@@ -15,7 +15,8 @@ OpenRLHF sends the policy's end token with each answer: it is taken off, unless 
 
 It listens on loopback; anywhere else it wants `--token env:NAME`, which requests must carry as
 bearer token. Without a token it answers only requests that name a loopback host, so that no web
-page can reach it through a browser.
+page can reach it through a browser. Headers and bodies have limits of bytes and of time, and there
+may be only so many connections (`batcher.Limits`).
 """
 
 from __future__ import annotations
@@ -51,10 +52,9 @@ from quiver.stages.reward.servers.dialects.strict import MalformedError, read_js
 from quiver.stages.reward.stage import open_scorers
 
 from .batcher import Batcher, Limits, score_rows
+from .connections import Connection
 
 log = logging.getLogger(__name__)
-_BODY_SECONDS = 30.0
-"""Longest time for a request's body to arrive."""
 DEFAULT = Limits()
 _STATUS = {"E-CONFIG": 422, "E-BUSY": 503, "E-REMOTE": 502}
 
@@ -66,11 +66,12 @@ class _StrictRequest(Request):
     """Its body is limited in size and time, and read as strict JSON."""
 
     async def body(self) -> bytes:
+        seconds = self.app.state.limits.body_seconds
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await super().body()
         except TimeoutError:
-            problem = f"the body did not arrive within {_BODY_SECONDS:g} s"
+            problem = f"the body did not arrive within {seconds:g} s"
             raise HTTPException(408, problem) from None
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -100,11 +101,12 @@ class _StrictRoute(APIRoute):
 
 
 class _Gate:
-    """Lets nobody in without the token; where there is none, nobody who does not name a loopback
-    host."""
+    """Lets nobody in with more headers than anybody needs, nor without the token; where there is
+    none, nobody who does not name a loopback host."""
 
-    def __init__(self, app: Any, token: str) -> None:
+    def __init__(self, app: Any, token: str, most_headers: int) -> None:
         self._app = app
+        self._most_headers = most_headers
         self._token = f"Bearer {token}".encode() if token else b""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -113,7 +115,11 @@ class _Gate:
 
     def _refusal(self, scope: Any) -> Response | None:
         headers = dict(scope["headers"])
-        if self._token:
+        if len(scope["headers"]) > self._most_headers:
+            status = 431
+            problem = f"the request has more than {self._most_headers} headers"
+            may_enter = False
+        elif self._token:
             status = 401
             problem = "the bearer token is missing or wrong"
             is_known = hmac.compare_digest(headers.get(b"authorization", b""), self._token)
@@ -165,7 +171,9 @@ class Error(BaseModel):
     error: dict[str, str]
 
 
-_REFUSALS = {status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 500, 502, 503)}
+_REFUSALS = {
+    status: {"model": Error} for status in (400, 401, 403, 408, 413, 422, 431, 500, 502, 503)
+}
 
 
 def make_app(
@@ -189,7 +197,7 @@ def make_app(
         exception_handlers=_HANDLERS,
     )
     app.state.limits = limits
-    app.add_middleware(_Gate, token=token)
+    app.add_middleware(_Gate, token=token, most_headers=limits.headers)
     bearer = [Security(HTTPBearer(auto_error=False))] if token else []
     router = APIRouter(route_class=_StrictRoute, responses=_REFUSALS, dependencies=bearer)
 
@@ -219,6 +227,21 @@ def make_app(
 
     app.include_router(router)
     return app
+
+
+def make_server(app: FastAPI) -> uvicorn.Server:
+    """What serves the application on a socket."""
+    settings = uvicorn.Config(
+        app,
+        http=Connection,
+        h11_max_incomplete_event_size=app.state.limits.header_bytes,
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+    return uvicorn.Server(settings)
 
 
 # -- command line
@@ -299,14 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
             log.info("rewards are served on http://%s:%d", options.host, listener.getsockname()[1])
             # the server ends by it in order, then raises it anew
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-            settings = uvicorn.Config(
-                app,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=5,
-            )
-            uvicorn.Server(settings).run(sockets=[listener])
+            make_server(app).run(sockets=[listener])
     except QuiverError as error:
         print(error, file=sys.stderr)
         return error.exit_code

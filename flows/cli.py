@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import traceback
 from typing import Annotated
@@ -23,6 +22,7 @@ from quiver.schemas.errors import UNCHANGED, ConfigError, QuiverError, for_termi
 from .commands import cleaning, health, listing, placing, running, versions
 from .commands.next_step import complete, options_in
 from .commands.shared import CALLED, keep_stdout, say, with_options
+from .stopping import leave_if_told, watch_signals
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
@@ -114,11 +114,13 @@ def main() -> None:
         # Prefect logs a stage's error with its traceback; the error is printed once, at the end
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL", "CRITICAL")
         os.environ.setdefault("PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL", "CRITICAL")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    watch_signals()
     try:
         sys.exit(_run())
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        leave_if_told()
 
 
 if __name__ == "__main__":

@@ -42,11 +42,10 @@ def begin(
     inputs,
     models=(),
     force: bool = False,
-    share: bool | None = None,
+    share: bool = False,
     patience: float | None = None,
 ) -> Iterator[OpenWriter]:
-    """The one writer of such a plan, once nobody else is at it; or the finished version. `share`
-    None: of a stage whose work can not be shared."""
+    """The one writer of such a plan, once nobody else is at it; or the finished version."""
     first = 0 if kind == "policy" else 1
     plan = Plan(
         store,
@@ -60,7 +59,7 @@ def begin(
         first_number=first,
         patience_seconds=patience,
     )
-    with open_staging(plan, force=force, share=bool(share), can_share=share is not None) as staging:
+    with open_staging(plan, force=force, share=share) as staging:
         if not staging.committed and not force:
             staging.last.is_committed()
         yield OpenWriter(staging)

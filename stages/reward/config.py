@@ -68,8 +68,8 @@ class Config(Base):
     workers: Runtime[int | None] = Field(default=None, ge=1)
     """Processes in which functions run. None: one a core."""
     max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
-    """Private memory of each of these processes; beyond it a call fails with MemoryError. None: no
-    limit."""
+    """Private memory of each of these processes; beyond it a call fails with MemoryError. None: an
+    equal share of the machine's memory, and at least 4 GiB where it has twice as much."""
     batch_rows: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
     """Most rows a call. What a function says of a row must not depend on the others in its call."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)

@@ -4,10 +4,13 @@ confused by a body."""
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from quiver.deployments.batcher import Batcher, Limits, score_rows
-from quiver.deployments.reward_server import listen, load, main, make_app
+from quiver.deployments.reward_server import listen, load, main, make_app, make_server
 from quiver.schemas.errors import BusyError, ConfigError, SecurityError
 from quiver.stages.reward.servers.config import ServerConfig
 from quiver.stages.reward.servers.dialects import openrlhf, quiver, slime
@@ -140,11 +143,17 @@ def test_the_end_token_that_openrlhf_sends_is_no_part_of_the_answer(keeps):
         ) as web,
     ):
         answer = web.post("/get_reward", json=asked).json()
-        empty = web.post("/get_reward", json={"query": [], "prompts": [], "labels": []})
     assert answer["rewards"] == ([0.0] * 5 + [1.0, 1.0] if keeps else [1.0] * 7)
     taken_off = answer["extra_logs"].get("end_tokens_taken_off")
     assert taken_off == (None if keeps else [1, 1, 1, 3, 1, 0, 0])
-    assert (empty.status_code, empty.json()["rewards"]) == (200, [])
+
+
+@pytest.mark.parametrize("body", [{"query": []}, {"query": [], "prompts": [], "labels": []}])
+def test_an_empty_openrlhf_request_has_an_empty_answer(web, body):
+    answer = web.post("/get_reward", json=body)
+    assert answer.status_code == 200
+    assert answer.json() == {"rewards": [], "scores": [], "extra_logs": {"error": []}}
+    assert web.post("/get_reward", json={**body, "query": ["x"]}).status_code == 422
 
 
 def test_health_and_a_description(url):
@@ -478,3 +487,115 @@ def test_many_clients_at_once_get_their_own_answers(url):
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(one, range(16))) == [[0.0, 1.0] * 10] * 16
+
+
+# -- connections
+
+
+@contextmanager
+def served(local, token: str = "", **limits):
+    """The address of a server in a thread, with these limits."""
+    server = make_server(make_app(*local, token=token, limits=Limits(**limits)))
+    with listen("127.0.0.1", 0, "") as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def is_healthy(address) -> bool:
+    return httpx.get(f"http://{address[0]}:{address[1]}/health", timeout=60).status_code == 200
+
+
+def what_comes(connection: socket.socket) -> bytes:
+    """All that the server sends until it closes the connection."""
+    connection.settimeout(60)
+    answer = b""
+    try:
+        while chunk := connection.recv(65536):
+            answer += chunk
+    except ConnectionError:
+        pass
+    return answer
+
+
+HALF = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-half: "
+REFUSED = b"POST /slime HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000000\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", HALF], ids=["nothing", "half of its headers"])
+def test_who_sends_no_whole_request_is_let_go(local, sent):
+    with served(local, header_seconds=0.5) as address, ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(address)) for _ in range(50)]
+        for connection in connections:
+            connection.sendall(sent)
+        assert is_healthy(address)
+        assert [what_comes(connection) for connection in connections] == [b""] * 50
+
+
+@pytest.mark.parametrize("start", [HALF, REFUSED], ids=["headers", "the body of a refused request"])
+def test_who_sends_byte_after_byte_for_ever_is_let_go(local, start, monkeypatch):
+    monkeypatch.setattr("quiver.deployments.connections.GRACE_SECONDS", 0)
+    limits = {"header_seconds": 0.5, "body_seconds": 0.5}
+    with served(local, token=CANARY, **limits) as address:
+        with socket.create_connection(address) as connection:
+            connection.sendall(start)
+            with pytest.raises(ConnectionError):
+                for _ in range(6000):
+                    connection.sendall(b"x")
+                    time.sleep(0.01)
+        assert is_healthy(address)
+
+
+def test_a_request_that_comes_in_pieces_and_a_kept_connection_are_served(local):
+    """The clock of headers stops when they are there, and starts anew for the next request."""
+    request = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+    with (
+        served(local, header_seconds=3.0) as address,
+        socket.create_connection(address) as connection,
+    ):
+        connection.settimeout(60)
+        for _ in range(3):
+            for piece in (request[:9], request[9:30], request[30:]):
+                connection.sendall(piece)
+                time.sleep(0.02)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(HALF)
+        assert what_comes(connection) == b""
+
+
+def test_more_headers_than_anybody_needs_are_refused_unread(local):
+    """51 MB of them were taken in before the token was looked at."""
+    with served(local, token=CANARY) as address, socket.create_connection(address) as connection:
+        connection.sendall(HALF)
+        sent = 0
+        with pytest.raises(ConnectionError):
+            while sent < 51_000_000:
+                connection.sendall(b"x" * 65536)
+                sent += 65536
+                time.sleep(0.001)
+        assert sent < 16_000_000, "but for what the system's buffers hold"
+        assert is_healthy(address)
+
+
+def test_too_many_headers_are_refused(web):
+    def status(count: int) -> int:
+        return web.get("/health", headers={f"x-{n}": "1" for n in range(count)}).status_code
+
+    assert (status(50), status(150)) == (200, 431)
+
+
+def test_a_connection_too_many_is_told_to_come_again(local):
+    with served(local, connections=3) as address:
+        with ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(socket.create_connection(address))
+            with socket.create_connection(address) as fourth:
+                assert what_comes(fourth).startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-a")
+        deadline = time.monotonic() + 60
+        while not is_healthy(address):  # until it has seen that they are gone
+            assert time.monotonic() < deadline

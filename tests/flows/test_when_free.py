@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quiver import run_stage
 from quiver.flows import dispatch
 from quiver.flows.dispatch import run_at, run_when_free
 from quiver.flows.placement import StageCall
@@ -51,6 +52,12 @@ def call(store, tmp_path, monkeypatch):
     )
 
 
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch):
+    """Of those that share, with one that does not."""
+    monkeypatch.setattr("quiver.stages.common.store.writer._JOIN_SECONDS", 0.1)
+
+
 @pytest.fixture
 def holder(call, tmp_path):
     process = subprocess.Popen(
@@ -82,6 +89,23 @@ def waiting(call, caplog):
         assert thread.is_alive()
         time.sleep(0.02)
     return thread, found
+
+
+def test_who_is_refused_is_told_of_what_the_call_can_do(call, holder, tmp_path):
+    """No command of the shell takes `share`; calls from Python do."""
+    with pytest.raises(BusyError) as caught:
+        run_at(call, Placement())
+    assert caught.value.next == "wait for it, then run again"
+    with pytest.raises(BusyError) as caught:
+        run_stage("reward", call.config, call.store, in_process=True, **call.refs)
+    assert caught.value.next == (
+        "wait for it, then run again; or make all these calls with share=True, and they do it "
+        "together"
+    )
+    with pytest.raises(BusyError, match="is at this very work alone") as caught:
+        run_stage("reward", call.config, call.store, in_process=True, share=True, **call.refs)
+    assert "share" not in caught.value.next, "it is asked for already"
+    (tmp_path / "go").touch()
 
 
 @pytest.mark.parametrize("end", ["finishes", "is killed"])

@@ -1,10 +1,11 @@
 """Runs a command and, when it ends, or when whoever asked for it does, ends all that it started.
 
-    python -I -S keeper.py LIFELINE GRACE LIMITS COMMAND...
+    python -I -S keeper.py LIFELINE GRACE LIMITS OOM_SCORE COMMAND...
 
 LIFELINE is the read end of a pipe to which nobody writes. It closes when the asking process closes
 its end, or dies, by kill -9 too. The command then has GRACE seconds between SIGTERM and SIGKILL (at
-0, SIGKILL comes at once). LIMITS is `RESOURCE=NUMBER,...`, as of setrlimit(2), or empty.
+0, SIGKILL comes at once). LIMITS is `RESOURCE=NUMBER,...`, as of setrlimit(2), or empty; OOM_SCORE
+is the command's oom_score_adj, as of proc(5), or empty.
 
     whoever asked          holds the other end of LIFELINE
     └── keeper             adopts every orphan below it, passes SIGTERM on, ends as the command did
@@ -40,6 +41,16 @@ def adopt_orphans() -> None:
 def die_with_parent() -> None:
     """SIGKILL when the parent ends, however it ends."""
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+
+
+def set_oom_score(score: int) -> None:
+    """Let the kernel kill this process, and what it starts, before those of a lower score when
+    memory runs out."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(str(score))
+    except OSError:
+        pass  # a system without it has no such order, and a container may not let us
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -83,7 +94,7 @@ def _descendants() -> list[int]:
 
 def main() -> None:
     """Start the command, keep it, and end as it does."""
-    lifeline, grace, limits, *command = sys.argv[1:]
+    lifeline, grace, limits, oom_score, *command = sys.argv[1:]
     adopt_orphans()
     keeper = os.getpid()
     child = os.fork()
@@ -96,6 +107,8 @@ def main() -> None:
         for limit in filter(None, limits.split(",")):
             kind, number = map(int, limit.split("="))
             resource.setrlimit(kind, (number, number))
+        if oom_score:
+            set_oom_score(int(oom_score))
         os.execvp(command[0], command)
     code = os.waitstatus_to_exitcode(_keep(child, int(lifeline), float(grace)))
     if code < 0:

@@ -24,11 +24,11 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ResourceError
 
+from .folders import sweep_folders, temporary_folder
 from .subprocesses import Process
 
 ENVIRONMENT = {
@@ -48,6 +48,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """What a stage's process finds in its environment beside the caller's."""
+_LONGEST_TEMPORARY_PATH = 70
+"""A socket's path has 107 bytes at most, and vLLM's are named by 36 of them."""
 HINT_NAME = "hint.json"
 """Beside the call: the config, or as much of it as says what to import."""
 _prewarmed: dict[tuple[str, str | None, bool], StageProcess] = {}
@@ -55,7 +57,7 @@ _prewarmed: dict[tuple[str, str | None, bool], StageProcess] = {}
 
 class StageProcess:
     """`python -m quiver.stages STAGE`, started and waiting for its call; a context manager that
-    ends it with all that it started."""
+    ends it with all that it started, and removes what it left in its folder for temporary files."""
 
     def __init__(
         self,
@@ -67,8 +69,9 @@ class StageProcess:
     ) -> None:
         """`online`: it may reach a model hub. `env` is put over its environment. `hint`: the config
         for which it imports what is needed before its call."""
+        sweep_folders()
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quiver-")))
+            folder = stack.enter_context(temporary_folder())
             self._call_path = folder / "call.json"
             self._answer_path = folder / "answer.json"
             if hint is not None:
@@ -77,13 +80,19 @@ class StageProcess:
             command = [python or sys.executable, "-u", "-P", "-m", "quiver.stages", stage]
             command += ["--call", str(self._call_path), "--answer", str(self._answer_path)]
             offline = {} if online else {"HF_HUB_OFFLINE": "1"}
+            variables = {**os.environ, **ENVIRONMENT, **offline, **(env or {})}
+            if len(str(folder)) <= _LONGEST_TEMPORARY_PATH:
+                # what torch compiled is there for the next process too
+                compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+                variables.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled)
+                variables["TMPDIR"] = str(folder)
             self.stage = stage
             self.process = Process(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, **offline, **(env or {})},
+                env=variables,
             )
             stack.enter_context(self.process)
             self._stack = stack.pop_all()

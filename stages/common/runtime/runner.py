@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import (
+    BusyError,
     ConfigError,
     ConflictError,
     ResourceError,
@@ -132,8 +133,7 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
     others take part in the stage's work without writers.
     """
     stage = load(plan.stage)
-    can_share = getattr(stage, "SHARED", False)
-    if share and not can_share:
+    if share and not getattr(stage, "SHARED", False):
         raise ConfigError(
             f"stage {plan.stage}",
             "its work can not be shared among processes",
@@ -149,7 +149,7 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
                 next="start it once, without RANK in the environment",
             )
         return _make_without_writers(stage, plan)
-    with open_staging(plan, force=force, share=share, can_share=can_share) as staging:
+    with open_staging(plan, force=force, share=share) as staging:
         if staging.committed is None:
             if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
                 raise ConflictError(
@@ -242,7 +242,8 @@ def run_stage(
     in_process: bool = False,
     **refs: str | Ref | list[str],
 ) -> Ref:
-    """Run one stage on saved versions; the reference of what is there then.
+    """Run one stage on saved versions; the reference of what is there then. BusyError where another
+    process is at this very work, and they do not share it.
 
     Args:
         stage: Its name.
@@ -262,7 +263,12 @@ def run_stage(
         if ref is not None
     }
     call = Call(stage, fields, opened.path, texts, into, force, share)
-    outcome = perform(call, opened) if in_process else run_call(call)
+    try:
+        outcome = perform(call, opened) if in_process else run_call(call)
+    except BusyError as error:
+        if getattr(load(stage), "SHARED", False) and not force and not share:
+            error.next += "; or make all these calls with share=True, and they do it together"
+        raise
     return opened.resolve(outcome.ref)
 
 

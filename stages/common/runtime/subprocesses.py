@@ -40,7 +40,8 @@ class Stopped(BaseException):
 class Process(subprocess.Popen):
     """A command with its keeper, which ends as the command does; else as subprocess.Popen.
 
-    `limits`: of setrlimit(2), for each process, by `resource.RLIMIT_...`. `orphan_grace`: how many
+    `limits`: of setrlimit(2), for each process, by `resource.RLIMIT_...`. `oom_score`: the higher,
+    the sooner the kernel kills it when memory runs out, up to 1000. `orphan_grace`: how many
     seconds the command has to end by itself when this process has died; 0: it is killed at once.
     `is_keeper`: the command needs no keeper; it finds the lifeline's number as its last argument,
     and ends itself and all that it started when that closes.
@@ -51,6 +52,7 @@ class Process(subprocess.Popen):
         args: Sequence[str],
         *,
         limits: Mapping[int, int] | None = None,
+        oom_score: int | None = None,
         orphan_grace: float = 0,
         is_keeper: bool = False,
         pass_fds: Sequence[int] = (),
@@ -65,7 +67,8 @@ class Process(subprocess.Popen):
         else:
             limit_text = ",".join(f"{kind}={number}" for kind, number in (limits or {}).items())
             command = [sys.executable, "-I", "-S", keeper.__file__]
-            command += [str(lifeline), str(orphan_grace), limit_text, *args]
+            oom_text = "" if oom_score is None else str(oom_score)
+            command += [str(lifeline), str(orphan_grace), limit_text, oom_text, *args]
         try:
             super().__init__(
                 command, pass_fds=(*pass_fds, lifeline), start_new_session=True, **options

@@ -10,8 +10,9 @@ A lease is a chain of numbered objects, each put only where there is none:
 
 Taking over is creating the next number, so of two that try, one gets it. A holder renews its object
 every few seconds. A holder counts as gone when its process is dead, as far as that can be told from
-here, or when its object has not changed for a minute by the clock of whoever waits. Whoever was
-asleep that long finds a higher number, and may not commit any more.
+here, or when its object has not changed for a minute by the clock of whoever waits; where its
+process is seen to be stopped, the object's own time says it. Whoever was asleep that long finds a
+higher number, and may not commit any more.
 
     leases = Leases(storage, "arith/rollouts/.staging/KEY.leases")
     lease = leases.take("commit")        # None: somebody holds it
@@ -65,6 +66,11 @@ class Owner:
     def is_dead(self) -> bool:
         """Whether it has certainly ended. False where it can not be told from here."""
         return self.is_visible and _start_time(self.pid) != self.start_time
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is certainly asleep (SIGSTOP, Ctrl-Z, a debugger)."""
+        return self.is_visible and not self.is_dead and _status(self.pid)[0] in ("T", "t")
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,9 @@ class Leases:
         if self._sleepers_hold and holder.owner.is_visible:
             return False
         stamp = self.storage.stamp(self.key(name, holder.number))
+        is_stopped = stamp is not None and holder.owner.is_stopped
+        if is_stopped and time.time() - stamp[0] / 1e9 >= SECONDS_TO_LIVE:
+            return True  # whoever tried before has waited for it
         return self._seconds_unchanged(f"stamp of {name}", stamp) >= SECONDS_TO_LIVE
 
 
@@ -274,10 +283,14 @@ def _start_time(pid: int) -> int | None:
 
     A process that has ended and that nobody has waited for yet is gone as well.
     """
+    state, *fields = _status(pid)
+    return None if state in ("", "Z", "X") else int(fields[18])
+
+
+def _status(pid: int) -> list[str]:
+    """What /proc/PID/stat says after the process's name; one empty word where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = text.rpartition(")")[2].split()
-    state = fields[0]
-    return None if state in ("Z", "X") else int(fields[19])
+        return [""]
+    return text.rpartition(")")[2].split()

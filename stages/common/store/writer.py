@@ -411,7 +411,7 @@ class Writer:
 class Staging:
     """The writers of a plan, under one lease."""
 
-    def __init__(self, plan: Plan, *, force: bool, can_share: bool) -> None:
+    def __init__(self, plan: Plan, *, force: bool) -> None:
         self.plan = plan
         self.worker = uuid.uuid4().hex[:12]
         self.writers = {kind: Writer(plan, kind, self.worker, force=force) for kind in plan.kinds}
@@ -420,7 +420,6 @@ class Staging:
         self.lease: Lease | None = None
         """That of a process which does the work alone."""
         self._force = force
-        self._can_share = can_share
 
     @property
     def committed(self) -> Version | None:
@@ -568,23 +567,19 @@ class Staging:
 
     def _busy(self, holder: Link | None, manner: str) -> BusyError:
         process = f"process {holder.owner.pid}" if holder else "another process"
-        next = "wait for it, then run again"
-        if manner == " alone":
-            next += "; or end it, and start all of them with share"
-        elif self._can_share:
-            next += "; or start all of them with share, and they work on it together"
-        name = f"{self.plan.name} {printable(self.plan.stage)}"
-        return BusyError(name, f"{process} is at this very work{manner}", next=next)
+        return BusyError(
+            f"{self.plan.name} {printable(self.plan.stage)}",
+            f"{process} is at this very work{manner}",
+            next="wait for it, then run again",
+        )
 
 
 @contextmanager
-def open_staging(
-    plan: Plan, *, force: bool = False, share: bool = False, can_share: bool = True
-) -> Iterator[Staging]:
+def open_staging(plan: Plan, *, force: bool = False, share: bool = False) -> Iterator[Staging]:
     """The writers for `plan`, while this process holds its lease, or a part in it with `share`.
 
     Where another process has committed the version meanwhile, the body ends early, with `committed`
-    set. BusyError: another process is at it; it says whether they could share the work.
+    set. BusyError: another process is at it.
     """
     if share and force:
         raise ConfigError(
@@ -593,7 +588,7 @@ def open_staging(
             "from what it replaces",
             next="leave out force, or share",
         )
-    staging = Staging(plan, force=force, can_share=can_share)
+    staging = Staging(plan, force=force)
     with storage_errors(plan.name):
         plan.store.storage.make_prefix(f"{plan.run}/{plan.kinds[-1]}/.staging")
         with staging.open_together() if share else staging.open_alone():
@@ -605,7 +600,7 @@ def taken_over(name: str) -> BusyError:
     return BusyError(
         name,
         "another process took this work over while this one was not heard of",
-        next="run the same command again: it waits for the other one",
+        next="wait for it, then run again",
     )
 
 

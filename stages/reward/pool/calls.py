@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +46,8 @@ class Function(NamedTuple):
     arguments: dict[str, Any]
     about: About
     extra: bool = False
+    source: str = ""
+    """A user's file, where errors are to be looked for."""
 
     def keywords(self, columns: Columns) -> dict[str, Any]:
         """What it is called with; its arguments come first, in copies, since a call may change them
@@ -55,13 +58,16 @@ class Function(NamedTuple):
 def load(use: str, name: str, arguments: dict[str, Any], extra: bool = False) -> Function:
     """The function that a recipe names. ConfigError: there is none of that name, or it can not take
     the arguments."""
+    source = ""
     if ":" in use:
         function, sha256 = plugins.load(use, "reward.functions.use")
         fingerprint = f"sha256:{sha256}"
+        source = str(plugins.locate(use, "reward function"))
     else:
         function = shipped(use).function
         fingerprint = shipped(use).fingerprint(arguments)
-    return Function(function, arguments, describe(function, name, arguments, fingerprint), extra)
+    about = describe(function, name, arguments, fingerprint)
+    return Function(function, arguments, about, extra, source)
 
 
 def describe(
@@ -107,17 +113,23 @@ def describe(
 # -- calls
 
 
-def call(function: Function, fresh: Callable[[], Columns], num_rows: int) -> list[Part]:
-    """One part a row. `fresh` gives the columns anew, since a call may change them in place."""
+def call(
+    function: Function, fresh: Callable[[], Columns], num_rows: int
+) -> tuple[list[Part], str | None]:
+    """One part a row; and why the rows were called one by one, where they were.
+
+    `fresh` gives the columns anew, since a call may change them in place.
+    """
     parts, length = _call_once(function, fresh(), num_rows)
     if num_rows in (length, 1):
-        return parts
+        return parts, None
+    failure = parts[0].error
     columns = fresh()
     calls = [_call_once(function, pick(columns, row), 1) for row in range(num_rows)]
     if length is not None and sum(row_length or 0 for _, row_length in calls) != length:
         # its answers do not belong to rows (a mean of all, say): none of them is to be trusted
-        return parts
-    return [row_parts[0] for row_parts, _ in calls]
+        return parts, failure
+    return [row_parts[0] for row_parts, _ in calls], failure
 
 
 def pick(columns: Columns, row: int) -> Columns:
@@ -136,7 +148,7 @@ def _call_once(
         return read(returned, num_rows, function.extra)
     # SystemExit and KeyboardInterrupt too: they are the function's, nobody interrupts a worker
     except BaseException as error:
-        return [_raised(error)] * num_rows, None
+        return [_raised(error, function.source)] * num_rows, None
 
 
 async def call_together(
@@ -159,7 +171,7 @@ async def call_together(
             returned = await function.call(**function.keywords(pick(columns, row)))
             return read(returned, 1, function.extra)[0][0]
         except BaseException as error:
-            return _raised(error)
+            return _raised(error, function.source)
         finally:
             _end_if_forked(process)
 
@@ -205,12 +217,39 @@ def late(seconds: float) -> Part:
     return Part(error=f"TimeoutError: no answer within {seconds:g} s")
 
 
-def _raised(error: BaseException) -> Part:
+def _raised(error: BaseException, source: str = "") -> Part:
+    """The part of a row in which `error` was raised; it says where in the folder of `source`."""
     try:
         text = "".join(traceback.format_exception_only(error)).strip()
     except BaseException as worse:
         text = f"{type(error).__name__}, whose text can not be had: {type(worse).__name__}"
-    return Part(error=printable(text[:1000]))  # cut first: it may be of any length
+    text = printable(text[:1000])  # cut first: it may be of any length
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        folder, name = os.path.split(frame.f_code.co_filename)
+        if source and folder == os.path.dirname(source):
+            place = f" ({printable(name)}:{line})"
+    limit = memory_limit()
+    if limit is not None and is_out_of_memory(error):
+        return Part(error=f"{text}{place}: {memory_allowance(limit)}")
+    return Part(error=text + place)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether Python, the system or torch could get no more memory."""
+    text = str(error) if isinstance(error, OSError | ImportError | RuntimeError) else ""
+    return isinstance(error, MemoryError) or "allocate memory" in text
+
+
+def memory_limit() -> int | None:
+    """Bytes of private memory that this process may have. None: any number."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def memory_allowance(limit: int) -> str:
+    """What an error says of a worker's limit, in bytes, and of the key that raises it."""
+    return f"a reward worker may have {limit / 2**30:.3g} GiB, reward.max_memory_gib"
 
 
 # -- what came back

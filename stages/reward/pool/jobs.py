@@ -9,6 +9,7 @@ what came of them.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import deque
@@ -24,6 +25,7 @@ BATCH_SECONDS = 3.0
 _CALL_SECONDS = 1.0  # what a call should take
 _SHORTEST_CALL_SECONDS = 0.005  # a shorter one is not worth its way
 _GROWTH = 8
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -37,6 +39,21 @@ class Function:
     about: About | None = None
     seconds: float = 0.0
     """In calls so far, summed over processes."""
+    kills: int = 0
+    """How many processes in a row were killed while they imported it."""
+    is_told: bool = False
+    """Whether the log says that its rows were called one by one."""
+
+    def tell_done_again(self, num_rows: int, why: str) -> None:
+        """Say, once, that a call on several rows failed and they are called one by one."""
+        if not self.is_told:
+            self.is_told = True
+            log.warning(
+                "%s: a call on %d rows failed (%s); where one does, its rows are called one by one",
+                self.config.name,
+                num_rows,
+                why,
+            )
 
     @property
     def batch_seconds(self) -> float:
@@ -87,6 +104,11 @@ class Job:
             self._next_row = min(start + max(1, size), len(self.parts))
             return range(start, self._next_row)
 
+    def put_back(self, rows: range) -> None:
+        """Rows that were taken and not called."""
+        with self._lock:
+            self._alone.extend(rows)
+
     def put(self, row: int, part: Part) -> None:
         """The part of a row, unless it has one; the function's `notice` hears of an error."""
         with self._lock:
@@ -100,9 +122,13 @@ class Job:
     def spoiled(self, rows: range, error: Late | Ended) -> None:
         """A call took too long or ended its process: the rows without a part are called one by one;
         a row that was alone has failed."""
+        is_late = isinstance(error, Late)
         if len(rows) > 1:
+            limit = self.function.batch_seconds
+            why = f"took longer than {limit:g} s" if is_late else f"its process ended {error}"
+            self.function.tell_done_again(len(rows), why)
             self._alone += [row for row in rows if self.parts[row] is None]
-        elif isinstance(error, Late):
+        elif is_late:
             self.put(rows.start, late(self.function.config.timeout_seconds))
         else:
             self.put(rows.start, Part(error=f"WorkerEnded: its process ended {error}"))

@@ -26,27 +26,43 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
 from quiver.stages.reward.pool.calls import About
 from quiver.stages.reward.pool.jobs import BATCH_SECONDS, Function, Job
-from quiver.stages.reward.pool.process import Answer, Ended, Late, Loaded, Worker
+from quiver.stages.reward.pool.process import (
+    Answer,
+    Ended,
+    Killed,
+    Late,
+    Loaded,
+    Worker,
+    share_of_memory,
+)
 from quiver.stages.reward.scoring import Part
 
 LOAD_SECONDS = 120.0
+LOAD_ATTEMPTS = 3
+"""Processes that a signal may end, one after another, while they import a function."""
 _LATE_SECONDS = 0.5  # in which an async function's worker may report that a row took too long
 log = logging.getLogger(__name__)
 
 
+class NotLoaded(Exception):
+    """A signal ended the process while it imported the function; another one may try."""
+
+
 class Pool:
-    """`workers` processes (None: one a core), each with at most `memory_gib`; and one more for each
-    async function."""
+    """`workers` processes (None: one a core), each with at most `memory_gib` (None: its share of
+    the machine's memory); and one more for each async function."""
 
     def __init__(self, workers: int | None = None, memory_gib: float | None = None) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
-        self._memory_gib = memory_gib
+        self._memory_bytes = share_of_memory(self.workers)
+        if memory_gib is not None:
+            self._memory_bytes = int(memory_gib * 2**30)
         self._lock = threading.Lock()
         self._processes: set[Worker] = set()
         self._closing = False
@@ -68,10 +84,11 @@ class Pool:
 
     def describe(self, function: Function) -> About:
         """What `function` takes. ConfigError where it can not be loaded, ResourceError where no
-        process can be started."""
+        process can be started, or none lives long enough."""
         if function.about is None:
-            with self._process(function) as process:
-                self._load(process, function)
+            while function.about is None:
+                with suppress(NotLoaded), self._process(function) as process:
+                    self._load(process, function)
             if function.about.is_async:
                 self._add_place()
         return function.about
@@ -83,7 +100,7 @@ class Pool:
         once, from another thread; what it raises, this does.
 
         ConfigError where the function can not be loaded, ResourceError where no process can be
-        started, or the pool is closed.
+        started, none lives long enough to load it, or the pool is closed.
         """
         job = Job(function, columns, rollout_ids)
         if rollout_ids:
@@ -122,6 +139,8 @@ class Pool:
                         if rows:
                             self._load(process, job.function)
                             self._call(process, job, rows)
+                except NotLoaded:
+                    job.put_back(rows)
                 except (Late, Ended) as error:
                     job.spoiled(rows, error)
                     self._deal(job, len(rows) - 1)
@@ -141,7 +160,7 @@ class Pool:
                 with self._lock:
                     if self._closing:
                         raise _closed()
-                    process = Worker(self._memory_gib)
+                    process = Worker(self._memory_bytes)
                     self._processes.add(process)
             try:
                 yield process
@@ -161,7 +180,8 @@ class Pool:
 
     def _load(self, process: Worker, function: Function) -> None:
         """Have the function loaded, once a process. ConfigError where that fails, or where its code
-        is another than before."""
+        is another than before; NotLoaded where a signal ended the process, ResourceError where one
+        ended the processes before it too."""
         if function in process.last_calls:
             return
         config = function.config
@@ -175,6 +195,17 @@ class Pool:
         except (Late, Ended) as error:
             if self._closing:
                 raise
+            if isinstance(error, Killed):
+                function.kills += 1
+                if function.kills < LOAD_ATTEMPTS:
+                    raise NotLoaded from None
+                raise ResourceError(
+                    f"reward function {config.name}",
+                    f"importing {printable(config.use)} ended its process {error}, "
+                    f"{function.kills} times in a row",
+                    state="finished shards are kept.",
+                    next="lower reward.workers, then run again",
+                ) from None
             is_late = isinstance(error, Late)
             how = (
                 f"took longer than {LOAD_SECONDS:g} s" if is_late else f"ended its process {error}"
@@ -197,6 +228,7 @@ class Pool:
                 next="run again",
             )
         function.about = about
+        function.kills = 0
         process.last_calls[function] = (0, 0.0)
 
     def _call(self, process: Worker, job: Job, rows: range) -> None:
@@ -227,6 +259,8 @@ class Pool:
                 job.put(rows[row], Part(*part))
             seconds_of_call = answer.seconds
             request = None
+            if answer.failure is not None:
+                function.tell_done_again(len(rows), answer.failure)
         if None in job.parts[rows.start : rows.stop]:
             raise Ended("after an answer that lacks rows")
         with self._lock:

@@ -1,7 +1,7 @@
 """One worker process as the stage sees it: requests go out, answers and printed text come in, each
 wait has an end.
 
-    worker = Worker(memory_gib=None)
+    worker = Worker(share_of_memory(workers=2))
     worker.ask({"key": 1, "load": {…}, "path": […]}, 60, Loaded)    # or Late, Ended
     worker.end()                                # it, and all that it started, is gone
 
@@ -22,6 +22,7 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing import connection
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field
@@ -30,10 +31,16 @@ from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.common.store.failpoints import failpoint
 from quiver.stages.reward.pool import worker
-from quiver.stages.reward.pool.calls import About
+from quiver.stages.reward.pool.calls import About, memory_allowance
 from quiver.stages.reward.scoring import LARGEST
 
 PRINTED_BYTES = 4096
+OOM_SCORE = 900
+"""When memory runs out, the kernel kills workers before the stage and the flow; the programs of
+`code` have 1000."""
+LEAST_MEMORY_BYTES = 4 << 30
+"""A worker's share is no smaller, where that is not more than half of the machine's memory: what
+libraries ask for in advance counts too."""
 _CHUNK_BYTES = 1 << 20
 _ANSWER_BYTES = 256 << 20  # more than any number of rows needs
 
@@ -44,6 +51,10 @@ class Late(Exception):
 
 class Ended(Exception):
     """The process ended; the text says how."""
+
+
+class Killed(Ended):
+    """A signal ended the process."""
 
 
 class Loaded(BaseModel):
@@ -68,6 +79,8 @@ class Answer(BaseModel):
     """Row, value, error, extra."""
     seconds: Annotated[float, Field(ge=0)] | None
     """Of the whole call; None: more pieces come."""
+    failure: str | None
+    """Why the call on all rows failed and they were called one by one, where that is so."""
 
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
@@ -76,22 +89,22 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 class Worker(Process):
     """A worker process (see `worker`). One thread uses it; another may `kill` it."""
 
-    def __init__(self, memory_gib: float | None) -> None:
+    def __init__(self, memory_bytes: int) -> None:
+        """`memory_bytes`: the most private memory that it may have."""
         self.last_calls: dict[Any, tuple[int, float]] = {}
         """By each function that it has loaded: rows and seconds of its last call here; no rows
         before the first."""
         self._text = bytearray()
         self._dropped_bytes = 0
-        limits = {resource.RLIMIT_CORE: 0}
-        if memory_gib is not None:
-            limits[resource.RLIMIT_DATA] = int(memory_gib * 2**30)
+        self._memory_bytes = memory_bytes
         try:
             self._connection, workers_end = connection.Pipe()
             with workers_end:
                 handle = workers_end.fileno()
                 super().__init__(
                     [sys.executable, "-P", worker.__file__, str(handle)],
-                    limits=limits,
+                    limits={resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: memory_bytes},
+                    oom_score=OOM_SCORE,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -126,8 +139,12 @@ class Worker(Process):
             code = self.wait()
             if is_late:
                 raise Late from None
+            if -code in (signal.SIGKILL, signal.SIGABRT):  # SIGABRT: C++ could not get memory
+                name = signal.Signals(-code).name
+                hint = memory_allowance(self._memory_bytes)
+                raise Killed(f"by {name} (out of memory? {hint})") from None
             if -code in set(signal.Signals):
-                raise Ended(f"by {signal.Signals(-code).name}") from None
+                raise Killed(f"by {signal.Signals(-code).name}") from None
             raise Ended(f"with exit code {code}") from None
         except (ValueError, RecursionError):
             raise Ended("after an answer that can not be read") from None
@@ -157,3 +174,21 @@ class Worker(Process):
             room = max(0, PRINTED_BYTES - len(self._text))
             self._text += chunk[:room]
             self._dropped_bytes += max(0, len(chunk) - room)
+
+
+def share_of_memory(workers: int) -> int:
+    """Bytes that each of so many workers may have where a recipe does not say it: an equal share,
+    and as much for everything else. A cgroup's limit counts as the machine's memory."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        root = Path("/sys/fs/cgroup")
+        limit_name = "memory.max"
+        if controllers:  # of version 1
+            root = root / controllers
+            limit_name = "memory.limit_in_bytes"
+        folder = root / group.lstrip("/")
+        for place in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # no such group is seen here, or "max"
+                machine = min(machine, int((place / limit_name).read_text()))
+    return max(machine // (workers + 1), min(LEAST_MEMORY_BYTES, machine // 2))

@@ -8,7 +8,8 @@ the stage never unpickles what came from a process that ran user's code.
                                                   → {"about": […], "error": {…}}, one of them null
     {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
                                                   → {"parts": [[row, value, error, extra], …],
-                                                     "seconds": of the whole call}
+                                                     "seconds": of the whole call,
+                                                     "failure": why its rows were called one by one}
 
 The answer to a call of an async function comes in pieces, at least one each BEAT_SECONDS, all but
 the last with `seconds` null; silence says that its loop is blocked.
@@ -50,12 +51,13 @@ def main() -> None:
             continue
         function = functions[request["key"]]
         started = time.monotonic()
-        parts = _call(function, request, send)
-        send({"parts": parts, "seconds": time.monotonic() - started})
+        parts, failure = _call(function, request, send)
+        seconds = time.monotonic() - started
+        send({"parts": parts, "seconds": seconds, "failure": failure})
 
 
 def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: Any) -> dict:
-    from quiver.schemas.errors import ConfigError, QuiverError, printable
+    from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable
     from quiver.stages.reward.pool import calls
 
     try:
@@ -63,6 +65,14 @@ def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: A
         return {"about": functions[key].about, "error": None}
     except QuiverError as error:
         refusal = error
+        if calls.is_out_of_memory(error.__cause__):
+            limit = calls.memory_limit()
+            refusal = ResourceError(
+                f"reward function {name}",
+                f"importing {printable(use)} takes more memory than there is"
+                + (f": {calls.memory_allowance(limit)}" if limit else ""),
+                next="raise reward.max_memory_gib",
+            )
     except BaseException as error:  # SystemExit, say
         refusal = ConfigError(
             f"reward function {name}",
@@ -74,13 +84,15 @@ def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: A
 
 def _call(
     function: Any, request: dict[str, Any], send: Callable[[dict[str, Any]], None]
-) -> list[list[Any]]:
-    """The rows that were not sent before."""
+) -> tuple[list[list[Any]], str | None]:
+    """The rows that were not sent before, and why they were called one by one, if they were."""
     from quiver.stages.reward.pool import calls
 
     if not function.about.is_async:
-        parts = calls.call(function, lambda: pickle.loads(request["call"]), request["rows"])
-        return [[row, *part] for row, part in enumerate(parts)]
+        parts, failure = calls.call(
+            function, lambda: pickle.loads(request["call"]), request["rows"]
+        )
+        return [[row, *part] for row, part in enumerate(parts)], failure
     import asyncio  # slow to import, and most workers do not need it
 
     finished: list[list[Any]] = []
@@ -97,14 +109,14 @@ def _call(
             )
         )
         while not (await asyncio.wait({rows}, timeout=BEAT_SECONDS))[0]:
-            send({"parts": finished, "seconds": None})
+            send({"parts": finished, "seconds": None, "failure": None})
             finished.clear()
         await rows
 
     global _loop  # noqa: PLW0603  one for all calls: what a function keeps open belongs to it
     _loop = _loop or asyncio.new_event_loop()
     _loop.run_until_complete(work())
-    return finished
+    return finished, None
 
 
 _loop: Any = None

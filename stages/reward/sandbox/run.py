@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
+from quiver.stages.common.runtime.folders import temporary_folder
 from quiver.stages.common.runtime.subprocesses import Process
 
 from . import interpreter
@@ -151,9 +152,9 @@ def run_program(
     # with "full" the program lives in a root of its own
     place = nullcontext("")
     if isolation == "process":
-        place = tempfile.TemporaryDirectory(prefix="quiver-", ignore_cleanup_errors=True)
+        place = temporary_folder()
     with place as folder:
-        return _launch(_job(program, stdin, limits, python, folder), limits)
+        return _launch(_job(program, stdin, limits, python, str(folder)), limits)
 
 
 def _job(program: str, stdin: str, limits: Limits, python: str, folder: str) -> dict[str, Any]:

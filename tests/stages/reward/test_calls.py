@@ -40,7 +40,7 @@ def parts(function, columns=COLUMNS, extra=False, **arguments) -> list[Part]:
     }
     rows = len(columns["completions"])
     if not found.about.is_async:
-        return call(found, lambda: copy.deepcopy(asked), rows)
+        return call(found, lambda: copy.deepcopy(asked), rows)[0]
     told: dict[int, Part] = {}
     asyncio.run(call_together(found, copy.deepcopy(asked), rows, 2, 5.0, told.__setitem__))
     return [told[row] for row in range(rows)]

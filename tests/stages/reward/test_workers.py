@@ -19,6 +19,7 @@ import pytest
 from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool import jobs, pool
+from quiver.stages.reward.pool.calls import About
 from quiver.stages.reward.pool.pool import Pool
 from quiver.stages.reward.pool.scorer import FunctionScorer
 from quiver.stages.reward.scoring import Part
@@ -114,6 +115,14 @@ closes, scribbles, prints = each(close_everything), each(scribble), each(print_a
 forks, forks_raising, leaves_daemon, leaves_daemons = map(each, (fork_and_return, fork_and_raise, daemon, daemons))
 hoards, moves = each(lambda: float(len(bytearray(1 << 30)) > 0)), each(move)
 
+def memory_limit(completions):
+    import resource
+    return [float(resource.getrlimit(resource.RLIMIT_DATA)[0])] * len(completions)
+
+def oom_score(completions):
+    score = subprocess.run(["cat", "/proc/self/oom_score_adj"], capture_output=True).stdout
+    return [float(score)] * len(completions)
+
 def where(completions):
     return [float(os.path.basename(os.getcwd()) != "elsewhere" and "SPOILED" not in os.environ) for _ in completions]
 
@@ -148,6 +157,19 @@ def says(completions, name):
     return [float(hash(text) is not None) * len(text) if text != "bad" else None for text in completions]
 '''
 LATE = "TimeoutError: no answer within 1 s"
+
+
+def line_of(code: str) -> str:
+    """Where in FAULTS a line begins so."""
+    (number,) = (n for n, line in enumerate(FAULTS.splitlines(), 1) if line.startswith(code))
+    return f"faults.py:{number}"
+
+
+def without_details(parts: list[Part]) -> list[Part]:
+    """The parts without what stands in brackets behind their errors: where, and how to help."""
+    return [part._replace(error=part.error and part.error.partition(" (")[0]) for part in parts]
+
+
 ENDED = "WorkerEnded: its process ended "
 
 
@@ -183,10 +205,12 @@ def scorer(made: Pool, use: str, most: int = 256, **options) -> FunctionScorer:
 
 def score(made: Pool, use: str, rows: int = 12, bad: int = 5, **options) -> list[Part]:
     """What a function says of `rows` rows, of which row `bad` is bad."""
+    return score_rows(scorer(made, use, **options), rows, bad)
+
+
+def score_rows(function: FunctionScorer, rows: int = 12, bad: int = 5) -> list[Part]:
     texts = ["bad" if row == bad else "good" for row in range(rows)]
-    return scorer(made, use, **options).score(
-        {"completions": texts, "rollout_ids": [f"r{row}" for row in range(rows)]}
-    )
+    return function.score({"completions": texts, "rollout_ids": [f"r{row}" for row in range(rows)]})
 
 
 def alive(pid: int) -> bool:
@@ -239,7 +263,33 @@ COSTS = {
 
 @pytest.mark.parametrize("fault", COSTS)
 def test_a_bad_row_costs_itself_alone(shared, fault):
-    assert score(shared, fault) == [COSTS[fault] if row == 5 else Part(1.0) for row in range(12)]
+    parts = without_details(score(shared, fault))
+    assert parts == [COSTS[fault] if row == 5 else Part(1.0) for row in range(12)]
+
+
+def test_an_exception_is_told_with_the_line_of_the_users_file(shared):
+    assert score(shared, "raises")[5].error == f"ValueError: boom ({line_of('    raise ValueE')})"
+
+
+def test_a_row_whose_process_was_killed_is_told_how_much_memory_that_had(folder):
+    with Pool(1, memory_gib=2) as one:
+        assert score(one, "kills_itself")[5].error == (
+            f"{ENDED}by SIGKILL (out of memory? a reward worker may have 2 GiB, "
+            "reward.max_memory_gib)"
+        )
+
+
+@pytest.mark.parametrize("fault", ["raises", "leaves", "hangs"])
+def test_a_call_that_is_done_again_row_by_row_is_told_once(folder, caplog, fault):
+    with Pool(1) as one:
+        rows = FunctionScorer(
+            FunctionConfig(use=f"faults.py:{fault}", timeout_seconds=1.0), one, 256
+        )
+        for _ in range(2):
+            score_rows(rows, bad=5)
+    (message,) = (text for text in caplog.messages if "one by one" in text)
+    why = {"raises": "ValueError: boom", "leaves": "its process ended", "hangs": "took longer"}
+    assert message.startswith(f"{fault}: a call on ") and why[fault] in message
 
 
 def test_a_row_that_hangs_costs_itself_alone_and_its_time(folder):
@@ -273,11 +323,31 @@ def test_what_is_printed_is_logged_at_some_length(shared, caplog):
     assert "more" in caplog.messages[-1] and sum(map(len, caplog.messages)) < 3000
 
 
-def test_memory_has_a_limit(folder):
+def test_memory_has_a_limit_and_the_error_names_the_key_that_raises_it(folder):
     with Pool(1, memory_gib=0.5) as limited:
+        error = (
+            f"MemoryError ({line_of('hoards, moves')}): a reward worker may have 0.5 GiB, "
+            "reward.max_memory_gib"
+        )
         assert score(limited, "hoards") == [
-            Part(error="MemoryError") if row == 5 else Part(1.0) for row in range(12)
+            Part(error=error) if row == 5 else Part(1.0) for row in range(12)
         ]
+
+
+def test_without_a_limit_in_the_recipe_a_worker_has_its_share_of_the_machine(folder):
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with Pool(1) as one, Pool(2) as two:
+        alone = score(one, "memory_limit", rows=1)[0].value
+        shared = score(two, "memory_limit", rows=1)[0].value
+    assert shared <= alone <= machine / 2
+    assert shared >= min(4 * 2**30, machine / 2) * (1 - 1e-6), "as float32"
+
+
+def test_the_kernel_takes_a_worker_and_what_it_starts_before_the_stage(shared):
+    def score_of(process: str) -> int:
+        return int(Path(f"/proc/{process}/oom_score_adj").read_text())
+
+    assert score(shared, "oom_score", rows=1)[0].value == 900 > score_of("self")
 
 
 def test_the_next_call_finds_folder_and_environment_as_they_were(folder):
@@ -435,6 +505,52 @@ def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(
     assert said in caught.value.message
     monkeypatch.setattr(pool, "LOAD_SECONDS", 60.0)
     assert score(shared, "nothing", bad=-1) == [Part(1.0)] * 12  # the pool goes on
+
+
+DIES_AT_FIRST = """
+import os, pathlib, signal
+
+with open("imports", "a") as file:
+    file.write("i")
+if len(pathlib.Path("imports").read_text()) <= {kills}:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def f(completions):
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("when", ["described", "called"])
+def test_a_process_that_is_killed_while_it_imports_is_tried_again(empty, when):
+    (empty / "dies.py").write_text(DIES_AT_FIRST.format(kills=2))
+    with Pool(1) as one:
+        function = scorer(one, "dies.py:f")
+        if when == "called":  # what it takes is known from another process
+            function.about = About(["completions"], ["completions"], is_async=False)
+        assert score_rows(function) == [Part(1.0)] * 12
+    assert (empty / "imports").read_text() == "iii"
+
+
+@pytest.mark.parametrize("when", ["described", "called"])
+def test_a_process_that_is_always_killed_while_it_imports_is_an_error_of_memory(empty, when):
+    """And not of the recipe; no row has it."""
+    (empty / "dies.py").write_text(DIES_AT_FIRST.format(kills=1000))
+    with Pool(1) as one:
+        function = scorer(one, "dies.py:f")
+        if when == "called":
+            function.about = About(["completions"], ["completions"], is_async=False)
+        with pytest.raises(ResourceError) as caught:
+            score_rows(function)
+    assert caught.value.message.startswith("importing dies.py:f ended its process by SIGKILL (out")
+    assert caught.value.message.endswith("3 times in a row")
+    assert (empty / "imports").read_text() == "iii"
+
+
+def test_an_import_that_takes_all_memory_is_an_error_of_memory(empty):
+    (empty / "greedy.py").write_text("x = bytearray(1 << 30)\ndef f(completions): pass\n")
+    with Pool(1, memory_gib=0.5) as one, pytest.raises(ResourceError) as caught:
+        scorer(one, "greedy.py:f").require([])
+    assert "0.5 GiB" in caught.value.message and caught.value.next == "raise reward.max_memory_gib"
 
 
 def test_code_that_changes_while_it_scores_is_refused(folder):

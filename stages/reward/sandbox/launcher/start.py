@@ -67,11 +67,7 @@ def main(report: int, lifeline: int) -> None:
 def supervise(job: dict, lifeline: int) -> dict:
     """Start the first process, wait for the end of the program or end it, and leave nobody
     behind."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # when memory runs out, programs go before the one who scores them
-    except OSError:
-        pass  # a system without it has no such order
+    keeper.set_oom_score(1000)  # programs go before the one who scores them
     job["privileged"] = os.geteuid() == 0
     if job["full"]:
         _unshare(job["privileged"])

@@ -86,8 +86,8 @@ class Request(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
     query: list[str] = Field(max_length=10_000)
-    prompts: list[str]
-    labels: list[Any]
+    prompts: list[str] = Field(default_factory=list)
+    labels: list[Any] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _even(self) -> Request:

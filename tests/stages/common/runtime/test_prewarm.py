@@ -1,5 +1,12 @@
 """A stage's process as its caller follows it; see `test_subprocesses` for how it ends."""
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from quiver.schemas.errors import ResourceError
@@ -47,3 +54,72 @@ def test_a_time_limit_of_whoever_reads_its_lines_is_not_its_own(interpreter):
         pytest.raises(TimeoutError, match="the server does not answer"),
     ):
         child.follow(on_line)
+
+
+# -- its folder
+
+
+CALLER = """
+import sys
+from quiver.stages.common.runtime.prewarm import StageProcess
+with StageProcess("policy", sys.argv[1]) as child:
+    child.follow(print)
+"""
+
+
+@pytest.fixture
+def temporary(monkeypatch):
+    """The folder for temporary files, of this test alone; its path is short, for sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
+
+
+def caller(interpreter: str) -> tuple[subprocess.Popen, Path]:
+    """A process that has a stage's process, and the folder of that."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", CALLER, interpreter], stdout=subprocess.PIPE, text=True
+    )
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_what_it_leaves_in_its_temporary_folder_goes_with_it(interpreter, temporary):
+    script = 'echo $TMPDIR; mkdir $TMPDIR/sub; touch $TMPDIR/sub/file "$TMPDIR/a socket"'
+    lines = []
+    with StageProcess("policy", interpreter(script)) as child:
+        child.follow(lines.append)
+        assert os.listdir(temporary) == [os.path.basename(lines[0])]
+        assert sorted(os.listdir(lines[0])) == ["a socket", "lock", "sub"]
+    assert os.listdir(temporary) == []
+
+
+def test_what_a_killed_caller_left_is_swept_when_the_next_one_starts(interpreter, temporary):
+    """With its sockets; not what the living have, nor what says of no owner."""
+    waits = interpreter("touch $TMPDIR/socket; echo $TMPDIR; sleep 600")
+    dead, dead_folder = caller(waits)
+    alive, alive_folder = caller(waits)
+    (temporary / "quiver-of-before").mkdir()
+    (temporary / "other").mkdir()
+    (temporary / "quiver-link").symlink_to(temporary / "other")
+    assert (dead_folder / "socket").exists() and (alive_folder / "socket").exists()
+    dead.kill()
+    dead.wait()
+    third, third_folder = caller(waits)
+    names = {"other", "quiver-link", "quiver-of-before"}
+    assert set(os.listdir(temporary)) == {alive_folder.name, third_folder.name, *names}
+    for process in (alive, third):
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+    assert set(os.listdir(temporary)) == names
+
+
+def test_what_another_user_left_is_not_swept(interpreter, temporary):
+    if os.getuid() != 0:
+        pytest.skip("only root can make a folder another user's")
+    dead, folder = caller(interpreter("echo $TMPDIR; sleep 600"))
+    dead.kill()
+    dead.wait()
+    os.chown(folder, 12345, 12345)
+    with StageProcess("policy", interpreter("true")):
+        assert folder.exists()

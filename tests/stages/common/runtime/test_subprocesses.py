@@ -166,6 +166,15 @@ def test_a_limit_holds_for_the_command():
     assert lines[0] == "50 50" and lines[-1] == "MemoryError" and process.returncode == 1
 
 
+def test_the_kernel_may_be_told_to_take_the_command_and_its_children_first():
+    """When memory runs out; not its keeper, which has to see to the end of all."""
+    code = "import subprocess; subprocess.run(['cat', '/proc/self/oom_score_adj'])"
+    keeper = "import os; print(open(f'/proc/{os.getppid()}/oom_score_adj').read())"
+    before = Path("/proc/self/oom_score_adj").read_text().strip()
+    with python(f"{keeper}\n{code}", oom_score=700) as process:
+        assert list(process.lines(30)) == [before, "700"]
+
+
 def test_a_command_that_is_not_there_is_told_at_once():
     with pytest.raises(FileNotFoundError, match="/nonexistent"):
         Process(["/nonexistent"])

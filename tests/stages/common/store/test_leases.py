@@ -115,6 +115,23 @@ def test_whoever_renews_keeps_it_and_whoever_is_stopped_loses_it(leases, short_l
     end(child, reader)
 
 
+def test_who_comes_after_a_stopped_holder_has_slept_too_long_need_not_wait_again(
+    leases, short_lived
+):
+    """Each try of a run that waits is a process of its own, which has seen nothing before."""
+    child, reader = take_in_child(leases)
+    assert os.read(reader, 1) == b"+"
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        assert elsewhere(leases).take("work") is None, "it was heard of a moment ago"
+        time.sleep(module.SECONDS_TO_LIVE + 0.2)
+        sleepers = module.Leases(leases.storage, "leases", sleepers_hold=True)
+        assert sleepers.take("work") is None
+        assert elsewhere(leases).take("work") is not None
+    finally:
+        end(child, reader)
+
+
 def test_a_renewal_that_comes_late_begins_the_minute_anew(leases, monkeypatch):
     """The holder was slow, and is heard of again in the last second; then never more."""
     monkeypatch.setattr(module, "_keep_renewed", lambda lease: None)

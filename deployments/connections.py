@@ -1,0 +1,69 @@
+"""Connections to the reward server, each of which may take only so long to bring its request.
+
+uvicorn has limits of its own, but none for a request whose headers never end, and none for the body
+of a request that was refused already: whoever sends those would keep a connection for ever. What it
+has is used: h11 limits the bytes of headers that are not complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+GRACE_SECONDS = 5.0
+"""How much longer than the application the connection waits for a body: it answers first."""
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
+    b"connection: close\r\n\r\n"
+)
+
+
+class Connection(H11Protocol):
+    """One connection; the application's `state.limits` says how many there may be, and how long
+    headers and bodies may take."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits = self.config.app.state.limits
+        self._awaited: Any = None
+        """The part of a request that is to come: h11.IDLE for headers, h11.SEND_BODY for a body."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            transport.write(_FULL)
+            transport.close()
+        else:
+            self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(error)
+
+    def _watch(self) -> None:
+        """Give what is to come now its time."""
+        if self.conn.their_state is self._awaited:
+            return  # its clock runs already, however many bytes have come
+        self._awaited = self.conn.their_state
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        seconds = {
+            h11.IDLE: self._limits.header_seconds,
+            h11.SEND_BODY: self._limits.body_seconds + GRACE_SECONDS,
+        }
+        if self._awaited in seconds:
+            self._timer = self.loop.call_later(seconds[self._awaited], self.transport.abort)

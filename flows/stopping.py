@@ -1,0 +1,85 @@
+"""A command that is told to stop does so in time: within STOP_SECONDS of the first SIGINT or
+SIGTERM, and at once at the second, with the exit code of that signal.
+
+The first one ends the command in order: it unwinds, its stages get SIGTERM and some seconds, and
+Prefect hears of it. Any of that may hang, and Python's own handlers wait for the main thread, which
+may be in C code; so a thread watches. When the command ends, so does all that it started: each
+process has a keeper, which sees its lifeline close (`stages.common.runtime.keeper`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+STOP_SECONDS = 9.0
+TOGETHER_SECONDS = 0.5
+"""Signals within this time are one: `timeout` signals the command and then its group."""
+_told: list[int] = []
+"""The signals that count."""
+_resent = threading.Event()
+"""A signal that was caught before has been sent again, by this process itself."""
+_unwinding = threading.Event()
+
+
+def watch_signals() -> None:
+    """From now on."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, _unwind)
+    threading.Thread(target=_watch, args=(reader,), daemon=True, name="stop-watch").start()
+
+
+def leave_if_told() -> None:
+    """End the process where a signal told it to, once it has unwound. Python would take it apart,
+    for seconds, in which no thread watches any more."""
+    if _told:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + _told[-1])
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    # while a flow runs, Prefect catches SIGTERM; when the flow has ended, it sends it to us again
+    if frame is not None and frame.f_code.co_name == "capture_sigterm":
+        _resent.set()
+    if not _unwinding.is_set():  # else `_watch` says what becomes of it
+        _unwinding.set()
+        sys.exit(128 + number)
+
+
+def _watch(reader: int) -> None:
+    """Count the signals; end the process at the second, or when its time is over."""
+    poll = select.poll()
+    poll.register(reader)
+    first_at = 0.0
+    while True:
+        seconds = first_at + STOP_SECONDS - time.monotonic()
+        if not poll.poll(max(0, 1000 * seconds) if _told else None):
+            _end(f"did not stop within {STOP_SECONDS:g} s")
+        numbers = [n for n in os.read(reader, 4096) if n in (signal.SIGINT, signal.SIGTERM)]
+        if not numbers:
+            continue
+        if not _told:
+            first_at = time.monotonic()
+            _told.append(numbers[0])
+        elif time.monotonic() > first_at + TOGETHER_SECONDS:
+            time.sleep(0.1)  # until `_unwind` was called, if it is
+            if not _resent.is_set():
+                _told.append(numbers[-1])
+                _end("was told twice to stop")
+            _resent.clear()
+
+
+def _end(why: str) -> None:
+    line = f"quiver {why}: it ends at once; what is finished is kept\n"
+    os.write(sys.stderr.fileno(), line.encode())
+    os._exit(128 + _told[-1])

@@ -1,0 +1,177 @@
+"""A command that is told to stop ends in time and leaves nobody behind; see `test_post_train` for
+what it finds when it is started again."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.flows.conftest import command_environment, left_behind, write_recipe
+from tests.flows.test_embedded import SCRIPTED
+
+COMMAND = """
+import hashlib, sys, time
+from quiver.flows import stopping
+stopping.STOP_SECONDS = float(sys.argv[1])
+stopping.watch_signals()
+try:
+    try:
+        print("ready", flush=True)
+        {work}
+    finally:
+        print("unwinds", flush=True)
+        {cleanup}
+except KeyboardInterrupt:
+    sys.exit(130)
+finally:
+    stopping.leave_if_told()
+"""
+WAITS = "time.sleep(600)"
+IN_C = 'hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)'  # no handler of Python's runs there
+
+
+def command(work: str, cleanup: str = "pass", stop_seconds: float = 600) -> subprocess.Popen:
+    code = COMMAND.format(work=work, cleanup=cleanup)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(stop_seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def cpu_ticks(process: subprocess.Popen) -> int:
+    """Hundredths of a second that it has computed."""
+    return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
+def ending(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Its exit code, and what else it said on stdout and stderr."""
+    stdout, stderr = process.communicate(timeout=60)
+    return process.returncode, stdout, stderr.rpartition("quiver ")[2].partition(":")[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_unwinds_the_command(number):
+    process = command(WAITS)
+    process.send_signal(number)
+    code, stdout, _ = ending(process)
+    assert (code, stdout) == (128 + number, "unwinds\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_ends_it_at_once(number):
+    process = command(WAITS, cleanup=IN_C)
+    process.send_signal(number)
+    assert process.stdout.readline() == "unwinds\n"
+    time.sleep(1)
+    process.send_signal(number)
+    assert ending(process) == (128 + number, "", "was told twice to stop")
+
+
+@pytest.mark.parametrize("seconds", [600, 1])
+def test_a_command_that_is_in_c_code_ends_at_the_second_signal_or_when_its_time_is_over(seconds):
+    process = command(IN_C, stop_seconds=seconds)
+    ticks = cpu_ticks(process)
+    while cpu_ticks(process) < ticks + 20:  # it is there
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    if seconds == 600:
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+    why = "was told twice to stop" if seconds == 600 else "did not stop within 1 s"
+    assert ending(process) == (143, "", why)
+
+
+def test_a_signal_to_the_command_and_to_its_group_is_one():
+    """`timeout` sends both."""
+    process = command(WAITS, cleanup="time.sleep(2); print('unwound')")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    assert ending(process)[:2] == (143, "unwinds\nunwound\n")
+
+
+def test_what_a_command_says_at_its_very_end_is_still_said():
+    process = command(WAITS, cleanup="import atexit; atexit.register(print, 'bye')")
+    process.send_signal(signal.SIGTERM)
+    assert ending(process)[:2] == (143, "unwinds\nbye\n")
+
+
+# -- with all that it started
+
+ENGINE = """
+import os, signal, subprocess, sys, time
+
+class Engine:
+    def __init__(self, *arguments, **options):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        open("begun", "w").close()
+        time.sleep(600)
+"""
+REWARDS = """
+import os, signal, time
+
+def evenness(completion_ids, **_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        os.setsid()
+    open("begun", "w").close()
+    time.sleep(600)
+"""
+
+
+def begun(folder, *settings: str, file: str = "begun") -> subprocess.Popen:
+    """A run that has come to what `file` says."""
+    options = [word for setting in settings for word in ("--set", setting)]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED, *options],
+        cwd=folder,
+        env=command_environment(folder),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(folder.glob(file)):
+        assert running.poll() is None, running.stderr.read()
+        time.sleep(0.05)
+    return running
+
+
+def ended(running: subprocess.Popen, folder) -> tuple[int, bool, list[str]]:
+    """Its exit code, whether it ended in order, and who is left."""
+    _, stderr = running.communicate(timeout=120)
+    return running.returncode, "it ends at once" not in stderr, left_behind(folder)
+
+
+@pytest.mark.prefect
+def test_the_second_signal_ends_an_engine_and_the_embedded_server_too(tmp_path):
+    folder = write_recipe(tmp_path / "work")
+    (folder / "my_engine.py").write_text(ENGINE)
+    running = begun(folder, 'generate.engine="my_engine.py:Engine"')
+    running.terminate()
+    time.sleep(1)
+    running.terminate()
+    assert ended(running, folder) == (143, False, [])
+
+
+def test_a_reward_worker_that_ignores_sigterm_ends_with_the_command(workplace):
+    (workplace / "rewards.py").write_text(REWARDS)
+    running = begun(workplace)
+    running.terminate()
+    assert ended(running, workplace) == (143, True, [])
+
+
+def test_a_stage_in_the_middle_of_a_step_ends_with_the_command(workplace):
+    (workplace / "rewards.py").write_text(
+        "def evenness(completion_ids, **_):\n    return [float(len(i)) for i in completion_ids]\n"
+    )
+    steps = "store/tiny/policy/.staging/*"
+    running = begun(workplace, "optimize.epochs=1000000", file=steps)
+    time.sleep(1)
+    running.send_signal(signal.SIGINT)
+    assert ended(running, workplace) == (130, True, [])
