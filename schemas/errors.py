@@ -33,7 +33,7 @@ from __future__ import annotations
 def printable(text: object, limit: int = 200) -> str:
     """Foreign text made safe for a terminal: control characters escaped, cut at `limit`
     characters."""
-    escaped = "".join(map(_escaped, str(text)))
+    escaped = "".join(map(_escaped, str(text)[: limit + 1]))
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.manifest import no_constant, no_key_twice
+from quiver.schemas.plain import no_constant, no_key_twice
 from quiver.stages.common.chat.template import bad_text
 
 CHUNK = 1024

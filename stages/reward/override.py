@@ -25,7 +25,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
-from quiver.schemas.manifest import no_key_twice
+from quiver.schemas.plain import no_key_twice
 from quiver.stages.common import config as common
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store

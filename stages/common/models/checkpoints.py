@@ -289,6 +289,15 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
     )
 
 
+def adapter_rank(policy: Version) -> int:
+    """The rank of the policy's adapter. LineageError where its manifest names none."""
+    rank = policy.manifest.config_section("lora").get("rank")
+    if isinstance(rank, int):
+        return rank
+    name = str(policy.ref)
+    raise LineageError(name, "names no rank of its adapter", next=f"quiver lineage {name}")
+
+
 def model_config(version: Version) -> dict[str, Any]:
     """The model's config.json, checked against its hash."""
     return _read_json(version, "config.json")

@@ -31,7 +31,7 @@ from .storage import Storage
 _FORMAT = 5
 _TORN = b'["torn"'
 """How the line of a torn version begins."""
-_VERSION_NAME = re.compile(r"^v([0-9]{6,})$", re.MULTILINE)
+_VERSION_NAME = re.compile(r"^v([0-9]{6,12})$", re.MULTILINE)
 _SECOND = 1_000_000_000
 _TICK, _COARSE_TICK = _SECOND // 10, 2 * _SECOND
 """Nanoseconds. Two changes of a folder may bear one time where they come closer than its clock

@@ -27,7 +27,7 @@ from quiver.schemas.refs import Ref, version_name
 from .storage import Storage
 
 _EXPIRED = "expired"
-_NAME = re.compile(r"v([0-9]{6,})\.([0-9a-f]{64}|)")
+_NAME = re.compile(r"v([0-9]{6,12})\.([0-9a-f]{64}|)")
 """Of a manifest's copy; whatever else lies there is nobody's."""
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from quiver.schemas import refs
+from quiver.schemas import metrics, refs
 from quiver.schemas.errors import (
     ConfigError,
     CorruptError,
@@ -131,6 +131,9 @@ class Version:
             )
             error.next = "update Quiver"
             raise error
+        problem = metrics.problem(self.ref.kind, manifest.metrics)
+        if problem:
+            raise self.corrupt("manifest.json", f"metrics.{problem}")
         return manifest
 
     def as_input(self, role: str) -> Input:
