@@ -29,6 +29,20 @@ Not of the spine: one reads it when an error is raised.
 
 from __future__ import annotations
 
+import errno
+
+SYSTEM_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.EIO: "input/output error",
+    errno.EMFILE: "too many open files",
+    errno.EFBIG: "a file is larger than the system allows",
+}
+"""What is wrong with a host, by the number of the system's error."""
+
 
 def printable(text: object, limit: int = 200) -> str:
     """Foreign text made safe for a terminal: control characters escaped, cut at `limit`
@@ -128,13 +142,19 @@ BY_CODE: dict[str, type[QuiverError]] = {
 
 
 def unexpected(object: str, error: BaseException) -> QuiverError:
-    """Any other exception as one of ours: full memory as E-RESOURCE, the rest as E-INTERNAL."""
-    cls = ResourceError if isinstance(error, MemoryError) else QuiverError
-    return cls(
+    """Any other exception as one of ours: what memory, disk and system refuse as E-RESOURCE, the
+    rest as E-INTERNAL."""
+    problem = f"{type(error).__name__}: {printable(error)}"
+    state = "finished shards and all versions are kept."
+    reason = SYSTEM_REASONS.get(error.errno) if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or reason:
+        next = "make room or give access, then run the same command again"
+        return ResourceError(object, problem, state=state, next=next)
+    return QuiverError(
         object,
-        f"{type(error).__name__}: {printable(error)}",
-        state="finished shards and all versions are kept.",
-        next="run again with --debug for the traceback",
+        f"a defect of Quiver's: {problem}",
+        state=state,
+        next="run again with --debug, and report the traceback with what you ran",
     )
 
 

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, digest, from_json
+from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref, version_name
 
 from .storage import Storage
@@ -126,12 +127,12 @@ class Ledger:
         CorruptError."""
         key = self._key(number, _EXPIRED)
         try:
-            fields = json.loads(self._storage.read(key))
+            fields = read_json(self._storage.read(key))
             checksum = fields.pop("checksum")
-            is_whole = checksum == digest(fields)
+            is_whole = checksum == digest(fields) and fields.keys() >= {"at", "why"}
         except FileNotFoundError:
             return ""
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        except (ValueError, KeyError, AttributeError, TypeError, CorruptError):
             is_whole = False
         if not is_whole:
             raise CorruptError(

@@ -39,6 +39,7 @@ from quiver.schemas.errors import (
 )
 from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
+from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
 
 from .index import Index, IndexEntry
@@ -264,11 +265,11 @@ class Store:
     def _read_marker(self) -> str:
         """The id in store.json. CorruptError."""
         try:
-            fields = json.loads(self.storage.read("store.json"))
+            fields = read_json(self.storage.read("store.json"))
             is_newer = fields["format"] > FORMAT
             if fields["format"] < FORMAT:
                 raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise CorruptError(
                 f"store {self.path}",
                 "store.json can not be read",
