@@ -142,9 +142,11 @@ BY_CODE: dict[str, type[QuiverError]] = {
 
 
 def unexpected(object: str, error: BaseException) -> QuiverError:
-    """Any other exception as one of ours: what memory, disk and system refuse as E-RESOURCE, the
-    rest as E-INTERNAL."""
+    """Any other exception as one of ours: what memory, disk and system refuse as E-RESOURCE, a
+    name that no file can have as E-CONFIG, the rest as E-INTERNAL."""
     problem = f"{type(error).__name__}: {printable(error)}"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ConfigError(object, problem, next="give it a shorter name")
     state = "finished shards and all versions are kept."
     reason = SYSTEM_REASONS.get(error.errno) if isinstance(error, OSError) else None
     if isinstance(error, MemoryError) or reason:

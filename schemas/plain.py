@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 MOST_LEVELS = 100
@@ -52,6 +53,42 @@ def is_too_deep(content: Any) -> bool:
         if not containers:
             return False
     return True
+
+
+def problem_of(content: Any) -> str:
+    """What stands in plain Python content that JSON, or a reader of it, could not take, and where;
+    empty where there is nothing."""
+    waiting = [("", content, 0)]
+    while waiting:
+        path, node, level = waiting.pop()
+        children: Iterable[tuple[Any, Any]] = ()
+        problem = ""
+        if isinstance(node, dict):
+            children = [*node.items(), *(("a key", name) for name in node)]
+        elif isinstance(node, list | tuple):
+            children = enumerate(node)
+        elif isinstance(node, str):
+            problem = _problem_of_text(node)
+        elif isinstance(node, int) and abs(node) >= 2**63:
+            problem = "is a number of more than 64 bits"
+        elif isinstance(node, float) and not math.isfinite(node):
+            problem = "is no finite number"
+        if level > MOST_LEVELS:
+            problem = f"is nested more than {MOST_LEVELS} levels deep"
+        if problem:
+            return f"{path or 'it'} {problem}"
+        waiting += [(f"{path}.{key}".strip("."), child, level + 1) for key, child in children]
+    return ""
+
+
+def _problem_of_text(text: str) -> str:
+    if "\0" in text:
+        return "holds a NUL character"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is no text: it holds half a character"
+    return ""
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

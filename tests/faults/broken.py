@@ -21,10 +21,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from quiver.schemas.errors import QuiverError
+from quiver.schemas.errors import QuiverError, unexpected
 from quiver.schemas.manifest import digest
 
-MOST_SECONDS = 30
+MOST_SECONDS = 120
 MOST_BYTES = 256 * 1024 * 1024
 DEPTHS = (70, 300, 900, 5000)
 
@@ -49,12 +49,25 @@ VALUES = (
 """JSON, and what is nearly JSON, of every wrong kind."""
 
 
+class Doubled(dict):
+    """An object in which the key `twice` stands twice."""
+
+    twice: str = ""
+
+
+def members(node: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Keys and values, as a file has them."""
+    twice = node.twice if isinstance(node, Doubled) else ""
+    return [*node.items(), *([(twice, node[twice])] if twice in node else [])]
+
+
 def to_text(node: Any) -> str:
     """`node` as JSON text; a `Raw` in it stands for itself."""
     if isinstance(node, Raw):
         return str(node)
     if isinstance(node, dict):
-        return "{" + ",".join(f"{json.dumps(key)}:{to_text(node[key])}" for key in node) + "}"
+        pairs = (f"{json.dumps(key)}:{to_text(child)}" for key, child in members(node))
+        return "{" + ",".join(pairs) + "}"
     if isinstance(node, list):
         return "[" + ",".join(map(to_text, node)) + "]"
     return json.dumps(node)
@@ -73,67 +86,57 @@ def sealed(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def mutated(random: Random, document: Any, extra: tuple[str, ...] = ()) -> Any:
-    """A copy of `document` with one to three changes. `extra`: more JSON texts to put in."""
+def mutated(
+    random: Random, document: Any, extra: tuple[str, ...] = (), values: tuple[str, ...] = VALUES
+) -> Any:
+    """A copy of `document` with one to three changes. `values`: texts to put in; `extra`: some that
+    are put in more often."""
     holder = [copy.deepcopy(document)]
     for _ in range(random.choice((1, 1, 1, 2, 3))):
-        _change(random, holder, (*extra, *VALUES) if random.random() < 0.7 else extra or VALUES)
+        _change(random, holder, extra if extra and random.random() < 0.4 else values)
     return holder[0]
 
 
 def _change(random: Random, holder: list[Any], values: tuple[str, ...]) -> None:
     """One change somewhere below `holder[0]`."""
-    parent: Any = holder
-    key: Any = 0
-    while isinstance(parent[key], dict | list) and parent[key] and random.random() < 0.85:
-        parent = parent[key]
-        key = random.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+    path = [(holder, 0)]
+    while True:
+        parent, key = path[-1]
+        child = parent[key]
+        if not isinstance(child, dict | list) or not child or random.random() > 0.85:
+            break
+        names = list(child) if isinstance(child, dict) else range(len(child))
+        path.append((child, random.choice(names)))
     change = random.choice(("put", "put", "put", "swap", "drop", "rename", "add", "wrap", "double"))
-    if change == "put" or (parent is holder and change in ("drop", "rename", "double")):
-        parent[key] = Raw(random.choice(values))
-    elif change == "swap":
+    value = Raw(random.choice(values))
+    is_root = len(path) == 1
+    if change == "swap":
         parent[key] = copy.deepcopy(random.choice(list(_nodes(holder[0]))))
-    elif change == "drop":
+    elif change == "drop" and not is_root:
         del parent[key]
     elif change == "rename" and isinstance(parent, dict):
         parent[random.choice((key.upper(), f"{key} ", "", "checksum", "format"))] = parent.pop(key)
     elif change == "add" and isinstance(parent[key], dict):
-        parent[key][random.choice(("x", "role", "", "\0", "checksum"))] = Raw(random.choice(values))
+        parent[key][random.choice(("x", "role", "", "\0", "checksum"))] = value
     elif change == "add" and isinstance(parent[key], list):
-        parent[key].append(Raw(random.choice(values)))
-    elif change == "double" and isinstance(parent, list):
+        parent[key].append(value)
+    elif change == "double" and isinstance(parent, list) and not is_root:
         parent.append(copy.deepcopy(parent[key]))
-    elif change == "double":
-        pairs = f"{json.dumps(key)}:{to_text(parent[key])}"
-        others = {name: parent[name] for name in parent if name != key}
-        beside = to_text(others)[1:-1]
-        text = Raw("{" + ",".join(filter(None, (pairs, beside, pairs))) + "}")
-        if not _replace(holder, parent, text):
-            holder[0] = text
+    elif change == "double" and isinstance(parent, dict):
+        grandparent, parent_key = path[-2]
+        grandparent[parent_key] = Doubled(parent)
+        grandparent[parent_key].twice = key
+    elif change == "wrap":
+        parent[key] = random.choice(({"a": parent[key]}, [parent[key]]))
     else:
-        parent[key] = random.choice(({"a": parent[key]}, [parent[key]], Raw(to_text(parent[key]))))
+        parent[key] = value
 
 
 def _nodes(node: Any) -> Iterator[Any]:
+    """All that is in a document, itself too."""
     yield node
-    for child in node.values() if isinstance(node, dict) else node if _is_list(node) else ():
+    for child in node.values() if isinstance(node, dict) else node if type(node) is list else ():
         yield from _nodes(child)
-
-
-def _is_list(node: Any) -> bool:
-    return isinstance(node, list)
-
-
-def _replace(container: Any, target: Any, text: Raw) -> bool:
-    """Put `text` in the place of the container `target`, wherever below `container` it is."""
-    for key in list(container) if isinstance(container, dict) else range(len(container)):
-        child = container[key]
-        if child is target:
-            container[key] = text
-            return True
-        if isinstance(child, dict | list) and _replace(child, target, text):
-            return True
-    return False
 
 
 def garbled(random: Random, raw: bytes) -> bytes:
@@ -192,10 +195,12 @@ def error_of(read: Callable[[], object]) -> QuiverError | None:
     with within_bounds():
         try:
             read()
-        except QuiverError as error:
-            assert error.code != "E-INTERNAL", error
-            assert error.next and error.message, error
-            return error
+        except (QuiverError, OSError) as error:
+            told = error if isinstance(error, QuiverError) else unexpected("quiver", error)
+            if told.code == "E-INTERNAL":
+                raise
+            assert told.next and told.message, told
+            return told
         except SystemExit as end:
             assert end.code in range(2, 11), end
     return None

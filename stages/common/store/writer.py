@@ -622,7 +622,7 @@ def _read_note(storage: Storage, key: str) -> dict[str, Any] | None:
 class _PlanNote(BaseModel):
     """How the rows are cut into shards."""
 
-    rows_per_shard: int = Field(gt=0, lt=2**31)
+    rows_per_shard: int = Field(gt=0, lt=2**63)
 
 
 class _SourcesNote(BaseModel):
