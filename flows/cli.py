@@ -55,13 +55,10 @@ def _run() -> int:
             words.insert(1, usage_error.ctx.info_name)
         message = usage_error.format_message()
         error = ConfigError("command line", message, next=" ".join(words))
-    except QuiverError as quiver_error:
-        error = quiver_error
-        if "--debug" in sys.argv:
+    except Exception as caught:
+        error = caught if isinstance(caught, QuiverError) else unexpected("quiver", caught)
+        if error.code == "E-INTERNAL" or "--debug" in sys.argv:
             traceback.print_exc()
-    except Exception as other_error:
-        traceback.print_exc()
-        error = unexpected("quiver", other_error)
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
     say({"error": error.to_dict()}, [])
     print(for_terminal(error), file=sys.stderr)

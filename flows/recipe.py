@@ -10,7 +10,6 @@ that reads it. Relative paths are taken from the folder in which the command run
 from __future__ import annotations
 
 import json
-import stat
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.from_function import is_function
-from quiver.stages.common.store.storage import MOST_BYTES
+from quiver.stages.common.store.storage import read_file
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
@@ -322,7 +321,7 @@ class Recipe(Config):
         """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file,
         line or key."""
         try:
-            sections = tomllib.loads(_read_file(Path(path)))
+            sections = tomllib.loads(read_file(Path(path)).decode("utf-8-sig"))
         except FileNotFoundError:
             raise ConfigError(
                 f"recipe {path}",
@@ -403,16 +402,6 @@ class Recipe(Config):
     def score_config(self) -> ScoreConfig:
         """The evaluate stage's config."""
         return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
-
-
-def _read_file(path: Path) -> str:
-    """The text of a recipe. OSError, ValueError."""
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
-        raise ValueError("is not a file")
-    if status.st_size > MOST_BYTES:
-        raise ValueError(f"has {status.st_size} bytes, at most {MOST_BYTES} are read")
-    return path.read_text(encoding="utf-8-sig")
 
 
 def _source_fields(config: PromptConfig) -> dict[str, Any]:

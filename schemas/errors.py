@@ -1,6 +1,6 @@
 """The exception tree: one class a code, each also a standard type, each with what to do next.
 
-    QuiverError
+    QuiverError           E-INTERNAL         1 Exception     a defect of Quiver's: report it
   ├── ConfigError         E-CONFIG           2 ValueError      a recipe, option or file
   ├── CorruptError        E-CORRUPT          3 OSError         bytes are not those that were written
   ├── BusyError           E-BUSY             4 OSError         another process is at this very work
@@ -156,7 +156,7 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
         object,
         f"a defect of Quiver's: {problem}",
         state=state,
-        next="run again with --debug, and report the traceback with what you ran",
+        next="report it, with the traceback that is printed before it and the command that you ran",
     )
 
 

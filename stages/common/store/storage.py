@@ -326,6 +326,17 @@ def replacing(
         raise
 
 
+def read_file(path: Path) -> bytes:
+    """All bytes of a small file that a user names. OSError; ValueError: it is something else than a
+    file, or has more than `MOST_BYTES`."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        raise ValueError("is not a file")
+    if status.st_size > MOST_BYTES:
+        raise ValueError(f"has {status.st_size} bytes, at most {MOST_BYTES} are read")
+    return path.read_bytes()
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """`data` under `path`, whole and flushed, replacing what was there."""
     with replacing(path) as file:
