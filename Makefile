@@ -23,7 +23,7 @@ demo: setup
 JOBS ?= 2
 SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu and not torture"
 
 slow: setup
 	$(PYTEST) -m slow

@@ -142,7 +142,7 @@ def train_again(recipe: Recipe, candidate: Candidate, rewards: str) -> str:
     """The policy that the candidate's last training makes of other `rewards`; whatever else it was
     made of stays."""
     manifest = Store(recipe.store).open(candidate.policy).manifest
-    refs: dict[str, Any] = {"policy": manifest.input("policy").ref}
+    refs: dict[str, Any] = {"policy": manifest.require_input("policy").ref}
     for entry in manifest.inputs:
         role = _REF_ROLES.get(entry.role.partition(".")[0])
         if role:

@@ -78,13 +78,10 @@ def _run() -> int:
             words.insert(1, usage_error.ctx.info_name)
         message = usage_error.format_message()
         error = ConfigError("command line", message, next=" ".join(words))
-    except QuiverError as quiver_error:
-        error = quiver_error
-        if "--debug" in sys.argv:
+    except Exception as caught:
+        error = caught if isinstance(caught, QuiverError) else unexpected("quiver", caught)
+        if error.code == "E-INTERNAL" or "--debug" in sys.argv:
             traceback.print_exc()
-    except Exception as other_error:
-        traceback.print_exc()
-        error = unexpected("quiver", other_error)
     if error.state == UNCHANGED and CALLED.num_made:
         count = "one version" if CALLED.num_made == 1 else f"{CALLED.num_made} versions"
         error.state = f"this command has made {count}, kept for the next run."

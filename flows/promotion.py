@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, field_validator
 
-from quiver.schemas.errors import ConflictError
+from quiver.schemas.errors import ConflictError, LineageError
 from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store, tags
 from quiver.stages.evaluate.estimators import Estimate, lower_bound
@@ -55,13 +55,17 @@ class Judgement(NamedTuple):
 
 
 def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
-    """Judge an evaluation with a baseline by its manifest's metrics.
+    """Judge an evaluation with a baseline by its manifest's metrics. LineageError.
 
     better  ⇔  difference − z(confidence) · stderr ≥ margin, and the difference is above 0
     """
     k = promotion.by.partition("@")[2]
-    difference = metrics["difference"]
-    estimate = Estimate(**(difference["pass@k"][k] if k else difference["score"]))
+    difference = metrics.get("difference") or {}
+    estimates = difference.get("pass@k", {}) if k else difference
+    if (k or "score") not in estimates:
+        problem = f"its metrics hold no difference of {promotion.by} to the policy in use"
+        raise LineageError("evaluation", problem, next="quiver verify")
+    estimate = Estimate(*(estimates[k or "score"][name] for name in Estimate._fields))
     bound = lower_bound(estimate, promotion.confidence)
     numbers = {
         "by": promotion.by,

@@ -25,6 +25,7 @@ from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.from_function import is_function
+from quiver.stages.common.store.storage import read_file
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
@@ -333,7 +334,7 @@ class Recipe(Config):
         """The recipe in a TOML file, with `KEY=VALUE` settings put over it. ConfigError names file,
         line or key."""
         try:
-            sections = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            sections = tomllib.loads(read_file(Path(path)).decode("utf-8-sig"))
         except FileNotFoundError:
             raise ConfigError(
                 f"recipe {path}",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.manifest import line_of
 from quiver.schemas.refs import parse
 from quiver.stages.common.config import Config
 from quiver.stages.common.models import checkpoints
@@ -186,7 +187,7 @@ def find_refs(
         return listed
     scored = refs.get("rewards") or refs.get("retry")
     if role == "rollouts" and scored:
-        return [store.open(ref).manifest.input("rollouts").ref for ref in scored]
+        return [store.open(ref).manifest.require_input("rollouts").ref for ref in scored]
     if role == "policy" and stage in ("logprobs", "optimize"):
         samplers = [sampling_policy(store, ref) for ref in refs["rollouts"]]
         # the number goes on along the line, into other runs too
@@ -230,13 +231,11 @@ def _score_again(
 
 def sampling_policy(store: Store, rollouts: str) -> str:
     """The policy that sampled the rollouts."""
-    return store.open(rollouts).manifest.model("policy").ref
+    return store.open(rollouts).manifest.require_model("policy").ref
 
 
 def first_of_line(store: Store, policy: str) -> str:
     """The base model that `policy` came from by optimizing, in whatever run that lies: policy@0 of
     its run, and of a fork policy@0 of the run that it left."""
-    version = store.open(policy)
-    while parent := version.manifest.input("policy"):
-        version = store.open(parent.ref)
-    return str(version.ref)
+    *_, first = line_of(store.open(policy).manifest, lambda ref: store.open(ref).manifest)
+    return first.ref

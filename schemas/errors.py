@@ -1,6 +1,6 @@
 """The exception tree: one class a code, each also a standard type, each with what to do next.
 
-    QuiverError
+    QuiverError           E-INTERNAL         1 Exception     a defect of Quiver's: report it
   ├── ConfigError         E-CONFIG           2 ValueError      a recipe, option or file
   ├── CorruptError        E-CORRUPT          3 OSError         bytes are not those that were written
   ├── BusyError           E-BUSY             4 OSError         another process is at this very work
@@ -29,6 +29,20 @@ Not of the spine: one reads it when an error is raised.
 
 from __future__ import annotations
 
+import errno
+
+SYSTEM_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.EIO: "input/output error",
+    errno.EMFILE: "too many open files",
+    errno.EFBIG: "a file is larger than the system allows",
+    errno.EXDEV: "it lies on another file system than the store's folder",
+}
+"""What is wrong with a host, by the number of the system's error."""
 UNCHANGED = "nothing was changed."
 """The state of an error that says nothing else of it: it was found before anything was done."""
 
@@ -36,7 +50,7 @@ UNCHANGED = "nothing was changed."
 def printable(text: object, limit: int = 200) -> str:
     """Foreign text made safe for a terminal: control characters escaped, cut at `limit`
     characters."""
-    escaped = "".join(map(_escaped, str(text)))
+    escaped = "".join(map(_escaped, str(text)[: limit + 1]))
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
@@ -131,13 +145,21 @@ BY_CODE: dict[str, type[QuiverError]] = {
 
 
 def unexpected(object: str, error: BaseException) -> QuiverError:
-    """Any other exception as one of ours: full memory as E-RESOURCE, the rest as E-INTERNAL."""
-    cls = ResourceError if isinstance(error, MemoryError) else QuiverError
-    return cls(
+    """Any other exception as one of ours: what memory, disk and system refuse as E-RESOURCE, a
+    name that no file can have as E-CONFIG, the rest as E-INTERNAL."""
+    problem = f"{type(error).__name__}: {printable(error)}"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return ConfigError(object, problem, next="give it a shorter name")
+    state = "finished shards and all versions are kept."
+    reason = SYSTEM_REASONS.get(error.errno) if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or reason:
+        next = "make room or give access, then run the same command again"
+        return ResourceError(object, problem, state=state, next=next)
+    return QuiverError(
         object,
-        f"{type(error).__name__}: {printable(error)}",
-        state="finished shards and all versions are kept.",
-        next="run again with --debug for the traceback",
+        f"a defect of Quiver's: {problem}",
+        state=state,
+        next="report it, with the traceback that is printed before it and the command that you ran",
     )
 
 

@@ -11,16 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import CorruptError, printable
+from .errors import CorruptError, LineageError, printable
+from .plain import read_json
+from .refs import KINDS, NAME
 
 FORMAT = 1
 FEATURES: frozenset[str] = frozenset()
-MAX_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 8 * 1024 * 1024
+"""Of a manifest; as Python objects it takes up to 24 times as much."""
 _SHA = r"^[0-9a-f]{64}$"
+_FILE_NAME = "[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
+_VERSION = rf"^{NAME.pattern}/({'|'.join(KINDS)})@[0-9]{{1,12}}$"
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def canonical(data: Any) -> bytes:
@@ -42,17 +49,17 @@ class _Part(BaseModel):
 class FileEntry(_Part):
     """One file of a version. `rows` is 0 for files that are not tables."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*$")
-    bytes: int = Field(ge=0)
+    name: str = Field(pattern=rf"^{_FILE_NAME}(/{_FILE_NAME})*$", max_length=1000)
+    bytes: _Count
     sha256: str = Field(pattern=_SHA)
-    rows: int = Field(ge=0, default=0)
+    rows: _Count = 0
 
 
 class Input(_Part):
     """One dataset or checkpoint that this version was made of."""
 
     role: str
-    ref: str
+    ref: str = Field(pattern=_VERSION)
     content_hash: str = Field(pattern=_SHA)
 
 
@@ -75,7 +82,7 @@ class Manifest(_Part):
     required_features: tuple[str, ...] = ()
     run: str
     kind: str
-    version: int = Field(ge=0)
+    version: _Count
     kind_schema: str = Field(alias="schema")
     created: str
     commit_id: str
@@ -86,13 +93,13 @@ class Manifest(_Part):
     inputs: tuple[Input, ...]
     models: tuple[Model, ...]
     files: tuple[FileEntry, ...]
-    rows: int = Field(ge=0)
+    rows: _Count
     content_hash: str = Field(pattern=_SHA)
     environment: dict[str, Any]
     seconds: dict[str, float]
-    bytes: dict[str, int]
+    bytes: dict[str, _Count]
     metrics: dict[str, Any]
-    status: dict[str, int]
+    status: dict[str, _Count]
     """Row counts by what became of them (stop, length, not_scored, dropped, …)."""
 
     @property
@@ -107,6 +114,27 @@ class Manifest(_Part):
         """The input with this role, or None."""
         return next((entry for entry in self.inputs if entry.role == role), None)
 
+    def require_model(self, role: str) -> Model:
+        """The model with this role. LineageError where there is none."""
+        return self.model(role) or self._names_no(role)
+
+    def require_input(self, role: str) -> Input:
+        """The input with this role. LineageError where there is none."""
+        return self.input(role) or self._names_no(role)
+
+    def config_section(self, name: str) -> dict[str, Any]:
+        """What the config says under this name; nothing where it has no such key. CorruptError
+        where that is no section."""
+        section = self.config.get(name) or {}
+        if isinstance(section, dict):
+            return section
+        problem = f"manifest.json: config.{name} is no section"
+        raise CorruptError(self.ref, problem, next=f"quiver verify {self.ref}")
+
+    def _names_no(self, role: str) -> NoReturn:
+        next = f"quiver lineage {self.ref}"
+        raise LineageError(self.ref, f"its manifest names no {role}", next=next)
+
     def to_json(self) -> bytes:
         """Canonical JSON with the checksum of everything else under `checksum`."""
         data = self.model_dump(mode="json", by_alias=True)
@@ -119,18 +147,19 @@ def content_hash(schema: str, files: tuple[FileEntry, ...]) -> str:
     return digest([schema, [[entry.name, entry.sha256, entry.rows] for entry in files]])
 
 
-def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An `object_pairs_hook` for JSON that refuses an object with the same key twice.
-    ValueError."""
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise ValueError("a key stands twice")
-    return data
-
-
-def no_constant(name: str) -> float:
-    """A `parse_constant` for JSON that refuses NaN and Infinity. ValueError."""
-    raise ValueError(f"{name} is not JSON")
+def line_of(newest: Manifest, open: Callable[[str], Manifest | None]) -> Iterator[Manifest]:
+    """The policy `newest` and those that it was trained from, newest first, as far as `open` gives
+    them. LineageError where they lead in a circle."""
+    seen: set[str] = set()
+    manifest: Manifest | None = newest
+    while manifest is not None:
+        if manifest.ref in seen:
+            problem = f"is trained from {manifest.ref}, which is said to be trained from itself"
+            raise LineageError(newest.ref, problem, next=f"quiver lineage {newest.ref}")
+        seen.add(manifest.ref)
+        yield manifest
+        parent = manifest.input("policy")
+        manifest = open(parent.ref) if parent else None
 
 
 def from_json(raw: bytes, name: str) -> Manifest:
@@ -144,18 +173,23 @@ def from_json(raw: bytes, name: str) -> Manifest:
     if not raw or len(raw) > MAX_BYTES:
         raise corrupt(f"manifest.json has {len(raw)} bytes, expected 1 to {MAX_BYTES}")
     try:
-        data = json.loads(raw, object_pairs_hook=no_key_twice, parse_constant=no_constant)
+        data = read_json(raw)
         if not isinstance(data, dict):
             raise ValueError(f"expected an object, found {type(data).__name__}")
         checksum = data.pop("checksum", None)
         found = digest(data)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise corrupt(f"manifest.json can not be read: {printable(error)}") from None
     if checksum != found:
         raise corrupt(f"manifest.json: checksum expected {printable(checksum)}, found {found}")
-    unknown = set(data.get("required_features") or ()) - FEATURES
+    features = data.get("required_features", [])
+    if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
+        raise corrupt("manifest.json: required_features is no list of names")
+    unknown = set(features) - FEATURES
     if data.get("format") != FORMAT or unknown:
-        what = f"features {sorted(unknown)}" if unknown else f"format {data.get('format')!r}"
+        what = (
+            f"features {sorted(unknown)}" if unknown else f"format {printable(data.get('format'))}"
+        )
         newer = f"written by a newer Quiver: {what}; this one reads format {FORMAT}"
         raise corrupt(newer, next="update Quiver")
     try:

@@ -29,6 +29,8 @@ KINDS = (
     "policy",
 )
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_NUMBER = re.compile(r"[0-9]{1,12}")
+"""Of a version."""
 
 
 def check_name(name: str, what: str = "name") -> str:
@@ -71,14 +73,16 @@ def parse(text: str | Ref, run: str | None = None) -> Ref:
     head, at, version = str(text).rpartition("@")
     own_run, slash, kind = head.rpartition("/")
     name = own_run if slash else run
-    if not at or not version or kind not in KINDS or not name:
+    number = _NUMBER.fullmatch(version)
+    is_version = number or (version and not version.isdecimal())
+    if not at or not is_version or kind not in KINDS or not name:
         raise ConfigError(
             f"reference {printable(repr(text))}",
             f"expected run/kind@version with kind one of {', '.join(KINDS)}",
             next="quiver ls",
         )
     check_name(name, "run")
-    if version.isdecimal():
+    if number:
         return Ref(name, kind, int(version))
     return Ref(name, kind, check_name(version, "tag"))
 

@@ -70,9 +70,9 @@ def answer_call(name: str, fields: dict) -> tuple[dict, int]:
         return asdict(perform(Call.from_json(fields))), 0
     except Exception as error:
         is_expected = isinstance(error, QuiverError)
-        if os.environ.get("QUIVER_DEBUG") or not is_expected:
-            traceback.print_exc()
         reported = error if is_expected else unexpected(f"stage {name}", error)
+        if os.environ.get("QUIVER_DEBUG") or reported.code == "E-INTERNAL":
+            traceback.print_exc()
         return {"error": reported.to_dict()}, reported.exit_code
 
 

@@ -24,10 +24,11 @@ from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.plain import problem_of
 from quiver.stages.common.plugins import ROOMS
 
 _RUNTIME = "runtime knob: not part of the run_key"
@@ -43,6 +44,15 @@ class Config(BaseModel):
     """A typed section of a recipe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_plain(cls, fields: Any) -> Any:
+        """Values that go anywhere, such as a function's arguments, go into a manifest too."""
+        problem = problem_of(fields)
+        if problem:
+            raise ValueError(printable(problem))
+        return fields
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:

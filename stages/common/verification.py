@@ -122,7 +122,10 @@ def _verify_model(store: Store, version: Version, model: Model) -> None:
 
 def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
     """The manifest of what `version` was made of; None where that was deleted on purpose.
-    LineageError where it is gone otherwise."""
+    LineageError where it is gone otherwise, or no version at all."""
+    if not isinstance(ref.version, int):
+        problem = f"is made of {ref}, which names no version by its number"
+        raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
     if store.exists(ref):
         return store.open(ref).manifest
     if store.ledger(ref.run, ref.kind).tombstone(ref.version):

@@ -176,7 +176,7 @@ def _difference_to(
     measured = config.model_dump(mode="json")
     if baseline.manifest.config != measured:
         return f"it measured {printable(baseline.manifest.config)}, expected {printable(measured)}"
-    their_rewards = store.open(baseline.manifest.input("rewards").ref)
+    their_rewards = store.open(baseline.manifest.require_input("rewards").ref)
     if not is_made_alike(their_rewards.manifest, rewards.manifest):
         return f"it was scored otherwise, by {their_rewards.ref}; these are {rewards.ref}"
     return ""

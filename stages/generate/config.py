@@ -20,7 +20,7 @@ class Config(Base):
 
     engine: str = "vllm"
     """`vllm`, `transformers`, `scripted`, or your own: module:Class or file.py:Class."""
-    samples_per_prompt: int = Field(default=8, ge=1)
+    samples_per_prompt: int = Field(default=8, ge=1, le=1_000_000)
     """Rollouts of each prompt: the size of a group."""
     sampling: Sampling = Sampling()
     """The distribution that is sampled from."""

@@ -33,7 +33,7 @@ class Sampling(Config):
     temperature: float = Field(default=1.0, ge=0)
     """The logits are divided by it; 0 takes the likeliest id (evaluation only: such rows can not be
     trained on)."""
-    max_tokens: int = Field(default=256, ge=1)
+    max_tokens: int = Field(default=256, ge=1, lt=2**31)
     """Most ids of a completion, the end token included; prompt and completion must fit the context
     together."""
     min_tokens: int = Field(default=0, ge=0)

@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.manifest import Model, line_of
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.store import Store, Version
@@ -73,7 +74,7 @@ class Sampled:
     def stale(self) -> bool:
         """Whether another policy than the starting checkpoint sampled them."""
         start = checkpoints.as_model("policy", self.inputs["policy"])
-        return self.rollouts.manifest.model("policy").weights != start.weights
+        return self.rollouts.manifest.require_model("policy").weights != start.weights
 
     def column(self, role: str, name: str) -> pa.ChunkedArray:
         """Column `name` of the rewards or logprobs, in the order of the rollouts. LineageError
@@ -110,15 +111,14 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     rollouts = version.rollouts
     sampler = rollouts.manifest.model("policy")
     weights = sampler.weights if sampler else None
-    policy = version.inputs["policy"]
-    allowed = [checkpoints.as_model("policy", policy)]
-    for _ in range(config.max_staleness):
-        # one that is gone is an error only to rollouts as old
-        parent = policy.manifest.input("policy")
-        if parent is None or weights == allowed[-1].weights:
+    allowed: list[Model] = []
+    # one that is gone is an error only to rollouts as old
+    policy = version.inputs["policy"].manifest
+    with_expired = store.with_expired()  # a manifest is enough
+    for manifest in line_of(policy, lambda ref: with_expired.open(ref).manifest):
+        allowed.append(checkpoints.as_model("policy", with_expired.open(manifest.ref)))
+        if weights == allowed[-1].weights or len(allowed) > config.max_staleness:
             break
-        policy = store.with_expired().open(parent.ref)  # its manifest is enough
-        allowed.append(checkpoints.as_model("policy", policy))
     if weights != allowed[-1].weights:
         found = f"{weights[:12]}… ({sampler.ref})" if sampler else "no policy at all"
         raise LineageError(
@@ -139,7 +139,7 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
             f"{weights[:12]}…, found {found}",
             next=f"score {rollouts.ref} under {sampler.ref}",
         )
-    biased = biases(rollouts.manifest.config)
+    biased = biases(rollouts.manifest.config_section("sampling"))
     if biased and not config.allow_biased_sampling:
         raise ConfigError(
             str(rollouts.ref),
@@ -175,10 +175,9 @@ def check_schedule(config: Config, policy: Version) -> None:
         )
 
 
-def biases(config: dict[str, Any]) -> list[str]:
-    """The sampling settings of a rollouts manifest that make the sampled distribution another one
+def biases(sampling: dict[str, Any]) -> list[str]:
+    """The settings of a rollouts manifest's sampling that make the sampled distribution another one
     than the policy's."""
-    sampling = config.get("sampling", {})
     neutral = {
         "top_p": [1],
         "top_k": [0, -1],
@@ -189,7 +188,7 @@ def biases(config: dict[str, Any]) -> list[str]:
         "repetition_penalty": [1],
     }
     return [
-        f"{name} = {sampling[name]}"
+        f"{name} = {printable(sampling[name])}"
         for name, values in neutral.items()
         if sampling.get(name) not in (None, *values)
     ]

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.common.config import Config
+from quiver.stages.common.config import Config, parse
 from quiver.stages.common.models.checkpoints import (
     ADAPTER_FOLDER,
     OPTIMIZER_FOLDER,
@@ -79,7 +79,7 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
     base = adapter_base(store, policy)
     if base is None:
         return {"base": policy, **inputs}
-    saved = Lora.model_validate(policy.manifest.config["lora"])
+    saved = parse(Lora, policy.manifest.config_section("lora"), f"{policy.ref} lora")
     changed = [name for name in Lora.model_fields if getattr(config, name) != getattr(saved, name)]
     if changed:
         expected = ", ".join(f"{name} = {getattr(saved, name)}" for name in changed)

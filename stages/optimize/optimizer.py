@@ -131,6 +131,8 @@ def load_state(
             moments.pop(MASTER, None)
         elif MASTER in moments and not torch.equal(moments[MASTER].to(parameter), parameter):
             raise _not_ours(f"the float32 weights of {name} are not those of the policy")
+        if has_moments and ("updates" not in tensors or tensors["updates"].numel() != 1):
+            raise _not_ours("how many steps made the moments is not told")
         if has_moments:
             moments["step"] = tensors["updates"].reshape(()).clone()
         for key, tensor in moments.items():

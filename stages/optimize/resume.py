@@ -22,17 +22,51 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, Field
+from safetensors import SafetensorError
 from torch import Tensor
 
-from quiver.schemas.errors import CorruptError
+from quiver.schemas import updates as updates_kind
+from quiver.schemas.errors import CorruptError, SchemaError, printable
 from quiver.schemas.manifest import digest
+from quiver.schemas.plain import read_json
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store.storage import storage_errors
+from quiver.stages.common.store.writer import PROGRESS
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+
+_NOT_WHOLE = (
+    *(ValueError, TypeError, KeyError, ArithmeticError, RecursionError),
+    *(CorruptError, SchemaError, SafetensorError, pa.ArrowException),
+)
+"""What reading a saved state raises where it is not what was written."""
+
+
+class _Progress(BaseModel):
+    """What the note says."""
+
+    file: str = Field(pattern=r"^state-[0-9]+-[0-9]+\.safetensors$")
+    sha256: str
+    epoch: int = Field(ge=0)
+    minibatch: int = Field(ge=0)
+    epoch_step: int = Field(ge=0)
+    counters: str
+
+
+class _Counters(BaseModel):
+    """What a trainer counts besides its tensors."""
+
+    step: int = Field(ge=0)
+    updates: list[dict[str, Any]]
+    audit_report: dict[str, Any]
+    padding: int = Field(ge=0)
+    places: int = Field(ge=0)
 
 
 class SavedProgress:
@@ -54,31 +88,49 @@ class SavedProgress:
     def load(self, trainer: Trainer) -> tuple[int, int, int]:
         """Put the saved state into the trainer: the epoch and the mini-batch that come next, and
         the step that the epoch began with. (0, 0, the trainer's step) where nothing is saved."""
-        saved = self._read()
-        if saved is None:
+        try:
+            note, tensors, counters = self._read(trainer)
+        except FileNotFoundError:
+            note = None
+        except _NOT_WHOLE as error:
+            log.warning(
+                "the saved training state is not whole; the training starts over: %s",
+                printable(error),
+            )
+            note = None
+        if note is None:
+            if self.saves:
+                self._storage.delete(self._prefix)
             return 0, 0, trainer.step
-        note, tensors = saved
-        trainer.load_state(tensors, json.loads(note["counters"]))
+        trainer.load_state(tensors, counters.model_dump())
         log.info("the training goes on after step %d", trainer.step - 1)
-        return note["epoch"], note["minibatch"], note["epoch_step"]
+        return note.epoch, note.minibatch, note.epoch_step
 
-    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def _read(self, trainer: Trainer) -> tuple[_Progress, dict[str, Tensor], _Counters]:
+        """Where it goes on, the tensors and the counters. Raises where there is nothing, or where
+        `trainer` can not take it up."""
         from safetensors.torch import load_file
 
-        try:
-            note = json.loads(self._storage.read(f"{self._prefix}/progress"))
-            checksum = note.pop("checksum")
-            key = f"{self._prefix}/{note['file']}"
-            is_whole = checksum == digest(note) and self._storage.sha256(key) == note["sha256"]
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError, CorruptError):
-            is_whole = False
-        if not is_whole:
-            self._storage.delete_tree(self._prefix)
-            log.warning("the saved training state is not whole; the training starts over")
-            return None
-        return note, load_file(self._storage.path(key))
+        if self._storage.is_linked(self._prefix):
+            raise ValueError("its folder is a link")
+        fields = read_json(self._storage.read(f"{self._prefix}/{PROGRESS}"))
+        if not isinstance(fields, dict) or fields.pop("checksum", None) != digest(fields):
+            raise ValueError("its checksum is another")
+        note = _Progress.model_validate(fields)
+        key = f"{self._prefix}/{note.file}"
+        if self._storage.sha256(key) != note.sha256:
+            raise ValueError(f"the sha256 of {note.file} is another")
+        counters = _Counters.model_validate(json.loads(note.counters))
+        updates = pa.Table.from_pylist(counters.updates, schema=updates_kind.SCHEMA)
+        updates_kind.check(updates)
+        num_applied = pc.sum(updates["applied"]).as_py() or 0
+        config = trainer.config
+        is_within = note.epoch < config.epochs and note.minibatch <= config.minibatches
+        if not is_within or counters.step != trainer.step + num_applied:
+            raise ValueError("its place and its steps do not go together")
+        tensors = load_file(self._storage.path(key))
+        trainer.check_state(tensors)
+        return note, tensors, counters
 
     # -- saving
 
@@ -107,9 +159,9 @@ class SavedProgress:
         note = {**place, "file": file, "sha256": self._storage.sha256(key)}
         note["counters"] = json.dumps(counters)
         line = json.dumps({**note, "checksum": digest(note)})
-        self._storage.write(f"{self._prefix}/progress", line.encode())
+        self._storage.write(f"{self._prefix}/{PROGRESS}", line.encode())
         for name in self._storage.list(self._prefix):
-            if name not in (file, "progress"):
+            if name not in (file, PROGRESS):
                 self._storage.delete(f"{self._prefix}/{name}")
 
     def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:

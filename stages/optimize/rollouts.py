@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError
+from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError, printable
 from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
@@ -141,7 +141,7 @@ def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
     if saved_role not in (None, role):
         raise LineageError(
             str(source.ref),
-            f"holds {saved_role} logprobs, expected {role}",
+            f"holds {printable(saved_role)} logprobs, expected {role}",
             next=f"name {role} logprobs",
         )
     logprobs = version.column(role, "logprobs")
@@ -272,9 +272,10 @@ def _summarize(joined: _Joined, reasons: list[str | None]) -> dict[str, Any]:
 
 def _max_completion_tokens(version: Sampled) -> int:
     """What generation allowed of this version, or its longest completion."""
-    allowed = version.rollouts.manifest.config.get("sampling", {}).get("max_tokens")
-    longest = pc.max(pc.list_value_length(version.table["completion_ids"]))
-    return allowed or longest.as_py() or 1
+    allowed = version.rollouts.manifest.config_section("sampling").get("max_tokens")
+    if isinstance(allowed, int) and allowed > 0:
+        return allowed
+    return pc.max(pc.list_value_length(version.table["completion_ids"])).as_py() or 1
 
 
 def _ended_by(table: pa.Table, reason: str) -> Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.models.folder import load_errors, parse_object
 from quiver.stages.common.store import Version, storage
 
 _FORMAT = 1
@@ -41,12 +42,13 @@ def read(policy: Version, folder: str, **about: Any) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     policy.verify(f"{folder}/")
-    note = json.loads(policy.files.read(f"{folder}/state.json"))
+    note = parse_object(policy.files.read(f"{folder}/state.json")) or {}
     expected = {"format": _FORMAT, **about}
     if not expected.items() <= note.items():
         raise ConfigError(
             str(policy.ref),
-            f"{folder}/ is {note}, expected {expected}",
+            f"{folder}/ is {printable(note)}, expected {expected}",
             next="take a newer Quiver, or start from another policy",
         )
-    return load_file(policy.files.path(f"{folder}/state.safetensors"))
+    with load_errors(f"{policy.ref} {folder}/"):
+        return load_file(policy.files.path(f"{folder}/state.safetensors"))

@@ -284,6 +284,20 @@ class Trainer:
         copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         return {name: copy.contiguous() for name, copy in copies.items()}, counters
 
+    def check_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """ValueError unless these are tensors that `state` gave of such a trainer."""
+        expected = {"logprobs": (self.logprobs.shape, self.logprobs.dtype)}
+        for number, parameter in enumerate(self.parameters):
+            expected[f"weight.{number}"] = (parameter.shape, parameter.dtype)
+            if f"step.{number}" in tensors:
+                expected[f"step.{number}"] = (torch.Size(), torch.float32)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
+            if bf16.MASTER in self.optimizer.state.get(parameter, {}):
+                expected[f"{bf16.MASTER}.{number}"] = (parameter.shape, torch.float32)
+        if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
+            raise ValueError("its tensors are not those of this training")
+
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Take up what `state` gave."""
         self.logprobs.copy_(tensors["logprobs"])

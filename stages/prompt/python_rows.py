@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.manifest import no_constant, no_key_twice
+from quiver.schemas.plain import no_constant, no_key_twice
 from quiver.stages.common.chat.template import bad_text
 
 CHUNK = 1024
@@ -29,7 +29,10 @@ def bad_source(place: object, message: str) -> ConfigError:
 def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """(line, row): of JSON lines, or of one array of objects (then `line` counts its items)."""
     with open(path, "rb") as file:
-        if file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+        beginning = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
+        while not beginning and (chunk := file.read(1 << 16)):
+            beginning = chunk.lstrip()
+        if beginning.startswith(b"["):
             yield from enumerate(parse(f"{path}", path.read_bytes()), 1)
             return
         file.seek(0)

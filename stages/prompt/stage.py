@@ -28,6 +28,7 @@ from quiver.stages.common.models import checkpoints
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store.storage import read_file
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import sources
@@ -221,8 +222,8 @@ def read_template(config: Config) -> str | None:
     if config.template is None:
         return None
     try:
-        return Path(config.template).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_file(Path(config.template).expanduser()).decode()
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"prompt.template {printable(config.template)}",
             printable(error),

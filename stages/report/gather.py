@@ -17,8 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from quiver.schemas.errors import LineageError, QuiverError
-from quiver.schemas.manifest import Manifest
+from quiver.schemas.errors import LineageError, QuiverError, printable
+from quiver.schemas.manifest import Manifest, line_of
+from quiver.schemas.refs import parse
 from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store
 
@@ -54,6 +55,11 @@ class Iteration:
         if self.rollouts is None or not self.rollouts.rows:
             return None
         return self.rollouts.status.get("length", 0) / self.rollouts.rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that was written."""
+        return sum(manifest.bytes.get("data", 0) for manifest in self.versions)
 
 
 @dataclass(frozen=True)
@@ -102,11 +108,9 @@ class Manifests:
         return self.open(entry.ref) if entry else None
 
     def line(self, policy: Manifest) -> Iterator[Manifest]:
-        """`policy` and those that it was trained from, newest first, as far as they are there."""
-        earlier: Manifest | None = policy
-        while earlier:
-            yield earlier
-            earlier = self.input(earlier, "policy") if earlier.stage == "optimize" else None
+        """`policy` and those that it was trained from, newest first, as far as they are there.
+        LineageError where they lead in a circle."""
+        return line_of(policy, self.open)
 
     def steps(self, policy: Manifest) -> list[dict[str, Any]]:
         """The rows of the updates that made `policy`: `step` and `STEP_COLUMNS`."""
@@ -186,8 +190,15 @@ def _evaluations(manifests: Manifests, run: str) -> list[Manifest]:
 
 
 def policy_number(evaluation: Manifest) -> int:
-    """The version of the policy that was measured."""
-    return int(evaluation.model("policy").ref.rpartition("@")[2])
+    """The version of the policy that was measured. LineageError."""
+    version = parse(evaluation.require_model("policy").ref).version
+    if isinstance(version, int):
+        return version
+    raise LineageError(
+        evaluation.ref,
+        f"measured {printable(version)}, which names no version by its number",
+        next=f"quiver lineage {evaluation.ref}",
+    )
 
 
 def metric(manifest: Manifest | None, *names: str) -> Any:

@@ -56,7 +56,7 @@ def evenly(store: Store, rollouts: Version) -> Samples:
 def best_and_worst(store: Store, rewards: Version) -> Samples:
     """Rollouts by falling reward: all, or half of them from each end. LineageError: they are
     gone."""
-    rollouts = store.open(rewards.manifest.input("rollouts").ref)
+    rollouts = store.open(rewards.manifest.require_input("rollouts").ref)
     texts = rollouts.head(_TEXTS, MOST_BYTES)
     scores = rewards.head(["rollout_id", "reward", "parts"], MOST_BYTES)
     # by id, never by position
@@ -77,7 +77,7 @@ def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Co
     answers_after = _first_answers(store, after)
     both = [group for group in answers_after if group in answers_before]
     chosen = [both[index] for index in _evenly_spaced(len(both))]
-    prompts = _prompts(store, store.open(after.input("rollouts").ref), chosen)
+    prompts = _prompts(store, store.open(after.require_input("rollouts").ref), chosen)
     return [
         Compared(prompts.get(group, group), *answers_before[group], *answers_after[group])
         for group in chosen
@@ -94,7 +94,7 @@ def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, st
     """What these groups were asked; nothing where the prompts are gone."""
     columns = ["group_id", "messages", "prompt_text"]
     try:
-        table = store.open(rollouts.manifest.input("prompts").ref).head(columns, MOST_BYTES)
+        table = store.open(rollouts.manifest.require_input("prompts").ref).head(columns, MOST_BYTES)
     except LineageError:
         return {}
     matches = pc.is_in(table["group_id"], value_set=pa.array(groups, pa.string()))
@@ -106,7 +106,7 @@ def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, st
 
 def _first_answers(store: Store, evaluation: Manifest) -> dict[str, tuple[str, float | None]]:
     """By group the text and the score of its first sample."""
-    rollouts = store.open(evaluation.input("rollouts").ref)
+    rollouts = store.open(evaluation.require_input("rollouts").ref)
     texts = rollouts.head(["group_id", "sample_index", "completion_text"], MOST_BYTES)
     scores = store.open(evaluation.ref).head(["group_id", "sample_index", "score"], MOST_BYTES)
     first = pc.field("sample_index") == 0

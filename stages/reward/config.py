@@ -65,7 +65,7 @@ class Config(Base):
     """Largest share of rows in which a function may fail before the stage does. Rewards that were
     made with a larger one are refused too, not made anew; with a larger one the finished shards of
     a stage that failed count."""
-    workers: Runtime[int | None] = Field(default=None, ge=1)
+    workers: Runtime[int | None] = Field(default=None, ge=1, le=1024)
     """Processes in which functions run. None: one a core."""
     max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
     """Private memory of each of these processes; beyond it a call fails with MemoryError. None: an

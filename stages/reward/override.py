@@ -14,7 +14,6 @@ From the shell the same fields stand in a JSON file: `quiver reward RECIPE --ove
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,10 +23,11 @@ import pyarrow as pa
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
-from quiver.schemas.manifest import no_key_twice
+from quiver.schemas.plain import read_json
 from quiver.stages.common import config as common
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.storage import read_file
 from quiver.stages.common.store.writer import Writer
 
 from .measures import summary
@@ -54,10 +54,10 @@ def load(path: str | Path) -> Config:
     ConfigError."""
     name = f"--override {printable(path)}"
     try:
-        fields = json.loads(Path(path).read_bytes(), object_pairs_hook=no_key_twice)
+        fields = read_json(read_file(Path(path)))
     except OSError as error:
         raise ConfigError(name, printable(error), next="name a JSON file") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         problem = f"is not JSON: {printable(error)}"
         raise ConfigError(name, problem, next="correct the file") from None
     return common.parse(Config, fields, name)

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas import rewards
 from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.config import parse_saved
 from quiver.stages.common.store import Version
 
 from .config import SCORERS, Config
@@ -31,13 +32,14 @@ def require_same(earlier: Version, rollouts: Version, config: Config) -> None:
             next=f"name rewards of {rollouts.ref}, or leave --retry out",
         )
     if earlier.manifest.stage == "override":
-        replaced = earlier.manifest.input("rewards").ref
+        replaced = earlier.manifest.require_input("rewards").ref
         raise ConfigError(
             f"--retry {earlier.ref}",
             f"a person replaced rewards of {replaced} in it: what is scored again belongs there",
             next=f"--retry {replaced}, then override again",
         )
-    before = _arithmetic(earlier.manifest.config)
+    saved, _ = parse_saved(Config, earlier.manifest.config, str(earlier.ref))
+    before = _arithmetic(saved.model_dump(mode="json"))
     after = _arithmetic(config.model_dump(mode="json"))
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):

@@ -145,13 +145,7 @@ def open_scorers(
 
 
 def _prompts_of(store: Store, rollouts: Version) -> Version:
-    entry = rollouts.manifest.input("prompts")
-    if entry is None:
-        raise LineageError(
-            str(rollouts.ref),
-            "its manifest names no prompts",
-            next=f"quiver lineage {rollouts.ref}",
-        )
+    entry = rollouts.manifest.require_input("prompts")
     prompts = store.open(entry.ref)
     if prompts.manifest.content_hash != entry.content_hash:
         raise LineageError(

@@ -101,7 +101,7 @@ def test_broken_toml_and_missing_files_are_named(recipe, tmp_path):
         load(recipe)
     with pytest.raises(ConfigError, match="there is no such file"):
         load(tmp_path / "nowhere.toml")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="is not a file"):
         load(tmp_path)
 
 

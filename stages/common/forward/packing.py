@@ -80,9 +80,9 @@ def minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    batches: list[list[int]] = [[] for _ in range(count)]
+    batches: dict[int, list[int]] = {}
     num_dealt = 0
     for group in sorted(members):
-        batches[num_dealt * count // len(groups)].extend(members[group])
+        batches.setdefault(num_dealt * count // len(groups), []).extend(members[group])
         num_dealt += len(members[group])
-    return [batch for batch in batches if batch]
+    return list(batches.values())

@@ -12,7 +12,6 @@ every *.safetensors at the top. Refused: pickled weights, code that a model brin
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -26,7 +25,14 @@ from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.models import from_function
-from quiver.stages.common.models.folder import check_folder, convert_gguf, count_parameters
+from quiver.stages.common.models.folder import (
+    check_folder,
+    convert_gguf,
+    count_parameters,
+    end_ids_in,
+    load_errors,
+    parse_object,
+)
 from quiver.stages.common.models.hashes import hash_files
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version, ledger
@@ -157,7 +163,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             else:
                 for file in files:
                     shutil.copyfile(file, writer.folder / file.name)
-        check_folder(writer.folder, config.model)
+            check_folder(writer.folder, config.model)
     metrics: dict[str, Any] = {"parameters": count_parameters(writer.folder)}
     if commit:
         metrics["commit"] = commit
@@ -289,19 +295,40 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
     )
 
 
+def adapter_rank(policy: Version) -> int:
+    """The rank of the policy's adapter. LineageError where its manifest names none."""
+    rank = policy.manifest.config_section("lora").get("rank")
+    if isinstance(rank, int):
+        return rank
+    name = str(policy.ref)
+    raise LineageError(name, "names no rank of its adapter", next=f"quiver lineage {name}")
+
+
 def model_config(version: Version) -> dict[str, Any]:
     """The model's config.json, checked against its hash."""
     return _read_json(version, "config.json")
 
 
 def _read_json(version: Version, name: str) -> dict[str, Any]:
-    return json.loads(version.files.read(name)) if name in version.files.names else {}
+    if name not in version.files.names:
+        return {}
+    content = parse_object(version.files.read(name))
+    if content is None or not isinstance(content.get("text_config") or {}, dict):
+        raise _unusable(version, f"{name} is no JSON object")
+    return content
+
+
+def _unusable(version: Version, problem: str) -> ConfigError:
+    return ConfigError(str(version.ref), problem, next="import the model again, as another run")
 
 
 def vocabulary_size(version: Version) -> int:
-    """Rows of the embedding: token ids are below it."""
+    """Rows of the embedding: token ids are below it. ConfigError."""
     config = model_config(version)
-    return int({**config, **config.get("text_config", {})}["vocab_size"])
+    size = {**config, **(config.get("text_config") or {})}.get("vocab_size")
+    if type(size) is not int or size < 1:
+        raise _unusable(version, f"config.json: vocab_size is {printable(repr(size))}")
+    return size
 
 
 def context_length(version: Version) -> int | None:
@@ -311,8 +338,8 @@ def context_length(version: Version) -> int | None:
 
 def context_of(config: dict[str, Any]) -> int | None:
     """The same from a model's config.json."""
-    length = {**config, **config.get("text_config", {})}.get("max_position_embeddings")
-    return int(length) if length else None
+    length = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    return length if isinstance(length, int) and length > 0 else None
 
 
 def is_encoder_decoder(version: Version) -> bool:
@@ -341,29 +368,36 @@ def generation_end_token_ids(version: Version) -> list[int]:
 
 
 def _end_token_ids(version: Version, name: str) -> list[int] | None:
-    ids = _read_json(version, name).get("eos_token_id")
-    return sorted([ids] if isinstance(ids, int) else ids) if ids is not None else None
+    return end_ids_in(_read_json(version, name), name, str(version.ref))
 
 
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
-    """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked."""
+    """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked.
+    ConfigError."""
     for name in _CARRIED_FILES:
         version.verify(name)
-    return load_folders_tokenizer(version.files.folder)
+    tokenizer = load_folders_tokenizer(version.files.folder, str(version.ref))
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise _unusable(
+            version, f"its tokenizer is a {type(tokenizer).__name__}, expected a fast one"
+        )
+    return tokenizer
 
 
-def load_folders_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model directory, with its template."""
+def load_folders_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model directory, with its template. ConfigError, about model `name`."""
     path = folder / "tokenizer_config.json"
-    class_name = json.loads(path.read_bytes()).get("tokenizer_class") if path.is_file() else None
-    if class_name in _FAST_TOKENIZERS and (folder / "tokenizer.json").is_file():
-        # what AutoTokenizer would choose, without its import of every model
-        from transformers import PreTrainedTokenizerFast
+    config = parse_object(path.read_bytes()) if path.is_file() else None
+    class_name = (config or {}).get("tokenizer_class")
+    with load_errors(f"tokenizer of {name}"):
+        if class_name in _FAST_TOKENIZERS and (folder / "tokenizer.json").is_file():
+            # what AutoTokenizer would choose, without its import of every model
+            from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    from transformers import AutoTokenizer
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:

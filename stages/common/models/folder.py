@@ -5,6 +5,8 @@ Refused: pickled weights, code that a model brings along, weight files that are 
 or outside the folder, links to other places, no tokenizer.
 
     check_folder(Path("path/to/model"), "path/to/model")
+    with load_errors("model path/to/model"):    # what only trying tells
+        AutoTokenizer.from_pretrained("path/to/model")
 """
 
 from __future__ import annotations
@@ -12,15 +14,19 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from quiver.schemas.errors import ConfigError, SecurityError, printable
+from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable
+from quiver.schemas.plain import is_too_deep
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+_MOST_LAYERS = 10_000
 log = logging.getLogger(__name__)
 
 
@@ -40,33 +46,57 @@ def check_folder(folder: Path, name: str) -> None:
     for file in _JSON_FILES:
         if (folder / file).exists():
             _check_json(folder / file, title)
-    tokenizer = folder / "tokenizer.json"  # too large to be parsed each time
-    if tokenizer.is_file() and not tokenizer.read_bytes()[:64].lstrip().startswith(b"{"):
-        raise _incomplete(title, "tokenizer.json is no JSON object")
-    config = _read_object(folder / "config.json")
-    numbers = {**config, **(config.get("text_config") or {})}
-    for key in ("vocab_size", "max_position_embeddings"):
-        number = numbers.get(key) if key in numbers else 1
-        is_open = number is None and key == "max_position_embeddings"
-        if not is_open and not (isinstance(number, int) and number > 0):
-            raise _incomplete(title, f"config.json: {key} is {printable(repr(number))}")
+    if (folder / "tokenizer.json").is_file():
+        with (folder / "tokenizer.json").open("rb") as file:  # too large to be parsed each time
+            if not file.read(64).lstrip().startswith(b"{"):
+                raise _incomplete(title, "tokenizer.json is no JSON object")
     _check_weights(folder, title)
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         raise _incomplete(title, "the tokenizer's files are missing")
 
 
 def _check_json(path: Path, title: str) -> None:
-    """ConfigError unless the file holds an object; SecurityError where it names code to run."""
-    content = _read_object(path)
+    """ConfigError unless the file holds an object whose numbers are some; SecurityError where it
+    names code to run."""
+    content = parse_object(path.read_bytes()) if path.is_file() else None
     text_config = (content or {}).get("text_config") or {}
     if content is None or not isinstance(text_config, dict):
         raise _incomplete(title, f"{path.name} is no JSON object")
-    if "auto_map" in content or "auto_map" in text_config:
-        raise SecurityError(
-            title,
-            f"{path.name} asks to run code that the model brings (auto_map)",
-            next=f"take auto_map out of {path.name}, or name another model",
-        )
+    for key, number in {**content, **text_config}.items():
+        is_number = type(number) is int and number > 0
+        if key == "max_position_embeddings":
+            is_number |= number is None
+        elif key.endswith(("layers", "n_layer")):  # some are lists
+            is_number = not isinstance(number, int) or number <= _MOST_LAYERS
+        elif key != "vocab_size":
+            continue
+        if not is_number:
+            raise _incomplete(title, f"{path.name}: {key} is {printable(repr(number))}")
+    waiting: list[Any] = [content]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict) and "auto_map" in node:
+            raise SecurityError(
+                title,
+                f"{path.name} asks to run code that the model brings (auto_map)",
+                next=f"take auto_map out of {path.name}, or name another model",
+            )
+        if isinstance(node, dict | list):
+            waiting += node.values() if isinstance(node, dict) else node
+    end_ids_in(content, path.name, title)
+
+
+def end_ids_in(content: dict[str, Any], file: str, title: str) -> list[int] | None:
+    """The ids that end a completion, rising, as a model's JSON file names them; None where it names
+    none. ConfigError."""
+    ids = content.get("eos_token_id")
+    if ids is None:
+        return None
+    listed = ids if isinstance(ids, list) else [ids]
+    # some models say -1 where they have none
+    if not listed or any(type(id) is not int or not -1 <= id < 2**31 for id in listed):
+        raise _incomplete(title, f"{file}: eos_token_id is {printable(repr(ids))}")
+    return sorted(listed)
 
 
 def _incomplete(title: str, problem: str) -> ConfigError:
@@ -113,19 +143,20 @@ def _check_weights(folder: Path, title: str) -> None:
 def _read_index(index: Path) -> list[str] | None:
     """The weight files that an index names; None where it is not an index."""
     try:
-        shards = set(_read_object(index)["weight_map"].values())
+        shards = set(parse_object(index.read_bytes())["weight_map"].values())
         return sorted(shards) if shards and all(isinstance(s, str) for s in shards) else None
     except (TypeError, KeyError, AttributeError):
         return None
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where it holds something else."""
+def parse_object(raw: bytes) -> dict[str, Any] | None:
+    """The object in the bytes of a JSON file; None where they hold something else, or are nested
+    without end. Models name infinity, which JSON does not have."""
     try:
-        content = json.loads(path.read_bytes()) if path.is_file() else None
+        content = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) else None
+    return content if isinstance(content, dict) and not is_too_deep(content) else None
 
 
 def _is_in_hub_cache(link: Path) -> bool:
@@ -135,17 +166,45 @@ def _is_in_hub_cache(link: Path) -> bool:
     return is_snapshot and link.resolve().is_relative_to(repository / "blobs")
 
 
+def says_no_memory(error: BaseException) -> bool:
+    """Whether a library says that memory is short. On a CPU torch raises a plain RuntimeError."""
+    phrases = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
+    names = {parent.__name__ for parent in type(error).__mro__}
+    is_known = bool({"MemoryError", "OutOfMemoryError"} & names)
+    return is_known or any(phrase in str(error) for phrase in phrases)
+
+
+@contextmanager
+def load_errors(name: str) -> Iterator[None]:
+    """Turn whatever libraries raise at a model's files into ConfigError about `name`. Lack of
+    memory rises as it is."""
+    try:
+        yield
+    except QuiverError:
+        raise
+    except BaseException as error:  # a PanicException of the libraries in Rust is no Exception
+        is_panic = type(error).__name__ == "PanicException"
+        if not (is_panic or isinstance(error, Exception)) or says_no_memory(error):
+            raise
+        raise ConfigError(
+            name,
+            f"can not be loaded: {type(error).__name__}: {printable(error)}",
+            next="correct its files, or name another model",
+        ) from error
+
+
 def convert_gguf(source: Path, folder: Path, dtype: str) -> None:
     """Write model and tokenizer of the GGUF file `source` into `folder`, its weights dequantized to
-    `dtype`."""
+    `dtype`. ConfigError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("dequantizing %s, once", source.name)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=getattr(torch, dtype)
-    )
+    with load_errors(f"model {source.name}"):
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=getattr(torch, dtype)
+        )
     # the weights are plain tensors now; with the quantizer's marks left on, saving refuses
     del model.config.quantization_config
     for mark in ("hf_quantizer", "quantization_method"):

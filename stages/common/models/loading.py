@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,7 +24,7 @@ from quiver.stages.common.models.checkpoints import (
     is_encoder_decoder,
     vocabulary_size,
 )
-from quiver.stages.common.models.folder import check_folder
+from quiver.stages.common.models.folder import check_folder, load_errors, says_no_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.store import Version
 
@@ -49,6 +50,7 @@ def load_model(
     attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
     """The model of a policy version in eval mode with every dropout at 0; hashes are checked first.
+    ConfigError where its files are not a model's.
 
     Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
     """
@@ -58,14 +60,8 @@ def load_model(
     make_first_calls()
     verify_model(version)
     loader = AutoModelForSeq2SeqLM if is_encoder_decoder(version) else AutoModelForCausalLM
-    model = loader.from_pretrained(
-        version.files.folder,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
+    options = {"dtype": dtype, "attn_implementation": attn_implementation}
+    model = load_pretrained(loader, version.files.folder, str(version.ref), **options)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -75,6 +71,28 @@ def load_model(
                 if "drop" in name and isinstance(rate, float):
                     setattr(holder, name, 0.0)
     return model.to(device).eval()
+
+
+def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> PreTrainedModel:
+    """The model in `folder`, by one of transformers' Auto classes. ConfigError about `name` where
+    its files are not those of a model, or lack weights: transformers would draw them at random."""
+    with load_errors(name):
+        model, report = loader.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            name,
+            f"{len(missing)} weights are missing, which would be random: {printable(missing[0])}",
+            next="complete its files, or name another model",
+        )
+    return model
 
 
 def _configs(config: object) -> Iterator[PreTrainedConfig]:
@@ -163,12 +181,7 @@ def short_of_memory(name: str, help: str, **details: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        import torch
-
-        # on a CPU torch raises a plain RuntimeError
-        phrases = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
-        is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_known and not any(phrase in str(error) for phrase in phrases):
+        if not says_no_memory(error):
             raise
         problem = f"memory is short: {printable(error)}"
         raise ResourceError(name, problem, next=help, **details) from None

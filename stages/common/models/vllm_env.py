@@ -84,7 +84,7 @@ def prepare(who: str, device: str = "auto") -> Build:
 def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsize: int) -> int:
     """Key/value cache for `sequences` of `length` tokens of the model in config.json, at most 40 %
     of the free memory; vLLM queues what does not fit."""
-    config = {**config, **config.get("text_config", {})}
+    config = {**config, **(config.get("text_config") or {})}
     layers = config.get("num_hidden_layers", 1)
     heads = config.get("num_attention_heads", 1)
     key_heads = config.get("num_key_value_heads") or heads

@@ -24,15 +24,22 @@ from typing import Any
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, from_json
+from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
 
 from .ledger import Ledger
 from .storage import Storage
 
 _FORMAT = 6
+_MOST_BYTES = 612 * 1024 * 1024
+"""A line a version, of some hundred bytes."""
+_MOST_OF_STATE = 1000
+"""Bytes of the last line."""
+_TYPES = [str, int, str, str, int, int, str, str, list]
+"""Of what a line holds."""
 _TORN = b'["torn"'
 """How the line of a torn version begins."""
-_VERSION_NAME = re.compile(r"^v([0-9]{6,})$", re.MULTILINE)
+_VERSION_NAME = re.compile(r"^v([0-9]{6,12})$", re.MULTILINE)
 _SECOND = 1_000_000_000
 _TICK, _COARSE_TICK = _SECOND // 10, 2 * _SECOND
 """Nanoseconds. Two changes of a folder may bear one time where they come closer than its clock
@@ -91,29 +98,37 @@ class Index:
 
     def entries(self) -> list[IndexEntry]:
         """Every version, rising; a manifest that has changed since it was noted is read again."""
-        entries = map(_parse, self._lines().splitlines())
         return [
             entry if entry.stamp == self._stamp(entry.number) else self._read(entry.number)
-            for entry in entries
+            for entry in self._entries()
             if entry.state != "expired"
         ]
 
     def expired(self) -> list[int]:
         """Numbers of the versions whose files expired, rising."""
-        entries = map(_parse, self._lines().splitlines())
-        return [entry.number for entry in entries if entry.state == "expired"]
+        return [entry.number for entry in self._entries() if entry.state == "expired"]
 
     def find(self, run_key: str, *, expired: bool = False) -> list[int]:
         """Numbers of the versions that bear this run_key, rising, as far as the index knows; first,
         where they are asked for, those whose files expired."""
-        lines, key = self._lines(), run_key.encode()
-        if key not in lines and _TORN not in lines:
-            return []
-        entries = [_parse(line) for line in lines.splitlines() if key in line or _TORN in line]
-        entries = [self._read(entry.number) if entry.error else entry for entry in entries]
+        entries = [
+            self._read(entry.number) if entry.error else entry
+            for entry in self._entries(run_key.encode())
+        ]
         alike = [entry for entry in entries if entry.run_key == run_key]
         gone = [entry.number for entry in alike if expired and entry.state == "expired"]
         return gone + [entry.number for entry in alike if entry.state != "expired"]
+
+    def _entries(self, text: bytes = b"") -> list[IndexEntry]:
+        """Those of the lines that hold `text`, and the torn ones."""
+        lines = self._lines()
+        if text not in lines and _TORN not in lines:
+            return []
+        try:
+            return [_parse(line) for line in lines.splitlines() if text in line or _TORN in line]
+        except ValueError:  # whoever wrote these lines, it was not this program
+            lines = self._make_anew()
+            return [_parse(line) for line in lines.splitlines() if text in line or _TORN in line]
 
     def add(self, manifest: Manifest) -> None:
         """Note a version that was just published, if its number is above all others.
@@ -124,18 +139,23 @@ class Index:
         state = self._state(len(self.numbers()))
         lines, noted = self._noted()
         last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
-        is_highest = not last_line or _parse(last_line).number < manifest.version
-        if is_highest and noted.get("count", -1) + 1 == state["count"]:
-            entry = IndexEntry.of(manifest, self._stamp(manifest.version))
-            self._write(lines + _line(astuple(entry)), state)
+        with suppress(ValueError):
+            is_highest = not last_line or _parse(last_line).number < manifest.version
+            if is_highest and noted.get("count") == state["count"] - 1:
+                entry = IndexEntry.of(manifest, self._stamp(manifest.version))
+                self._write(lines + _line(astuple(entry)), state)
 
     def _lines(self) -> bytes:
         """One line a version, from the index or from the manifests."""
         lines, noted = self._noted()
-        if self._is_trusted(noted):
-            return lines
+        return lines if self._is_trusted(noted) else self._make_anew(lines)
+
+    def _make_anew(self, old_lines: bytes = b"") -> bytes:
+        """The lines, from the manifests that `old_lines` do not tell of already."""
         numbers = self.numbers()
-        noted_entries = {entry.number: entry for entry in map(_parse, lines.splitlines())}
+        noted_entries = {}
+        with suppress(ValueError):
+            noted_entries = {entry.number: entry for entry in map(_parse, old_lines.splitlines())}
         entries = []
         for number in numbers:
             entry = noted_entries.get(number)
@@ -165,10 +185,10 @@ class Index:
         """The lines of the index, and the state of the folder that its last line notes. Nothing,
         where there is no index, one of an earlier Quiver, or one whose lines are not those that
         were written."""
-        with suppress(OSError, ValueError, RecursionError):
-            raw = self._storage.read(self._key)
+        with suppress(OSError, ValueError):
+            raw = self._storage.read(self._key, _MOST_BYTES)
             last_line = raw.rfind(b"\n", 0, -1) + 1
-            lines, noted = raw[:last_line], json.loads(raw[last_line:])
+            lines, noted = raw[:last_line], read_json(raw[last_line : last_line + _MOST_OF_STATE])
             is_whole = isinstance(noted, dict) and noted.pop("crc32", None) == zlib.crc32(lines)
             if is_whole and noted.get("format") == _FORMAT:
                 return lines, noted
@@ -224,5 +244,9 @@ def _line(fields: tuple | dict) -> bytes:
 
 
 def _parse(line: bytes) -> IndexEntry:
-    *fields, stamp = json.loads(line)
+    """The entry of a line. ValueError where it is not one."""
+    fields = read_json(line)
+    if not isinstance(fields, list) or list(map(type, fields)) != _TYPES:
+        raise ValueError("no line of an index")
+    *fields, stamp = fields
     return IndexEntry(*fields, stamp=tuple(stamp))

@@ -30,8 +30,12 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from quiver.schemas.errors import CorruptError
+from quiver.schemas.plain import read_json
 
 from .storage import Storage
 
@@ -47,7 +51,7 @@ class Owner:
     boot_id: str
     """The host's, since it was last started."""
     pid_namespace: int
-    pid: int
+    pid: Annotated[int, Field(ge=0, lt=2**31)]
     start_time: int
     """Clock ticks from the host's start to the process's."""
 
@@ -83,6 +87,9 @@ class Link:
     """Tells this lease from every other, also of the same process."""
     label: str
     released: bool
+
+
+_LINK = TypeAdapter(Link)
 
 
 class Lease:
@@ -144,19 +151,16 @@ class Leases:
 
     def top(self, name: str) -> Link | None:
         """The object with the highest number; None where there is none."""
-        numbers = [
-            int(key) for key in self.storage.list(f"{self.prefix}/{name}") if key.isdecimal()
-        ]
+        numbers = self.storage.list_numbers(f"{self.prefix}/{name}")
         if not numbers:
             return None
         number = max(numbers)
         try:
-            fields = json.loads(self.storage.read(self.key(name, number)))
-            owner = Owner(**fields.pop("owner"))
-            return Link(number=number, owner=owner, **fields)
+            fields = read_json(self.storage.read(self.key(name, number)))
+            return _LINK.validate_python({**fields, "number": number})
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, AttributeError, RecursionError, CorruptError):
+        except (ValueError, TypeError, CorruptError):
             # torn by a power loss, so its process is gone too
             return Link(number, Owner("", 0, 0, 0), "", "", released=True)
 

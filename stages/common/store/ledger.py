@@ -28,15 +28,16 @@ from datetime import UTC, datetime
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, digest, from_json
+from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref, version_name
 
 from .storage import Storage
 
 OPTIMIZER_FOLDER = "optimizer"
 """Below a policy's files: its optimizer state, which may be taken away before the rest."""
-_NAME = re.compile(r"v([0-9]{6,})\.([0-9a-f]{64}|)")
+_NAME = re.compile(r"v([0-9]{6,12})\.([0-9a-f]{64}|)")
 """Of a manifest's copy; whatever else lies there is nobody's."""
-_TOMBSTONE_NAME = re.compile(rf"v([0-9]{{6,}})\.expired(?:\.({OPTIMIZER_FOLDER}))?")
+_TOMBSTONE_NAME = re.compile(rf"v([0-9]{{6,12}})\.expired(?:\.({OPTIMIZER_FOLDER}))?")
 
 
 @dataclass(frozen=True)
@@ -179,13 +180,13 @@ class Ledger:
         not. CorruptError."""
         key = self._tombstone_key(number, folder)
         try:
-            fields = json.loads(self._storage.read(key))
+            fields = read_json(self._storage.read(key))
             checksum = fields.pop("checksum")
             if checksum == digest(fields):
                 return Tombstone(**fields)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        except (ValueError, KeyError, AttributeError, TypeError, CorruptError):
             pass
         raise CorruptError(
             key,

@@ -25,22 +25,20 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from quiver.schemas.errors import CorruptError, OutcomeUnknownError, QuiverError, ResourceError
+from quiver.schemas.errors import (
+    SYSTEM_REASONS,
+    CorruptError,
+    OutcomeUnknownError,
+    QuiverError,
+    ResourceError,
+)
 
 from .failpoints import check_failpoints, failpoint
 
-_REASONS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "not permitted",
-    errno.EIO: "input/output error",
-    errno.EMFILE: "too many open files",
-    errno.EFBIG: "a file is larger than the system allows",
-    errno.EXDEV: "it lies on another file system than the store's folder",
-}
 _PROCESS = uuid.uuid4().hex[:8]  # tells this process from those of all hosts that see the file
+MOST_BYTES = 8 * 1024 * 1024
+"""Of an object that is read whole: a manifest, a note, a tag."""
+_NUMBER = re.compile(r"[0-9]{6,12}")
 _RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)$")
 
 
@@ -64,9 +62,15 @@ class Storage:
         """Whether there is such an object, or one below this prefix."""
         return self.path(key).exists()
 
-    def read(self, key: str) -> bytes:
-        """All bytes of an object. CorruptError where something else than a file has its name."""
-        return self._file(key).read_bytes()
+    def read(self, key: str, most_bytes: int = MOST_BYTES) -> bytes:
+        """All bytes of a small object. CorruptError where it has more than `most_bytes`, or where
+        something else than a file has its name."""
+        path = self._file(key)
+        size = path.stat().st_size
+        if size > most_bytes:
+            problem = f"has {size} bytes, at most {most_bytes} are read"
+            raise CorruptError(key, problem, next=f"move {path} away")
+        return path.read_bytes()
 
     def _file(self, key: str) -> Path:
         """The path of an object. FileNotFoundError; CorruptError: a folder, a loop, a pipe."""
@@ -118,6 +122,10 @@ class Storage:
             if error.errno == errno.ELOOP:
                 raise _not_a(prefix, "folder", self.path(prefix)) from None
             raise
+
+    def list_numbers(self, prefix: str) -> list[int]:
+        """The numbers that name objects directly below `prefix` as `000001` does, rising."""
+        return [int(name) for name in self.list(prefix) if _NUMBER.fullmatch(name)]
 
     def list_files(self, prefix: str) -> list[str]:
         """Keys of all objects below `prefix`, relative to it, sorted."""
@@ -269,7 +277,7 @@ def storage_errors(name: object) -> Iterator[None]:
     except QuiverError:
         raise
     except Exception as error:
-        reason = _REASONS.get(_error_number(error))
+        reason = SYSTEM_REASONS.get(_error_number(error))
         if reason is None:
             raise
         file = getattr(error, "filename", None)
@@ -339,6 +347,17 @@ def replacing(
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a small file that a user names. OSError; ValueError: it is something else than a
+    file, or has more than `MOST_BYTES`."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        raise ValueError("is not a file")
+    if status.st_size > MOST_BYTES:
+        raise ValueError(f"has {status.st_size} bytes, at most {MOST_BYTES} are read")
+    return path.read_bytes()
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from quiver.schemas import refs
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, printable
 from quiver.schemas.manifest import digest
+from quiver.schemas.plain import read_json
 
 from .storage import Storage
 
@@ -145,28 +146,26 @@ class Tag:
         )
 
     def _numbers(self) -> list[int]:
-        names = self._storage.list(f"{self._folder}/.{self.name}")
-        return [int(name) for name in names if name.isdecimal()]
+        return self._storage.list_numbers(f"{self._folder}/.{self.name}")
 
     def _entry(self, number: int) -> Entry:
         key = f".{self.name}/{number:06d}"
         try:
-            fields = json.loads(self._storage.read(f"{self._folder}/{key}"))
+            fields = read_json(self._storage.read(f"{self._folder}/{key}"))
             checksum = fields.pop("checksum")
             if checksum != digest(fields):
                 raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
             place = self._place(number)
             if {key: fields.pop(key, expected) for key, expected in place.items()} != place:
                 raise ValueError("it is another entry's")
-            return Entry.model_validate(fields)
-        except (ValueError, KeyError, AttributeError, OSError, RecursionError) as error:
+            return _checked(Entry.model_validate(fields))
+        except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
             raise self._corrupt(key, printable(error)) from None
 
     def _file(self) -> str | None:
         try:
             text = self._storage.read(f"{self._folder}/{self.name}").decode().strip()
-            if not isinstance(refs.parse(text).version, int):
-                raise ValueError(f"{text} names no version by its number")
+            _require_number(text)
             return text
         except FileNotFoundError:
             return None
@@ -178,12 +177,12 @@ class Tag:
         key = f".{self.name}.journal"
         try:
             lines = self._storage.read(f"{self._folder}/{key}").splitlines()
-            return [Entry.model_validate_json(line) for line in lines]
+            return [_checked(Entry.model_validate_json(line)) for line in lines]
         except FileNotFoundError:
             return []
         except ValidationError as error:
             raise self._corrupt(key, printable(error.errors()[0]["msg"])) from None
-        except OSError as error:
+        except (ValueError, OSError) as error:
             raise self._corrupt(key, printable(error)) from None
 
     def _old_journal(self) -> list[Entry]:
@@ -203,6 +202,18 @@ class Tag:
             state="all versions are intact; nothing was changed.",
             next=f"restore tags/{key}, or delete it: the tag then goes on from the entry before",
         )
+
+
+def _checked(entry: Entry) -> Entry:
+    """`entry`, which names versions by their numbers. ValueError."""
+    for ref in filter(None, (entry.before, entry.ref)):
+        _require_number(ref)
+    return entry
+
+
+def _require_number(ref: str) -> None:
+    if not isinstance(refs.parse(ref).version, int):
+        raise ValueError(f"{printable(ref)} names no version by its number")
 
 
 def is_name(name: str) -> bool:

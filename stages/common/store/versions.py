@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from quiver.schemas import refs
+from quiver.schemas import metrics, refs
 from quiver.schemas.errors import (
     ConfigError,
     CorruptError,
@@ -42,6 +42,7 @@ from quiver.schemas.errors import (
 )
 from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
+from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
 
 from .index import Index, IndexEntry
@@ -143,6 +144,9 @@ class Version:
             )
             error.next = "update Quiver"
             raise error
+        problem = metrics.problem(self.ref.kind, manifest.metrics)
+        if problem:
+            raise self.corrupt("manifest.json", f"metrics.{problem}")
         return manifest
 
     def as_input(self, role: str) -> Input:
@@ -302,11 +306,11 @@ class Store:
     def _read_marker(self) -> str:
         """The id in store.json. CorruptError."""
         try:
-            fields = json.loads(self.storage.read("store.json"))
+            fields = read_json(self.storage.read("store.json"))
             is_newer = fields["format"] > FORMAT
             if fields["format"] < FORMAT:
                 raise ValueError
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise CorruptError(
                 f"store {self.path}",
                 "store.json can not be read",

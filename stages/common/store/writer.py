@@ -36,6 +36,7 @@ import json
 import logging
 import math
 import platform
+import re
 import subprocess
 import time
 import uuid
@@ -48,6 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import (
     BusyError,
@@ -59,6 +61,7 @@ from quiver.schemas.errors import (
     printable,
 )
 from quiver.schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
+from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref, as_version
 from quiver.stages.common.runtime.stage import Plan
 
@@ -73,8 +76,11 @@ ROWS_PER_SHARD = 256
 _JOIN_SECONDS = 10.0
 _KEPT_SUFFIXES = (".notes", ".leases", ".resume")
 """Of what lies beside the staged files and is no candidate."""
+PROGRESS = "progress"
+"""The note, beside what a stage goes on from, that makes it count."""
 SOURCES = "sources"
 """The note that names what the stage reads."""
+_SHARD_NOTE = re.compile(r"part-([0-9]{5,9})\.arrow\.json")
 _PACKAGES = (
     "accelerate",
     "datasets",
@@ -200,9 +206,8 @@ class Writer:
 
     def noted(self) -> list[int]:
         """Indices of the shards that somebody has finished, rising."""
-        suffix = ".arrow.json"
-        names = [name for name in self.note_names() if name.endswith(suffix)]
-        return [int(name.removesuffix(suffix).removeprefix("part-")) for name in names]
+        matches = map(_SHARD_NOTE.fullmatch, self.note_names())
+        return sorted(int(match[1]) for match in matches if match)
 
     def note_names(self) -> list[str]:
         """Names of all that is noted beside the shards."""
@@ -281,9 +286,8 @@ class Writer:
         """What the note of a shard says; None where there is none, or one that is not whole."""
         name = _shard_name(index)
         fields = self.read_note(f"{name}.json")
-        if fields is None or fields.get("name") != name:
-            return None
-        return FileEntry.model_validate(fields)
+        is_its = fields is not None and fields["name"] == name
+        return FileEntry.model_validate(fields) if is_its else None
 
     # -- what the manifest will say
 
@@ -638,24 +642,68 @@ def _noted(fields: dict[str, Any]) -> bytes:
 def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
     """What a note says; None where there is none, or one that is not whole."""
     try:
-        fields = json.loads(storage.read(key))
+        fields = read_json(storage.read(key))
         checksum = fields.pop("checksum")
-        return fields if checksum == digest(fields) else None
-    except (FileNotFoundError, CorruptError, RecursionError):
+        if checksum != digest(fields):
+            return None
+        _form_of(key).model_validate(fields)
+    except (FileNotFoundError, CorruptError):
         return None
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
+    return fields
+
+
+class _PlanNote(BaseModel):
+    """How the rows are cut into shards."""
+
+    rows_per_shard: int = Field(gt=0, lt=2**63)
+
+
+class _SourcesNote(BaseModel):
+    """What the stage reads."""
+
+    refs: list[str]
+
+
+class _ReportNote(BaseModel):
+    """What a process says of its part, beside what its stage notes as it likes."""
+
+    shards: int = Field(ge=0)
+    slowest: float
+    seconds: dict[str, float]
+    tokens: int = Field(0, ge=0)
+    engine: dict[str, Any] = {}
+    scorers: dict[str, float] = {}
+
+
+class _ProgressNote(BaseModel):
+    """Where a stage goes on in the middle: the file that holds its state."""
+
+    file: str = Field(pattern=r"^[a-z][a-z0-9.-]*$", max_length=100)
+    sha256: str
+
+
+def _form_of(key: str) -> type[BaseModel]:
+    """What a note of this name holds."""
+    name = key.rpartition("/")[2]
+    if name.endswith(".report"):
+        return _ReportNote
+    forms = {"plan": _PlanNote, SOURCES: _SourcesNote, PROGRESS: _ProgressNote}
+    return forms.get(name, FileEntry)
 
 
 def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]:
-    """What is staged of one kind and is not what was written: notes, and shards that have one."""
+    """What is staged of one kind and is not what was written: notes, and files that have one."""
     errors = []
     staging = f"{run}/{kind}/.staging"
     for folder in storage.list(staging):
-        names = storage.list(f"{staging}/{folder}") if folder.endswith(".notes") else []
+        run_key, _, suffix = folder.partition(".")
+        names = storage.list(f"{staging}/{folder}") if suffix in ("notes", "resume") else []
         for name in names:
-            is_ours = name in ("plan", SOURCES) or name.endswith((".arrow.json", ".report"))
-            if is_ours and _is_damaged(storage, f"{staging}/{folder.removesuffix('.notes')}", name):
+            is_ours = name in ("plan", SOURCES, PROGRESS) or name.endswith(".report")
+            is_ours = is_ours or _SHARD_NOTE.fullmatch(name)
+            if is_ours and _is_damaged(storage, f"{staging}/{run_key}", suffix, name):
                 errors.append(
                     CorruptError(
                         f"{run}/{kind} staged {name}",
@@ -667,18 +715,19 @@ def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]
     return errors
 
 
-def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
-    """Whether a note, or the shard that it is about, is not what was written."""
-    key = f"{prefix}.notes/{name}"
-    with suppress(ValueError, RecursionError, FileNotFoundError, CorruptError):
-        fields = json.loads(storage.read(key))
+def _is_damaged(storage: Storage, prefix: str, suffix: str, name: str) -> bool:
+    """Whether a note, or the shard or state that it is about, is not what was written."""
+    key = f"{prefix}.{suffix}/{name}"
+    with suppress(ValueError, FileNotFoundError, CorruptError):
+        fields = read_json(storage.read(key))
         if not isinstance(fields, dict) or "checksum" not in fields:
             return False  # of an earlier Quiver: its shards are done again anyway
     note = read_note(storage, key)
     if note is None or "sha256" not in note:
         return note is None
+    file = f"{prefix}.{suffix}/{note['file']}" if "file" in note else f"{prefix}/{note['name']}"
     try:
-        return storage.sha256(f"{prefix}/{name.removesuffix('.json')}") != note["sha256"]
+        return storage.sha256(file) != note["sha256"]
     except (FileNotFoundError, CorruptError):
         return True
 
@@ -688,5 +737,5 @@ def _summed(seconds: list[dict[str, float]]) -> dict[str, float]:
     first to come."""
     names = dict.fromkeys(name for of_process in seconds for name in of_process)
     summed = {name: sum(of_process.get(name, 0.0) for of_process in seconds) for name in names}
-    summed["total"] = max(of_process["total"] for of_process in seconds)
+    summed["total"] = max(of_process.get("total", 0.0) for of_process in seconds)
     return {name: round(value, 3) for name, value in summed.items()}

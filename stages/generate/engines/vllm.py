@@ -97,7 +97,7 @@ class VllmEngine:
             from vllm.config.lora import MaxLoRARanks
 
             # vLLM knows some ranks only, and takes a smaller one under the next
-            rank = model.manifest.config["lora"]["rank"]
+            rank = checkpoints.adapter_rank(model)
             ranks = [choice for choice in get_args(MaxLoRARanks) if choice >= rank]
             arguments |= {"enable_lora": True, "max_lora_rank": min(ranks, default=rank)}
             model = self.setup.base

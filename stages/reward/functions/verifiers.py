@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.manifest import no_constant, no_key_twice
+from quiver.schemas.plain import no_constant, no_key_twice
 
 from .answers import score_each
 

@@ -10,7 +10,6 @@ chosen.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -22,6 +21,8 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Runtime
 from quiver.stages.common.models import checkpoints, vllm_env
+from quiver.stages.common.models.folder import parse_object
+from quiver.stages.common.store.storage import read_file
 from quiver.stages.reward.scoring import ScorerConfig
 
 _SET_BY_FIELDS = {
@@ -160,8 +161,9 @@ def check(config: ModelConfig) -> ModelFolder:
     """What and where the model is. ConfigError or SecurityError unless it is whole and of its kind.
     Loads no torch."""
     folder = checkpoints.find_folder(config.model, config.revision, "reward.models.model")
-    about = json.loads((folder / "config.json").read_bytes())
-    names = [str(name) for name in about.get("architectures") or ()]
+    about = parse_object((folder / "config.json").read_bytes()) or {}
+    architectures = about.get("architectures")
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
     is_classifier = any(name.endswith("ForSequenceClassification") for name in names)
     problem = ""
     if about.get("is_encoder_decoder"):
@@ -174,17 +176,21 @@ def check(config: ModelConfig) -> ModelFolder:
         )
     if problem:
         raise ConfigError(config.title, problem, next="name another model, or its kind")
-    label_of = about.get("id2label") or {
-        number: f"LABEL_{number}" for number in range(about.get("num_labels", 2))
-    }
-    labels = [str(label_of[number]) for number in sorted(label_of, key=int)]
+    try:
+        label_of = about.get("id2label") or {
+            number: f"LABEL_{number}" for number in range(min(about.get("num_labels", 2), 10_000))
+        }
+        labels = [str(label_of[number]) for number in sorted(label_of, key=int)]
+    except (TypeError, ValueError, KeyError) as error:
+        problem = f"config.json: its labels can not be told: {printable(error)}"
+        raise ConfigError(config.title, problem, next="name another model") from None
     if config.engine == "vllm":
         vllm_env.find_build(config.title)
     template = None
     if config.template is not None:
         try:
-            template = Path(config.template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            template = read_file(Path(config.template).expanduser()).decode()
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{config.title}: template {printable(config.template)}",
                 printable(error),
@@ -195,7 +201,7 @@ def check(config: ModelConfig) -> ModelFolder:
         labels,
         _choose_label(config, labels) if is_classifier else 0,
         min(checkpoints.context_of(about) or math.inf, config.max_tokens or math.inf),
-        {**about, **about.get("text_config", {})}.get("pad_token_id"),
+        {**about, **(about.get("text_config") or {})}.get("pad_token_id"),
         template,
     )
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import printable
 from quiver.stages.common.forward.attention import hidden_states, set_mode
 from quiver.stages.common.forward.layout import Sequences, make_layout
 from quiver.stages.common.forward.logprob_head import Shaping, completion_logprobs
@@ -32,7 +32,7 @@ from quiver.stages.common.forward.packing import pack
 from quiver.stages.common.forward.policy import pieces_of, token_budget
 from quiver.stages.common.forward.precision import products
 from quiver.stages.common.forward.verify import depends_on_length
-from quiver.stages.common.models.loading import short_of_memory
+from quiver.stages.common.models.loading import load_pretrained, short_of_memory
 from quiver.stages.common.models.mkl_warmup import make_first_calls
 from quiver.stages.common.ragged import Ragged
 
@@ -203,26 +203,7 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
 
     make_first_calls()
     loader = AutoModelForCausalLM if language_model else AutoModelForSequenceClassification
-    try:
-        model, report = loader.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"reward model {folder.name}", printable(error), next="name another model"
-        ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"reward model {folder.name}",
-            f"{len(missing)} weights are missing, which would be random: {printable(missing[0])}",
-            next="name a model that was trained for this",
-        )
+    model = load_pretrained(loader, folder, f"reward model {folder.name}", dtype=dtype)
     # a single input has no padding, even where it ends with the pad id
     model.config.pad_token_id = None
     model.config.get_text_config().pad_token_id = None

@@ -62,7 +62,7 @@ class ModelScorer:
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast:
-        return checkpoints.load_folders_tokenizer(self._model.folder)
+        return checkpoints.load_folders_tokenizer(self._model.folder, self.config.title)
 
     @cached_property
     def _reader(self) -> Reader:

@@ -7,13 +7,13 @@ fails is not used again.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quiver.stages.common.models import checkpoints, vllm_env
+from quiver.stages.common.models.folder import parse_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ class Pooling:
         self._title = config.title
         self._is_judge = bool(words)
         build = vllm_env.prepare(self._title, config.device)
-        about = json.loads((folder / "config.json").read_bytes())
+        about = parse_object((folder / "config.json").read_bytes()) or {}
         dtype = config.dtype
         if dtype == "auto":
             dtype = "float32" if build.cpu else "bfloat16"

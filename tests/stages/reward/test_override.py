@@ -136,7 +136,7 @@ def test_a_file_of_overrides(tmp_path):
     assert override.load(path) == Config(**WHY, overrides={"a": 1.0})
     wrong = {
         '{"author": "ada", "author": "bob"}': "a key stands twice",
-        '{"author": "ada", "reason": "x", "overrides": {"a": NaN}}': "overrides.a",
+        '{"author": "ada", "reason": "x", "overrides": {"a": NaN}}': "NaN is not JSON",
         '{"autor": "ada", "reason": "x", "overrides": {"a": 1}}': "did you mean author",
         "[]": "valid dictionary",
         "{": "is not JSON",

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from quiver.schemas.errors import printable
-from quiver.schemas.manifest import no_constant, no_key_twice
+from quiver.schemas.plain import no_constant, no_key_twice
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
 _T = TypeVar("_T", bound=BaseModel)

@@ -22,9 +22,9 @@ def reads(monkeypatch) -> list[str]:
     keys = []
     real = storage_module.Storage.read
 
-    def read(self, key):
+    def read(self, key, *limits):
         keys.append(key)
-        return real(self, key)
+        return real(self, key, *limits)
 
     monkeypatch.setattr(storage_module.Storage, "read", read)
     return keys

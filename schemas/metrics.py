@@ -1,0 +1,96 @@
+"""What others rely on in the metrics that a manifest holds, by kind. All else in them is free.
+
+    problem("evaluations", {"score": "high"})     # "score: Input should be a valid number"
+
+Not of the spine: a stage writes its metrics as it likes, and this is asked when they are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import printable
+
+Number = float | None
+
+
+class _Metrics(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Estimate(_Metrics):
+    """A mean over prompts. `stderr` None: there is one prompt only."""
+
+    score: float
+    stderr: Number
+    n: int
+
+
+class _Difference(_Metrics):
+    """To a baseline."""
+
+    score: _Estimate
+    pass_at_k: dict[str, _Estimate] = Field({}, alias="pass@k")
+
+
+class _Evaluations(_Estimate):
+    null: int = 0
+    pass_at_k: dict[str, _Estimate] = Field({}, alias="pass@k")
+    difference: _Difference | None = None
+
+
+class _Prompts(_Metrics):
+    assistant_starts: dict[str, str | None] = {}
+
+
+class _Rollouts(_Metrics):
+    mean_completion_tokens: Number = None
+
+
+class _Function(_Metrics):
+    mean: Number = None
+
+
+class _Groups(_Metrics):
+    zero_variance: Number = None
+
+
+class _Rewards(_Metrics):
+    reward_mean: Number = None
+    reward_null: int | None = None
+    functions: dict[str, _Function] = {}
+    groups: _Groups = _Groups()
+
+
+class _Audit(_Metrics):
+    mean_gap: Number = None
+
+
+class _Policy(_Metrics):
+    step: int = Field(0, ge=0)
+    skipped_steps: int = 0
+    updates: str | None = None
+    advantages: str | None = None
+    audit: _Audit = _Audit()
+
+
+_BY_KIND: dict[str, type[_Metrics]] = {
+    "prompts": _Prompts,
+    "rollouts": _Rollouts,
+    "rewards": _Rewards,
+    "policy": _Policy,
+    "evaluations": _Evaluations,
+}
+
+
+def problem(kind: str, metrics: dict[str, Any]) -> str:
+    """What is wrong with the metrics of a version of this kind; empty where nothing is."""
+    if kind in _BY_KIND:
+        try:
+            _BY_KIND[kind].model_validate(metrics)
+        except ValidationError as error:
+            first = error.errors()[0]
+            return printable(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+    return ""

@@ -1,0 +1,118 @@
+"""Plain JSON, read strictly: no key twice, no NaN, no number that a float can not hold, no nesting
+without end.
+
+    fields = read_json(raw)     # ValueError, whatever is wrong
+
+Not of the spine: it is `json.loads`, which refuses more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+MOST_LEVELS = 100
+"""Of nesting. Libraries give up at some hundreds, each at another depth."""
+_MOST_DIGITS = 300
+"""Of a number: a float holds 308."""
+
+
+def read_json(raw: bytes | str) -> Any:
+    """What JSON text holds. ValueError says what is wrong with it."""
+    try:
+        content = json.loads(
+            raw,
+            object_pairs_hook=no_key_twice,
+            parse_constant=no_constant,
+            parse_int=_integer,
+            parse_float=_finite,
+        )
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    if is_too_deep(content):
+        raise ValueError(TOO_DEEP)
+    return content
+
+
+TOO_DEEP = f"it is nested more than {MOST_LEVELS} levels deep"
+
+
+def is_too_deep(content: Any) -> bool:
+    """Whether lists and objects in it hold one another on more than `MOST_LEVELS` levels."""
+    containers = [content]
+    for _ in range(MOST_LEVELS + 1):
+        containers = [
+            child
+            for parent in containers
+            if isinstance(parent, dict | list)
+            for child in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(child, dict | list)
+        ]
+        if not containers:
+            return False
+    return True
+
+
+def problem_of(content: Any) -> str:
+    """What stands in plain Python content that JSON, or a reader of it, could not take, and where;
+    empty where there is nothing."""
+    waiting = [("", content, 0)]
+    while waiting:
+        path, node, level = waiting.pop()
+        children: Iterable[tuple[Any, Any]] = ()
+        problem = ""
+        if isinstance(node, dict):
+            children = [*node.items(), *(("a key", name) for name in node)]
+        elif isinstance(node, list | tuple):
+            children = enumerate(node)
+        elif isinstance(node, str):
+            problem = _problem_of_text(node)
+        elif isinstance(node, int) and abs(node) >= 2**63:
+            problem = "is a number of more than 64 bits"
+        elif isinstance(node, float) and not math.isfinite(node):
+            problem = "is no finite number"
+        if level > MOST_LEVELS:
+            problem = f"is nested more than {MOST_LEVELS} levels deep"
+        if problem:
+            return f"{path or 'it'} {problem}"
+        waiting += [(f"{path}.{key}".strip("."), child, level + 1) for key, child in children]
+    return ""
+
+
+def _problem_of_text(text: str) -> str:
+    if "\0" in text:
+        return "holds a NUL character"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is no text: it holds half a character"
+    return ""
+
+
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An `object_pairs_hook` for JSON that refuses an object with the same key twice.
+    ValueError."""
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise ValueError("a key stands twice")
+    return data
+
+
+def no_constant(name: str) -> float:
+    """A `parse_constant` for JSON that refuses NaN and Infinity. ValueError."""
+    raise ValueError(f"{name} is not JSON")
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, at most {_MOST_DIGITS} are read")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is more than a float holds")
+    return number

@@ -1,0 +1,171 @@
+"""Manifests with right checksums and wrong contents: every command and every plan that reads them
+gives an answer or a typed error, and changes nothing."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from quiver.flows import rerun
+from quiver.flows.commands import versions
+from quiver.flows.promotion import Promotion, judge
+from quiver.schemas.errors import QuiverError
+from quiver.schemas.refs import parse
+from quiver.stages.common.runtime.runner import Call, find, plan_of
+from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
+from quiver.stages.optimize.checks import Sampled, check_lineage
+from quiver.stages.optimize.config import Config
+from tests.faults.broken import Raw, error_of, mutated, sealed, snapshot, to_text
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CALLS = [
+    Call(entry["stage"], entry["config"], "", entry["refs"], entry.get("into"))
+    for entry in json.loads((GOLDEN / "expected.json").read_bytes())["finished"]
+    if not entry["config"].get("source", "").startswith("deployments.")  # its rows take long
+]
+TRAIN = {"learning_rate": 1e-3, "device": "cpu", "algorithm": "rloo", "schedule": "linear"}
+ADAPTED = {
+    "policy": "lora/policy@1",
+    "rollouts": "golden/rollouts@1",
+    "rewards": "golden/rewards@1",
+}
+CALLS += [
+    Call("optimize", {**TRAIN, "total_steps": 9, "lora": {"rank": 2, "alpha": 4}}, "", ADAPTED),
+    Call("optimize", {**TRAIN, "total_steps": 9, "max_staleness": 5}, "", ADAPTED),
+]
+REFS = tuple(
+    f'"{ref}"'
+    for ref in (
+        *("golden/policy@0", "golden/policy@1", "golden/policy@2", "golden/rollouts@1"),
+        *("golden/prompts@1", "golden/rewards@1", "held/evaluations@1", "golden/updates@1"),
+        *("golden/policy@77", "golden/policy@" + "9" * 5000, "golden/policy@" + "9" * 300),
+        *("golden/policy@prod", "golden/policy@latest", "nowhere/policy@0", "policy@0", "a/b@1"),
+        *("../x/policy@0", "golden/policy@٣", "golden/policy@-1", "GOLDEN/policy@0"),
+    )
+)
+SAMPLED = {
+    "policy": "golden/policy@2",
+    "rollouts": "golden/rollouts@1",
+    "rewards": "golden/rewards@1",
+    "prox": "golden/logprobs@2",
+}
+WRITTEN_BY_READERS = (".index", ".ledger", "report.html")
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """A copy of a finished store of every stage, beside the inputs that its recipes name."""
+    folder = tmp_path_factory.mktemp("fuzzed") / "stores"
+    shutil.copytree(GOLDEN / "stores", folder)
+    before = Path.cwd()
+    os.chdir(folder / "inputs")
+    yield folder / "finished"
+    os.chdir(before)
+
+
+def siblings(ref: str) -> list[str]:
+    """Other versions of the same kind."""
+    run, _, number = ref.rpartition("@")
+    return [f"{run}@{other}" for other in range(3) if other != int(number)]
+
+
+def readers_of(store: Path, ref: str, random: Random) -> dict[str, Callable[[], object]]:
+    """Who reads the manifest of `ref`, by name: commands, plans, and what follows a line."""
+    path = str(store)
+    run = ref.partition("/")[0]
+    kind = ref.partition("/")[2].partition("@")[0]
+    other = random.choice(siblings(ref))
+    first, second = random.sample((ref, other), 2)
+    call = random.choice([call for call in CALLS if ref in json.dumps(call.refs)] or CALLS)
+    return {
+        "ls": lambda: versions.ls(random.choice((None, run)), path),
+        "show": lambda: versions.show(ref, 2, path),
+        "lineage": lambda: versions.lineage(
+            random.choice((ref, f"{run}/policy@latest", "held/evaluations@4")), path
+        ),
+        "diff": lambda: versions.diff(first, second, path),
+        "report": lambda: versions.report(run if run != "held" else "golden", None, path),
+        "plan": lambda: plan_of(replace(call, store=store)),
+        "find": lambda: find(replace(call, store=store)),
+        "open": lambda: Store(store).open(f"{run}/{kind}@latest").files.names,
+        "verify": lambda: _raise_first(verify(Store(store), ref)[1]),
+        "lineage of rollouts": lambda: check_lineage(
+            Config(max_staleness=9, allow_biased_sampling=True),
+            Store(store),
+            Sampled({role: Store(store).version(parse(ref)) for role, ref in SAMPLED.items()}),
+        ),
+        "judge": lambda: judge(
+            Promotion(), Store(store).open("held/evaluations@4").manifest.metrics
+        ),
+        "first of line": lambda: rerun.first_of_line(Store(store), "golden/policy@2"),
+        "sampler": lambda: rerun.sampling_policy(Store(store), "golden/rollouts@1"),
+    }
+
+
+FREE = ("config", "metrics", "environment", "status", "seconds", "bytes", "inputs", "models")
+"""Fields that hold anything, or lists of what holds anything."""
+
+
+def changed(random: Random, fields: dict) -> dict:
+    """Another manifest: broken anywhere, in one of the fields that hold anything, or whole with
+    other references and roles in it."""
+    way = random.random()
+    if way < 0.2:
+        return mutated(random, fields, REFS)
+    if way < 0.75:
+        name = random.choice(FREE)
+        return fields | {name: mutated(random, fields[name], REFS)}
+    sources = [*fields["inputs"], *fields["models"]]
+    for entry in random.sample(sources, random.randint(0, len(sources))):
+        entry["ref"] = Raw(random.choice(REFS))
+        if random.random() < 0.3:
+            entry["role"] = random.choice(("policy", "rollouts", "prompts", "rewards", "retry"))
+    for kind in {"updates", "advantages"} & fields["metrics"].keys():
+        fields["metrics"][kind] = Raw(random.choice(REFS))
+    return fields
+
+
+def _raise_first(errors: list[QuiverError]) -> None:
+    for error in errors:
+        raise error
+
+
+def damage(random: Random, store: Path) -> tuple[str, Path, bytes]:
+    """Write another manifest over one of the store's: its reference, its path, what it was."""
+    path = random.choice(sorted(store.glob("*/*/v*/manifest.json")))
+    before = path.read_bytes()
+    fields = json.loads(before)
+    del fields["checksum"]
+    path.write_bytes(sealed(to_text(changed(random, fields))))
+    return f"{fields['run']}/{fields['kind']}@{fields['version']}", path, before
+
+
+def fuzz(stores: Path, seed: int, count: int, most_readers: int, capsys) -> None:
+    """`count` manifests, each before `most_readers` of its readers."""
+    random = Random(seed)
+    refused = 0
+    for number in range(count):
+        ref, path, before = damage(random, stores)
+        state = snapshot(stores, WRITTEN_BY_READERS)
+        readers = readers_of(stores, ref, random)
+        for name in random.sample(sorted(readers), min(most_readers, len(readers))):
+            try:
+                refused += error_of(readers[name]) is not None
+            except BaseException as error:
+                text = path.read_bytes()
+                error.add_note(f"seed {seed}, manifest {number} ({ref}), {name}: {text[:2000]!r}")
+                raise
+        assert snapshot(stores, WRITTEN_BY_READERS) == state
+        path.write_bytes(before)
+        capsys.readouterr()
+    assert refused > count / 4, "most of them are read without a word: the fuzzer breaks nothing"
+
+
+def test_wrong_manifests_are_typed_errors_to_all_readers(stores, capsys):
+    fuzz(stores, seed=1, count=300, most_readers=4, capsys=capsys)
