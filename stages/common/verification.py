@@ -21,8 +21,8 @@ from quiver.schemas.refs import Ref
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store, Version, schema_module
 from quiver.stages.common.store.arrow_check import ArrowCheck
+from quiver.stages.common.store.notes import damaged_staging
 from quiver.stages.common.store.retention import users_of
-from quiver.stages.common.store.writer import damaged_staging
 
 
 def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:

@@ -32,8 +32,8 @@ from quiver.schemas.errors import CorruptError, SchemaError, printable
 from quiver.schemas.manifest import digest
 from quiver.schemas.plain import read_json
 from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store.notes import PROGRESS
 from quiver.stages.common.store.storage import storage_errors
-from quiver.stages.common.store.writer import PROGRESS
 
 if TYPE_CHECKING:
     from .trainer import Trainer

