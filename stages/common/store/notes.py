@@ -125,3 +125,12 @@ def _is_damaged(storage: Storage, prefix: str, suffix: str, name: str) -> bool:
         return storage.sha256(file) != note["sha256"]
     except (FileNotFoundError, CorruptError):
         return True
+
+
+def summed_seconds(seconds: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds of each phase summed over processes; of `total` the longest, which is that of the
+    first to come."""
+    names = dict.fromkeys(name for of_process in seconds for name in of_process)
+    summed = {name: sum(of_process.get(name, 0.0) for of_process in seconds) for name in names}
+    summed["total"] = max(of_process.get("total", 0.0) for of_process in seconds)
+    return {name: round(value, 3) for name, value in summed.items()}

@@ -60,7 +60,7 @@ from quiver.stages.common.runtime.stage import Plan
 from .environment import environment
 from .leases import Lease, Leases, Link
 from .ledger import Ledger
-from .notes import SHARD_NOTE, SOURCES, note_of, read_note
+from .notes import SHARD_NOTE, SOURCES, note_of, read_note, summed_seconds
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import storage_errors
 from .trash import rescue
@@ -340,7 +340,7 @@ class Writer:
             "rows": sum(entry.rows for entry in self._entries),
             "content_hash": content_hash(schema, self._entries),
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
-            "seconds": _summed([report["seconds"] for report in self.reports()]),
+            "seconds": summed_seconds([report["seconds"] for report in self.reports()]),
         }
         candidate = self._candidate
         index = plan.store.index(self.run, self.kind)
@@ -588,12 +588,3 @@ def taken_over(name: str) -> BusyError:
 
 def _shard_name(index: int) -> str:
     return f"part-{index:05d}.arrow"
-
-
-def _summed(seconds: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds of each phase summed over processes; of `total` the longest, which is that of the
-    first to come."""
-    names = dict.fromkeys(name for of_process in seconds for name in of_process)
-    summed = {name: sum(of_process.get(name, 0.0) for of_process in seconds) for name in names}
-    summed["total"] = max(of_process.get("total", 0.0) for of_process in seconds)
-    return {name: round(value, 3) for name, value in summed.items()}
