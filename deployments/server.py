@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +30,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
+from quiver.flows.embedded import alone_at_first
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError, printable
 from quiver.stages.common.runtime.subprocesses import Process
 from quiver.stages.reward.servers.config import is_loopback
@@ -155,22 +156,21 @@ def own_server(port: int) -> Iterator[str]:
         _CORS: f"http://{host}:{port},http://localhost:{port}",
         _LEASE_STORAGE: LEASES,
     }
-    with log_file.open("wb") as output:
-        server = Process(
-            [sys.executable, "-m", *_START.split(), "--host", host, "--port", str(port)],
-            orphan_grace=5,
-            env=environment,
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        _wait_for(server, url, log_file)
+    with ExitStack() as stack:
+        with alone_at_first(log_file.parent), log_file.open("wb") as output:
+            server = Process(
+                [sys.executable, "-m", *_START.split(), "--host", host, "--port", str(port)],
+                orphan_grace=5,
+                env=environment,
+                stdout=output,
+                stderr=output,
+            )
+            stack.enter_context(server)
+            _wait_for(server, url, log_file)
         os.environ["PREFECT_API_URL"] = url  # of what is started from here
+        stack.callback(os.environ.pop, "PREFECT_API_URL", None)
         with temporary_settings({PREFECT_API_URL: url}):
             yield url
-    finally:
-        os.environ.pop("PREFECT_API_URL", None)
-        server.end(grace=10)
 
 
 def _wait_for(server: subprocess.Popen, url: str, log_file: Path) -> None:

@@ -8,6 +8,9 @@ one for more than a minute.
 When the server dies before the run (the kernel may need its memory), another is started at the
 same address over the same database, and the flow's client, which asks again for a while, does not
 notice. A server that dies again and again ends the run, with an error; what is finished is kept.
+
+The first server over a database makes its tables, and expects nobody else at that: runs that start
+together begin one after the other.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.common.runtime.subprocesses import Process
+from quiver.stages.common.store.leases import Leases
+from quiver.stages.common.store.storage import Storage
 
 from .commands.shared import say
 
@@ -61,7 +67,7 @@ def guard_embedded_server() -> None:
     threading.Thread(
         target=_watch, args=(server, is_over), daemon=True, name="prefect-server-watch"
     ).start()
-    with _kept():
+    with alone_at_first(PREFECT_HOME.value()), _kept():
         server.start()  # waits until it answers; one that dies meanwhile is replaced by the watch
     atexit.register(is_over.set)  # before Prefect's own, which stops the server
 
@@ -78,6 +84,29 @@ def require_writable(home: Path) -> None:
             f"Prefect can not keep its database there: {error.strerror}",
             next="export PREFECT_HOME to a folder that can be written",
         ) from None
+
+
+@contextmanager
+def alone_at_first(home: Path) -> Iterator[None]:
+    """Around the start of a server, until it answers: where none of this version of Prefect has
+    answered yet over the database in `home`, no other is started meanwhile."""
+    name = f"first-start-{metadata.version('prefect')}"
+    note = home / f".quiver-{name}"
+    if note.exists():
+        yield
+        return
+    leases = Leases(Storage(home), ".quiver-leases")
+    lease = leases.take(name)
+    if lease is None:
+        log.info("waits for another process, which makes Prefect's database in %s", home)
+    while lease is None:
+        time.sleep(_POLL_SECONDS)
+        lease = leases.take(name)
+    try:
+        yield
+        note.touch()
+    finally:
+        lease.release()
 
 
 @contextmanager

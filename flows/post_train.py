@@ -38,6 +38,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.logprobs.average import Config as AverageConfig
+from quiver.stages.reward.stage import pinned
 
 from .ahead import run_ahead
 from .evaluation import measure, numbers
@@ -183,9 +184,10 @@ def improve(
 
 
 def import_policy(recipe: Recipe) -> str:
-    """The base model, as policy@0; before it is imported, ConfigError where this machine could not
-    train."""
+    """The base model, as policy@0; before it is imported, ConfigError where code or a model that
+    scores is missing, or this machine could not train."""
     check_stages(recipe, trained_here(recipe), stage_call(recipe, "policy", recipe.policy, {}))
+    pinned(recipe.reward)
     return perform(recipe, "policy", recipe.policy, {}, label="import policy").ref
 
 

@@ -242,7 +242,13 @@ def check_stages(
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
-            load(stage).check(config, columns, version)
+            try:
+                load(stage).check(config, columns, version)
+            except QuiverError as error:
+                if version is not None:
+                    sources = f"{version.ref} and what it was made of"
+                    error.state = f"{sources} are kept; nothing was generated."
+                raise
         run.checked.add((stage, form))
 
 

@@ -124,3 +124,23 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
 def states(folder) -> set[str]:
     with contextlib.closing(sqlite3.connect(folder / "prefect/prefect.db")) as database:
         return {state for (state,) in database.execute("select state_type from flow_run")}
+
+
+@pytest.mark.prefect
+def test_two_first_runs_at_once_make_prefects_database_one_after_the_other(tmp_path):
+    """Its migrations do not expect another at the same tables."""
+    code = "from quiver.flows.embedded import guard_embedded_server as guard; guard(); print('up')"
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "new home")}
+    starts = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    answers = [start.communicate(timeout=300)[0] for start in starts]
+    assert answers == ["up\n"] * 2
+    assert [start.returncode for start in starts] == [0] * 2

@@ -179,3 +179,7 @@ def test_what_needs_no_prompts_is_told_before_the_base_model_is_imported(
     with pytest.raises(ConfigError, match="peft is not installed"):
         post_train.import_policy(recipe(*settings))
     assert list(Store(store).versions()) == []
+    settings = (*settings[:2], "reward.functions=[{use='nowhere.py:score'}]")
+    with pytest.raises(ConfigError, match=r"there is no file .*nowhere\.py") as caught:
+        post_train.import_policy(recipe(*settings))
+    assert list(Store(store).versions()) == [] and caught.value.state == "nothing was changed."

@@ -91,6 +91,13 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(store, sample):
     assert sorted(row["reward"] for row in by_id(store, clipped).values()) == [0.0, 0.0, 0.5, 0.75]
 
 
+def test_a_function_that_says_nothing_of_any_row_is_warned_of(store, sample, caplog):
+    rollouts = sample([["1", "2"]], {"answer": [1]})
+    run(config("mine.py:never", "mine.py:sometimes"), store, rollouts=rollouts.ref)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == ["rewards: never gave no number in any of 2 rows"]
+
+
 def test_weigh_by_hand():
     weights = {"a": 2.0, "b": -1.0}
     assert weigh({"a": Part(0.5), "b": Part(0.25)}, weights, None) == 0.75
@@ -211,7 +218,8 @@ def test_failed_rows_stop_the_stage_unless_allowed(store, sample):
     row = by_id(store, ref)["0-sum-0-1"]
     assert row["reward"] is None
     assert row["parts"] == {"picky": None, "polite": 0.0}
-    assert row["errors"] == {"picky": "ValueError: can not score 'boom'", "polite": None}
+    error = "ValueError: can not score 'boom' (mine.py:10)"
+    assert row["errors"] == {"picky": error, "polite": None}
     assert by_id(store, ref)["0-sum-0-0"]["reward"] == 0.25
     manifest = store.open(ref).manifest
     assert manifest.status == {"scored": 3, "not_scored": 0, "failed": 1}
