@@ -259,7 +259,7 @@ def storage_errors(name: object) -> Iterator[None]:
     except QuiverError:
         raise
     except Exception as error:
-        reason = _REASONS.get(_error_number(error))
+        reason = _REASONS.get(error_number(error))
         if reason is None:
             raise
         file = getattr(error, "filename", None)
@@ -272,7 +272,7 @@ def storage_errors(name: object) -> Iterator[None]:
         ) from error
 
 
-def _error_number(error: Exception) -> int | None:
+def error_number(error: Exception) -> int | None:
     """The system's number of an error. Libraries in Rust, such as safetensors, raise no OSError,
     but say it in their text."""
     if isinstance(error, OSError):

@@ -32,6 +32,7 @@ that the sleeper wrote since is found by its hash: after a takeover the links ar
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import platform
@@ -65,7 +66,7 @@ from quiver.stages.common.runtime.stage import Plan
 from .leases import Lease, Leases, Link
 from .ledger import Ledger
 from .sharing import CommittedByOther, SharedShards, SoleShards
-from .storage import Storage, storage_errors
+from .storage import Storage, error_number, storage_errors
 from .versions import Store, Version, schema_module, schema_name
 
 ROWS_PER_SHARD = 256
@@ -515,8 +516,7 @@ class Staging:
         except Exception as error:
             lease = self.lease or (self.last.shards and self.last.shards.commit_lease)
             # who was asleep for too long may have removed it
-            is_staged = "/.staging/" in str(getattr(error, "filename", ""))
-            is_disturbed = isinstance(error, FileNotFoundError) and is_staged
+            is_disturbed = error_number(error) == errno.ENOENT and "/.staging/" in str(error)
             if lease is not None and lease.is_held():
                 if is_disturbed:
                     raise self._busy(None, " as well") from error
