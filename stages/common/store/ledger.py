@@ -120,6 +120,7 @@ class Ledger:
         fields = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "why": why}
         line = json.dumps({**fields, "checksum": digest(fields)})
         self._storage.write(self._key(number, _EXPIRED), line.encode())
+        self._storage.sync_names(self._prefix)  # the files go only after that
 
     def expiry(self, number: int) -> str:
         """When and why the version was deleted on purpose; empty where it was not.

@@ -208,6 +208,11 @@ class Storage:
         self.path(key).chmod(0o644)
         sync(self.path(key))
 
+    def sync_names(self, prefix: str) -> None:
+        """Flush which objects lie directly below `prefix`: what was written there outlives a power
+        loss."""
+        sync(self.path(prefix))
+
     def sync_folders(self, prefix: str) -> None:
         """Flush the folders below `prefix`, so that what was linked into them outlives a power
         loss."""
