@@ -4,7 +4,7 @@ LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.loc
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow gpu oracle mutants bench keys lint lock
+.PHONY: setup demo test slow torture gpu oracle mutants bench keys lint lock
 
 setup: $(STAMP)
 
@@ -27,6 +27,10 @@ test: setup
 
 slow: setup
 	$(PYTEST) -m slow
+
+# Faults and broken files in full: three hours or so on two cores. TORTURE_SHARE=0.1: a tenth of the trials
+torture: setup
+	$(PYTEST) $(SIDE_BY_SIDE) -m torture
 
 gpu: setup
 	$(PYTEST) -m gpu

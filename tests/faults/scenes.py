@@ -245,6 +245,11 @@ class Known:
             self.contents.setdefault(ref, store.open(ref).manifest.content_hash)
 
 
+def is_expired(store: Store, ref: refs.Ref) -> bool:
+    """Whether the ledger says that it was deleted on purpose."""
+    return bool(store.ledger(ref.run, ref.kind).expiry(ref.version))
+
+
 _arrow_check = ArrowCheck()
 
 
@@ -265,15 +270,15 @@ def require_invariants(path: Path, known: Known, acknowledged: list[Acknowledged
     for ref, raw in known.manifests.items():
         parsed = refs.parse(ref)
         if ref in known.leaving and ref not in manifests:
-            assert store.ledger("a", parsed.kind).expiry(parsed.version), f"{ref} is gone"
+            assert is_expired(store, parsed), f"{ref} is gone"
         else:
             assert (path / parsed.folder / "manifest.json").read_bytes() == raw, ref
     for ref, manifest in manifests.items():
         now = manifest.content_hash
         assert known.contents.setdefault(ref, now) == now, f"{ref} was given twice"
         for parent in map(refs.parse, (entry.ref for entry in manifest.inputs)):
-            is_expired = store.ledger("a", parent.kind).expiry(parent.version)
-            assert store.exists(parent) or is_expired, f"{ref} was made of {parent}"
+            is_explained = store.exists(parent) or is_expired(store, parent)
+            assert is_explained, f"{ref} was made of {parent}"
     if known.tags:
         assert store.tagged("a", "prod") in known.tags
 

@@ -23,7 +23,14 @@ from quiver.stages.common.store.failpoints import POINTS
 from quiver.stages.common.store.retention import remove
 from tests.faults.conftest import IN_MEMORY
 from tests.faults.power_loss import crash_states, record
-from tests.faults.scenes import Known, Scene, in_child, require_invariants, written
+from tests.faults.scenes import (
+    Known,
+    Scene,
+    in_child,
+    is_expired,
+    require_invariants,
+    written,
+)
 from tests.faults.sizes import sizes
 
 SEEDS = st.integers(0, 5)
@@ -134,7 +141,7 @@ class Histories(RuleBasedStateMachine):
             assert self.store.tagged("a", "prod") in before | {ref}
             self.known.tags = {self.store.tagged("a", "prod")}
         elif step == "delete" and not self.store.exists(refs.parse(ref)):
-            assert self.store.ledger("a", "logprobs").expiry(refs.parse(ref).version)
+            assert is_expired(self.store, refs.parse(ref))
             self.known.manifests.pop(ref, None)
 
     @invariant()

@@ -52,10 +52,16 @@ class Trial:
 
 
 ALL = 10**9
+NOT_FLUSHED = "a deleted version comes back in part: the rename that hides it is not flushed"
+SCENES_ON_DISK = [
+    pytest.param(name, marks=[pytest.mark.xfail(reason=NOT_FLUSHED)] if name == "rm" else [])
+    for name in SCENES
+    if name != "renewed"  # its calls are those of `alone`
+]
 
 
 @pytest.mark.parametrize("most", sizes(short=20, full=ALL))
-@pytest.mark.parametrize("name", [name for name in SCENES if name not in ("renewed", "rm")])
+@pytest.mark.parametrize("name", SCENES_ON_DISK)
 def test_every_state_is_whole(fast_path, record_property, name, most):
     """Nothing lost that was acknowledged, nothing torn, and the next run succeeds."""
     count = 0

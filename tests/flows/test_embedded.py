@@ -12,7 +12,15 @@ import time
 
 import pytest
 
-from tests.flows.conftest import command_environment, processes, quiver, write_recipe
+from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
+from tests.flows.conftest import (
+    command_environment,
+    left_behind,
+    processes,
+    quiver,
+    write_recipe,
+)
 
 SCRIPTED = ["--set", 'generate.engine="scripted"', "--set", "iterations=1"]
 SCRIPTED += ["--set", "optimize.audit.enabled=false"]  # its logprobs are of no model
@@ -119,6 +127,31 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
     )
     quiver(place, "run", "recipe.toml", *SCRIPTED)
     assert states(place) == {"COMPLETED", "CRASHED"}
+
+
+@pytest.mark.torture
+@pytest.mark.prefect
+@pytest.mark.parametrize(
+    "failure",
+    [*(f"flow.answered@{stage}:kill" for stage in range(1, 6)), "commit.renamed:kill"],
+)
+def test_a_run_goes_on_after_kill_9_and_without_the_database_of_before(
+    place, record_property, failure
+):
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
+    environment = {**command_environment(place), "QUIVER_FAIL": failure}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, check=False)
+    assert done.returncode in (-signal.SIGKILL, 7)
+    assert left_behind(place) == []
+    for path in (place / "prefect").glob("prefect.db*"):
+        path.unlink()
+    quiver(place, "run", "recipe.toml", *SCRIPTED)
+    store = Store(place / "store")
+    for kind in ("prompts", "rollouts", "rewards"):
+        assert store.numbers("tiny", kind) == [1]
+    assert store.numbers("tiny", "policy") == [0, 1]
+    assert verify(store)[1] == [] and states(place) == {"COMPLETED"}
+    record_property("runs killed, their database lost", 1)
 
 
 def states(folder) -> set[str]:

@@ -165,6 +165,7 @@ class Ledger:
         line = json.dumps({**fields, "checksum": digest(fields)})
         self.prepare()
         self._storage.write(self._tombstone_key(number, folder), line.encode())
+        self._storage.sync_names(self._prefix)  # the files go only after that
 
     def take_back(self, number: int, folder: str = "") -> None:
         """Forget the tombstone: the files are there, and stay."""

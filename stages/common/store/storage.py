@@ -226,6 +226,11 @@ class Storage:
         self.path(key).chmod(0o644)
         sync(self.path(key))
 
+    def sync_names(self, prefix: str) -> None:
+        """Flush which objects lie directly below `prefix`: what was written there outlives a power
+        loss."""
+        sync(self.path(prefix))
+
     def sync_folders(self, prefix: str) -> None:
         """Flush the folders below `prefix`, so that what was linked into them outlives a power
         loss."""
@@ -277,7 +282,7 @@ def storage_errors(name: object) -> Iterator[None]:
     except QuiverError:
         raise
     except Exception as error:
-        reason = SYSTEM_REASONS.get(_error_number(error))
+        reason = SYSTEM_REASONS.get(error_number(error))
         if reason is None:
             raise
         file = getattr(error, "filename", None)
@@ -290,7 +295,7 @@ def storage_errors(name: object) -> Iterator[None]:
         ) from error
 
 
-def _error_number(error: Exception) -> int | None:
+def error_number(error: Exception) -> int | None:
     """The system's number of an error. Libraries in Rust, such as safetensors, raise no OSError,
     but say it in their text."""
     if isinstance(error, OSError):

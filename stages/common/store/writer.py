@@ -32,6 +32,7 @@ that the sleeper wrote since is found by its hash: after a takeover the links ar
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import time
@@ -62,7 +63,7 @@ from .leases import Lease, Leases, Link
 from .ledger import Ledger
 from .notes import SHARD_NOTE, SOURCES, note_of, read_note, summed_seconds
 from .sharing import CommittedByOther, SharedShards, SoleShards
-from .storage import storage_errors
+from .storage import error_number, storage_errors
 from .trash import rescue
 from .versions import Version, schema_module, schema_name
 
@@ -507,8 +508,7 @@ class Staging:
         except Exception as error:
             lease = self.lease or (self.last.shards and self.last.shards.commit_lease)
             # who was asleep for too long may have removed it
-            is_staged = "/.staging/" in str(getattr(error, "filename", ""))
-            is_disturbed = isinstance(error, FileNotFoundError) and is_staged
+            is_disturbed = error_number(error) == errno.ENOENT and "/.staging/" in str(error)
             if lease is not None and lease.is_held():
                 if is_disturbed:
                     raise self._busy(None, " as well") from error
