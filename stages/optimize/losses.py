@@ -196,6 +196,110 @@ def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[T
     return loss, torch.zeros_like(advantages, dtype=torch.bool)
 
 
+def divergence_masked(
+    tokens: Tokens,
+    *,
+    divergence: str,
+    divergence_low: float,
+    divergence_high: float,
+    ratio_max: float | None = None,
+    drift_coef: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """loss_t = −M r A + drift_coef (log r)²; M = 0 where A > 0, r > 1 and D > divergence_high, or A
+    < 0, r < 1 and D > divergence_low; else 1. D is the `binary_divergence`.
+
+    A token is left out when its probability has moved by too much in the direction that its
+    advantage pushes it; a rare one may change its ratio a lot. At r = 1 its gradient is
+    REINFORCE's; with both bounds infinite it is plain importance sampling.
+
+    `ratio_max` caps r as a weight, which keeps the gradient, −M min(r, ratio_max) A ∇logprobs; the
+    paper finds that it harms. verl caps at 20 (`clip_ratio_c`), and its value is of logprobs.
+    `drift_coef` is prime-rl's, whose default is `tv` with bounds of 0.2 and a `drift_coef` of 1e-3.
+
+    Args:
+        tokens: of whole rollouts.
+        divergence: tv or kl.
+        divergence_low, divergence_high: ≥ 0; of a probability for `tv`, in nats for `kl`.
+        ratio_max: > 0, or None for off.
+        drift_coef: ≥ 0.
+    Returns:
+        loss [N]; and bool [N], true where M = 0 (of that token only the drift term has a gradient).
+
+    Reference: DPPO, https://arxiv.org/abs/2602.04879; drift: https://arxiv.org/abs/2602.02276.
+    """
+    advantages = tokens.advantages
+    log_ratios = log_ratio(tokens.logprobs, tokens.anchor)
+    distance = binary_divergence(tokens.logprobs.detach(), tokens.anchor, divergence)
+    too_high = (advantages > 0) & (log_ratios > 0) & (distance > divergence_high)
+    too_low = (advantages < 0) & (log_ratios < 0) & (distance > divergence_low)
+    masked = too_high | too_low
+    weight = log_ratios.detach().exp().clamp(max=math.inf if ratio_max is None else ratio_max)
+    ratio = weight * (1 + log_ratios - log_ratios.detach())  # its gradient is weight ∇logprobs
+    loss = drift_coef * log_ratios.square() - torch.where(masked, 0.0, ratio * advantages)
+    return loss, masked
+
+
+def binary_divergence(logprobs: Tensor, anchor: Tensor, divergence: str) -> Tensor:
+    """D between two coins that show "the sampled token" with probability π = exp(logprobs) and μ =
+    exp(anchor): |π − μ| (tv), or μ log(μ/π) + (1−μ) log((1−μ)/(1−π)) (kl).
+
+    A lower bound of the distance between the two distributions over the whole vocabulary, of which
+    only the sampled token's probabilities need to be known.
+
+    Args:
+        logprobs, anchor: [N] ≤ 0, without gradient.
+        divergence: tv or kl.
+    Returns:
+        [N] ≥ 0; kl may be infinite.
+
+    Reference: DPPO, https://arxiv.org/abs/2602.04879 (the binary approximation).
+    """
+    now = logprobs.exp()
+    before = anchor.exp()
+    if divergence == "tv":
+        return (now - before).abs()
+    smallest = torch.finfo(now.dtype).tiny  # so that 0 log(0 / 0) is 0
+    others_now = -torch.expm1(logprobs).clamp(max=-smallest)
+    others_before = -torch.expm1(anchor).clamp(max=-smallest)
+    kl_of_others = others_before * (others_before.log() - others_now.log())
+    return before * (anchor - logprobs) + kl_of_others
+
+
+def geometric_clipped(
+    tokens: Tokens, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """loss_t = −A exp(mean over rollout i's tokens of c), with c = min(log r, clip_high) where A >
+    0, max(log r, −clip_low) where A < 0.
+
+    The geometric mean of the tokens' ratios in place of the arithmetic mean, so that one token of
+    an extreme ratio moves little. Each token is clipped before the mean, where `sequence_clipped`
+    clips the mean: the others of its completion go on learning. The bounds are of log r, so 0.4
+    lets ratios between e^−0.4 and e^0.4 through. With infinite bounds it is `sequence_clipped` with
+    infinite bounds.
+
+    As in TRL and verl. The paper has one distance: written for two, its formula would bound a token
+    of negative advantage by clip_high. Where tokens have advantages of their own, each is clipped
+    by the sign of its own.
+
+    Args:
+        tokens: of whole rollouts.
+        clip_low, clip_high: distances of log r from 0, each ≥ 0.
+    Returns:
+        loss [N]; and bool [N], true where a token's ratio was clipped (it has no gradient).
+
+    Reference: GMPO, https://arxiv.org/abs/2507.20673, section 3 and its algorithm.
+    """
+    advantages = tokens.advantages
+    log_ratios = tokens.logprobs - tokens.anchor
+    bounded = torch.where(
+        advantages > 0, log_ratios.clamp(max=clip_high), log_ratios.clamp(min=-clip_low)
+    )
+    of_rollout = Ragged(bounded, tokens.offsets)
+    log_mean = of_rollout.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    loss = -advantages * log_mean[of_rollout.segment_ids].exp()
+    return loss, (bounded != log_ratios) & (advantages != 0)
+
+
 def reinforce(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """loss_t = −A logprobs: the policy gradient of samples of the policy itself.
 
@@ -244,6 +348,23 @@ def sequence_mean(lengths: Tensor, max_completion_tokens: int | None = None) -> 
     Reference: DeepSeekMath, https://arxiv.org/abs/2402.03300, equation 3.
     """
     return (1.0 / (len(lengths) * lengths.double())).repeat_interleave(lengths)
+
+
+def sequence_sum(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:
+    """1 / B: mean over the step's rollouts of the sum over the tokens of each.
+
+    A completion's pull grows with its length, as that of the policy gradient itself does; it is
+    `constant` but for the divisor max_completion_tokens.
+
+    Args:
+        lengths: [B] int64, tokens of each of the step's completions.
+        max_completion_tokens: not used.
+    Returns:
+        [N] float64.
+
+    Reference: LUSPO, https://arxiv.org/abs/2602.05261, which weighs a completion by its length.
+    """
+    return torch.full((int(lengths.sum()),), 1.0 / max(len(lengths), 1), dtype=torch.float64)
 
 
 def constant(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:

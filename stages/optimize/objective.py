@@ -91,6 +91,13 @@ class Objective:
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
         self.options = {**algorithm.defaults, **config.surrogate_options()}
         self.options.pop("drop_zero_variance", None)
+        self.zero_is_idle = not (
+            algorithm.critic
+            or not algorithm.zero_is_idle
+            or self.kl_coef
+            or self.options.get("drift_coef")
+        )
+        """Rollouts with advantage 0 need no pass: none of their tokens has a gradient."""
         try:
             inspect.signature(self.surrogate).bind(None, **self.options)
         except TypeError as error:

@@ -135,7 +135,7 @@ class Trainer:
         self.precision = resolve(config.precision, accelerator.device)
         self.active = list(range(len(batch.groups)))
         """The rollouts that are passed through the model."""
-        if algorithm.zero_is_idle and self.objective.kl_coef == 0 and not algorithm.critic:
+        if self.objective.zero_is_idle:
             self.active = batch.advantages.nonzero()[:, 0].tolist()
         self._prepare_model(value_trunk)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]

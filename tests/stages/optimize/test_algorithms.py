@@ -55,6 +55,8 @@ def test_rows(name, advantage, aggregation, low, high):
         ("gspo", "sequence_clipped", "sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),
         ("cispo", "cispo", "token_mean", {"clip_max": 5.0}),
         ("sapo", "sapo", "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}),
+        ("gmpo", "geometric_clipped", "sequence_mean", {"clip_low": 0.4, "clip_high": 0.4}),
+        ("luspo", "sequence_clipped", "sequence_sum", {"clip_low": 2e-3, "clip_high": 2.5e-3}),
     ],
 )
 def test_rows_with_a_surrogate_of_their_own(name, surrogate, aggregation, defaults):
@@ -155,7 +157,7 @@ def test_statistics_are_of_the_batch_and_not_of_the_mini_batch(store, policy):
 
 def test_a_wrong_name_says_the_nearest():
     with pytest.raises(ConfigError, match=r"did you mean dapo\?"):
-        parse(Config, {"algorithm": "dappo"}, "optimize")
+        parse(Config, {"algorithm": "dapoo"}, "optimize")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:ALGORITHM", "math:NOTHING", "math:pi"])
@@ -189,6 +191,17 @@ def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
     assert algorithms.source_hash("own_algo:MINE") == hashlib.sha256(source.encode()).hexdigest()
     with pytest.raises(ConfigError, match="has no Algorithm MIN; did you mean MINE"):
         algorithms.resolve("own_algo:MIN")
+
+
+def test_an_own_algorithms_option_may_bear_the_name_of_a_later_field(tmp_path):
+    """Else a field that is added here would refuse it, or move the key of what was trained."""
+    path = tmp_path / "own_algo.py"
+    path.write_text(OWN.replace("{'clip_low': 0.1}", "{'clip_low': 0.1, 'ratio_max': 2.0}"))
+    config = Config(algorithm=f"{path}:MINE", options={"ratio_max": 3.0}).resolved()
+    assert config.ratio_max is None and "ratio_max" not in config.key()
+    assert config.surrogate_options() == {"clip_low": 0.1, "ratio_max": 3.0}
+    with pytest.raises(ConfigError, match=r"options\.ratio_max has a field of its own"):
+        parse(Config, {"algorithm": "dppo", "options": {"ratio_max": 3.0}}, "optimize")
 
 
 OWN = (

@@ -229,6 +229,8 @@ SURROGATES = {
     "sequence_clipped": {"clip_low": 3e-4, "clip_high": 4e-4, "token_form": True},
     "cispo": {"clip_max": 5.0},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "divergence_masked": {"divergence": "kl", "divergence_low": 0.05, "divergence_high": 0.05},
+    "geometric_clipped": {"clip_low": 0.4, "clip_high": 0.4},
     "reinforce": {},
 }
 
@@ -278,6 +280,7 @@ def test_aggregations_golden():
     assert losses.sequence_mean(lengths).tolist() == pytest.approx(
         [1 / (4 * n) for n in LENGTHS for _ in range(n)]
     )
+    assert losses.sequence_sum(lengths).tolist() == pytest.approx([1 / 4] * N)
     assert losses.constant(lengths, 16).tolist() == pytest.approx([1 / (4 * 16)] * N)
     with pytest.raises(ValueError, match="max_completion_tokens"):
         losses.constant(lengths, None)

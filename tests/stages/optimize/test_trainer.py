@@ -114,7 +114,13 @@ def _expected(
     """Loss and gradients by the formulas, one rollout after another, in float64."""
     model = load_model(policy, dtype=torch.float64)
     tokens, total = sum(len(row["completion_ids"]) for row in rows), 0.0
-    low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}.get(algorithm, (0.2, 0.2))
+    low, high = {
+        "dapo": (0.2, 0.28),
+        "gspo": (3e-4, 4e-4),
+        "luspo": (2e-3, 2.5e-3),
+        "dppo": (math.inf, math.inf),  # no probability of the tiny policy can move by 0.15
+        "dppo_kl": (math.inf, math.inf),
+    }.get(algorithm, (0.2, 0.2))
     everyone = [r["reward"] for r in rows]
     centered = [
         r["reward"] - fmean(p["reward"] for p in rows if p["group"] == r["group"]) for r in rows
@@ -124,14 +130,17 @@ def _expected(
         mean = sum(peers) / len(peers)
         std = math.sqrt(sum((x - mean) ** 2 for x in peers) / (len(peers) - 1))
         advantage = {
-            "dr_grpo": row["reward"] - mean,
+            **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), row["reward"] - mean),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
             "reinforce_pp": (row["reward"] - fmean(everyone)) / (stdev(everyone) + 1e-8),
             "reinforce_pp_baseline": (row["reward"] - mean) / (stdev(centered) + 1e-8),
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
         weight = {
-            **dict.fromkeys(("grpo", "gspo", "sapo"), 1 / len(rows) / len(row["completion_ids"])),
-            "dr_grpo": 1 / len(rows) / MOST,
+            **dict.fromkeys(
+                ("grpo", "gspo", "sapo", "gmpo"), 1 / len(rows) / len(row["completion_ids"])
+            ),
+            **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), 1 / len(rows) / MOST),
+            "luspo": 1 / len(rows),
         }.get(algorithm, 1 / tokens)
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
         table = (model(input_ids=ids, use_cache=False).logits[0] / row["temperature"]).log_softmax(
@@ -143,10 +152,15 @@ def _expected(
         for t, token in enumerate(ids):
             now = table[start + t, token]
             anchor = anchors[t]
-            ratio = (sum(each) / len(each) if algorithm == "gspo" else each[t]).exp()
+            of_rollout = algorithm in ("gspo", "luspo")
+            ratio = (sum(each) / len(each) if of_rollout else each[t]).exp()
             cost = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
             if algorithm == "cispo":
                 cost = -min(ratio.item(), 5.0) * advantage * now
+            if algorithm == "gmpo":
+                sign = 1 if advantage > 0 else -1
+                bounded = [sign * min(sign * e, e * 0 + 0.4, key=float) for e in each]
+                cost = -advantage * (sum(bounded) / len(bounded)).exp()
             if algorithm == "sapo":
                 tau = 1.0 if advantage > 0 else 1.05
                 cost = -advantage / (1 + (-tau * (ratio - 1)).exp()) * 4 / tau
