@@ -45,6 +45,9 @@ class Algorithm:
     zero_is_idle: bool = True
     """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still
     count in the denominators)."""
+    selection: str | Callable[..., Any] | None = None
+    """(Tokens of the whole step, generator, **options) -> selected [N] bool, which the surrogate
+    finds in its Tokens. It costs a pass more before each step."""
     critic: bool = False
     """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
     [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
@@ -184,6 +187,34 @@ ALGORITHMS = {
             "as gspo, but a completion weighs by its length",
         ),
         Algorithm(
+            "clip_cov",
+            "group_normalized",
+            "covariance_clipped",
+            "token_mean",
+            {
+                "clip_low": 1.0,
+                "clip_high": 1.0,
+                "cov_share": 2e-4,
+                "cov_low": 1.0,
+                "cov_high": 5.0,
+            },
+            "https://arxiv.org/abs/2505.22617",
+            "a few tokens that would take entropy away are left out, by chance",
+            zero_is_idle=False,
+            selection="covariance_within",
+        ),
+        Algorithm(
+            "kl_cov",
+            "group_normalized",
+            "covariance_penalised",
+            "token_mean",
+            {"cov_share": 2e-3, "cov_kl_coef": 1.0},
+            "https://arxiv.org/abs/2505.22617",
+            "tokens that take most entropy away are held where they were",
+            zero_is_idle=False,
+            selection="covariance_highest",
+        ),
+        Algorithm(
             "ppo",
             "gae",
             "clipped",
@@ -211,9 +242,13 @@ OPTIONS = {
         "drift_coef",
     ),
     "geometric_clipped": ("clip_low", "clip_high"),
+    "covariance_clipped": ("clip_low", "clip_high"),
+    "covariance_within": ("cov_share", "cov_low", "cov_high"),
+    "covariance_penalised": ("cov_kl_coef",),
+    "covariance_highest": ("cov_share",),
     "reinforce": (),
 }
-"""What each surrogate takes, so that a recipe is checked without loading torch."""
+"""What each surrogate and selection takes, so that a recipe is checked without loading torch."""
 CRITIC_OPTIONS = (
     "critic",
     "value_coef",
@@ -234,14 +269,15 @@ def check_name(name: str) -> str:
     nearest = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise ValueError(
-        f"expected one of {', '.join(ALGORITHMS)}, or module:NAME or file.py:NAME of your own{hint}"
+        "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
+        f"{hint}"
     )
 
 
 def check_options(row: Algorithm, options: Iterable[str]) -> None:
-    """ValueError for an option that the surrogate of `row`, one of the table, does not take. The
-    options of a user's own algorithm are checked when its surrogate is loaded."""
-    accepted = OPTIONS[row.surrogate]
+    """ValueError for an option that neither surrogate nor selection of `row`, one of the table,
+    takes. The options of a user's own algorithm are checked when its surrogate is loaded."""
+    accepted = OPTIONS[row.surrogate] + OPTIONS.get(row.selection, ())
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ValueError(
@@ -277,7 +313,7 @@ def resolve(name: str) -> Algorithm:
         return ALGORITHMS[name]
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
     functions = {}
-    for role in ("advantage", "surrogate", "aggregation"):
+    for role in ("advantage", "surrogate", "aggregation", "selection"):
         function = getattr(row, role)
         if callable(function):
             kind = "token_advantage" if row.critic and role == "advantage" else role

@@ -35,7 +35,7 @@ from .algorithms import Algorithm, find_function
 from .audit import audit
 from .config import Config
 from .lora import narrow_frozen
-from .objective import NUM_SUMS, Batch, Objective
+from .objective import NUM_SUMS, Batch, Objective, Step
 from .optimizer import learning_rate, make_optimizer, total_norm
 from .value_head import ValueHead, with_trunk
 
@@ -264,12 +264,15 @@ class Trainer:
     def _members(self, step: int) -> list[list[int]]:
         """The rollouts of each mini-batch of the epoch that begins with `step`: groups shuffled by
         seed and step, each group whole."""
-        seed = (self.config.seed * 1_000_003 + step) % 2**63
-        generator = torch.Generator().manual_seed(seed)
         num_groups = max(self.batch.groups, default=-1) + 1
-        order = torch.randperm(num_groups, generator=generator).tolist()
+        order = torch.randperm(num_groups, generator=self._chance(step)).tolist()
         shuffled = [order[group] for group in self.batch.groups]
         return minibatches(shuffled, self.config.minibatches)
+
+    def _chance(self, step: int) -> torch.Generator:
+        """The same numbers wherever this step is taken."""
+        seed = (self.config.seed * 1_000_003 + step) % 2**63
+        return torch.Generator().manual_seed(seed)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that the next step depends on, and what has been counted, as plain JSON."""
@@ -367,7 +370,7 @@ class Trainer:
 
         `members` count in the denominators; only `active` are passed through the model.
         """
-        weights = self.objective.weights(self.batch, members)
+        step = Step(self.objective.weights(self.batch, members), self._select(active))
         sequences = self.batch.sequences
         microbatches = self._microbatches(active, sequences)
         rank_microbatches = microbatches[self.rank_share]
@@ -383,7 +386,7 @@ class Trainer:
                 positions = self.batch.positions(layout.rows)
                 outputs = self.policy(layout, frozen=self.warming)
                 loss, loss_sums, largest_ratio = self.objective.loss(
-                    self.batch, outputs, layout.rows, weights[positions]
+                    self.batch, outputs, layout.rows, step.at(positions)
                 )
                 loss.backward()
                 padding, places = layout.filling
@@ -409,6 +412,14 @@ class Trainer:
             "rollouts": len(active),
             "microbatches": len(microbatches),
         }
+
+    def _select(self, rows: list[int]) -> Tensor | None:
+        """[N] bool: the tokens that the algorithm picks among those of the step over `rows`, whose
+        logprobs it must know first."""
+        if self.objective.selection is None:
+            return None
+        logprobs = self.score(rows)
+        return self.objective.select(self.batch, logprobs, rows, self._chance(self.step))
 
     def _sum_gradients(self) -> None:
         """Sum the step's gradient over ranks, in float32 whatever the weights are. A weight has a

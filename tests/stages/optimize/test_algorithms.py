@@ -26,6 +26,11 @@ def test_every_row_names_what_exists_and_says_what_it_is(row):
     surrogate = getattr(losses, row.surrogate)
     tokens = losses.Tokens(*[torch.zeros(3)] * 3, torch.tensor([0, 3]))
     options = {name: value for name, value in row.defaults.items() if name != "drop_zero_variance"}
+    if row.selection:
+        names = algorithms.OPTIONS[row.selection]
+        chosen = {name: options.pop(name) for name in names}
+        selected = getattr(losses, row.selection)(tokens, torch.Generator(), **chosen)
+        tokens = tokens._replace(selected=selected)
     loss, clipped = surrogate(tokens, **options)
     assert loss.shape == clipped.shape == (3,)
     assert row.reference.startswith("https://") and row.description
@@ -57,6 +62,7 @@ def test_rows(name, advantage, aggregation, low, high):
         ("sapo", "sapo", "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}),
         ("gmpo", "geometric_clipped", "sequence_mean", {"clip_low": 0.4, "clip_high": 0.4}),
         ("luspo", "sequence_clipped", "sequence_sum", {"clip_low": 2e-3, "clip_high": 2.5e-3}),
+        ("kl_cov", "covariance_penalised", "token_mean", {"cov_share": 2e-3, "cov_kl_coef": 1.0}),
     ],
 )
 def test_rows_with_a_surrogate_of_their_own(name, surrogate, aggregation, defaults):
@@ -120,7 +126,8 @@ def test_a_seed_may_be_a_time_in_nanoseconds(store, policy):
 def test_the_options_of_every_surrogate_are_those_of_its_function():
     assert {row.surrogate for row in algorithms.ALGORITHMS.values()} <= algorithms.OPTIONS.keys()
     for name, options in algorithms.OPTIONS.items():
-        assert tuple(inspect.signature(getattr(losses, name)).parameters)[1:] == options
+        parameters = inspect.signature(getattr(losses, name)).parameters.values()
+        assert tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) == options
 
 
 def test_single_rollouts_of_a_prompt_are_enough_for_reinforce_pp(store, policy):

@@ -165,3 +165,80 @@ def test_luspo_weighs_the_loss_of_gspo_by_length():
 
     same(found, equation)
     assert 0 < found[2].sum() < N
+
+
+# -- clip_cov and kl_cov
+
+
+def _covariances(now: Tensor) -> Tensor:
+    """[B, T], with NaN behind each row's end, by loops over the tokens."""
+    tokens = [(i, t) for i in range(B) for t in range(LENGTHS[i])]
+    mean = sum(now[i, t].item() for i, t in tokens) / N
+    mean_advantage = sum(ADVANTAGES[i].item() for i, t in tokens) / N
+    covariances = torch.full((B, T), math.nan, dtype=torch.float64)
+    for i, t in tokens:
+        covariances[i, t] = (now[i, t].item() - mean) * (ADVANTAGES[i] - mean_advantage)
+    return covariances
+
+
+def _step() -> losses.Tokens:
+    return losses.Tokens(NOW, OLD, ADVANTAGES.repeat_interleave(LENGTHS), OFFSETS)
+
+
+def _with(surrogate: str, selected: Tensor, **options) -> tuple[float, Tensor, Tensor]:
+    now = NOW.clone().requires_grad_()
+    tokens = _step()._replace(logprobs=now, selected=selected)
+    costs, at_bound = getattr(losses, surrogate)(tokens, **options)
+    loss = (losses.token_mean(LENGTHS) * costs).sum()
+    return loss.item(), torch.autograd.grad(loss, now)[0], at_bound
+
+
+def test_clip_cov_leaves_out_tokens_by_chance_whose_covariance_is_between_the_bounds():
+    options = {"cov_share": 0.2, "cov_low": 0.1, "cov_high": 1.0}
+    covariances = _covariances(padded(NOW))
+    candidates = ((covariances >= 0.1) & (covariances <= 1.0))[MASK]
+    assert candidates.sum() > 3  # 20 % of 16 tokens
+    seen = torch.zeros(N, dtype=torch.int64)
+    for seed in range(200):
+        chance = torch.Generator().manual_seed(seed)
+        selected = losses.covariance_within(_step(), chance, **options)
+        assert selected.sum() == 3 and not (selected & ~candidates).any()
+        seen += selected
+    mean = 200 * 3 / int(candidates.sum())
+    assert ((seen[candidates] - mean).abs() < 5 * mean**0.5).all()
+
+    found = _with("covariance_clipped", selected, clip_low=0.1, clip_high=0.2)
+
+    def equation(now: Tensor) -> Tensor:
+        ratio = (now - padded(OLD)).exp()
+        advantages = ADVANTAGES[:, None]
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.2) * advantages)
+        counts = MASK & ~padded(selected).bool()
+        return -torch.where(counts, gain, 0.0).sum() / N
+
+    same(found, equation)
+    assert (found[1][selected] == 0).all() and found[2][selected].all()
+
+
+def test_clip_cov_takes_all_candidates_where_they_are_few():
+    options = {"cov_share": 1.0, "cov_low": 0.1, "cov_high": 1.0}
+    covariances = _covariances(padded(NOW))
+    candidates = ((covariances >= 0.1) & (covariances <= 1.0))[MASK]
+    selected = losses.covariance_within(_step(), torch.Generator(), **options)
+    assert torch.equal(selected, candidates)
+
+
+@pytest.mark.parametrize("share, count", [(0.2, 3), (0.0625, 1), (0.06, 0), (1.0, N)])
+def test_kl_cov_holds_the_tokens_of_the_highest_covariance(share, count):
+    selected = losses.covariance_highest(_step(), cov_share=share)
+    ranks = _covariances(padded(NOW))[MASK].argsort(descending=True)
+    assert sorted(selected.nonzero()[:, 0].tolist()) == sorted(ranks[:count].tolist())
+
+    def equation(now: Tensor) -> Tensor:
+        ratio = (now - padded(OLD)).exp()
+        costs = -ratio * ADVANTAGES[:, None] + torch.where(
+            padded(selected).bool(), 0.7 * ratio.log().abs(), 0.0
+        )
+        return torch.where(MASK, costs, 0.0).sum() / N
+
+    same(_with("covariance_penalised", selected, cov_kl_coef=0.7), equation)

@@ -120,6 +120,8 @@ def _expected(
         "luspo": (2e-3, 2.5e-3),
         "dppo": (math.inf, math.inf),  # no probability of the tiny policy can move by 0.15
         "dppo_kl": (math.inf, math.inf),
+        "clip_cov": (1.0, 1.0),  # of so few tokens none is selected
+        "kl_cov": (math.inf, math.inf),
     }.get(algorithm, (0.2, 0.2))
     everyone = [r["reward"] for r in rows]
     centered = [
@@ -159,7 +161,7 @@ def _expected(
                 cost = -min(ratio.item(), 5.0) * advantage * now
             if algorithm == "gmpo":
                 sign = 1 if advantage > 0 else -1
-                bounded = [sign * min(sign * e, e * 0 + 0.4, key=float) for e in each]
+                bounded = [sign * (sign * e).clamp(max=0.4) for e in each]
                 cost = -advantage * (sum(bounded) / len(bounded)).exp()
             if algorithm == "sapo":
                 tau = 1.0 if advantage > 0 else 1.05
