@@ -1,10 +1,10 @@
 """Algorithms as rows of a table: which advantage, surrogate and aggregation, with which defaults.
 
-A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`;
-this module itself loads no torch, so a config is checked, and the table is listed, at once. A
-user's own row needs no edit here: put an `Algorithm` into a module and name it in the recipe,
-`algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may hold functions instead of
-names.
+A variant is data, not a branch. The names are functions of `advantages.py`, `losses.py` and
+`surrogates.py`; this module itself loads no torch, so a config is checked, and the table is listed,
+at once. A user's own row needs no edit here: put an `Algorithm` into a module and name it in the
+recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may hold functions instead
+of names.
 
 >>> resolve("dapo").defaults["clip_high"]
 0.28
@@ -34,7 +34,8 @@ class Algorithm:
 
     name: str
     advantage: str | Callable[..., Any]
-    """(rewards [B], groups [B]) -> advantages [B]"""
+    """(rewards [B], groups [B]) -> advantages [B]; where it names them, with `lengths` [B] in
+    tokens and `baselines` [B], the rewards of the greedy answers to the same prompts"""
     surrogate: str | Callable[..., Any]
     """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
@@ -48,6 +49,9 @@ class Algorithm:
     selection: str | Callable[..., Any] | None = None
     """(Tokens of the whole step, generator, **options) -> selected [N] bool, which the surrogate
     finds in its Tokens. It costs a pass more before each step."""
+    baseline: bool = False
+    """`advantage` needs `baselines`: greedy answers to the same prompts, generated and scored
+    beside the rollouts, and never trained on."""
     critic: bool = False
     """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
     [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
@@ -215,6 +219,25 @@ ALGORITHMS = {
             selection="covariance_highest",
         ),
         Algorithm(
+            "opo",
+            "length_weighted",
+            "reinforce",
+            "token_mean",
+            {},
+            "https://arxiv.org/abs/2505.23585",
+            "reward minus the group's mean weighted by length; for strictly on-policy steps",
+        ),
+        Algorithm(
+            "remax",
+            "over_baseline",
+            "reinforce",
+            "token_mean",
+            {},
+            "https://arxiv.org/abs/2310.10505",
+            "reward minus that of the greedy answer; one rollout a prompt is enough",
+            baseline=True,
+        ),
+        Algorithm(
             "ppo",
             "gae",
             "clipped",
@@ -330,11 +353,13 @@ def source_hash(name: str) -> str:
 
 
 def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a row names: itself, or the one of that name in `advantages` or `losses`.
-    ConfigError."""
+    """The function that a row names: itself, or the one of that name in `advantages`, or in
+    `losses` and `surrogates`. ConfigError."""
     if callable(chosen):
         return chosen
     function = getattr(importlib.import_module(f"quiver.stages.optimize.{module}"), chosen, None)
+    if function is None and module == "losses":
+        return find_function("surrogates", chosen)
     if not inspect.isfunction(function):
         raise ConfigError(
             "optimize.algorithm",

@@ -64,8 +64,8 @@ class Config(base.Config):
 
     algorithm: Annotated[str, AfterValidator(algorithms.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline,
-    dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, ppo, or `module:NAME` of an `Algorithm` of your
-    own."""
+    dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or `module:NAME` of an
+    `Algorithm` of your own."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)

@@ -17,6 +17,8 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError
 
+ADVANTAGE_COLUMNS = ("lengths", "baselines")
+"""What an advantage of rollouts is given besides, where it names it."""
 _CRITIC_OPTIONS = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
 _ROLES = {
     "advantage": ("(rewards, groups)", 2, {}, ("advantages",)),
@@ -42,6 +44,8 @@ def checked(name: str, role: str, function: Callable) -> Callable:
     signature = inspect.signature(function)
     # which options these take is checked with those that the config gives them
     bind = signature.bind_partial if role in ("surrogate", "selection") else signature.bind
+    if role == "advantage":
+        options = {name: 0 for name in ADVANTAGE_COLUMNS if name in signature.parameters}
     try:
         bind(*[0] * num_arguments, **options)
     except TypeError as error:

@@ -70,6 +70,25 @@ def test_group_centered():
     close(advantages.group_centered(REWARDS, GROUPS), of_rollouts(theirs))
 
 
+def test_opo():
+    theirs, _ = core.compute_opo_outcome_advantage(on_the_last_token(), MASK, INDEX)
+    close(advantages.length_weighted(REWARDS, GROUPS, lengths=LENGTHS), of_rollouts(theirs))
+
+
+def test_opos_group_of_one_has_the_raw_reward_there():
+    alone = np.array([str(row) for row in range(B)], dtype=object)
+    theirs, _ = core.compute_opo_outcome_advantage(on_the_last_token(), MASK, alone)
+    assert torch.equal(of_rollouts(theirs), REWARDS)
+    ours = advantages.length_weighted(REWARDS, torch.arange(B), lengths=LENGTHS)
+    assert ours.isnan().all()
+
+
+def test_remax():
+    baselines = noise(14, count=B).float().double()
+    theirs, _ = core.compute_remax_outcome_advantage(on_the_last_token(), baselines, MASK)
+    close(advantages.over_baseline(REWARDS, GROUPS, baselines=baselines), of_rollouts(theirs))
+
+
 @pytest.mark.parametrize("estimator", ["rloo", "rloo_vectorized"])
 def test_leave_one_out(estimator):
     theirs = core.get_adv_estimator_fn(estimator)(on_the_last_token(), MASK, INDEX)[0]

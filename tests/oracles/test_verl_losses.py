@@ -8,7 +8,7 @@ import torch
 
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import audit, losses
-from quiver.stages.optimize.algorithms import ALGORITHMS
+from quiver.stages.optimize.algorithms import ALGORITHMS, find_function
 from tests.oracles.peers import (
     ADVANTAGES,
     DOCUMENT,
@@ -169,9 +169,9 @@ def covariance_loss(selection, surrogate, chosen, options):
     def loss(now):
         tokens = losses.Tokens(now, OLD, ADVANTAGES.repeat_interleave(LENGTHS), OFFSETS)
         still = tokens._replace(logprobs=now.detach())
-        selected = getattr(losses, selection)(still, torch.Generator(), **chosen)
+        selected = find_function("losses", selection)(still, torch.Generator(), **chosen)
         assert 0 < selected.sum() < N
-        costs, _ = getattr(losses, surrogate)(tokens._replace(selected=selected), **options)
+        costs, _ = find_function("losses", surrogate)(tokens._replace(selected=selected), **options)
         return (losses.token_mean(LENGTHS) * costs).sum()
 
     return loss

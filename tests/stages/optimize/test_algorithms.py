@@ -12,6 +12,7 @@ import torch
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
 from quiver.stages.optimize import advantages, algorithms, losses
+from quiver.stages.optimize.algorithms import find_function
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.writing import run_here
@@ -22,14 +23,14 @@ run = partial(run_here, "optimize")
 @pytest.mark.parametrize("row", algorithms.ALGORITHMS.values(), ids=lambda row: row.name)
 def test_every_row_names_what_exists_and_says_what_it_is(row):
     assert callable(getattr(advantages, row.advantage))
-    assert callable(getattr(losses, row.aggregation))
-    surrogate = getattr(losses, row.surrogate)
+    assert callable(find_function("losses", row.aggregation))
+    surrogate = find_function("losses", row.surrogate)
     tokens = losses.Tokens(*[torch.zeros(3)] * 3, torch.tensor([0, 3]))
     options = {name: value for name, value in row.defaults.items() if name != "drop_zero_variance"}
     if row.selection:
         names = algorithms.OPTIONS[row.selection]
         chosen = {name: options.pop(name) for name in names}
-        selected = getattr(losses, row.selection)(tokens, torch.Generator(), **chosen)
+        selected = find_function("losses", row.selection)(tokens, torch.Generator(), **chosen)
         tokens = tokens._replace(selected=selected)
     loss, clipped = surrogate(tokens, **options)
     assert loss.shape == clipped.shape == (3,)
@@ -126,7 +127,7 @@ def test_a_seed_may_be_a_time_in_nanoseconds(store, policy):
 def test_the_options_of_every_surrogate_are_those_of_its_function():
     assert {row.surrogate for row in algorithms.ALGORITHMS.values()} <= algorithms.OPTIONS.keys()
     for name, options in algorithms.OPTIONS.items():
-        parameters = inspect.signature(getattr(losses, name)).parameters.values()
+        parameters = inspect.signature(find_function("losses", name)).parameters.values()
         assert tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) == options
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quiver.stages.optimize import audit, losses
+from quiver.stages.optimize.algorithms import find_function
 
 RNG = np.random.default_rng(7)
 LENGTHS = [3, 1, 5, 2]
@@ -239,7 +240,7 @@ SURROGATES = {
 
 def _gradient(name: str, tokens: losses.Tokens) -> torch.Tensor:
     now = tokens.logprobs.clone().requires_grad_()
-    loss, _ = getattr(losses, name)(tokens._replace(logprobs=now), **SURROGATES[name])
+    loss, _ = find_function("losses", name)(tokens._replace(logprobs=now), **SURROGATES[name])
     assert loss.isfinite().all()
     return torch.autograd.grad(loss.sum(), now)[0]
 

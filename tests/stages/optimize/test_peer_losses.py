@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import losses
-from quiver.stages.optimize.algorithms import ALGORITHMS
+from quiver.stages.optimize import losses, surrogates
+from quiver.stages.optimize.algorithms import ALGORITHMS, find_function
 
 LENGTHS = torch.tensor([3, 1, 6, 2, 4])
 OFFSETS = Ragged.from_lengths(torch.zeros(int(LENGTHS.sum())), LENGTHS).offsets
@@ -31,8 +31,8 @@ def ours(surrogate: str, aggregation: str, **options) -> tuple[float, Tensor, Te
     """A step's loss, its gradient [N], and which tokens were at a bound."""
     now = NOW.clone().requires_grad_()
     tokens = losses.Tokens(now, OLD, ADVANTAGES.repeat_interleave(LENGTHS), OFFSETS)
-    costs, at_bound = getattr(losses, surrogate)(tokens, **options)
-    loss = (getattr(losses, aggregation)(LENGTHS, 9) * costs).sum()
+    costs, at_bound = find_function("losses", surrogate)(tokens, **options)
+    loss = (find_function("losses", aggregation)(LENGTHS, 9) * costs).sum()
     return loss.item(), torch.autograd.grad(loss, now)[0], at_bound
 
 
@@ -99,9 +99,9 @@ def test_a_rare_token_may_change_its_ratio_and_a_frequent_one_may_not():
     tokens = losses.Tokens(now, old, advantages, torch.tensor([0, 4]))
     for name in ("dppo", "dppo_kl"):
         row = ALGORITHMS[name]
-        _, masked = losses.divergence_masked(tokens, **row.defaults)
+        _, masked = surrogates.divergence_masked(tokens, **row.defaults)
         assert masked.tolist() == [False, True, True, False]
-        _, turned = losses.divergence_masked(
+        _, turned = surrogates.divergence_masked(
             tokens._replace(advantages=-advantages), **row.defaults
         )
         assert not turned.any()
@@ -114,7 +114,7 @@ def test_a_certain_token_has_a_finite_loss(dtype):
     anchor = torch.tensor([-0.5, 0.0, 0.0], dtype=dtype)
     advantages = torch.tensor([1.0, -1.0, 1.0], dtype=dtype)
     tokens = losses.Tokens(certain, anchor, advantages, torch.tensor([0, 3]))
-    loss, masked = losses.divergence_masked(tokens, **ALGORITHMS["dppo_kl"].defaults)
+    loss, masked = surrogates.divergence_masked(tokens, **ALGORITHMS["dppo_kl"].defaults)
     assert loss.isfinite().all()
     assert torch.autograd.grad(loss.sum(), certain)[0].tolist() == [0.0, 0.0, -1.0]
     assert masked.tolist() == [True, True, False]
@@ -188,7 +188,7 @@ def _step() -> losses.Tokens:
 def _with(surrogate: str, selected: Tensor, **options) -> tuple[float, Tensor, Tensor]:
     now = NOW.clone().requires_grad_()
     tokens = _step()._replace(logprobs=now, selected=selected)
-    costs, at_bound = getattr(losses, surrogate)(tokens, **options)
+    costs, at_bound = find_function("losses", surrogate)(tokens, **options)
     loss = (losses.token_mean(LENGTHS) * costs).sum()
     return loss.item(), torch.autograd.grad(loss, now)[0], at_bound
 
@@ -201,7 +201,7 @@ def test_clip_cov_leaves_out_tokens_by_chance_whose_covariance_is_between_the_bo
     seen = torch.zeros(N, dtype=torch.int64)
     for seed in range(200):
         chance = torch.Generator().manual_seed(seed)
-        selected = losses.covariance_within(_step(), chance, **options)
+        selected = surrogates.covariance_within(_step(), chance, **options)
         assert selected.sum() == 3 and not (selected & ~candidates).any()
         seen += selected
     mean = 200 * 3 / int(candidates.sum())
@@ -224,13 +224,13 @@ def test_clip_cov_takes_all_candidates_where_they_are_few():
     options = {"cov_share": 1.0, "cov_low": 0.1, "cov_high": 1.0}
     covariances = _covariances(padded(NOW))
     candidates = ((covariances >= 0.1) & (covariances <= 1.0))[MASK]
-    selected = losses.covariance_within(_step(), torch.Generator(), **options)
+    selected = surrogates.covariance_within(_step(), torch.Generator(), **options)
     assert torch.equal(selected, candidates)
 
 
 @pytest.mark.parametrize("share, count", [(0.2, 3), (0.0625, 1), (0.06, 0), (1.0, N)])
 def test_kl_cov_holds_the_tokens_of_the_highest_covariance(share, count):
-    selected = losses.covariance_highest(_step(), cov_share=share)
+    selected = surrogates.covariance_highest(_step(), cov_share=share)
     ranks = _covariances(padded(NOW))[MASK].argsort(descending=True)
     assert sorted(selected.nonzero()[:, 0].tolist()) == sorted(ranks[:count].tolist())
 

@@ -83,8 +83,12 @@ def _trainer(
 ) -> Trainer:
     row = resolve(algorithm)
     groups = [each["group"] for each in rows]
+    columns = {
+        "length_weighted": {"lengths": torch.tensor([len(r["completion_ids"]) for r in rows])},
+        "over_baseline": {"baselines": torch.tensor([r["group"] / 10 for r in rows])},
+    }.get(row.advantage, {})
     weights = find_function("advantages", row.advantage)(
-        torch.tensor([r["reward"] for r in rows]), torch.tensor(groups)
+        torch.tensor([r["reward"] for r in rows]), torch.tensor(groups), **columns
     )
     data = Sequences(
         _ragged(rows, "prompt_ids", torch.int32),
@@ -130,10 +134,14 @@ def _expected(
     for row in rows:
         peers = [r["reward"] for r in rows if r["group"] == row["group"]]
         mean = sum(peers) / len(peers)
+        lengths = [len(r["completion_ids"]) for r in rows if r["group"] == row["group"]]
+        weighted = sum(n * r for n, r in zip(lengths, peers, strict=True)) / sum(lengths)
         std = math.sqrt(sum((x - mean) ** 2 for x in peers) / (len(peers) - 1))
         advantage = {
             **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), row["reward"] - mean),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
+            "opo": row["reward"] - weighted,
+            "remax": row["reward"] - row["group"] / 10,
             "reinforce_pp": (row["reward"] - fmean(everyone)) / (stdev(everyone) + 1e-8),
             "reinforce_pp_baseline": (row["reward"] - mean) / (stdev(centered) + 1e-8),
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
@@ -159,6 +167,8 @@ def _expected(
             cost = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
             if algorithm == "cispo":
                 cost = -min(ratio.item(), 5.0) * advantage * now
+            if algorithm in ("opo", "remax"):
+                cost = -advantage * now
             if algorithm == "gmpo":
                 sign = 1 if advantage > 0 else -1
                 bounded = [sign * (sign * e).clamp(max=0.4) for e in each]
