@@ -1,10 +1,10 @@
 """Algorithms as rows of a table: which advantage, surrogate and aggregation, with which defaults.
 
-A variant is data, not a branch. The names are functions of `advantages.py`, `losses.py` and
-`surrogates.py`; this module itself loads no torch, so a config is checked, and the table is listed,
-at once. A user's own row needs no edit here: put an `Algorithm` into a module and name it in the
-recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may hold functions instead
-of names.
+A variant is data, not a branch. The names are functions of `advantages.py`, `losses.py`,
+`estimators.py` and `surrogates.py`; this module itself loads no torch, so a config is checked, and
+the table is listed, at once. A user's own row needs no edit here: put an `Algorithm` into a module
+and name it in the recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may
+hold functions instead of names.
 
 >>> resolve("dapo").defaults["clip_high"]
 0.28
@@ -272,6 +272,8 @@ OPTIONS = {
     "reinforce": (),
 }
 """What each surrogate and selection takes, so that a recipe is checked without loading torch."""
+_MORE = {"advantages": "estimators", "losses": "surrogates"}
+"""Where the functions lie that are not in the first."""
 CRITIC_OPTIONS = (
     "critic",
     "value_coef",
@@ -353,13 +355,13 @@ def source_hash(name: str) -> str:
 
 
 def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a row names: itself, or the one of that name in `advantages`, or in
-    `losses` and `surrogates`. ConfigError."""
+    """The function that a row names: itself, or the one of that name in `advantages` and
+    `estimators`, or in `losses` and `surrogates`. ConfigError."""
     if callable(chosen):
         return chosen
     function = getattr(importlib.import_module(f"quiver.stages.optimize.{module}"), chosen, None)
-    if function is None and module == "losses":
-        return find_function("surrogates", chosen)
+    if function is None and module in _MORE:
+        return find_function(_MORE[module], chosen)
     if not inspect.isfunction(function):
         raise ConfigError(
             "optimize.algorithm",

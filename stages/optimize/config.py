@@ -131,6 +131,20 @@ class Config(base.Config):
     kl_in_reward: bool = False
     """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward
     instead: of each token's with a critic, else of the rollout's."""
+    entropy_coef: Added[float] = Field(default=0.0, ge=0)
+    """Weight of the policy's entropy, which the loss then rewards. With `entropy_target` where it
+    begins."""
+    entropy_target: Added[float | None] = Field(default=None, gt=0)
+    """Mean entropy in nats a token that the coefficient is steered towards, over the policy's life:
+    after a step at or below it goes up, else down, and above it there is no bonus. None: the
+    coefficient stays."""
+    entropy_coef_step: Added[float] = Field(default=0.005, gt=0)
+    """By how much the coefficient moves after a step, with `entropy_target`."""
+    entropy_coef_max: Added[float] = Field(default=1.0, gt=0)
+    """Largest coefficient, with `entropy_target`."""
+    entropy_share: Added[float] = Field(default=1.0, gt=0, le=1)
+    """Share of the step's tokens, those of highest entropy, that the policy learns from; the others
+    count in the denominators. Below 1 each step scores its tokens first."""
     critic: Literal["trunk", "model"] = "trunk"
     """`trunk`: a value head on the policy's last hidden states, whose gradient moves the policy's
     trunk too. `model`: a trunk of its own below the head, at first a copy of the policy, which the

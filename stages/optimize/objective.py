@@ -7,14 +7,14 @@ ranks, or the store. The config's options override the algorithm's defaults.
     objective = Objective(config, resolve("grpo"))
     step = Step(objective.weights(batch, members)).at(batch.positions(layout.rows))
     loss, sums, ratio_max = objective.loss(batch, policy(layout), layout.rows, step)
-    objective.numbers(sums, num_tokens, warming=False)
+    objective.numbers(sums, num_tokens, warming=False, entropy_coef=0.0)
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -29,8 +29,9 @@ from . import losses
 from .algorithms import Algorithm, find_function
 from .config import Config
 
-NUM_SUMS = 10
-"""Three losses, and over tokens the sums of three numbers and of the critic's four moments."""
+NUM_SUMS = 11
+"""Three losses, the weighted entropy, and over tokens the sums of three numbers and of the critic's
+four moments."""
 
 
 class Part(NamedTuple):
@@ -110,17 +111,27 @@ class Batch:
         return Part(offsets.to(device), *taken)
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """What tokens are in one optimizer step."""
 
     weights: Tensor
     """[N] float64"""
     selected: Tensor | None = None
     """[N] bool, of an algorithm that selects"""
+    learns: Tensor | None = None
+    """[N] bool: the policy learns from it; None: from all of them"""
+    entropy_coef: float = 0.0
+    """Of the bonus."""
 
     def at(self, positions: Tensor) -> Step:
         """Of the tokens at `positions` [n] alone."""
-        return Step(*[None if column is None else column[positions] for column in self])
+        columns = {
+            name: column[positions]
+            for name, column in vars(self).items()
+            if isinstance(column, Tensor)
+        }
+        return replace(self, **columns)
 
 
 class Objective:
@@ -131,6 +142,7 @@ class Objective:
         self.config = config
         self.has_critic = algorithm.critic
         self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
+        self.has_bonus = config.entropy_coef > 0 or config.entropy_target is not None
         self.surrogate = find_function("losses", algorithm.surrogate)
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
         self.options = {**algorithm.defaults, **config.surrogate_options()}
@@ -149,6 +161,8 @@ class Objective:
             or not algorithm.zero_is_idle
             or self.kl_coef
             or self.options.get("drift_coef")
+            or self.has_bonus
+            or config.entropy_share < 1
         )
         """Rollouts with advantage 0 need no pass: none of their tokens has a gradient."""
         try:
@@ -208,7 +222,10 @@ class Objective:
             costs = costs * losses.correction(
                 part.anchor, part.old_logprobs, part.offsets, **config.correction.model_dump()
             )
+        if step.learns is not None:
+            costs = costs * step.learns.to(device)
         policy_loss = (weights * costs).sum()
+        weighted_entropy = (weights * entropy).sum()
         zero = torch.zeros((), device=device)
         kl_loss = value_loss = zero
         moments = [zero] * 4
@@ -222,20 +239,23 @@ class Objective:
             value_loss = (weights * value_costs).sum()
             moments = losses.value_moments(values, part.returns)
         loss = policy_loss + self.kl_coef * kl_loss + config.value_coef * value_loss
+        loss = loss - step.entropy_coef * weighted_entropy if step.entropy_coef else loss
         with torch.no_grad():
             log_ratio = losses.log_ratio(logprobs, part.old_logprobs)
             approx_kl = torch.expm1(log_ratio) - log_ratio
-            sums = [policy_loss, kl_loss, value_loss]
+            sums = [policy_loss, kl_loss, value_loss, weighted_entropy]
             sums += [at_bound.sum(), approx_kl.sum(), entropy.sum(), *moments]
             sums = torch.stack([term.double() for term in sums]).cpu()
         return loss, sums, float(log_ratio.max().exp())
 
-    def numbers(self, sums: Tensor, num_tokens: int, warming: bool) -> dict[str, float | None]:
+    def numbers(
+        self, sums: Tensor, num_tokens: int, warming: bool, entropy_coef: float
+    ) -> dict[str, float | None]:
         """Losses and means of a step over `num_tokens` tokens, of the sums over its micro-batches.
         `warming`: the critic learns alone."""
-        policy_loss, kl_loss, value_loss, *totals = sums.tolist()
+        policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *moments = (total / num_tokens for total in totals)
-        loss = policy_loss + self.kl_coef * kl_loss
+        loss = policy_loss + self.kl_coef * kl_loss - entropy_coef * weighted_entropy
         critic_numbers = {"value_loss": None}
         if self.has_critic:
             value_term = self.config.value_coef * value_loss

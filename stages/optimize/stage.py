@@ -184,6 +184,9 @@ def _load_trainer(
     trainer = Trainer(
         config, model, batch, algorithm, accelerator, step=step, value_trunk=value_trunk
     )
+    if config.entropy_target is not None:
+        trainer.entropy_coef = policy.manifest.metrics.get("entropy_coef", config.entropy_coef)
+        trainer.last_entropy = policy.manifest.metrics.get("entropy")
     if config.load_optimizer and has_moments(config.lora, policy):
         state = state_folder.read(policy, checkpoints.OPTIMIZER_FOLDER, optimizer="adamw")
         load_state(trainer.optimizer, model, state)

@@ -18,7 +18,7 @@ import torch
 
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import advantages, losses
+from quiver.stages.optimize import advantages, entropy, losses
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import ALGORITHMS, resolve
 from quiver.stages.optimize.stage import Config
@@ -122,14 +122,14 @@ def scored(made, count: int = B) -> dict:
     return made._generate_and_score_completions([{"prompt": "?"} for _ in range(count)])
 
 
-def theirs(made, inputs: dict):
+def theirs(made, inputs: dict, entropies: torch.Tensor | None = None):
     """TRL's loss as a function of logprobs [N]."""
     made.model.train()
 
     def loss(now):
         made._get_per_token_logps_and_entropies = lambda *_, **__: (
             padded(now),
-            torch.zeros(B, T),
+            torch.zeros(B, T) if entropies is None else padded(entropies),
             None,
         )
         return made.compute_loss(made.model, inputs)
@@ -198,6 +198,35 @@ def test_defaults_of_sapo(trainer):
 def test_bnpo_is_their_token_mean_of_one_micro_batch(trainer):
     made = trainer(loss_type="bnpo")
     agree(ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2), theirs(made, given(made)))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.83])
+def test_the_tokens_of_highest_entropy(trainer, share):
+    entropies = noise(15).abs()
+    learns = entropy.uncertain(entropies, share)
+    assert 0 < learns.sum() < N
+    made = trainer(loss_type="dapo", top_entropy_quantile=share)
+    agree(
+        ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2, weight=learns.double()),
+        theirs(made, given(made), entropies),
+    )
+
+
+def test_the_adaptive_coefficient(trainer):
+    """The course of TRL's coefficient over four steps of constant entropy each."""
+    made = trainer(
+        loss_type="dapo", use_adaptive_entropy=True, entropy_target=1.0, entropy_coef_delta=0.1
+    )
+    made.current_gradient_accumulation_steps, made._step = 1, 0
+    config = Config(entropy_target=1.0, entropy_coef_step=0.1)
+    coef, last = 0.0, None
+    inputs = given(made)
+    plain = theirs(trainer(loss_type="dapo"), inputs)(NOW).item()
+    for mean in (0.5, 0.9, 2.0, 0.7):
+        found = theirs(made, inputs, torch.full((N,), mean, dtype=torch.float64))(NOW).item()
+        assert plain - found == pytest.approx(entropy.bonus(config, coef, last) * mean, abs=1e-6)
+        coef, last = entropy.next_coefficient(config, coef, mean), mean
+        assert made.entropy_coef == pytest.approx(coef)
 
 
 @pytest.mark.parametrize("low, high", [(0.1, 0.3), (0.3, 0.05)])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quiver.stages.optimize import advantages
+from quiver.stages.optimize import advantages, estimators
 
 NAN = float("nan")
 REWARDS = [1.0, 0.0, 0.25, NAN, 2.0, 2.0, -1.0, 0.5, 3.0, NAN, 0.1, 0.1, 0.1]
@@ -168,10 +168,10 @@ def test_opo_takes_off_the_mean_reward_weighted_by_length():
             continue
         products = sum(lengths[j].item() * rewards[j].item() for j in peers)
         expected.append(rewards[i].item() - products / sum(lengths[j].item() for j in peers))
-    found = advantages.length_weighted(rewards, groups, lengths=lengths)
+    found = estimators.length_weighted(rewards, groups, lengths=lengths)
     assert found.dtype == torch.float32 and found[-3:].tolist() == [0.0] * 3  # equal rewards
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-7)
-    alike = advantages.length_weighted(rewards, groups, lengths=torch.full((13,), 4))
+    alike = estimators.length_weighted(rewards, groups, lengths=torch.full((13,), 4))
     torch.testing.assert_close(
         alike, advantages.group_centered(rewards, groups), equal_nan=True, rtol=1e-6, atol=1e-7
     )
@@ -180,7 +180,7 @@ def test_opo_takes_off_the_mean_reward_weighted_by_length():
 def test_remax_takes_off_the_reward_of_the_greedy_answer():
     rewards = torch.tensor([1.0, 0.25, NAN, 0.5])
     baselines = torch.tensor([0.75, 0.75, 0.0, NAN])
-    found = advantages.over_baseline(rewards, torch.tensor([0, 0, 1, 2]), baselines=baselines)
+    found = estimators.over_baseline(rewards, torch.tensor([0, 0, 1, 2]), baselines=baselines)
     np.testing.assert_array_equal(found.numpy(), np.array([0.25, -0.5, NAN, NAN], np.float32))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
-from quiver.stages.optimize import advantages, algorithms, losses
+from quiver.stages.optimize import algorithms, losses
 from quiver.stages.optimize.algorithms import find_function
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
@@ -22,7 +22,7 @@ run = partial(run_here, "optimize")
 
 @pytest.mark.parametrize("row", algorithms.ALGORITHMS.values(), ids=lambda row: row.name)
 def test_every_row_names_what_exists_and_says_what_it_is(row):
-    assert callable(getattr(advantages, row.advantage))
+    assert callable(find_function("advantages", row.advantage))
     assert callable(find_function("losses", row.aggregation))
     surrogate = find_function("losses", row.surrogate)
     tokens = losses.Tokens(*[torch.zeros(3)] * 3, torch.tensor([0, 3]))

@@ -6,6 +6,7 @@ import math
 from functools import partial
 from statistics import fmean, stdev
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -113,11 +114,18 @@ def _config(**values) -> Config:
 
 
 def _expected(
-    policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0, prox: bool = False
+    policy,
+    rows: list[dict],
+    algorithm: str,
+    *,
+    kl_coef: float = 0.0,
+    prox: bool = False,
+    entropy_coef: float = 0.0,
+    entropy_share: float = 1.0,
 ) -> tuple[float, dict]:
     """Loss and gradients by the formulas, one rollout after another, in float64."""
     model = load_model(policy, dtype=torch.float64)
-    tokens, total = sum(len(row["completion_ids"]) for row in rows), 0.0
+    tokens, terms = sum(len(row["completion_ids"]) for row in rows), []
     low, high = {
         "dapo": (0.2, 0.28),
         "gspo": (3e-4, 4e-4),
@@ -178,14 +186,15 @@ def _expected(
                 cost = -advantage / (1 + (-tau * (ratio - 1)).exp()) * 4 / tau
             if prox:
                 cost = cost * min(math.exp(anchor - row["old"][t]), 2.0)
-            if kl_coef:
-                d = row["ref"][t] - now
-                cost = (
-                    cost
-                    + kl_coef * (d.exp() - d - 1).detach()
-                    + kl_coef * (d**2 / 2 - (d**2 / 2).detach())
-                )
-            total = total + weight * cost
+            d = row["ref"][t] - now
+            kl = (d.exp() - d - 1).detach() + (d**2 / 2 - (d**2 / 2).detach())
+            entropy = -(table[start + t].exp() * table[start + t]).sum()
+            terms.append((weight, cost, kl, entropy))
+    threshold = np.quantile([entropy.item() for *_, entropy in terms], 1 - entropy_share)
+    total = 0.0
+    for weight, cost, kl, entropy in terms:
+        counted = cost if entropy.item() >= threshold else 0.0
+        total = total + weight * (counted + kl_coef * kl - entropy_coef * entropy)
     total.backward()
     return total.item(), {name: p.grad.float() for name, p in model.named_parameters()}
 
@@ -206,6 +215,16 @@ def test_loss_and_gradient_are_those_of_the_formula(policy, rows, algorithm):
 def test_kl_to_the_reference(policy, rows):
     made = _trainer(policy, rows, _config(kl_coef=0.3), "grpo", ref=True)
     _compare(made, _expected(policy, rows, "grpo", kl_coef=0.3))
+
+
+@pytest.mark.parametrize("coef, share", [(0.3, 1.0), (0.0, 0.3), (0.2, 0.5)])
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+def test_entropy_bonus_and_the_tokens_of_highest_entropy(policy, rows, algorithm, coef, share):
+    """In three micro-batches: which tokens are the highest is told of the whole step."""
+    options = {"entropy_coef": coef, "entropy_share": share}
+    made = _trainer(policy, rows, _config(token_budget=60, **options), algorithm)
+    assert len(made.active) == len(rows)  # a token of advantage 0 has an entropy too
+    _compare(made, _expected(policy, rows, algorithm, **options))
 
 
 def test_decoupled_ratio_with_correction(policy, rows):
