@@ -359,14 +359,13 @@ def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[...
     `estimators`, or in `losses` and `surrogates`. ConfigError."""
     if callable(chosen):
         return chosen
-    function = getattr(importlib.import_module(f"quiver.stages.optimize.{module}"), chosen, None)
-    if function is None and module in _MORE:
-        return find_function(_MORE[module], chosen)
-    if not inspect.isfunction(function):
-        raise ConfigError(
-            "optimize.algorithm",
-            f"expected a function or the name of one of {module}.py, found "
-            f"{printable(repr(chosen))}",
-            next="correct the algorithm's row",
-        )
-    return function
+    for name in filter(None, (module, _MORE.get(module))):
+        functions = importlib.import_module(f"quiver.stages.optimize.{name}")
+        function = getattr(functions, chosen, None)
+        if inspect.isfunction(function):
+            return function
+    raise ConfigError(
+        "optimize.algorithm",
+        f"expected a function or the name of one of {module}.py, found {printable(repr(chosen))}",
+        next="correct the algorithm's row",
+    )

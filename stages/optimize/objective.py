@@ -173,7 +173,7 @@ class Objective:
         except TypeError as error:
             raise ConfigError(
                 f"optimize.algorithm {algorithm.name}",
-                f"its functions do not take these options: {error}",
+                f"its surrogate does not take these options: {error}",
                 next="correct optimize.options",
             ) from None
 

@@ -149,7 +149,7 @@ def _expected(
             **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), row["reward"] - mean),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
             "opo": row["reward"] - weighted,
-            "remax": row["reward"] - row["group"] / 10,
+            "remax": row["reward"] - (row["group"] / 10 if algorithm == "remax" else 0),
             "reinforce_pp": (row["reward"] - fmean(everyone)) / (stdev(everyone) + 1e-8),
             "reinforce_pp_baseline": (row["reward"] - mean) / (stdev(centered) + 1e-8),
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
@@ -186,7 +186,7 @@ def _expected(
                 cost = -advantage / (1 + (-tau * (ratio - 1)).exp()) * 4 / tau
             if prox:
                 cost = cost * min(math.exp(anchor - row["old"][t]), 2.0)
-            d = row["ref"][t] - now
+            d = row["ref"][t] - now if kl_coef else torch.zeros(())
             kl = (d.exp() - d - 1).detach() + (d**2 / 2 - (d**2 / 2).detach())
             entropy = -(table[start + t].exp() * table[start + t]).sum()
             terms.append((weight, cost, kl, entropy))
