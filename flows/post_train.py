@@ -42,12 +42,17 @@ from quiver.stages.reward.stage import pinned
 
 from .ahead import run_ahead
 from .evaluation import measure, numbers
+from .greedy import answer_greedily
 from .pages import link_report
 from .pages.iterations import Curve
 from .placement import STAGES, check_placement, stage_call, trained_here
 from .recipe import Recipe
 from .retention import clean_up
 from .tasks import check_stages, perform, tagged
+
+
+_LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs", "baseline_rollouts", "baseline_rewards")
+"""What optimize is given of `Sampled`, under the same names."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ class Sampled:
     rewards: str
     prox_logprobs: str | None
     """Under the sampling policy, with the trainer's numerics. None: [logprobs] asks for none."""
+    baseline_rollouts: str | None
+    """Greedy answers of the sampling policy (see `greedy`). None: the algorithm asks for none."""
+    baseline_rewards: str | None
+    """Of these."""
     reward_mean: float | None
     seconds: dict[str, float]
     """By stage."""
@@ -79,8 +88,8 @@ class Iteration(Sampled):
     """Score, standard error and n of that policy and of the baseline. None: not measured."""
 
     def to_json(self) -> dict[str, Any]:
-        """As `quiver run --json` prints it: logprobs that nobody asked for are left out."""
-        optional = ("prox_logprobs", "ref_logprobs")
+        """As `quiver run --json` prints it: what nobody asked for is left out."""
+        optional = ("prox_logprobs", "ref_logprobs", "baseline_rollouts", "baseline_rewards")
         return {
             name: field
             for name, field in asdict(self).items()
@@ -218,7 +227,7 @@ def sample(
     prompts: Outcome | None = None,
 ) -> Sampled:
     """What iteration `iteration` learns from, by `policy`: prompts (unless they are there already),
-    rollouts, rewards and, where the recipe asks for them, proximal logprobs."""
+    rollouts, rewards and, where the recipe asks for them, proximal logprobs and a baseline."""
     prompts = prompts or make_prompts(recipe, policy, iteration, forced)
     rollouts = perform(
         recipe,
@@ -242,12 +251,16 @@ def sample(
             force="logprobs" in forced,
             iteration=iteration,
         )
+    greedy = answer_greedily(recipe, prompts.ref, policy, partial(perform, iteration=iteration))
+    outcomes |= greedy
     return Sampled(
         iteration=iteration,
         prompts=prompts.ref,
         rollouts=rollouts.ref,
         rewards=rewards.ref,
         prox_logprobs=outcomes["logprobs prox"].ref if recipe.logprobs.prox else None,
+        baseline_rollouts=greedy["generate greedy"].ref if greedy else None,
+        baseline_rewards=greedy["reward greedy"].ref if greedy else None,
         reward_mean=rewards.metrics.get("reward_mean"),
         seconds={name: outcome.seconds for name, outcome in outcomes.items()},
     )
@@ -280,11 +293,11 @@ def update(
         scored.append(perform(recipe, "logprobs", config, refs, iteration=number, **about))
     refs = {
         "policy": policy,
-        "rollouts": [source.rollouts for source in sources],
-        "rewards": [source.rewards for source in sources],
         "ref_logprobs": [outcome.ref for outcome in scored],
-        "prox_logprobs": [source.prox_logprobs for source in sources if recipe.logprobs.prox],
     }
+    for role in _LEARNED_FROM:
+        versions = [getattr(source, role) for source in sources]
+        refs[role] = [version for version in versions if version is not None]
     updated = perform(
         recipe,
         "optimize",

@@ -52,6 +52,7 @@ _GROUP_ADVANTAGES = {
     "group_normalized",
     "group_centered",
     "leave_one_out",
+    "length_weighted",
     "batch_normalized_baseline",
 }
 """Advantages that compare the completions of one prompt with one another."""
@@ -427,6 +428,16 @@ class Recipe(Config):
             "evaluate.generate" if evaluation else "generate",
             is_section=True,
         )
+
+    def greedy_config(self) -> GenerateConfig | None:
+        """The generate stage's config of the greedy answers that the algorithm compares with; None
+        where it asks for none. Nothing is drawn, so that every iteration has the same."""
+        algorithm = ALGORITHMS.get(self.optimize.algorithm)
+        if algorithm is None or not algorithm.baseline:
+            return None
+        section = self.generate.model_dump(exclude_defaults=True)
+        greedy = {"samples_per_prompt": 1, "sampling": {"temperature": 0.0}}
+        return parse(GenerateConfig, _merge(section, greedy), "generate")
 
     def is_measured(self, iteration: int) -> bool:
         """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""

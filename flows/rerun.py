@@ -25,6 +25,7 @@ from quiver.stages.common.store import Store
 from .by_hand import tell_version
 from .commands.shared import CALLED
 from .dispatch import run_at
+from .greedy import answer_greedily
 from .placement import check_placement, stage_call
 from .recipe import Recipe
 
@@ -104,6 +105,7 @@ def rerun(
         return measure(recipe.held_out_resolved(), policy, iteration, forced, perform=perform)
     if stage == "optimize":
         refs |= _score_again(recipe, store, refs, run)
+        refs |= _answer_again(recipe, store, refs, partial(perform, iteration=iteration))
         config = recipe.optimize_config()
     elif stage == "override":
         del refs["rollouts"]
@@ -227,6 +229,23 @@ def _score_again(
         ]
         for role, scorers in policies.items()
     }
+
+
+def _answer_again(
+    recipe: Recipe, store: Store, refs: RefLists, perform: Callable[..., Outcome]
+) -> RefLists:
+    """The greedy answers and their rewards that the recipe's algorithm compares with, if any; made
+    now where they are not there yet."""
+    if recipe.greedy_config() is None:
+        return {}
+    pairs = []
+    for ref in refs["rollouts"]:
+        manifest = store.open(ref).manifest
+        policy = manifest.model("policy").ref
+        outcomes = answer_greedily(recipe, manifest.input("prompts").ref, policy, perform)
+        pairs.append([outcome.ref for outcome in outcomes.values()])
+    rollouts, rewards = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
+    return {"baseline_rollouts": rollouts, "baseline_rewards": rewards}
 
 
 def sampling_policy(store: Store, rollouts: str) -> str:

@@ -71,7 +71,7 @@ class Config(BaseModel):
             name
             for name, field in fields.items()
             if _RUNTIME in field.metadata
-            or (_ADDED in field.metadata and getattr(self, name) == field.get_default())
+            or (name in added(type(self)) and getattr(self, name) == field.get_default())
         }
         dumped = self.model_dump(mode="json", exclude=left_out)
         for name in dumped:
@@ -83,6 +83,12 @@ class Config(BaseModel):
                     if isinstance(member, Config):
                         dumped[name][index] = member.key()
         return dumped
+
+
+@cache
+def added(cls: type[Config]) -> frozenset[str]:
+    """The fields of `cls` that are annotated `Added[...]`."""
+    return frozenset(name for name, field in cls.model_fields.items() if _ADDED in field.metadata)
 
 
 @cache

@@ -3,7 +3,7 @@
 Pure functions of flat tensors. Legend: B rollouts, groups numbered 0 … n-1. A reward of NaN means
 "not scored": it is left out of every mean, and its rollout has no advantage. A rollout without an
 advantage is NaN in the answer, never 0; the caller, rollouts.py, drops and counts it. The one for
-critics, `gae`, is called by critic.py.
+critics, `gae`, is called by critic.py. More are in estimators.py.
 
 Sums run in float64 over float32 rewards, so they are exact for equal rewards: these give exactly 0,
 not 1e-9 / 1e-4.
@@ -32,9 +32,9 @@ def group_normalized(rewards: Tensor, groups: Tensor, epsilon: float = 1e-4) -> 
 
     Reference: DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2.
     """
-    rewards, counts, sums, comparable = _group_statistics(rewards, groups)
+    rewards, counts, sums, comparable = group_statistics(rewards, groups)
     centered = torch.where(rewards.isnan(), 0.0, rewards - sums / counts)
-    std = (_group_sums(centered**2, groups) / (counts - 1)).sqrt()
+    std = (group_sums(centered**2, groups) / (counts - 1)).sqrt()
     return torch.where(comparable, centered / (std + epsilon), torch.nan).float()
 
 
@@ -53,7 +53,7 @@ def group_centered(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
     """
-    rewards, counts, sums, comparable = _group_statistics(rewards, groups)
+    rewards, counts, sums, comparable = group_statistics(rewards, groups)
     return torch.where(comparable, rewards - sums / counts, torch.nan).float()
 
 
@@ -72,7 +72,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
     Reference: RLOO, https://arxiv.org/abs/2402.14740.
     """
-    rewards, counts, sums, comparable = _group_statistics(rewards, groups)
+    rewards, counts, sums, comparable = group_statistics(rewards, groups)
     mean_of_others = (sums - rewards) / (counts - 1)
     return torch.where(comparable, rewards - mean_of_others, torch.nan).float()
 
@@ -125,7 +125,7 @@ def batch_normalized_baseline(rewards: Tensor, groups: Tensor, epsilon: float = 
 
     Reference: REINFORCE++, https://arxiv.org/abs/2501.03262 (the variant with a baseline).
     """
-    rewards, counts, sums, comparable = _group_statistics(rewards, groups)
+    rewards, counts, sums, comparable = group_statistics(rewards, groups)
     centered = torch.where(comparable, rewards - sums / counts, 0.0)
     std = (centered.square().sum() / (comparable.sum() - 1)).sqrt()
     return torch.where(comparable, centered / (std + epsilon), torch.nan).float()
@@ -211,22 +211,22 @@ def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
     Returns:
         [B] bool: the rollout's group has two scored rewards at least, all of them equal.
     """
-    rewards, counts, sums, _ = _group_statistics(rewards, groups)
+    rewards, counts, sums, _ = group_statistics(rewards, groups)
     distances = torch.where(rewards.isnan(), 0.0, (rewards - sums / counts).abs())
-    return (_group_sums(distances, groups) == 0) & (counts >= 2)
+    return (group_sums(distances, groups) == 0) & (counts >= 2)
 
 
-def _group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each rollout, [B] each: its reward in float64, how many rewards of its group are scored,
     their sum, and whether there is something to compare: it is scored, and another one too."""
     rewards = rewards.double()
     scored = ~rewards.isnan()
-    counts = _group_sums(scored.double(), groups)
-    sums = _group_sums(torch.where(scored, rewards, 0.0), groups)
+    counts = group_sums(scored.double(), groups)
+    sums = group_sums(torch.where(scored, rewards, 0.0), groups)
     return rewards, counts, sums, scored & (counts >= 2)
 
 
-def _group_sums(terms: Tensor, groups: Tensor) -> Tensor:
+def group_sums(terms: Tensor, groups: Tensor) -> Tensor:
     """[B] for each of the `terms` [B] the sum over its group."""
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     return terms.new_zeros(num_groups).index_add(0, groups, terms)[groups]

@@ -1,10 +1,10 @@
 """Algorithms as rows of a table: which advantage, surrogate and aggregation, with which defaults.
 
-A variant is data, not a branch. The three names are functions of `advantages.py` and `losses.py`;
-this module itself loads no torch, so a config is checked, and the table is listed, at once. A
-user's own row needs no edit here: put an `Algorithm` into a module and name it in the recipe,
-`algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may hold functions instead of
-names.
+A variant is data, not a branch. The names are functions of `advantages.py`, `losses.py`,
+`estimators.py` and `surrogates.py`; this module itself loads no torch, so a config is checked, and
+the table is listed, at once. A user's own row needs no edit here: put an `Algorithm` into a module
+and name it in the recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may
+hold functions instead of names.
 
 >>> resolve("dapo").defaults["clip_high"]
 0.28
@@ -34,7 +34,8 @@ class Algorithm:
 
     name: str
     advantage: str | Callable[..., Any]
-    """(rewards [B], groups [B]) -> advantages [B]"""
+    """(rewards [B], groups [B]) -> advantages [B]; where it names them, with `lengths` [B] in
+    tokens and `baselines` [B], the rewards of the greedy answers to the same prompts"""
     surrogate: str | Callable[..., Any]
     """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
@@ -45,6 +46,12 @@ class Algorithm:
     zero_is_idle: bool = True
     """A token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass (they still
     count in the denominators)."""
+    selection: str | Callable[..., Any] | None = None
+    """(Tokens of the whole step, generator, **options) -> selected [N] bool, which the surrogate
+    finds in its Tokens. It costs a pass more before each step."""
+    baseline: bool = False
+    """`advantage` needs `baselines`: greedy answers to the same prompts, generated and scored
+    beside the rollouts, and never trained on."""
     critic: bool = False
     """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
     [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
@@ -148,6 +155,89 @@ ALGORITHMS = {
             "reward minus the group's mean, scaled over the batch",
         ),
         Algorithm(
+            "dppo",
+            "group_centered",
+            "divergence_masked",
+            "constant",
+            {"divergence": "tv", "divergence_low": 0.15, "divergence_high": 0.15},
+            "https://arxiv.org/abs/2602.04879",
+            "a token is left out when its probability, not its ratio, has moved too far",
+        ),
+        Algorithm(
+            "dppo_kl",
+            "group_centered",
+            "divergence_masked",
+            "constant",
+            {"divergence": "kl", "divergence_low": 0.05, "divergence_high": 0.05},
+            "https://arxiv.org/abs/2602.04879",
+            "as dppo, but the distance is the KL of sampled token against all others",
+        ),
+        Algorithm(
+            "gmpo",
+            "group_normalized",
+            "geometric_clipped",
+            "sequence_mean",
+            {"clip_low": 0.4, "clip_high": 0.4},
+            "https://arxiv.org/abs/2507.20673",
+            "geometric mean of the tokens' ratios, each clipped in its logarithm",
+        ),
+        Algorithm(
+            "luspo",
+            "group_normalized",
+            "sequence_clipped",
+            "sequence_sum",
+            {"clip_low": 2e-3, "clip_high": 2.5e-3},
+            "https://arxiv.org/abs/2602.05261",
+            "as gspo, but a completion weighs by its length",
+        ),
+        Algorithm(
+            "clip_cov",
+            "group_normalized",
+            "covariance_clipped",
+            "token_mean",
+            {
+                "clip_low": 1.0,
+                "clip_high": 1.0,
+                "cov_share": 2e-4,
+                "cov_low": 1.0,
+                "cov_high": 5.0,
+            },
+            "https://arxiv.org/abs/2505.22617",
+            "a few tokens that would take entropy away are left out, by chance",
+            zero_is_idle=False,
+            selection="covariance_within",
+        ),
+        Algorithm(
+            "kl_cov",
+            "group_normalized",
+            "covariance_penalised",
+            "token_mean",
+            {"cov_share": 2e-3, "cov_kl_coef": 1.0},
+            "https://arxiv.org/abs/2505.22617",
+            "tokens that take most entropy away are held where they were",
+            zero_is_idle=False,
+            selection="covariance_highest",
+        ),
+        Algorithm(
+            "opo",
+            "length_weighted",
+            "reinforce",
+            "token_mean",
+            {},
+            "https://arxiv.org/abs/2505.23585",
+            "reward minus the group's mean weighted by length; for strictly on-policy steps",
+        ),
+        Algorithm(
+            "remax",
+            "over_baseline",
+            "reinforce",
+            "token_mean",
+            {},
+            "https://arxiv.org/abs/2310.10505",
+            "reward minus that of the greedy answer; one rollout a prompt is enough",
+            baseline=True,
+        ),
+        Algorithm(
             "ppo",
             "gae",
             "clipped",
@@ -167,9 +257,23 @@ OPTIONS = {
     "sequence_clipped": (*_BOUNDS, "token_form"),
     "cispo": ("clip_max",),
     "sapo": ("tau_positive", "tau_negative"),
+    "divergence_masked": (
+        "divergence",
+        "divergence_low",
+        "divergence_high",
+        "ratio_max",
+        "drift_coef",
+    ),
+    "geometric_clipped": ("clip_low", "clip_high"),
+    "covariance_clipped": ("clip_low", "clip_high"),
+    "covariance_within": ("cov_share", "cov_low", "cov_high"),
+    "covariance_penalised": ("cov_kl_coef",),
+    "covariance_highest": ("cov_share",),
     "reinforce": (),
 }
-"""What each surrogate takes, so that a recipe is checked without loading torch."""
+"""What each surrogate and selection takes, so that a recipe is checked without loading torch."""
+_MORE = {"advantages": "estimators", "losses": "surrogates"}
+"""Where the functions lie that are not in the first."""
 CRITIC_OPTIONS = (
     "critic",
     "value_coef",
@@ -190,14 +294,15 @@ def check_name(name: str) -> str:
     nearest = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise ValueError(
-        f"expected one of {', '.join(ALGORITHMS)}, or module:NAME or file.py:NAME of your own{hint}"
+        "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
+        f"{hint}"
     )
 
 
 def check_options(row: Algorithm, options: Iterable[str]) -> None:
-    """ValueError for an option that the surrogate of `row`, one of the table, does not take. The
-    options of a user's own algorithm are checked when its surrogate is loaded."""
-    accepted = OPTIONS[row.surrogate]
+    """ValueError for an option that neither surrogate nor selection of `row`, one of the table,
+    takes. The options of a user's own algorithm are checked when its surrogate is loaded."""
+    accepted = OPTIONS[row.surrogate] + OPTIONS.get(row.selection, ())
     unknown = sorted(set(options) - set(accepted))
     if unknown:
         raise ValueError(
@@ -233,7 +338,7 @@ def resolve(name: str) -> Algorithm:
         return ALGORITHMS[name]
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
     functions = {}
-    for role in ("advantage", "surrogate", "aggregation"):
+    for role in ("advantage", "surrogate", "aggregation", "selection"):
         function = getattr(row, role)
         if callable(function):
             kind = "token_advantage" if row.critic and role == "advantage" else role
@@ -250,16 +355,17 @@ def source_hash(name: str) -> str:
 
 
 def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a row names: itself, or the one of that name in `advantages` or `losses`.
-    ConfigError."""
+    """The function that a row names: itself, or the one of that name in `advantages` and
+    `estimators`, or in `losses` and `surrogates`. ConfigError."""
     if callable(chosen):
         return chosen
-    function = getattr(importlib.import_module(f"quiver.stages.optimize.{module}"), chosen, None)
-    if not inspect.isfunction(function):
-        raise ConfigError(
-            "optimize.algorithm",
-            f"expected a function or the name of one of {module}.py, found "
-            f"{printable(repr(chosen))}",
-            next="correct the algorithm's row",
-        )
-    return function
+    for name in filter(None, (module, _MORE.get(module))):
+        functions = importlib.import_module(f"quiver.stages.optimize.{name}")
+        function = getattr(functions, chosen, None)
+        if inspect.isfunction(function):
+            return function
+    raise ConfigError(
+        "optimize.algorithm",
+        f"expected a function or the name of one of {module}.py, found {printable(repr(chosen))}",
+        next="correct the algorithm's row",
+    )

@@ -102,6 +102,40 @@ class Sampled:
         return table[name].take(places)
 
 
+def baselines(version: Sampled) -> pa.Array:
+    """[B] for each rollout the reward of the greedy answer to its prompt; null where that was not
+    scored, or the engine gave up. LineageError unless these are greedy, one of each prompt."""
+    greedy = Sampled(
+        {
+            "rollouts": version.inputs["baseline"],
+            "rewards": version.inputs["baseline_rewards"],
+        }
+    )
+    table = greedy.table
+    groups = table["group_id"].combine_chunks()
+    places = pc.index_in(version.table["group_id"].combine_chunks(), value_set=groups)
+    prompts = pc.take(table["prompt_ids"], places)
+    problem = None
+    if (warm := pc.max(table["temperature"]).as_py()) != 0:
+        problem = f"sampled at temperature {warm:g}, expected 0: a baseline is the greedy answer"
+    elif len(groups.unique()) != len(groups):
+        problem = "several answers to one prompt, expected one"
+    elif places.null_count:
+        problem = f"no answer to the prompts of {places.null_count} rollouts"
+    elif not prompts.equals(version.table["prompt_ids"]):
+        problem = "other prompt_ids under the same group_id"
+    if problem:
+        raise LineageError(
+            str(greedy.rollouts.ref),
+            problem,
+            next=f"generate with temperature 0 and one sample from the prompts of "
+            f"{version.rollouts.ref}",
+        )
+    is_answer = pc.not_equal(table["finish_reason"], "abort")
+    rewards = pc.if_else(is_answer, greedy.column("rewards", "reward"), None)
+    return rewards.take(places).combine_chunks()
+
+
 def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     """Refuse rollouts of a policy that is too old or foreign, proximal logprobs of another policy
     than theirs, biased sampling.

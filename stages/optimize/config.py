@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import config as base
-from quiver.stages.common.config import Runtime
+from quiver.stages.common.config import Added, Runtime
 
 from . import algorithms
 from .lora import Lora
@@ -63,8 +63,9 @@ class Config(base.Config):
     """How a policy learns from scored rollouts."""
 
     algorithm: Annotated[str, AfterValidator(algorithms.check_name)] = "grpo"
-    """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline, ppo,
-    or `module:NAME` of an `Algorithm` of your own."""
+    """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline,
+    dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or `module:NAME` of an
+    `Algorithm` of your own."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
@@ -72,9 +73,11 @@ class Config(base.Config):
     epochs: int = Field(default=1, ge=1)
     """Passes over the rollouts."""
     clip_low: float | None = Field(default=None, ge=0)
-    """Distance of the lower clip bound from ratio 1. None: the algorithm's."""
+    """Distance of the lower clip bound from ratio 1; gmpo: of log r from 0. None: the
+    algorithm's."""
     clip_high: float | None = Field(default=None, ge=0)
-    """Distance of the upper clip bound from ratio 1. None: the algorithm's."""
+    """Distance of the upper clip bound from ratio 1; gmpo: of log r from 0. None: the
+    algorithm's."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Where the advantage is negative, the loss is at most this times −advantage. None: off."""
     delta: float | None = Field(default=None, gt=1)
@@ -90,9 +93,31 @@ class Config(base.Config):
     token_form: bool | None = None
     """gspo: each token's own gradient under the sequence's ratio, for advantages that differ within
     a completion. None: off."""
+    divergence: Added[Literal["tv", "kl"] | None] = None
+    """dppo, dppo_kl: distance of the sampled token's probability from what it was, as a difference
+    (tv) or as KL against all other tokens. None: the algorithm's."""
+    divergence_low: Added[float | None] = Field(default=None, ge=0)
+    """dppo, dppo_kl: distance beyond which a token of negative advantage that fell is left out.
+    None: the algorithm's."""
+    divergence_high: Added[float | None] = Field(default=None, ge=0)
+    """dppo, dppo_kl: distance beyond which a token of positive advantage that rose is left out.
+    None: the algorithm's."""
+    ratio_max: Added[float | None] = Field(default=None, gt=0)
+    """dppo, dppo_kl: largest weight of a token. None: off."""
+    drift_coef: Added[float | None] = Field(default=None, ge=0)
+    """dppo, dppo_kl: weight of (log r)² of every token; prime-rl takes 0.001. None: off."""
+    cov_share: Added[float | None] = Field(default=None, ge=0, le=1)
+    """clip_cov, kl_cov: share of the step's tokens that are selected. None: the algorithm's."""
+    cov_low: Added[float | None] = None
+    """clip_cov: lower bound of the covariance of a token that may be selected. None: the
+    algorithm's."""
+    cov_high: Added[float | None] = None
+    """clip_cov: upper bound of the same. None: the algorithm's."""
+    cov_kl_coef: Added[float | None] = Field(default=None, ge=0)
+    """kl_cov: weight of |log r| of a selected token. None: the algorithm's."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More options for the surrogate of your own algorithm, by name."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] | None = None
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] | None = None
     """What a token weighs. None: the algorithm's."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Divisor of aggregation `constant`. None: what generation allowed, as the rollouts' manifest
@@ -106,6 +131,20 @@ class Config(base.Config):
     kl_in_reward: bool = False
     """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward
     instead: of each token's with a critic, else of the rollout's."""
+    entropy_coef: Added[float] = Field(default=0.0, ge=0)
+    """Weight of the policy's entropy, which the loss then rewards. With `entropy_target` where it
+    begins."""
+    entropy_target: Added[float | None] = Field(default=None, gt=0)
+    """Mean entropy in nats a token that the coefficient is steered towards, over the policy's life:
+    after a step at or below it goes up, else down, and above it there is no bonus. None: the
+    coefficient stays."""
+    entropy_coef_step: Added[float] = Field(default=0.005, gt=0)
+    """By how much the coefficient moves after a step, with `entropy_target`."""
+    entropy_coef_max: Added[float] = Field(default=1.0, gt=0)
+    """Largest coefficient, with `entropy_target`."""
+    entropy_share: Added[float] = Field(default=1.0, gt=0, le=1)
+    """Share of the step's tokens, those of highest entropy, that the policy learns from; the others
+    count in the denominators. Below 1 each step scores its tokens first."""
     critic: Literal["trunk", "model"] = "trunk"
     """`trunk`: a value head on the policy's last hidden states, whose gradient moves the policy's
     trunk too. `model`: a trunk of its own below the head, at first a copy of the policy, which the
@@ -240,9 +279,10 @@ class Config(base.Config):
             raise ValueError(
                 f"delta must be > 1 + clip_high = {1 + self.clip_high:g}, got {self.delta}"
             )
+        row = algorithms.ALGORITHMS.get(self.algorithm)
         for name in self.options:
             # else the manifest would name a value that did not count
-            if name in (*SURROGATE_FIELDS, "drop_zero_variance"):
+            if name in self._filled_fields(row is not None):
                 raise ValueError(f"options.{name} has a field of its own: set optimize.{name}")
         if self.critic_warmup_steps and self.value_coef == 0:
             raise ValueError(
@@ -253,7 +293,6 @@ class Config(base.Config):
                 "bootstrap_length is for completions cut by length, and on_length = 'mask' leaves "
                 "them out: drop one"
             )
-        row = algorithms.ALGORITHMS.get(self.algorithm)
         if row:
             algorithms.check_options(row, self.surrogate_options())
             algorithms.check_effect(row, self._defaults_of_changed())
@@ -293,11 +332,17 @@ class Config(base.Config):
         defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
         filled: dict[str, Any] = {
             name: defaults.get(name)
-            for name in (*SURROGATE_FIELDS, "drop_zero_variance", "aggregation")
+            for name in (*self._filled_fields(not is_own), "aggregation")
             if getattr(self, name) is None and not callable(defaults.get(name))
         }
         filled["algorithm_source"] = source
         return base.parse(Config, {**self.model_dump(), **filled}, "optimize", is_section=True)
+
+    def _filled_fields(self, is_of_table: bool) -> set[str]:
+        """The fields that an algorithm's row fills in. A user's own algorithm may have taken, under
+        `options`, a name that became a field here later: it goes on as it was."""
+        fields = {*SURROGATE_FIELDS, "drop_zero_variance"}
+        return fields if is_of_table else fields - base.added(type(self))
 
     def require_source(self) -> str:
         """The hash of the algorithm's file. ConfigError where it is not `algorithm_source`."""

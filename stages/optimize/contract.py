@@ -17,6 +17,8 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError
 
+ADVANTAGE_COLUMNS = ("lengths", "baselines")
+"""What an advantage of rollouts is given besides, where it names it."""
 _CRITIC_OPTIONS = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
 _ROLES = {
     "advantage": ("(rewards, groups)", 2, {}, ("advantages",)),
@@ -28,18 +30,22 @@ _ROLES = {
     ),
     "surrogate": ("(tokens, **options)", 1, {}, ("loss", "clipped")),
     "aggregation": ("(lengths, max_completion_tokens)", 2, {}, ("weights",)),
+    "selection": ("(tokens, generator, **options)", 2, {}, ("selected",)),
 }
 """By role: what a function takes, as text, as the number of its arguments and as its options; and
-the tensors that it answers, [B] or [N], of which `clipped` is bool and the others are float."""
+the tensors that it answers, [B] or [N], of which `clipped` and `selected` are bool and the others
+float."""
 
 
 def checked(name: str, role: str, function: Callable) -> Callable:
-    """`function`, of `advantage`, `token_advantage`, `surrogate` or `aggregation`, with a look at
-    every answer. `name` is what errors call it."""
+    """`function`, of a role of `_ROLES`, with a look at every answer. `name` is what errors call
+    it."""
     form, num_arguments, options, contents = _ROLES[role]
     signature = inspect.signature(function)
-    # which options a surrogate takes is checked with those that the config gives it
-    bind = signature.bind_partial if role == "surrogate" else signature.bind
+    # which options these take is checked with those that the config gives them
+    bind = signature.bind_partial if role in ("surrogate", "selection") else signature.bind
+    if role == "advantage":
+        options = {name: 0 for name in ADVANTAGE_COLUMNS if name in signature.parameters}
     try:
         bind(*[0] * num_arguments, **options)
     except TypeError as error:
@@ -59,9 +65,10 @@ def checked(name: str, role: str, function: Callable) -> Callable:
         if role == "aggregation":
             shape = [int(first.sum())]
         else:
-            shape = list((first.logprobs if role == "surrogate" else first).shape)
+            of_tokens = role in ("surrogate", "selection")
+            shape = list((first.logprobs if of_tokens else first).shape)
         for content, tensor in zip(contents, tensors, strict=True):
-            kind = "bool" if content == "clipped" else "float"
+            kind = "bool" if content in ("clipped", "selected") else "float"
             fits = isinstance(tensor, torch.Tensor) and list(tensor.shape) == shape
             if not (fits and kind in str(tensor.dtype)):
                 raise _wrong(

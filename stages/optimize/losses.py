@@ -6,6 +6,8 @@ else is data. The surrogate (what a token costs) and the aggregation (what a tok
 step) are apart: loss = Σ_t weight_t · surrogate_t. The weights are made once for the whole
 optimizer step, so micro-batches, their order and ranks change nothing.
 
+More surrogates, and selections, are in surrogates.py.
+
     costs, at_bound = clipped(tokens, clip_low=0.2, clip_high=0.28)
     loss = (token_mean(lengths) * costs).sum()
 """
@@ -34,6 +36,9 @@ class Tokens(NamedTuple):
     """[N] of the token, or of its rollout repeated."""
     offsets: Tensor
     """[B+1] int64."""
+    selected: Tensor | None = None
+    """[N] bool: picked by the algorithm's selection among all tokens of the step; None: it has
+    none."""
 
 
 def log_ratio(logprobs: Tensor, anchor: Tensor) -> Tensor:
@@ -244,6 +249,23 @@ def sequence_mean(lengths: Tensor, max_completion_tokens: int | None = None) -> 
     Reference: DeepSeekMath, https://arxiv.org/abs/2402.03300, equation 3.
     """
     return (1.0 / (len(lengths) * lengths.double())).repeat_interleave(lengths)
+
+
+def sequence_sum(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:
+    """1 / B: mean over the step's rollouts of the sum over the tokens of each.
+
+    A completion's pull grows with its length, as that of the policy gradient itself does; it is
+    `constant` but for the divisor max_completion_tokens.
+
+    Args:
+        lengths: [B] int64, tokens of each of the step's completions.
+        max_completion_tokens: not used.
+    Returns:
+        [N] float64.
+
+    Reference: LUSPO, https://arxiv.org/abs/2602.05261, which weighs a completion by its length.
+    """
+    return torch.full((int(lengths.sum()),), 1.0 / max(len(lengths), 1), dtype=torch.float64)
 
 
 def constant(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:

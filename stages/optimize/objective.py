@@ -5,17 +5,18 @@ ranks, are the step's. An algorithm and a config are all that is known here: not
 ranks, or the store. The config's options override the algorithm's defaults.
 
     objective = Objective(config, resolve("grpo"))
-    weights = objective.weights(batch, members)[batch.positions(layout.rows)]
-    loss, sums, ratio_max = objective.loss(batch, policy(layout), layout.rows, weights)
-    objective.numbers(sums, num_tokens, warming=False)
+    step = Step(objective.weights(batch, members)).at(batch.positions(layout.rows))
+    loss, sums, ratio_max = objective.loss(batch, policy(layout), layout.rows, step)
+    objective.numbers(sums, num_tokens, warming=False, entropy_coef=0.0)
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +29,22 @@ from . import losses
 from .algorithms import Algorithm, find_function
 from .config import Config
 
-NUM_SUMS = 10
-"""Three losses, and over tokens the sums of three numbers and of the critic's four moments."""
+NUM_SUMS = 11
+"""Three losses, the weighted entropy, and over tokens the sums of three numbers and of the critic's
+four moments."""
+
+
+class Part(NamedTuple):
+    """Columns [n] of the n tokens of some rollouts, as those of `Batch`, on one device."""
+
+    offsets: Tensor
+    """[b+1] int64"""
+    old_logprobs: Tensor
+    anchor: Tensor
+    advantages: Tensor
+    ref_logprobs: Tensor | None
+    old_values: Tensor | None
+    returns: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,46 @@ class Batch:
         rows = torch.as_tensor(rows, dtype=torch.int64)
         return self.sequences.completions.positions(rows)
 
+    def part(self, rows: Sequence[int] | Tensor, device: torch.device) -> Part:
+        """The tokens of rollouts `rows` [b] on `device`."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        positions = self.positions(rows)
+        columns = (
+            self.old_logprobs,
+            self.anchor,
+            self.token_advantages,
+            self.ref_logprobs,
+            self.old_values,
+            self.returns,
+        )
+        lengths = self.sequences.completions.lengths[rows]
+        offsets = Ragged.from_lengths(positions, lengths).offsets
+        taken = [None if column is None else column[positions].to(device) for column in columns]
+        return Part(offsets.to(device), *taken)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What tokens are in one optimizer step."""
+
+    weights: Tensor
+    """[N] float64"""
+    selected: Tensor | None = None
+    """[N] bool, of an algorithm that selects"""
+    learns: Tensor | None = None
+    """[N] bool: the policy learns from it; None: from all of them"""
+    entropy_coef: float = 0.0
+    """Of the bonus."""
+
+    def at(self, positions: Tensor) -> Step:
+        """Of the tokens at `positions` [n] alone."""
+        columns = {
+            name: column[positions]
+            for name, column in vars(self).items()
+            if isinstance(column, Tensor)
+        }
+        return replace(self, **columns)
+
 
 class Objective:
     """The loss of an algorithm, with the options of a config. ConfigError when its surrogate does
@@ -87,12 +142,34 @@ class Objective:
         self.config = config
         self.has_critic = algorithm.critic
         self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
+        self.has_bonus = config.entropy_coef > 0 or config.entropy_target is not None
         self.surrogate = find_function("losses", algorithm.surrogate)
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
         self.options = {**algorithm.defaults, **config.surrogate_options()}
         self.options.pop("drop_zero_variance", None)
+        self.selection = None
+        """Picks tokens of the whole step, whose logprobs must be known before it."""
+        selection_options = {}
+        if algorithm.selection:
+            self.selection = find_function("losses", algorithm.selection)
+            names = inspect.signature(self.selection).parameters
+            selection_options = {
+                name: self.options.pop(name) for name in names if name in self.options
+            }
+        self.zero_is_idle = not (
+            algorithm.critic
+            or not algorithm.zero_is_idle
+            or self.kl_coef
+            or self.options.get("drift_coef")
+            or self.has_bonus
+            or config.entropy_share < 1
+        )
+        """Rollouts with advantage 0 need no pass: none of their tokens has a gradient."""
         try:
             inspect.signature(self.surrogate).bind(None, **self.options)
+            if self.selection:
+                inspect.signature(self.selection).bind(None, None, **selection_options)
+                self.selection = partial(self.selection, **selection_options)
         except TypeError as error:
             raise ConfigError(
                 f"optimize.algorithm {algorithm.name}",
@@ -108,11 +185,27 @@ class Objective:
         weights[batch.positions(members)] = self.aggregate(lengths, batch.max_completion_tokens)
         return weights
 
+    def select(
+        self, batch: Batch, logprobs: Tensor, rows: list[int], generator: torch.Generator
+    ) -> Tensor:
+        """[N] bool: the tokens that the algorithm picks of the step over rollouts `rows`, on which
+        the policy has the `logprobs` [N]."""
+        positions = batch.positions(rows)
+        part = batch.part(rows, logprobs.device)
+        tokens = losses.Tokens(logprobs[positions], part.anchor, part.advantages, part.offsets)
+        selected = torch.zeros(len(logprobs), dtype=torch.bool)
+        selected[positions] = self.selection(tokens, generator)
+        return selected
+
     def loss(
-        self, batch: Batch, outputs: tuple[Tensor, ...], rows: Tensor, weights: Tensor
+        self,
+        batch: Batch,
+        outputs: tuple[Tensor, ...],
+        rows: Tensor,
+        step: Step,
     ) -> tuple[Tensor, Tensor, float]:
         """Weighted loss of the rollouts `rows` [b], on whose n tokens the policy has the `outputs`
-        logprobs, entropy and, with a critic, values; `weights` are theirs; each [n].
+        logprobs, entropy and, with a critic, values; `step` is of these n.
 
         Returns the loss, its share of the step's sums ([NUM_SUMS] float64, for `numbers`), and the
         largest ratio.
@@ -120,51 +213,49 @@ class Objective:
         config = self.config
         logprobs, entropy, values = outputs
         device = logprobs.device
-        positions = batch.positions(rows)
-        weights = weights.to(device, torch.float32)
-
-        def select(column: Tensor) -> Tensor:
-            return column[positions].to(device)
-
-        old_logprobs = select(batch.old_logprobs)
-        anchor = select(batch.anchor)
-        lengths = batch.sequences.completions.lengths[rows].to(device)
-        offsets = Ragged.from_lengths(old_logprobs, lengths).offsets
-        tokens = losses.Tokens(logprobs, anchor, select(batch.token_advantages), offsets)
+        weights = step.weights.to(device, torch.float32)
+        selected = None if step.selected is None else step.selected.to(device)
+        part = batch.part(rows, device)
+        tokens = losses.Tokens(logprobs, part.anchor, part.advantages, part.offsets, selected)
         costs, at_bound = self.surrogate(tokens, **self.options)
         if batch.prox_logprobs is not None:
             costs = costs * losses.correction(
-                anchor, old_logprobs, offsets, **config.correction.model_dump()
+                part.anchor, part.old_logprobs, part.offsets, **config.correction.model_dump()
             )
+        if step.learns is not None:
+            costs = costs * step.learns.to(device)
         policy_loss = (weights * costs).sum()
+        weighted_entropy = (weights * entropy).sum()
         zero = torch.zeros((), device=device)
         kl_loss = value_loss = zero
         moments = [zero] * 4
-        if batch.ref_logprobs is not None:  # reported, though `kl_coef` may be 0
-            ref_logprobs = select(batch.ref_logprobs)
-            kl = losses.kl(logprobs, ref_logprobs, config.kl_estimator, config.kl_unbiased)
+        if part.ref_logprobs is not None:  # reported, though `kl_coef` may be 0
+            kl = losses.kl(logprobs, part.ref_logprobs, config.kl_estimator, config.kl_unbiased)
             kl_loss = (weights * kl).sum()
         if self.has_critic:
-            old_values = select(batch.old_values)
-            returns = select(batch.returns)
-            value_costs = losses.value_loss(values, old_values, returns, config.value_clip)
+            value_costs = losses.value_loss(
+                values, part.old_values, part.returns, config.value_clip
+            )
             value_loss = (weights * value_costs).sum()
-            moments = losses.value_moments(values, returns)
+            moments = losses.value_moments(values, part.returns)
         loss = policy_loss + self.kl_coef * kl_loss + config.value_coef * value_loss
+        loss = loss - step.entropy_coef * weighted_entropy if step.entropy_coef else loss
         with torch.no_grad():
-            log_ratio = losses.log_ratio(logprobs, old_logprobs)
+            log_ratio = losses.log_ratio(logprobs, part.old_logprobs)
             approx_kl = torch.expm1(log_ratio) - log_ratio
-            sums = [policy_loss, kl_loss, value_loss]
+            sums = [policy_loss, kl_loss, value_loss, weighted_entropy]
             sums += [at_bound.sum(), approx_kl.sum(), entropy.sum(), *moments]
             sums = torch.stack([term.double() for term in sums]).cpu()
         return loss, sums, float(log_ratio.max().exp())
 
-    def numbers(self, sums: Tensor, num_tokens: int, warming: bool) -> dict[str, float | None]:
+    def numbers(
+        self, sums: Tensor, num_tokens: int, warming: bool, entropy_coef: float
+    ) -> dict[str, float | None]:
         """Losses and means of a step over `num_tokens` tokens, of the sums over its micro-batches.
         `warming`: the critic learns alone."""
-        policy_loss, kl_loss, value_loss, *totals = sums.tolist()
+        policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *moments = (total / num_tokens for total in totals)
-        loss = policy_loss + self.kl_coef * kl_loss
+        loss = policy_loss + self.kl_coef * kl_loss - entropy_coef * weighted_entropy
         critic_numbers = {"value_loss": None}
         if self.has_critic:
             value_term = self.config.value_coef * value_loss

@@ -79,6 +79,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         **loaded.summary,
         **{name: updates[-1][name] for name in names if updates},
         "trainable_parameters": trainer.num_trained,
+        **({"entropy_coef": trainer.entropy_coef} if trainer.objective.has_bonus else {}),
         "step": trainer.step,
         "steps": len(updates),
         "skipped_steps": sum(not row["applied"] for row in updates),

@@ -5,8 +5,8 @@ Joins go by `rollout_id`; what has no partner, or belongs to other rollouts, is 
 versions of rollouts each is checked and joined by itself, each row keeps its own old logprobs and
 temperature, and groups never mix: the same prompt in two versions is two groups, because other
 policies answered it. The reasons, in this order: `abort` (the engine gave up), `not_scored` (null
-reward), `small_group` (fewer than two scored), `zero_variance`, `length` (masked), `empty` (no
-token).
+reward), `small_group` (fewer than two scored; with greedy answers for a baseline `no_baseline`: not
+scored), `zero_variance`, `length` (masked), `empty` (no token).
 
     loaded = load(config, algorithm, store, {"policy": …, "rollouts": …, "rewards": …})
     loaded.batch; loaded.reasons; loaded.summary["dropped"]
@@ -14,6 +14,7 @@ token).
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -34,8 +35,9 @@ from quiver.stages.common.store import Store, Version
 
 from .advantages import zero_variance
 from .algorithms import Algorithm, find_function
-from .checks import Sampled, check_lineage, require_own_ids
+from .checks import Sampled, baselines, check_lineage, require_own_ids
 from .config import Config
+from .contract import ADVANTAGE_COLUMNS
 from .inputs import sets
 from .losses import log_ratio
 from .objective import Batch
@@ -73,6 +75,8 @@ class _Joined:
     """[B] float32; NaN: not scored, or the engine gave up."""
     groups: Tensor
     """[B] int64, numbered in order of first appearance, those of each version apart."""
+    baselines: Tensor | None
+    """[B] float32: rewards of the greedy answers to the same prompts, where they are given."""
 
 
 def load(
@@ -131,7 +135,18 @@ def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
         tables.append(table)
     table = pa.concat_tables(tables)
     rewards = torch.where(_ended_by(table, "abort"), torch.nan, rewards)
-    return _Joined(versions, table, rewards, torch.cat(groups))
+    baseline_rewards = [
+        torch.from_numpy(np.array(baselines(version), dtype=np.float32))
+        for version in versions
+        if "baseline" in version.inputs
+    ]
+    return _Joined(
+        versions,
+        table,
+        rewards,
+        torch.cat(groups),
+        torch.cat(baseline_rewards) if baseline_rewards else None,
+    )
 
 
 def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
@@ -165,11 +180,24 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
             old = Ragged.from_arrow(joined.table["old_logprobs"])
             token_kl = log_ratio(old.values, Ragged.from_arrow(joined.table["ref"]).values)
             rewards = rewards - config.kl_coef * old.with_values(token_kl).segment_sum()
-        advantages = find_function("advantages", algorithm.advantage)(rewards, joined.groups)
+        function = find_function("advantages", algorithm.advantage)
+        columns = {
+            "lengths": _tensor(pc.list_value_length(joined.table["completion_ids"]), np.int64),
+            "baselines": joined.baselines,
+        }
+        parameters = inspect.signature(function).parameters
+        columns = {name: columns[name] for name in ADVANTAGE_COLUMNS if name in parameters}
+        if any(column is None for column in columns.values()):
+            raise ConfigError(
+                f"optimize.algorithm {config.algorithm}",
+                "needs greedy answers to the same prompts and their rewards, and none are given",
+                next="name baseline_rollouts and baseline_rewards",
+            )
+        advantages = function(rewards, joined.groups, **columns)
     if not bool(advantages.isnan().all()):
         return rewards, advantages
     num_scored = int((~joined.rewards.isnan()).sum())
-    if num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
+    if joined.baselines is None and num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
         raise ConfigError(
             f"optimize.algorithm {config.algorithm}",
             "needs two rollouts of a prompt at least, found one of each of "
@@ -181,7 +209,7 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
     raise NumericError(
         ", ".join(names),
         f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
-        "them; a group algorithm needs two of a prompt",
+        "them; a group algorithm needs two of a prompt, a baseline its own reward",
         next=f"quiver show {names[0]}",
     )
 
@@ -195,7 +223,7 @@ def _drop_reasons(
     holds = {
         "abort": _ended_by(joined.table, "abort"),
         "not_scored": shaped_rewards.isnan(),
-        "small_group": advantages.isnan(),
+        "no_baseline" if joined.baselines is not None else "small_group": advantages.isnan(),
         "zero_variance": zero_variance(shaped_rewards, joined.groups)
         & bool(config.drop_zero_variance),
         "length": _ended_by(joined.table, "length") & (config.on_length == "mask"),

@@ -18,6 +18,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,13 +31,13 @@ from quiver.stages.common.forward.policy import Policy, score_and_judge, token_b
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
-from . import bf16, critic
+from . import bf16, critic, entropy
 from .algorithms import Algorithm, find_function
 from .audit import audit
 from .checks import check_trackers
 from .config import Config
 from .lora import narrow_frozen
-from .objective import NUM_SUMS, Batch, Objective
+from .objective import NUM_SUMS, Batch, Objective, Step
 from .optimizer import learning_rate, make_optimizer, total_norm
 from .value_head import ValueHead, with_trunk
 
@@ -44,7 +45,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MAX_SKIPPED = 3
-_COUNTERS = ("step", "updates", "audit_report", "padding", "places")
+_COUNTERS = (
+    *("step", "updates", "audit_report", "padding", "places"),
+    *("entropy_coef", "last_entropy"),
+)
 """What a trainer counts besides its tensors."""
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
@@ -137,7 +141,7 @@ class Trainer:
         self.precision = resolve(config.precision, accelerator.device)
         self.active = list(range(len(batch.groups)))
         """The rollouts that are passed through the model."""
-        if algorithm.zero_is_idle and self.objective.kl_coef == 0 and not algorithm.critic:
+        if self.objective.zero_is_idle:
             self.active = batch.advantages.nonzero()[:, 0].tolist()
         self._prepare_model(value_trunk)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
@@ -152,6 +156,10 @@ class Trainer:
         self.padding = 0
         """Places without a token, of the `places` that this rank passed through the model."""
         self.places = 0
+        self.entropy_coef = config.entropy_coef
+        """As the next step has it, above the target too; see entropy.py."""
+        self.last_entropy: float | None = None
+        """Mean over the tokens of the step before, of an earlier training of this policy too."""
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
         """Critic, packing, dtypes, attention kernel and optimizer, in the order in which each needs
@@ -186,6 +194,7 @@ class Trainer:
         masters = narrow(self.model) if self.precision in bf16.PRECISIONS else None
         if config.lora and self.precision == "bf16":
             narrow_frozen(self.model)
+        self.policy.entropy_gradient = self.objective.has_bonus
         self.policy.fuse()  # after whatever moves weights
         self.kernel = None
         """Of attention; None where nothing is passed through the model."""
@@ -232,7 +241,7 @@ class Trainer:
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
-        logprobs, values = self._score_and_judge(self.active, sequences)
+        logprobs, values, _ = self._score_and_judge(self.active, sequences)
         last_values = torch.zeros(len(cut)).index_copy(0, cut.nonzero()[:, 0], values[~sampled])
         advantage = find_function("advantages", self.algorithm.advantage)
         self.batch = critic.with_values(
@@ -266,12 +275,15 @@ class Trainer:
     def _members(self, step: int) -> list[list[int]]:
         """The rollouts of each mini-batch of the epoch that begins with `step`: groups shuffled by
         seed and step, each group whole."""
-        seed = (self.config.seed * 1_000_003 + step) % 2**63
-        generator = torch.Generator().manual_seed(seed)
         num_groups = max(self.batch.groups, default=-1) + 1
-        order = torch.randperm(num_groups, generator=generator).tolist()
+        order = torch.randperm(num_groups, generator=self._chance(step)).tolist()
         shuffled = [order[group] for group in self.batch.groups]
         return minibatches(shuffled, self.config.minibatches)
+
+    def _chance(self, step: int) -> torch.Generator:
+        """The same numbers wherever this step is taken."""
+        seed = (self.config.seed * 1_000_003 + step) % 2**63
+        return torch.Generator().manual_seed(seed)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """All that the next step depends on, and what has been counted, as plain JSON."""
@@ -309,7 +321,7 @@ class Trainer:
             if number and key != "weight":
                 parameter = self.parameters[int(number)]
                 self.optimizer.state[parameter][key] = tensor.to(parameter.device)
-        for name in _COUNTERS:
+        for name in filter(counters.__contains__, _COUNTERS):  # an older one counted fewer
             setattr(self, name, counters[name])
         if isinstance(self.optimizer, bf16.Bf16AdamW):
             self.optimizer.number = self.step
@@ -371,8 +383,8 @@ class Trainer:
         return logprobs
 
     def _score_and_judge(self, rows: Sequence[int], sequences: Sequences) -> Tensor:
-        """[2, N'] logprobs and values of the tokens of `sequences`, 0 for those of other rollouts
-        than `rows`; the same on every rank."""
+        """[3, N'] logprobs, values and entropy of the tokens of `sequences`, 0 for those of other
+        rollouts than `rows`; the same on every rank."""
         microbatches = self._microbatches(rows, sequences)[self.rank_share]
         return self._sum_over_ranks(score_and_judge(self.policy, microbatches, sequences))
 
@@ -383,7 +395,7 @@ class Trainer:
 
         `members` count in the denominators; only `active` are passed through the model.
         """
-        weights = self.objective.weights(self.batch, members)
+        step = self._step(members, active)
         sequences = self.batch.sequences
         microbatches = self._microbatches(active, sequences)
         rank_microbatches = microbatches[self.rank_share]
@@ -399,7 +411,7 @@ class Trainer:
                 positions = self.batch.positions(layout.rows)
                 outputs = self.policy(layout, frozen=self.warming)
                 loss, loss_sums, largest_ratio = self.objective.loss(
-                    self.batch, outputs, layout.rows, weights[positions]
+                    self.batch, outputs, layout.rows, step.at(positions)
                 )
                 loss.backward()
                 padding, places = layout.filling
@@ -418,13 +430,35 @@ class Trainer:
         rank_max = torch.tensor([ratio_max], device=self.accelerator.device)
         num_tokens = len(positions)
         return {
-            **self.objective.numbers(self._sum_over_ranks(sums), num_tokens, self.warming),
+            **self.objective.numbers(
+                self._sum_over_ranks(sums), num_tokens, self.warming, step.entropy_coef
+            ),
             "ratio_max": float(self.accelerator.gather(rank_max).max()),
             "tokens": num_tokens,
             "prompt_tokens": int(sequences.prompts.lengths[active].sum()),
             "rollouts": len(active),
             "microbatches": len(microbatches),
         }
+
+    def _step(self, members: list[int], active: list[int]) -> Step:
+        """What tokens are in the step. Where they are compared with one another, all of them are
+        scored first."""
+        weights = self.objective.weights(self.batch, members)
+        coef = entropy.bonus(self.config, self.entropy_coef, self.last_entropy)
+        step = Step(weights, entropy_coef=coef)
+        share = self.config.entropy_share
+        if self.objective.selection is None and share == 1:
+            return step
+        logprobs, _, entropies = self._score_and_judge(active, self.batch.sequences)
+        selected = learns = None
+        if self.objective.selection:
+            chance = self._chance(self.step)
+            selected = self.objective.select(self.batch, logprobs, active, chance)
+        if share < 1:
+            positions = self.batch.positions(active)
+            learns = torch.zeros(len(entropies), dtype=torch.bool)
+            learns[positions] = entropy.uncertain(entropies[positions], share)
+        return replace(step, selected=selected, learns=learns)
 
     def _sum_gradients(self) -> None:
         """Sum the step's gradient over ranks, in float32 whatever the weights are. A weight has a
@@ -455,6 +489,10 @@ class Trainer:
                 group["lr"] = rate * group.get("scale", 1.0)
             self.optimizer.step()
             self.step += 1
+            self.last_entropy = update["entropy"]
+            self.entropy_coef = entropy.next_coefficient(
+                self.config, self.entropy_coef, self.last_entropy
+            )
         else:
             log.warning(
                 "step %d left out: loss %s, gradient norm %s",

@@ -1,7 +1,8 @@
 """Five optimizer steps of every algorithm on the tiny llama, on one CPU thread: `trace.json`, which
 a refactor reproduces.
 
-    python -m tests.golden.make_trace    # writes trace.json anew; only where a number should change
+    python -m tests.golden.make_trace           # all anew; only where a number should change
+    python -m tests.golden.make_trace gmpo      # of these alone; the others stay to the digit
 
 Prompts, completions and rewards come from Python's own generator, whose numbers no library's
 version changes; the logprobs they are said to be sampled with are the model's own, moved by noise,
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import random
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,13 @@ STEPS = 5
 GROUPS, EACH = 5, 4
 COLUMNS = ("tokens", "rollouts", "loss", "grad_norm", "entropy", "approx_kl", "clip_fraction")
 METRICS = ("reward_mean", "reward_std", "rollouts", "kept", "zero_advantage", "dropped")
+MET = {
+    "dppo": {"divergence_low": 1e-3, "divergence_high": 1e-3},
+    "dppo_kl": {"divergence_low": 1e-4, "divergence_high": 1e-4},
+    "clip_cov": {"cov_share": 0.1, "cov_low": 0.0},
+    "kl_cov": {"cov_share": 0.1},
+}
+"""Bounds that are met where the tiny policy's probabilities, of 1/300, meet none of the default's."""
 OPTIONS = {
     "learning_rate": 5e-4,
     "eps": 1e-3,
@@ -101,8 +110,13 @@ def trace(algorithm: str, **options: Any) -> dict[str, Any]:
             policy = make_policy(store)
             sampled = world.write_rollouts(store, policy, rollouts(policy))
             rewards = world.write_rewards(store, sampled, score)
-            config = Config(algorithm=algorithm, **{**OPTIONS, **options})
+            met = MET.get(algorithm, {})
+            config = Config(algorithm=algorithm, **{**OPTIONS, **met, **options})
             refs = {"policy": policy.ref, "rollouts": sampled.ref, "rewards": rewards.ref}
+            if ALGORITHMS[algorithm].baseline:
+                greedy = world.write_greedy(store, sampled, policy, world.even_share)
+                refs["baseline_rollouts"] = greedy["baseline"].ref
+                refs["baseline_rewards"] = greedy["baseline_rewards"].ref
             ref = run_stage("optimize", config, store, in_process=True, **refs)
             metrics = store.open(ref).manifest.metrics
             steps = store.open(metrics["updates"]).table().to_pylist()
@@ -127,5 +141,12 @@ def build() -> str:
 
 
 if __name__ == "__main__":
-    found = {"build": build(), "algorithms": {name: trace(name) for name in ALGORITHMS}}
-    PATH.write_text(json.dumps(found, indent=1) + "\n")
+    golden = {"build": build(), "algorithms": {}}
+    if sys.argv[1:]:
+        golden = json.loads(PATH.read_text())
+    for name in sys.argv[1:] or ALGORITHMS:
+        golden["algorithms"][name] = trace(name)
+        if golden["build"] != build():
+            golden["algorithms"][name]["build"] = build()
+    golden["algorithms"] = {name: golden["algorithms"][name] for name in ALGORITHMS}
+    PATH.write_text(json.dumps(golden, indent=1) + "\n")

@@ -21,6 +21,7 @@ import torch
 
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import losses
+from quiver.stages.optimize.algorithms import find_function
 
 DOCUMENT = (Path(__file__).parents[2] / "deployments/docs/algorithms.md").read_text()
 """Its table "Who does what" names the versions."""
@@ -92,8 +93,8 @@ def ours(
 
     def loss(now: torch.Tensor) -> torch.Tensor:
         tokens = losses.Tokens(now, old, ADVANTAGES.repeat_interleave(LENGTHS), OFFSETS)
-        costs, _ = getattr(losses, surrogate)(tokens, **options)
-        return (getattr(losses, aggregation)(LENGTHS, MAX_TOKENS) * weight * costs).sum()
+        costs, _ = find_function("losses", surrogate)(tokens, **options)
+        return (find_function("losses", aggregation)(LENGTHS, MAX_TOKENS) * weight * costs).sum()
 
     return loss
 

@@ -9,6 +9,7 @@ place of its forward pass; the tests at the end leave that pass in and compare t
 weight.
 """
 
+import importlib
 import math
 import warnings
 
@@ -17,7 +18,7 @@ import torch
 
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import advantages, losses
+from quiver.stages.optimize import advantages, entropy, losses
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.algorithms import ALGORITHMS, resolve
 from quiver.stages.optimize.stage import Config
@@ -58,6 +59,8 @@ LOSS = {
     ("clipped", "token_mean"): "dapo",
     ("clipped", "constant"): "dr_grpo",
     ("sequence_clipped", "sequence_mean"): "grpo",
+    ("sequence_clipped", "sequence_sum"): "luspo",
+    ("geometric_clipped", "sequence_mean"): None,  # a trainer of its own
     ("cispo", "token_mean"): "cispo",
     ("sapo", "sequence_mean"): "sapo",
 }
@@ -83,7 +86,8 @@ def trainer(policy, tmp_path):
             "report_to": "none",
         }
         sizes = {"per_device_train_batch_size": len(rows), "num_generations": EACH}
-        own = {"rollout_func": lambda prompts, _: given} if kind == "GRPO" else {}
+        own = {} if kind == "RLOO" else {"rollout_func": lambda prompts, _: given}
+        module = importlib.import_module("trl.experimental.gmpo") if kind == "GMPO" else trl
         given = {
             "prompt_ids": [row["prompt_ids"] for row in rows],
             "completion_ids": [row["completion_ids"] for row in rows],
@@ -91,10 +95,10 @@ def trainer(policy, tmp_path):
         given["logprobs"] = [row["old_logprobs"] for row in rows]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = getattr(trl, f"{kind}Trainer")(
+            made = getattr(module, f"{kind}Trainer")(
                 model=load_model(policy, dtype=torch.float32),
                 reward_funcs=lambda completion_ids, **_: scores or [0.0] * len(completion_ids),
-                args=getattr(trl, f"{kind}Config")(
+                args=getattr(module, f"{kind}Config")(
                     str(tmp_path / "trl"), **{**common, **sizes, **config}
                 ),
                 train_dataset=Dataset.from_dict({"prompt": ["?"] * len(rows)}),
@@ -118,14 +122,14 @@ def scored(made, count: int = B) -> dict:
     return made._generate_and_score_completions([{"prompt": "?"} for _ in range(count)])
 
 
-def theirs(made, inputs: dict):
+def theirs(made, inputs: dict, entropies: torch.Tensor | None = None):
     """TRL's loss as a function of logprobs [N]."""
     made.model.train()
 
     def loss(now):
         made._get_per_token_logps_and_entropies = lambda *_, **__: (
             padded(now),
-            torch.zeros(B, T),
+            torch.zeros(B, T) if entropies is None else padded(entropies),
             None,
         )
         return made.compute_loss(made.model, inputs)
@@ -148,6 +152,12 @@ def given(made, **columns) -> dict:
 def settings(surrogate: str, aggregation: str, options: dict) -> dict:
     """Our surrogate's options as TRL's config names them."""
     named = {"loss_type": LOSS[surrogate, aggregation], "max_completion_length": MAX_TOKENS}
+    if surrogate == "geometric_clipped":
+        return {
+            "kind": "GMPO",
+            "epsilon": options["clip_low"],
+            "epsilon_high": options["clip_high"],
+        }
     if surrogate == "sequence_clipped":
         named["importance_sampling_level"] = "sequence"
     if surrogate == "cispo":
@@ -169,7 +179,11 @@ def settings(surrogate: str, aggregation: str, options: dict) -> dict:
 # -- losses
 
 
-@pytest.mark.parametrize("row", ALGORITHMS.values(), ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ALGORITHMS.values() if (row.surrogate, row.aggregation) in LOSS],
+    ids=lambda row: row.name,
+)
 def test_every_algorithms_loss_and_gradient(trainer, row):
     options = {key: value for key, value in row.defaults.items() if key != "drop_zero_variance"}
     made = trainer(**settings(row.surrogate, row.aggregation, options))
@@ -184,6 +198,42 @@ def test_defaults_of_sapo(trainer):
 def test_bnpo_is_their_token_mean_of_one_micro_batch(trainer):
     made = trainer(loss_type="bnpo")
     agree(ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2), theirs(made, given(made)))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.83])
+def test_the_tokens_of_highest_entropy(trainer, share):
+    entropies = noise(15).abs()
+    learns = entropy.uncertain(entropies, share)
+    assert 0 < learns.sum() < N
+    made = trainer(loss_type="dapo", top_entropy_quantile=share)
+    agree(
+        ours("clipped", "token_mean", clip_low=0.2, clip_high=0.2, weight=learns.double()),
+        theirs(made, given(made), entropies),
+    )
+
+
+def test_the_adaptive_coefficient(trainer):
+    """The course of TRL's coefficient over four steps of constant entropy each."""
+    made = trainer(
+        loss_type="dapo", use_adaptive_entropy=True, entropy_target=1.0, entropy_coef_delta=0.1
+    )
+    made.current_gradient_accumulation_steps, made._step = 1, 0
+    config = Config(entropy_target=1.0, entropy_coef_step=0.1)
+    coef, last = 0.0, None
+    inputs = given(made)
+    plain = theirs(trainer(loss_type="dapo"), inputs)(NOW).item()
+    for mean in (0.5, 0.9, 2.0, 0.7):
+        found = theirs(made, inputs, torch.full((N,), mean, dtype=torch.float64))(NOW).item()
+        assert plain - found == pytest.approx(entropy.bonus(config, coef, last) * mean, abs=1e-6)
+        coef, last = entropy.next_coefficient(config, coef, mean), mean
+        assert made.entropy_coef == pytest.approx(coef)
+
+
+@pytest.mark.parametrize("low, high", [(0.1, 0.3), (0.3, 0.05)])
+def test_the_bounds_of_gmpo(trainer, low, high):
+    options = {"clip_low": low, "clip_high": high}
+    made = trainer(**settings("geometric_clipped", "sequence_mean", options))
+    agree(ours("geometric_clipped", "sequence_mean", **options), theirs(made, given(made)))
 
 
 @pytest.mark.parametrize("surrogate", ["clipped", "sequence_clipped"])

@@ -9,7 +9,7 @@ import torch
 
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import advantages, critic
+from quiver.stages.optimize import advantages, critic, estimators
 from quiver.stages.optimize.stage import Config
 from tests.oracles.peers import (
     GROUPS,
@@ -68,6 +68,25 @@ def test_group_centered():
         on_the_last_token(), MASK, INDEX, norm_adv_by_std_in_grpo=False
     )
     close(advantages.group_centered(REWARDS, GROUPS), of_rollouts(theirs))
+
+
+def test_opo():
+    theirs, _ = core.compute_opo_outcome_advantage(on_the_last_token(), MASK, INDEX)
+    close(estimators.length_weighted(REWARDS, GROUPS, lengths=LENGTHS), of_rollouts(theirs))
+
+
+def test_opos_group_of_one_has_the_raw_reward_there():
+    alone = np.array([str(row) for row in range(B)], dtype=object)
+    theirs, _ = core.compute_opo_outcome_advantage(on_the_last_token(), MASK, alone)
+    assert torch.equal(of_rollouts(theirs), REWARDS)
+    ours = estimators.length_weighted(REWARDS, torch.arange(B), lengths=LENGTHS)
+    assert ours.isnan().all()
+
+
+def test_remax():
+    baselines = noise(14, count=B).float().double()
+    theirs, _ = core.compute_remax_outcome_advantage(on_the_last_token(), baselines, MASK)
+    close(estimators.over_baseline(REWARDS, GROUPS, baselines=baselines), of_rollouts(theirs))
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "rloo_vectorized"])

@@ -64,6 +64,8 @@ def completion_logprobs(
     temperature: Tensor,
     shaping: Shaping | None = None,
     offset: Tensor | None = None,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, for each
     position.
@@ -76,16 +78,24 @@ def completion_logprobs(
         shaping: of the architecture; None for none.
         offset: [V] added to the logits before the shaping, such as BART's `final_logits_bias`; None
             for none.
+        entropy_gradient: entropy has a gradient too; its backward pass needs one tile more.
     Returns:
         logprobs [n] float32, with gradient for hidden, weight and bias; entropy [n] float32 in
-        nats, without.
+        nats, without unless asked for.
     """
     bias = getattr(head, "bias", None)
     if offset is not None:
         bias = offset if bias is None else bias + offset
     kept_bytes = KEPT_BYTES if torch.is_grad_enabled() else 0
     return _Head.apply(
-        hidden, head.weight, bias, targets, temperature, shaping or Shaping(), kept_bytes
+        hidden,
+        head.weight,
+        bias,
+        targets,
+        temperature,
+        shaping or Shaping(),
+        kept_bytes,
+        entropy_gradient,
     )
 
 
@@ -93,7 +103,9 @@ class _Head(torch.autograd.Function):
     """A chunk's logits are made by one product; what follows it is done tile by tile, in place."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, shaping, kept_bytes):
+    def forward(
+        ctx, hidden, weight, bias, targets, temperature, shaping, kept_bytes, entropy_gradient
+    ):
         dtype = product_dtype(hidden)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.shaping = shaping
@@ -118,13 +130,15 @@ class _Head(torch.autograd.Function):
                     tile.copy_(probabilities)
             if keep:
                 ctx.probabilities.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, logprobs)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, logprobs, entropy)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):
-        hidden, weight, bias, targets, temperature, logprobs = ctx.saved_tensors
+    def backward(ctx, grad, entropy_grad):
+        hidden, weight, bias, targets, temperature, logprobs, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
@@ -133,12 +147,14 @@ class _Head(torch.autograd.Function):
         ctx.probabilities = []
         target_minus_one = torch.expm1(logprobs[:, None])  # p − 1, exact also where p is near 1
         factors = -grad[:, None] / temperature * ctx.shaping.scale
+        entropy_factors = -entropy_grad[:, None] / temperature * ctx.shaping.scale
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(hidden, len(weight)):
                 is_kept = bool(probabilities)
                 grad_logits = probabilities.pop() if is_kept else _product(hidden[chunk], weight)
                 for rows, tile in _tiles(chunk, grad_logits):
                     factor = factors[rows]
+                    entropy_factor = entropy_factors[rows]
                     if is_kept:
                         slope = tile.float()
                     else:
@@ -146,8 +162,15 @@ class _Head(torch.autograd.Function):
                         slope = F.softmax(shaped, -1)
                         if cap_slope is not None:
                             factor = factor * cap_slope
+                            entropy_factor = entropy_factor * cap_slope
+                    if ctx.entropy_gradient:  # dH/dlogit = −p (log p + H)
+                        entropy_slope = torch.xlogy(slope, slope)
+                        entropy_slope.addcmul_(slope, entropy[rows, None])
+                        entropy_slope *= entropy_factor
                     slope.scatter_(1, targets[rows, None], target_minus_one[rows])
                     slope *= factor
+                    if ctx.entropy_gradient:
+                        slope += entropy_slope
                     tile.copy_(slope)
                     if needs_bias:
                         grad_bias = _add(grad_bias, slope.sum(0))
@@ -161,7 +184,7 @@ class _Head(torch.autograd.Function):
                 (grad_hidden, grad_weight, grad_bias), ctx.dtypes, strict=True
             )
         ]
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:

@@ -62,6 +62,8 @@ class Policy(nn.Module):
         """The id that an encoder-decoder model's decoder reads first."""
         self.varlen = False
         """Attend by the kernel for sequences of any lengths; see `choose_kernel` in verify.py."""
+        self.entropy_gradient = False
+        """The entropy has a gradient too."""
         self._projections: list[Group] = []
 
     @property
@@ -142,8 +144,9 @@ class Policy(nn.Module):
     def forward(
         self, layout: Layout | Pairs, *, frozen: bool = False
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Logprobs, entropy (without gradient) and values of the layout's targets. `frozen`: the
-        values alone have a gradient, for the value head and a trunk of its own."""
+        """Logprobs, entropy (without gradient, unless `entropy_gradient`) and values of the
+        layout's targets. `frozen`: the values alone have a gradient, for the value head and a trunk
+        of its own."""
         with self.context():
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
                 hidden = self._hidden(self.model, layout)
@@ -155,6 +158,7 @@ class Policy(nn.Module):
                     layout.temperature,
                     self.shaping,
                     None if logits_bias is None else logits_bias.flatten(),
+                    entropy_gradient=self.entropy_gradient,
                 )
             if self.value_head is None:
                 return logprobs, entropy, None
@@ -201,14 +205,15 @@ def score(policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Se
 def score_and_judge(
     policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
 ) -> Tensor:
-    """[2, N] float32: logprobs, and values where the policy has a value head; 0 where there is
-    none, and for other rollouts."""
-    scores = torch.zeros(2, int(sequences.completions.offsets[-1]))
+    """[3, N] float32: logprobs, values where the policy has a value head, and entropy; 0 where
+    there is none, and for other rollouts."""
+    scores = torch.zeros(3, int(sequences.completions.offsets[-1]))
     with policy.context():
         for layout in policy.layouts(microbatches, sequences):
             places = sequences.completions.positions(layout.rows)
-            logprobs, _, values = policy(layout)
+            logprobs, entropy, values = policy(layout)
             scores[0, places] = logprobs.float().cpu()
+            scores[2, places] = entropy.float().cpu()
             if values is not None:
                 scores[1, places] = values.float().cpu()
     return scores

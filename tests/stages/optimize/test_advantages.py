@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quiver.stages.optimize import advantages
+from quiver.stages.optimize import advantages, estimators
 
 NAN = float("nan")
 REWARDS = [1.0, 0.0, 0.25, NAN, 2.0, 2.0, -1.0, 0.5, 3.0, NAN, 0.1, 0.1, 0.1]
@@ -154,6 +154,34 @@ def test_the_size_of_a_reward_counts_over_the_batch_and_not_in_the_group():
     assert (scaled[3] / scaled[1]).item() == pytest.approx(10.0)
     alike = advantages.group_normalized(rewards, groups, 0.0)
     assert (alike[3] / alike[1]).item() == pytest.approx(1.0)
+
+
+def test_opo_takes_off_the_mean_reward_weighted_by_length():
+    """verl's loop: Σ l R / Σ l of the scored ones, in float64."""
+    rewards, groups = torch.tensor(REWARDS), torch.tensor(GROUPS)
+    lengths = torch.tensor([3, 1, 8, 100, 2, 5, 9, 4, 7, 100, 1, 2, 30])
+    expected = []
+    for i, group in enumerate(GROUPS):
+        peers = [j for j, g in enumerate(GROUPS) if g == group and not rewards[j].isnan()]
+        if len(peers) < 2 or rewards[i].isnan():
+            expected.append(NAN)
+            continue
+        products = sum(lengths[j].item() * rewards[j].item() for j in peers)
+        expected.append(rewards[i].item() - products / sum(lengths[j].item() for j in peers))
+    found = estimators.length_weighted(rewards, groups, lengths=lengths)
+    assert found.dtype == torch.float32 and found[-3:].tolist() == [0.0] * 3  # equal rewards
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-7)
+    alike = estimators.length_weighted(rewards, groups, lengths=torch.full((13,), 4))
+    torch.testing.assert_close(
+        alike, advantages.group_centered(rewards, groups), equal_nan=True, rtol=1e-6, atol=1e-7
+    )
+
+
+def test_remax_takes_off_the_reward_of_the_greedy_answer():
+    rewards = torch.tensor([1.0, 0.25, NAN, 0.5])
+    baselines = torch.tensor([0.75, 0.75, 0.0, NAN])
+    found = estimators.over_baseline(rewards, torch.tensor([0, 0, 1, 2]), baselines=baselines)
+    np.testing.assert_array_equal(found.numpy(), np.array([0.25, -0.5, NAN, NAN], np.float32))
 
 
 def test_zero_variance_looks_at_scored_rewards_only():

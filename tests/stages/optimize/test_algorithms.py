@@ -11,7 +11,8 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
-from quiver.stages.optimize import advantages, algorithms, losses
+from quiver.stages.optimize import algorithms, losses
+from quiver.stages.optimize.algorithms import find_function
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.writing import run_here
@@ -21,11 +22,16 @@ run = partial(run_here, "optimize")
 
 @pytest.mark.parametrize("row", algorithms.ALGORITHMS.values(), ids=lambda row: row.name)
 def test_every_row_names_what_exists_and_says_what_it_is(row):
-    assert callable(getattr(advantages, row.advantage))
-    assert callable(getattr(losses, row.aggregation))
-    surrogate = getattr(losses, row.surrogate)
+    assert callable(find_function("advantages", row.advantage))
+    assert callable(find_function("losses", row.aggregation))
+    surrogate = find_function("losses", row.surrogate)
     tokens = losses.Tokens(*[torch.zeros(3)] * 3, torch.tensor([0, 3]))
     options = {name: value for name, value in row.defaults.items() if name != "drop_zero_variance"}
+    if row.selection:
+        names = algorithms.OPTIONS[row.selection]
+        chosen = {name: options.pop(name) for name in names}
+        selected = find_function("losses", row.selection)(tokens, torch.Generator(), **chosen)
+        tokens = tokens._replace(selected=selected)
     loss, clipped = surrogate(tokens, **options)
     assert loss.shape == clipped.shape == (3,)
     assert row.reference.startswith("https://") and row.description
@@ -55,6 +61,9 @@ def test_rows(name, advantage, aggregation, low, high):
         ("gspo", "sequence_clipped", "sequence_mean", {"clip_low": 3e-4, "clip_high": 4e-4}),
         ("cispo", "cispo", "token_mean", {"clip_max": 5.0}),
         ("sapo", "sapo", "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}),
+        ("gmpo", "geometric_clipped", "sequence_mean", {"clip_low": 0.4, "clip_high": 0.4}),
+        ("luspo", "sequence_clipped", "sequence_sum", {"clip_low": 2e-3, "clip_high": 2.5e-3}),
+        ("kl_cov", "covariance_penalised", "token_mean", {"cov_share": 2e-3, "cov_kl_coef": 1.0}),
     ],
 )
 def test_rows_with_a_surrogate_of_their_own(name, surrogate, aggregation, defaults):
@@ -118,7 +127,8 @@ def test_a_seed_may_be_a_time_in_nanoseconds(store, policy):
 def test_the_options_of_every_surrogate_are_those_of_its_function():
     assert {row.surrogate for row in algorithms.ALGORITHMS.values()} <= algorithms.OPTIONS.keys()
     for name, options in algorithms.OPTIONS.items():
-        assert tuple(inspect.signature(getattr(losses, name)).parameters)[1:] == options
+        parameters = inspect.signature(find_function("losses", name)).parameters.values()
+        assert tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) == options
 
 
 def test_single_rollouts_of_a_prompt_are_enough_for_reinforce_pp(store, policy):
@@ -155,7 +165,7 @@ def test_statistics_are_of_the_batch_and_not_of_the_mini_batch(store, policy):
 
 def test_a_wrong_name_says_the_nearest():
     with pytest.raises(ConfigError, match=r"did you mean dapo\?"):
-        parse(Config, {"algorithm": "dappo"}, "optimize")
+        parse(Config, {"algorithm": "dapoo"}, "optimize")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:ALGORITHM", "math:NOTHING", "math:pi"])
@@ -189,6 +199,17 @@ def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
     assert algorithms.source_hash("own_algo:MINE") == hashlib.sha256(source.encode()).hexdigest()
     with pytest.raises(ConfigError, match="has no Algorithm MIN; did you mean MINE"):
         algorithms.resolve("own_algo:MIN")
+
+
+def test_an_own_algorithms_option_may_bear_the_name_of_a_later_field(tmp_path):
+    """Else a field that is added here would refuse it, or move the key of what was trained."""
+    path = tmp_path / "own_algo.py"
+    path.write_text(OWN.replace("{'clip_low': 0.1}", "{'clip_low': 0.1, 'ratio_max': 2.0}"))
+    config = Config(algorithm=f"{path}:MINE", options={"ratio_max": 3.0}).resolved()
+    assert config.ratio_max is None and "ratio_max" not in config.key()
+    assert config.surrogate_options() == {"clip_low": 0.1, "ratio_max": 3.0}
+    with pytest.raises(ConfigError, match=r"options\.ratio_max has a field of its own"):
+        parse(Config, {"algorithm": "dppo", "options": {"ratio_max": 3.0}}, "optimize")
 
 
 OWN = (

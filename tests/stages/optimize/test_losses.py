@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quiver.stages.optimize import audit, losses
+from quiver.stages.optimize.algorithms import find_function
 
 RNG = np.random.default_rng(7)
 LENGTHS = [3, 1, 5, 2]
@@ -229,13 +230,17 @@ SURROGATES = {
     "sequence_clipped": {"clip_low": 3e-4, "clip_high": 4e-4, "token_form": True},
     "cispo": {"clip_max": 5.0},
     "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "divergence_masked": {"divergence": "kl", "divergence_low": 0.05, "divergence_high": 0.05},
+    "geometric_clipped": {"clip_low": 0.4, "clip_high": 0.4},
+    "covariance_clipped": {"clip_low": 1.0, "clip_high": 1.0},
+    "covariance_penalised": {"cov_kl_coef": 1.0},
     "reinforce": {},
 }
 
 
 def _gradient(name: str, tokens: losses.Tokens) -> torch.Tensor:
     now = tokens.logprobs.clone().requires_grad_()
-    loss, _ = getattr(losses, name)(tokens._replace(logprobs=now), **SURROGATES[name])
+    loss, _ = find_function("losses", name)(tokens._replace(logprobs=now), **SURROGATES[name])
     assert loss.isfinite().all()
     return torch.autograd.grad(loss.sum(), now)[0]
 
@@ -278,6 +283,7 @@ def test_aggregations_golden():
     assert losses.sequence_mean(lengths).tolist() == pytest.approx(
         [1 / (4 * n) for n in LENGTHS for _ in range(n)]
     )
+    assert losses.sequence_sum(lengths).tolist() == pytest.approx([1 / 4] * N)
     assert losses.constant(lengths, 16).tolist() == pytest.approx([1 / (4 * 16)] * N)
     with pytest.raises(ValueError, match="max_completion_tokens"):
         losses.constant(lengths, None)

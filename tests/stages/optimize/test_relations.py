@@ -58,6 +58,7 @@ def world_of(request, tmp_path_factory):
         columns[role] = world.write_logprobs(store, rollouts, off, role, policy)
     rewards = world.write_rewards(store, rollouts, world.even_share, run=kind)
     inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards, **columns}
+    inputs |= world.write_greedy(store, rollouts, policy, world.even_share, kind)
     return SimpleNamespace(
         store=store,
         kind=kind,
@@ -163,6 +164,7 @@ def test_rollouts_in_another_order_in_the_dataset_give_the_same_gradient(world_o
     rollouts = world.write_rollouts(store, world_of.policy, rows, run=kind)
     inputs = {"policy": world_of.policy, "rollouts": rollouts}
     inputs["rewards"] = world.write_rewards(store, rollouts, world.even_share, run=kind)
+    inputs |= {role: world_of.inputs[role] for role in ("baseline", "baseline_rewards")}
     for role in ("ref", "prox"):
         known = {
             row["rollout_id"]: row["logprobs"] for row in world_of.inputs[role].table().to_pylist()

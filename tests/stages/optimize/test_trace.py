@@ -31,9 +31,10 @@ def test_the_trace_is_of_every_algorithm():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_trace_is_reproduced(algorithm):
-    found, expected = make_trace.trace(algorithm), GOLDEN["algorithms"][algorithm]
+    found, expected = make_trace.trace(algorithm), dict(GOLDEN["algorithms"][algorithm])
+    build = expected.pop("build", GOLDEN["build"])
     _compare(found, expected)
-    if GOLDEN["build"] == make_trace.build():
+    if build == make_trace.build():
         assert found == expected
 
 

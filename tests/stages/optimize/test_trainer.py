@@ -6,6 +6,7 @@ import math
 from functools import partial
 from statistics import fmean, stdev
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -83,8 +84,12 @@ def _trainer(
 ) -> Trainer:
     row = resolve(algorithm)
     groups = [each["group"] for each in rows]
+    columns = {
+        "length_weighted": {"lengths": torch.tensor([len(r["completion_ids"]) for r in rows])},
+        "over_baseline": {"baselines": torch.tensor([r["group"] / 10 for r in rows])},
+    }.get(row.advantage, {})
     weights = find_function("advantages", row.advantage)(
-        torch.tensor([r["reward"] for r in rows]), torch.tensor(groups)
+        torch.tensor([r["reward"] for r in rows]), torch.tensor(groups), **columns
     )
     data = Sequences(
         _ragged(rows, "prompt_ids", torch.int32),
@@ -109,12 +114,27 @@ def _config(**values) -> Config:
 
 
 def _expected(
-    policy, rows: list[dict], algorithm: str, *, kl_coef: float = 0.0, prox: bool = False
+    policy,
+    rows: list[dict],
+    algorithm: str,
+    *,
+    kl_coef: float = 0.0,
+    prox: bool = False,
+    entropy_coef: float = 0.0,
+    entropy_share: float = 1.0,
 ) -> tuple[float, dict]:
     """Loss and gradients by the formulas, one rollout after another, in float64."""
     model = load_model(policy, dtype=torch.float64)
-    tokens, total = sum(len(row["completion_ids"]) for row in rows), 0.0
-    low, high = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}.get(algorithm, (0.2, 0.2))
+    tokens, terms = sum(len(row["completion_ids"]) for row in rows), []
+    low, high = {
+        "dapo": (0.2, 0.28),
+        "gspo": (3e-4, 4e-4),
+        "luspo": (2e-3, 2.5e-3),
+        "dppo": (math.inf, math.inf),  # no probability of the tiny policy can move by 0.15
+        "dppo_kl": (math.inf, math.inf),
+        "clip_cov": (1.0, 1.0),  # of so few tokens none is selected
+        "kl_cov": (math.inf, math.inf),
+    }.get(algorithm, (0.2, 0.2))
     everyone = [r["reward"] for r in rows]
     centered = [
         r["reward"] - fmean(p["reward"] for p in rows if p["group"] == r["group"]) for r in rows
@@ -122,16 +142,23 @@ def _expected(
     for row in rows:
         peers = [r["reward"] for r in rows if r["group"] == row["group"]]
         mean = sum(peers) / len(peers)
+        lengths = [len(r["completion_ids"]) for r in rows if r["group"] == row["group"]]
+        weighted = sum(n * r for n, r in zip(lengths, peers, strict=True)) / sum(lengths)
         std = math.sqrt(sum((x - mean) ** 2 for x in peers) / (len(peers) - 1))
         advantage = {
-            "dr_grpo": row["reward"] - mean,
+            **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), row["reward"] - mean),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
+            "opo": row["reward"] - weighted,
+            "remax": row["reward"] - (row["group"] / 10 if algorithm == "remax" else 0),
             "reinforce_pp": (row["reward"] - fmean(everyone)) / (stdev(everyone) + 1e-8),
             "reinforce_pp_baseline": (row["reward"] - mean) / (stdev(centered) + 1e-8),
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
         weight = {
-            **dict.fromkeys(("grpo", "gspo", "sapo"), 1 / len(rows) / len(row["completion_ids"])),
-            "dr_grpo": 1 / len(rows) / MOST,
+            **dict.fromkeys(
+                ("grpo", "gspo", "sapo", "gmpo"), 1 / len(rows) / len(row["completion_ids"])
+            ),
+            **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), 1 / len(rows) / MOST),
+            "luspo": 1 / len(rows),
         }.get(algorithm, 1 / tokens)
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
         table = (model(input_ids=ids, use_cache=False).logits[0] / row["temperature"]).log_softmax(
@@ -143,23 +170,31 @@ def _expected(
         for t, token in enumerate(ids):
             now = table[start + t, token]
             anchor = anchors[t]
-            ratio = (sum(each) / len(each) if algorithm == "gspo" else each[t]).exp()
+            of_rollout = algorithm in ("gspo", "luspo")
+            ratio = (sum(each) / len(each) if of_rollout else each[t]).exp()
             cost = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
             if algorithm == "cispo":
                 cost = -min(ratio.item(), 5.0) * advantage * now
+            if algorithm in ("opo", "remax"):
+                cost = -advantage * now
+            if algorithm == "gmpo":
+                sign = 1 if advantage > 0 else -1
+                bounded = [sign * (sign * e).clamp(max=0.4) for e in each]
+                cost = -advantage * (sum(bounded) / len(bounded)).exp()
             if algorithm == "sapo":
                 tau = 1.0 if advantage > 0 else 1.05
                 cost = -advantage / (1 + (-tau * (ratio - 1)).exp()) * 4 / tau
             if prox:
                 cost = cost * min(math.exp(anchor - row["old"][t]), 2.0)
-            if kl_coef:
-                d = row["ref"][t] - now
-                cost = (
-                    cost
-                    + kl_coef * (d.exp() - d - 1).detach()
-                    + kl_coef * (d**2 / 2 - (d**2 / 2).detach())
-                )
-            total = total + weight * cost
+            d = row["ref"][t] - now if kl_coef else torch.zeros(())
+            kl = (d.exp() - d - 1).detach() + (d**2 / 2 - (d**2 / 2).detach())
+            entropy = -(table[start + t].exp() * table[start + t]).sum()
+            terms.append((weight, cost, kl, entropy))
+    threshold = np.quantile([entropy.item() for *_, entropy in terms], 1 - entropy_share)
+    total = 0.0
+    for weight, cost, kl, entropy in terms:
+        counted = cost if entropy.item() >= threshold else 0.0
+        total = total + weight * (counted + kl_coef * kl - entropy_coef * entropy)
     total.backward()
     return total.item(), {name: p.grad.float() for name, p in model.named_parameters()}
 
@@ -180,6 +215,16 @@ def test_loss_and_gradient_are_those_of_the_formula(policy, rows, algorithm):
 def test_kl_to_the_reference(policy, rows):
     made = _trainer(policy, rows, _config(kl_coef=0.3), "grpo", ref=True)
     _compare(made, _expected(policy, rows, "grpo", kl_coef=0.3))
+
+
+@pytest.mark.parametrize("coef, share", [(0.3, 1.0), (0.0, 0.3), (0.2, 0.5)])
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo"])
+def test_entropy_bonus_and_the_tokens_of_highest_entropy(policy, rows, algorithm, coef, share):
+    """In three micro-batches: which tokens are the highest is told of the whole step."""
+    options = {"entropy_coef": coef, "entropy_share": share}
+    made = _trainer(policy, rows, _config(token_budget=60, **options), algorithm)
+    assert len(made.active) == len(rows)  # a token of advantage 0 has an entropy too
+    _compare(made, _expected(policy, rows, algorithm, **options))
 
 
 def test_decoupled_ratio_with_correction(policy, rows):

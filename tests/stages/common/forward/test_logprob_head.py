@@ -48,6 +48,48 @@ def test_values_and_gradients_are_those_of_log_softmax(
         torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kept", [0, N // 2, N])
+@pytest.mark.parametrize(
+    "shaping", [Shaping(), Shaping(scale=0.5), Shaping(scale=1.5, softcap=3.0)]
+)
+def test_the_entropy_has_its_own_gradient_where_it_is_asked_for(monkeypatch, shaping, kept):
+    """Both gradients at once, in two chunks, of which some are kept."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 5 * V * 4)
+    monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
+    monkeypatch.setattr(module, "KEPT_BYTES", kept * V * 4)
+    torch.manual_seed(3)
+    layer = nn.Linear(D, V)
+    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(V, (N,))
+    temperature = torch.rand(N) + 0.5
+    outputs = completion_logprobs(
+        hidden, layer, targets, temperature, shaping, entropy_gradient=True
+    )
+    grads = [torch.randn(N), torch.randn(N)]
+    wanted = [hidden, *layer.parameters()]
+    expected = torch.autograd.grad(
+        _naive(hidden, layer, targets, temperature, shaping), wanted, grads
+    )
+    for mine, torchs in zip(torch.autograd.grad(outputs, wanted, grads), expected, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-5)
+    plain = completion_logprobs(hidden, layer, targets, temperature, shaping)
+    assert torch.equal(plain[1], outputs[1]) and not plain[1].requires_grad
+
+
+def test_a_vocabulary_of_which_much_is_impossible_has_a_finite_entropy_gradient():
+    layer = nn.Linear(2, 4, bias=False)
+    layer.weight.data = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1e4, 0.0], [-1e4, 0.0]])
+    hidden = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    _, entropy = completion_logprobs(
+        hidden, layer, torch.tensor([0]), torch.ones(1), entropy_gradient=True
+    )
+    (gradient,) = torch.autograd.grad(entropy.sum(), layer.weight)
+    rare = 1 / (1 + torch.e)  # H = −p log p − q log q; dH/dz = −p (log p + H)
+    slope = -rare * torch.log(torch.tensor(rare)) - rare * entropy.detach()
+    torch.testing.assert_close(
+        gradient[:, 0], torch.stack([slope[0], -slope[0], *[slope[0] * 0] * 2])
+    )
+
+
 def test_under_autocast_softmax_stays_in_float32():
     torch.manual_seed(0)
     layer, hidden = nn.Linear(D, V, bias=False), torch.randn(N, D, requires_grad=True)

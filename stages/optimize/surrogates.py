@@ -1,0 +1,245 @@
+"""Surrogates beside those of losses.py, of the same form, and the selections that some of them go
+by: pure functions.
+
+A selection sees all tokens of the optimizer step at once, under the policy as it is, and picks
+some; its surrogate finds them in `Tokens.selected`. So what is picked does not change with
+micro-batches, their order or ranks.
+
+    selected = covariance_highest(whole_step, cov_share=2e-3)
+    costs, _ = covariance_penalised(tokens._replace(selected=selected), cov_kl_coef=1.0)
+
+Not of the spine: losses.py shows what a surrogate is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quiver.stages.common.ragged import Ragged
+
+from .losses import MAX_LOG_RATIO, Tokens, clipped, log_ratio
+
+
+def divergence_masked(
+    tokens: Tokens,
+    *,
+    divergence: str,
+    divergence_low: float,
+    divergence_high: float,
+    ratio_max: float | None = None,
+    drift_coef: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """loss_t = −M r A + drift_coef (log r)²; M = 0 where A > 0, r > 1 and D > divergence_high, or A
+    < 0, r < 1 and D > divergence_low; else 1. D is the `binary_divergence`.
+
+    A token is left out when its probability has moved by too much in the direction that its
+    advantage pushes it; a rare one may change its ratio a lot. At r = 1 its gradient is
+    REINFORCE's; with both bounds infinite it is plain importance sampling.
+
+    `ratio_max` caps r as a weight, which keeps the gradient, −M min(r, ratio_max) A ∇logprobs; the
+    paper finds that it harms. verl caps at 20 (`clip_ratio_c`), and its value is of logprobs.
+    `drift_coef` is prime-rl's, whose default is `tv` with bounds of 0.2 and a `drift_coef` of 1e-3.
+
+    Args:
+        tokens: of whole rollouts.
+        divergence: tv or kl.
+        divergence_low, divergence_high: ≥ 0; of a probability for `tv`, in nats for `kl`.
+        ratio_max: > 0, or None for off.
+        drift_coef: ≥ 0.
+    Returns:
+        loss [N]; and bool [N], true where M = 0 (of that token only the drift term has a gradient).
+
+    Reference: DPPO, https://arxiv.org/abs/2602.04879; drift: https://arxiv.org/abs/2602.02276.
+    """
+    advantages = tokens.advantages
+    log_ratios = log_ratio(tokens.logprobs, tokens.anchor)
+    distance = binary_divergence(tokens.logprobs.detach(), tokens.anchor, divergence)
+    too_high = (advantages > 0) & (log_ratios > 0) & (distance > divergence_high)
+    too_low = (advantages < 0) & (log_ratios < 0) & (distance > divergence_low)
+    masked = too_high | too_low
+    weight = log_ratios.detach().exp().clamp(max=math.inf if ratio_max is None else ratio_max)
+    ratio = weight * (1 + log_ratios - log_ratios.detach())  # its gradient is weight ∇logprobs
+    loss = drift_coef * log_ratios.square() - torch.where(masked, 0.0, ratio * advantages)
+    return loss, masked
+
+
+def binary_divergence(logprobs: Tensor, anchor: Tensor, divergence: str) -> Tensor:
+    """D between two coins that show "the sampled token" with probability π = exp(logprobs) and μ =
+    exp(anchor): |π − μ| (tv), or μ log(μ/π) + (1−μ) log((1−μ)/(1−π)) (kl).
+
+    A lower bound of the distance between the two distributions over the whole vocabulary, of which
+    only the sampled token's probabilities need to be known.
+
+    Args:
+        logprobs, anchor: [N] ≤ 0, without gradient.
+        divergence: tv or kl.
+    Returns:
+        [N] ≥ 0; kl may be infinite.
+
+    Reference: DPPO, https://arxiv.org/abs/2602.04879 (the binary approximation).
+    """
+    now = logprobs.exp()
+    before = anchor.exp()
+    if divergence == "tv":
+        return (now - before).abs()
+    smallest = torch.finfo(now.dtype).tiny  # so that 0 log(0 / 0) is 0
+    others_now = -torch.expm1(logprobs).clamp(max=-smallest)
+    others_before = -torch.expm1(anchor).clamp(max=-smallest)
+    kl_of_others = others_before * (others_before.log() - others_now.log())
+    return before * (anchor - logprobs) + kl_of_others
+
+
+def geometric_clipped(
+    tokens: Tokens, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """loss_t = −A exp(mean over rollout i's tokens of c), with c = min(log r, clip_high) where A >
+    0, max(log r, −clip_low) where A < 0.
+
+    The geometric mean of the tokens' ratios in place of the arithmetic mean, so that one token of
+    an extreme ratio moves little. Each token is clipped before the mean, where `sequence_clipped`
+    clips the mean: the others of its completion go on learning. The bounds are of log r, so 0.4
+    lets ratios between e^−0.4 and e^0.4 through. With infinite bounds it is `sequence_clipped` with
+    infinite bounds.
+
+    As in TRL and verl. The paper has one distance: written for two, its formula would bound a token
+    of negative advantage by clip_high. Where tokens have advantages of their own, each is clipped
+    by the sign of its own.
+
+    Args:
+        tokens: of whole rollouts.
+        clip_low, clip_high: distances of log r from 0, each ≥ 0.
+    Returns:
+        loss [N]; and bool [N], true where a token's ratio was clipped (it has no gradient).
+
+    Reference: GMPO, https://arxiv.org/abs/2507.20673, section 3 and its algorithm.
+    """
+    advantages = tokens.advantages
+    log_ratios = tokens.logprobs - tokens.anchor
+    bounded = torch.where(
+        advantages > 0, log_ratios.clamp(max=clip_high), log_ratios.clamp(min=-clip_low)
+    )
+    of_rollout = Ragged(bounded, tokens.offsets)
+    log_mean = of_rollout.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    loss = -advantages * log_mean[of_rollout.segment_ids].exp()
+    return loss, (bounded != log_ratios) & (advantages != 0)
+
+
+def covariance_clipped(
+    tokens: Tokens, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """loss_t = 0 where the token is selected, else as `clipped`.
+
+    Selected by `covariance_within`: tokens that are likely and good, or unlikely and bad, sharpen
+    the policy, and leaving a few of them out keeps its entropy up. The paper has no clip besides;
+    its own runs bound r by 0 and 2. verl never selects a token that the clip has caught.
+
+    Args:
+        tokens: of whole rollouts.
+        clip_low, clip_high: distances from ratio 1, each ≥ 0.
+    Returns:
+        loss [N]; and bool [N], true where the token was selected or a bound decided the loss.
+
+    Reference: Clip-Cov, https://arxiv.org/abs/2505.22617, section 4.2.
+    """
+    costs, at_bound = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
+    selected = torch.zeros_like(at_bound) if tokens.selected is None else tokens.selected
+    return costs.masked_fill(selected, 0.0), at_bound | selected
+
+
+def covariance_penalised(tokens: Tokens, *, cov_kl_coef: float) -> tuple[Tensor, Tensor]:
+    """loss_t = −r A, plus cov_kl_coef |log r| where the token is selected.
+
+    As `covariance_clipped`, but the tokens of the highest covariance, `covariance_highest`, learn
+    under a penalty for every distance from the anchor. The paper writes KL(anchor ‖ policy) without
+    an estimator; |log r| is that of its authors' code, and verl's. Nothing is clipped.
+
+    Args:
+        tokens: of whole rollouts.
+        cov_kl_coef: ≥ 0.
+    Returns:
+        loss [N]; and bool [N], true where the token was selected.
+
+    Reference: KL-Cov, https://arxiv.org/abs/2505.22617, section 4.2.
+    """
+    log_ratios = log_ratio(tokens.logprobs, tokens.anchor)
+    selected = torch.zeros_like(log_ratios, dtype=torch.bool)
+    if tokens.selected is not None:
+        selected = tokens.selected
+    penalty = torch.where(selected, cov_kl_coef * log_ratios.abs(), 0.0)
+    return penalty - log_ratios.exp() * tokens.advantages, selected
+
+
+# -- selections: the whole step's Tokens, without gradient -> selected [N] bool
+
+
+def covariances(tokens: Tokens) -> Tensor:
+    """c_t = (logprobs_t − mean logprobs) (A_t − mean A), means over the tokens.
+
+    Their mean is the covariance of logprobs and advantages, which is what a policy gradient step
+    takes off the entropy, up to the learning rate.
+
+    Args:
+        tokens: of all rollouts of the optimizer step.
+    Returns:
+        [N] float64.
+
+    Reference: https://arxiv.org/abs/2505.22617, section 4.2.
+    """
+    logprobs = tokens.logprobs.double()
+    advantages = tokens.advantages.double()
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+def covariance_within(
+    tokens: Tokens,
+    generator: torch.Generator,
+    *,
+    cov_share: float,
+    cov_low: float,
+    cov_high: float,
+) -> Tensor:
+    """⌊cov_share · N⌋ tokens by chance, all alike, of those whose covariance is in [cov_low,
+    cov_high].
+
+    verl takes one at least, and those of a micro-batch alone.
+
+    Args:
+        tokens: of all rollouts of the optimizer step.
+        generator: of chance.
+        cov_share: in [0, 1].
+        cov_low, cov_high: in nats times the advantage's unit.
+    Returns:
+        [N] bool; all candidates where they are fewer.
+
+    Reference: Clip-Cov, https://arxiv.org/abs/2505.22617, section 4.2.
+    """
+    covariance = covariances(tokens)
+    candidates = ((covariance >= cov_low) & (covariance <= cov_high)).nonzero()[:, 0]
+    order = torch.randperm(len(candidates), generator=generator)
+    selected = torch.zeros(len(covariance), dtype=torch.bool)
+    selected[candidates[order[: int(cov_share * len(covariance))]]] = True
+    return selected
+
+
+def covariance_highest(
+    tokens: Tokens, generator: torch.Generator | None = None, *, cov_share: float
+) -> Tensor:
+    """The ⌊cov_share · N⌋ tokens of the highest covariance.
+
+    verl takes one at least, and those of a micro-batch alone.
+
+    Args:
+        tokens: of all rollouts of the optimizer step.
+        generator: not used.
+        cov_share: in [0, 1].
+    Returns:
+        [N] bool.
+
+    Reference: KL-Cov, https://arxiv.org/abs/2505.22617, section 4.2.
+    """
+    covariance = covariances(tokens)
+    highest = covariance.topk(int(cov_share * len(covariance))).indices
+    return torch.zeros(len(covariance), dtype=torch.bool).index_fill(0, highest, True)

@@ -1,0 +1,244 @@
+"""The surrogates of dppo, gmpo and luspo against their papers' equations, written densely: padded
+rows in float64, the gradient by autograd."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quiver.stages.common.ragged import Ragged
+from quiver.stages.optimize import losses, surrogates
+from quiver.stages.optimize.algorithms import ALGORITHMS, find_function
+
+LENGTHS = torch.tensor([3, 1, 6, 2, 4])
+OFFSETS = Ragged.from_lengths(torch.zeros(int(LENGTHS.sum())), LENGTHS).offsets
+B, T, N = len(LENGTHS), int(LENGTHS.max()), int(LENGTHS.sum())
+MASK = torch.arange(T) < LENGTHS[:, None]
+RNG = np.random.default_rng(11)
+OLD = -torch.tensor(RNG.exponential(0.7, N))
+NOW = torch.clamp(OLD + torch.tensor(RNG.normal(0, 0.5, N)), max=-1e-3)
+ADVANTAGES = torch.tensor([1.5, -0.7, -2.0, 0.3, 0.9], dtype=torch.float64)
+
+
+def padded(flat: Tensor) -> Tensor:
+    """[N] -> [B, T], with 7 behind each row's end."""
+    return torch.full((B, T), 7.0, dtype=flat.dtype).masked_scatter(MASK, flat)
+
+
+def ours(surrogate: str, aggregation: str, **options) -> tuple[float, Tensor, Tensor]:
+    """A step's loss, its gradient [N], and which tokens were at a bound."""
+    now = NOW.clone().requires_grad_()
+    tokens = losses.Tokens(now, OLD, ADVANTAGES.repeat_interleave(LENGTHS), OFFSETS)
+    costs, at_bound = find_function("losses", surrogate)(tokens, **options)
+    loss = (find_function("losses", aggregation)(LENGTHS, 9) * costs).sum()
+    return loss.item(), torch.autograd.grad(loss, now)[0], at_bound
+
+
+def same(found: tuple[float, Tensor, Tensor], equation) -> None:
+    """The equation, of padded logprobs [B, T], gives the loss and the gradient found, which is not
+    nothing."""
+    now = NOW.clone().requires_grad_()
+    loss = equation(padded(now))
+    assert found[0] == pytest.approx(loss.item(), rel=1e-12)
+    (gradient,) = torch.autograd.grad(loss, now)
+    np.testing.assert_allclose(found[1].numpy(), gradient.numpy(), rtol=1e-10, atol=1e-14)
+    assert gradient.abs().max() > 1e-3
+
+
+# -- dppo
+
+
+def _distance(divergence: str, now: Tensor, old: Tensor) -> Tensor:
+    """Between two coins that show the sampled token with probability `now` and `old`."""
+    if divergence == "tv":
+        return 0.5 * ((now - old).abs() + ((1 - now) - (1 - old)).abs())
+    return old * (old / now).log() + (1 - old) * ((1 - old) / (1 - now)).log()
+
+
+@pytest.mark.parametrize("divergence, low, high", [("tv", 0.15, 0.1), ("kl", 0.05, 0.02)])
+@pytest.mark.parametrize("drift_coef", [0.0, 0.01])
+def test_dppo_is_the_papers_mask_over_importance_sampling(divergence, low, high, drift_coef):
+    options = {"divergence": divergence, "divergence_low": low, "divergence_high": high}
+    found = ours("divergence_masked", "constant", drift_coef=drift_coef, **options)
+    outside = []
+
+    def equation(now: Tensor) -> Tensor:
+        advantages = ADVANTAGES[:, None]
+        ratio = (now - padded(OLD)).exp()
+        distance = _distance(divergence, now.detach().exp(), padded(OLD).exp())
+        rises = (advantages > 0) & (ratio > 1) & (distance > high)
+        falls = (advantages < 0) & (ratio < 1) & (distance > low)
+        outside.append((rises | falls)[MASK])
+        costs = -torch.where(rises | falls, 0.0, 1.0) * ratio * advantages
+        costs = costs + drift_coef * ratio.log() ** 2
+        return torch.where(MASK, costs, 0.0).sum() / (B * 9)
+
+    same(found, equation)
+    assert torch.equal(found[2], outside[0])
+    assert 0 < found[2].sum() < N
+    if not drift_coef:
+        assert ((found[1] == 0) == found[2]).all()
+
+
+def test_the_cap_of_dppo_keeps_the_gradient_of_a_token():
+    options = {"divergence": "tv", "divergence_low": 1.0, "divergence_high": 1.0}
+    _, gradient, _ = ours("divergence_masked", "sequence_sum", ratio_max=1.2, **options)
+    advantages = ADVANTAGES.repeat_interleave(LENGTHS)
+    ratios = (NOW - OLD).exp()
+    np.testing.assert_allclose(gradient, -ratios.clamp(max=1.2) * advantages / B, rtol=1e-12)
+    assert (ratios > 1.2).any()
+
+
+def test_a_rare_token_may_change_its_ratio_and_a_frequent_one_may_not():
+    """From 1e-5 to 1e-3 the ratio is 100 and nothing has moved; from 0.5 to 0.7 it is 1.4."""
+    now = torch.tensor([1e-3, 0.7, 0.3, 1e-5], dtype=torch.float64).log()
+    old = torch.tensor([1e-5, 0.5, 0.5, 1e-3], dtype=torch.float64).log()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    tokens = losses.Tokens(now, old, advantages, torch.tensor([0, 4]))
+    for name in ("dppo", "dppo_kl"):
+        row = ALGORITHMS[name]
+        _, masked = surrogates.divergence_masked(tokens, **row.defaults)
+        assert masked.tolist() == [False, True, True, False]
+        _, turned = surrogates.divergence_masked(
+            tokens._replace(advantages=-advantages), **row.defaults
+        )
+        assert not turned.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_certain_token_has_a_finite_loss(dtype):
+    """Probability 1 before, now, or both: KL is infinite, infinite, or 0."""
+    certain = torch.tensor([0.0, -0.5, 0.0], dtype=dtype, requires_grad=True)
+    anchor = torch.tensor([-0.5, 0.0, 0.0], dtype=dtype)
+    advantages = torch.tensor([1.0, -1.0, 1.0], dtype=dtype)
+    tokens = losses.Tokens(certain, anchor, advantages, torch.tensor([0, 3]))
+    loss, masked = surrogates.divergence_masked(tokens, **ALGORITHMS["dppo_kl"].defaults)
+    assert loss.isfinite().all()
+    assert torch.autograd.grad(loss.sum(), certain)[0].tolist() == [0.0, 0.0, -1.0]
+    assert masked.tolist() == [True, True, False]
+
+
+# -- gmpo and luspo
+
+
+@pytest.mark.parametrize("low, high", [(0.4, 0.4), (0.1, 0.3)])
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios(low, high):
+    found = ours("geometric_clipped", "sequence_mean", clip_low=low, clip_high=high)
+
+    def equation(now: Tensor) -> Tensor:
+        sign = ADVANTAGES.sign()[:, None]
+        power = (now - padded(OLD)).exp() ** sign  # w^sgn(A)
+        bounds = sorted((math.exp(-low), math.exp(high)))
+        bounded = torch.where(
+            sign > 0,
+            power.clamp(*bounds),
+            power.clamp(1 / bounds[1], 1 / bounds[0]),  # w in the bounds, its inverse
+        )
+        smaller = torch.minimum(power, bounded) ** sign
+        product = torch.where(MASK, smaller, 1.0).prod(1)
+        return -(product ** (1 / LENGTHS.double()) * ADVANTAGES).mean()
+
+    same(found, equation)
+    assert 0 < found[2].sum() < N
+    assert ((found[1] == 0) == found[2]).all()
+
+
+def test_gmpo_without_bounds_is_gspo_without_bounds():
+    geometric = ours("geometric_clipped", "sequence_mean", clip_low=9.0, clip_high=9.0)
+    sequence = ours("sequence_clipped", "sequence_mean", clip_low=1e9, clip_high=1e9)
+    assert geometric[0] == pytest.approx(sequence[0], rel=1e-12)
+    np.testing.assert_allclose(geometric[1], sequence[1], rtol=1e-12)
+
+
+def test_luspo_weighs_the_loss_of_gspo_by_length():
+    row = ALGORITHMS["luspo"]
+    options = {"clip_low": 0.05, "clip_high": 0.1}
+    found = ours(row.surrogate, row.aggregation, **options)
+
+    def equation(now: Tensor) -> Tensor:
+        product = torch.where(MASK, (now - padded(OLD)).exp(), 1.0).prod(1)
+        ratio = product ** (1 / LENGTHS.double())
+        clipped = ratio.clamp(1 - 0.05, 1 + 0.1)
+        return -(LENGTHS * torch.minimum(ratio * ADVANTAGES, clipped * ADVANTAGES)).mean()
+
+    same(found, equation)
+    assert 0 < found[2].sum() < N
+
+
+# -- clip_cov and kl_cov
+
+
+def _covariances(now: Tensor) -> Tensor:
+    """[B, T], with NaN behind each row's end, by loops over the tokens."""
+    tokens = [(i, t) for i in range(B) for t in range(LENGTHS[i])]
+    mean = sum(now[i, t].item() for i, t in tokens) / N
+    mean_advantage = sum(ADVANTAGES[i].item() for i, t in tokens) / N
+    covariances = torch.full((B, T), math.nan, dtype=torch.float64)
+    for i, t in tokens:
+        covariances[i, t] = (now[i, t].item() - mean) * (ADVANTAGES[i] - mean_advantage)
+    return covariances
+
+
+def _step() -> losses.Tokens:
+    return losses.Tokens(NOW, OLD, ADVANTAGES.repeat_interleave(LENGTHS), OFFSETS)
+
+
+def _with(surrogate: str, selected: Tensor, **options) -> tuple[float, Tensor, Tensor]:
+    now = NOW.clone().requires_grad_()
+    tokens = _step()._replace(logprobs=now, selected=selected)
+    costs, at_bound = find_function("losses", surrogate)(tokens, **options)
+    loss = (losses.token_mean(LENGTHS) * costs).sum()
+    return loss.item(), torch.autograd.grad(loss, now)[0], at_bound
+
+
+def test_clip_cov_leaves_out_tokens_by_chance_whose_covariance_is_between_the_bounds():
+    options = {"cov_share": 0.2, "cov_low": 0.1, "cov_high": 1.0}
+    covariances = _covariances(padded(NOW))
+    candidates = ((covariances >= 0.1) & (covariances <= 1.0))[MASK]
+    assert candidates.sum() > 3  # 20 % of 16 tokens
+    seen = torch.zeros(N, dtype=torch.int64)
+    for seed in range(200):
+        chance = torch.Generator().manual_seed(seed)
+        selected = surrogates.covariance_within(_step(), chance, **options)
+        assert selected.sum() == 3 and not (selected & ~candidates).any()
+        seen += selected
+    mean = 200 * 3 / int(candidates.sum())
+    assert ((seen[candidates] - mean).abs() < 5 * mean**0.5).all()
+
+    found = _with("covariance_clipped", selected, clip_low=0.1, clip_high=0.2)
+
+    def equation(now: Tensor) -> Tensor:
+        ratio = (now - padded(OLD)).exp()
+        advantages = ADVANTAGES[:, None]
+        gain = torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.2) * advantages)
+        counts = MASK & ~padded(selected).bool()
+        return -torch.where(counts, gain, 0.0).sum() / N
+
+    same(found, equation)
+    assert (found[1][selected] == 0).all() and found[2][selected].all()
+
+
+def test_clip_cov_takes_all_candidates_where_they_are_few():
+    options = {"cov_share": 1.0, "cov_low": 0.1, "cov_high": 1.0}
+    covariances = _covariances(padded(NOW))
+    candidates = ((covariances >= 0.1) & (covariances <= 1.0))[MASK]
+    selected = surrogates.covariance_within(_step(), torch.Generator(), **options)
+    assert torch.equal(selected, candidates)
+
+
+@pytest.mark.parametrize("share, count", [(0.2, 3), (0.0625, 1), (0.06, 0), (1.0, N)])
+def test_kl_cov_holds_the_tokens_of_the_highest_covariance(share, count):
+    selected = surrogates.covariance_highest(_step(), cov_share=share)
+    ranks = _covariances(padded(NOW))[MASK].argsort(descending=True)
+    assert sorted(selected.nonzero()[:, 0].tolist()) == sorted(ranks[:count].tolist())
+
+    def equation(now: Tensor) -> Tensor:
+        ratio = (now - padded(OLD)).exp()
+        costs = -ratio * ADVANTAGES[:, None] + torch.where(
+            padded(selected).bool(), 0.7 * ratio.log().abs(), 0.0
+        )
+        return torch.where(MASK, costs, 0.0).sum() / N
+
+    same(_with("covariance_penalised", selected, cov_kl_coef=0.7), equation)
