@@ -50,7 +50,6 @@ from .recipe import Recipe
 from .retention import clean_up
 from .tasks import check_stages, perform, tagged
 
-
 _LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs", "baseline_rollouts", "baseline_rewards")
 """What optimize is given of `Sampled`, under the same names."""
 

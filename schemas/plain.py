@@ -13,8 +13,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from .errors import printable
+
 MOST_LEVELS = 100
 """Of nesting. Libraries give up at some hundreds, each at another depth."""
+_MOST_OF_PATH = 60
 _MOST_DIGITS = 300
 """Of a number: a float holds 308."""
 
@@ -76,7 +79,7 @@ def problem_of(content: Any) -> str:
         if level > MOST_LEVELS:
             problem = f"is nested more than {MOST_LEVELS} levels deep"
         if problem:
-            return f"{path or 'it'} {problem}"
+            return f"{printable(path, _MOST_OF_PATH) or 'it'} {problem}"
         waiting += [(f"{path}.{key}".strip("."), child, level + 1) for key, child in children]
     return ""
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -89,8 +88,8 @@ def break_weights(random: Random, folder: Path) -> None:
     path.write_bytes(claimed.to_bytes(8, "little") + encoded + raw[8 + length :])
 
 
-def first_stages(store: Store) -> dict[str, Callable[[], object]]:
-    """What is done with a policy first."""
+def first_stages(store: Store, model: Path) -> dict[str, Callable[[], object]]:
+    """What is done with a model first, in this order."""
     refs = {"policy": "a/policy@0", "rollouts": "a/rollouts@1"}
 
     def make(stage: str, config: dict, **refs: str) -> None:
@@ -101,6 +100,7 @@ def first_stages(store: Store) -> dict[str, Callable[[], object]]:
 
     rows = {"source": "ids.jsonl", "limit": 2}
     return {
+        "policy": lambda: make("policy", {"model": str(model)}),
         "prompt": lambda: make("prompt", rows, policy="a/policy@0"),
         "generate": lambda: make("generate", GENERATE, policy="a/policy@0", prompts="a/prompts@1"),
         "load": train,
@@ -118,12 +118,7 @@ def fuzz(folder: Path, seed: int, count: int) -> None:
         shutil.copytree(INPUTS / "model", model)
         break_folder(random, model)
         state = snapshot(model)
-        uses = {
-            "policy": partial(
-                run_stage, "policy", {"model": str(model)}, store, into="a", in_process=True
-            ),
-            **first_stages(store),
-        }
+        uses = first_stages(store, model)
         for name, use in uses.items():
             try:
                 error = error_of(use)

@@ -3,6 +3,7 @@ file; seeds and splits differ."""
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 
@@ -339,6 +340,48 @@ def test_numbers_without_end_are_told(tmp_path):
     path.write_text(f"run = 'a'\niterations = {'9' * 5000}")
     with pytest.raises(ConfigError, match="digits"):
         Recipe.load(path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("seed=9223372036854775808", "seed is a number of more than 64 bits"),
+        ("data.arguments={x=nan}", "arguments.x is no finite number"),
+        ('data.source="a\\u0000.jsonl"', "data.source holds a NUL character"),
+        ('data.arguments={"a": ["\\ud800"]}', "half a character"),
+        ("data.arguments.a=" + "[" * 101 + "]" * 101, "is nested more than 100 levels deep"),
+        ("data.arguments" + ".a" * 5000 + "=1", "is nested more than 100 levels deep"),
+        (
+            "generate.samples_per_prompt=1000001",
+            "generate.samples_per_prompt: Input should be less",
+        ),
+        (
+            "generate.sampling.max_tokens=2147483648",
+            "generate.sampling.max_tokens: Input should be",
+        ),
+        ("reward.workers=1025", "reward.workers: Input should be less than or equal to 1024"),
+    ],
+)
+def test_what_no_manifest_could_hold_is_told(recipe, setting, said):
+    with pytest.raises(ConfigError) as caught:
+        load(recipe, [setting])
+    assert said in caught.value.message
+
+
+def test_a_recipe_is_a_file_of_some_bytes(recipe, tmp_path):
+    """A pipe was waited for, and /dev/zero read to its end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 10**12)
+    for path, said in (
+        (tmp_path / "pipe", "is not a file"),
+        ("/dev/zero", "is not a file"),
+        (tmp_path / "large", "has 1000000000000 bytes"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load(path)
+    recipe.write_text("\ufeff" + RECIPE, encoding="utf-8")
+    assert load(recipe).run == "tiny", "as Windows begins a file"
 
 
 def test_words_of_a_manifest_move_no_cursor(capsys):

@@ -62,6 +62,36 @@ def test_what_is_no_manifest_is_corrupt(raw):
         from_json(raw, "a/rollouts@1")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"required_features": 1.5}, "required_features is no list of names"),
+        ({"required_features": [{}]}, "required_features is no list of names"),
+        ({"rows": 2**63}, "rows: Input should be less than"),
+        ({"bytes": {"data": -1}}, "bytes.data: "),
+        ({"metrics": {"x": 10**301}}, "a number has 302 digits"),
+        ({"config": json.loads("[" * 300 + "]" * 300)}, "nested more than 100 levels"),
+        ({"files": [{"name": "x" * 256, "bytes": 1, "sha256": SHA, "rows": 2}]}, "files.0.name"),
+        ({"inputs": [{"role": "r", "ref": "a/b@1", "content_hash": SHA}]}, "inputs.0.ref"),
+        (
+            {"inputs": [{"role": "r", "ref": "a/policy@latest", "content_hash": SHA}]},
+            "inputs.0.ref",
+        ),
+        ({"x": "y" * 9_000_000}, "has 9000"),
+    ],
+)
+def test_a_right_checksum_over_wrong_contents_is_corrupt(changes, said):
+    data = json.loads(manifest().to_json())
+    with pytest.raises(CorruptError) as caught:
+        from_json(resealed(data | changes), "a/rollouts@1")
+    assert said in caught.value.message
+
+
+def test_nesting_and_numbers_are_read_up_to_their_limits():
+    deepest = {"x": json.loads("[" * 98 + "]" * 98), "number": 10**299}
+    assert from_json(manifest(config=deepest).to_json(), "a/rollouts@1").config == deepest
+
+
 def test_every_cut_is_found():
     raw = manifest().to_json()
     for length in range(len(raw)):

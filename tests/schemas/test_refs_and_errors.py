@@ -1,6 +1,7 @@
 """References can not leave the store; errors keep code, object and next step across a process
 boundary."""
 
+import errno
 import pickle
 
 import pytest
@@ -38,6 +39,9 @@ def test_the_run_may_be_left_out():
         ".a/rollouts@1",
         "a/rollouts@../x",
         "a/rollouts@-1",
+        "a/rollouts@٣",
+        "a/rollouts@" + "9" * 13,
+        "a/rollouts@" + "9" * 5000,
         "a" * 65 + "/rollouts@1",
         "ä/rollouts@1",
         "a/rollouts@1\n",
@@ -65,6 +69,20 @@ def test_exit_codes_are_the_documented_ones():
         "E-INTERNAL": 1, "E-CONFIG": 2, "E-CORRUPT": 3, "E-BUSY": 4, "E-CONFLICT": 4, "E-LINEAGE": 5, "E-SCHEMA": 5,
         "E-REWARD": 6, "E-REMOTE": 6, "E-RESOURCE": 7, "E-NUMERIC": 8, "E-OUTCOME-UNKNOWN": 9, "E-SECURITY": 10,
     }  # fmt: skip
+
+
+def test_what_the_system_refuses_is_no_defect_of_ours():
+    def told(error):
+        return errors.unexpected("quiver", error)
+
+    assert [told(error).code for error in (MemoryError(), OSError(errno.EROFS, "read-only"))] == [
+        "E-RESOURCE",
+        "E-RESOURCE",
+    ]
+    assert told(OSError(errno.ENAMETOOLONG, "File name too long")).code == "E-CONFIG"
+    defect = told(KeyError("x"))
+    assert (defect.code, defect.exit_code) == ("E-INTERNAL", 1)
+    assert "a defect of Quiver's: KeyError" in defect.message and "report it" in defect.next
 
 
 def test_foreign_text_can_not_move_the_cursor():

@@ -14,7 +14,7 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import FileEntry, digest
@@ -49,19 +49,23 @@ def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
     return fields
 
 
-class _PlanNote(BaseModel):
+class _Note(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _PlanNote(_Note):
     """How the rows are cut into shards."""
 
     rows_per_shard: int = Field(gt=0, lt=2**63)
 
 
-class _SourcesNote(BaseModel):
+class _SourcesNote(_Note):
     """What the stage reads."""
 
     refs: list[str]
 
 
-class _ReportNote(BaseModel):
+class _ReportNote(_Note):
     """What a process says of its part, beside what its stage notes as it likes."""
 
     shards: int = Field(ge=0)
@@ -72,7 +76,7 @@ class _ReportNote(BaseModel):
     scorers: dict[str, float] = {}
 
 
-class _ProgressNote(BaseModel):
+class _ProgressNote(_Note):
     """Where a stage goes on in the middle: the file that holds its state."""
 
     file: str = Field(pattern=r"^[a-z][a-z0-9.-]*$", max_length=100)

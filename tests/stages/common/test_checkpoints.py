@@ -196,8 +196,11 @@ def test_json_that_is_no_config_is_named(store, folder, name, text):
         {"vocab_size": None},
         {"vocab_size": "x"},
         {"vocab_size": 0},
+        {"vocab_size": True},
         {"text_config": [1]},
         {"max_position_embeddings": "many"},
+        {"num_hidden_layers": 10**9},
+        *({"eos_token_id": ids} for ids in ("2", 2.0, [], [2, None], {"a": 1}, True, -2, 2**40)),
     ],
 )
 def test_numbers_of_a_config_that_are_none_are_named(store, folder, fields):
@@ -205,6 +208,59 @@ def test_numbers_of_a_config_that_are_none_are_named(store, folder, fields):
     (folder / "config.json").write_text(json.dumps(config | fields))
     with pytest.raises(ConfigError, match=r"config\.json"):
         run(PolicyConfig(model=str(folder)), store, into="a")
+
+
+@pytest.mark.parametrize(("ids", "expected"), [([7, 2], [2, 7]), (0, [0]), (-1, [-1])])
+def test_end_tokens_are_a_number_or_a_list(store, folder, ids, expected):
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
+    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
+    assert checkpoints.end_token_ids(version) == expected
+
+
+def test_a_config_may_lack_what_only_some_stages_need(store, folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": None}))
+    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
+    assert checkpoints.context_length(version) == 256
+    with pytest.raises(ConfigError, match="vocab_size is None"):
+        checkpoints.vocabulary_size(version)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 3}, "weights are missing, which would be random: model.layers.2"),
+        ({"hidden_size": "wide"}, "can not be loaded"),
+        ({"model_type": "no such"}, "can not be loaded"),
+        ({"hidden_act": None}, "can not be loaded"),
+    ],
+)
+def test_a_config_that_is_not_that_of_its_weights_is_told(store, folder, changes, said):
+    """With more layers than weights transformers draws the others at random, anew each time."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
+    with pytest.raises(ConfigError, match=said):
+        load_model(version, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("tokenizer.json", {"model": {"type": "no such"}}),
+        ("tokenizer.json", {"pre_tokenizer": 7}),
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaForCausalLM"}),
+        ("tokenizer_config.json", {"eos_token": {"a": 1}}),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_told(store, folder, name, changes):
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
+    with pytest.raises(ConfigError, match="a/policy@0"):
+        checkpoints.load_tokenizer(version)
 
 
 def test_weights_that_are_a_pipe_are_none(store, folder):
@@ -218,7 +274,9 @@ def test_weights_that_are_a_pipe_are_none(store, folder):
 def test_code_that_a_model_brings_is_refused_wherever_it_is_named(store, folder, name):
     path = folder / name
     content = json.loads(path.read_text())
-    where = content.setdefault("text_config", {}) if name == "config.json" else content
+    where = content
+    if name == "config.json":
+        where = content.setdefault("vision_config", {}).setdefault("parts", [{}])[0]
     where["auto_map"] = {"AutoTokenizer": "evil.Tokenizer"}
     path.write_text(json.dumps(content))
     with pytest.raises(SecurityError, match=f"{name} asks to run code"):

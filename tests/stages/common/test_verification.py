@@ -148,6 +148,33 @@ def test_damage_in_staging_is_told(store, damage):
     assert commit(store).manifest.rows == 4 and said(store) == ""
 
 
+@pytest.mark.parametrize("damage", [None, "note", "state", "gone"])
+def test_what_a_stage_goes_on_from_is_looked_at(store, damage):
+    commit(store)
+    folder = store.path / f"a/policy/.staging/{'0' * 64}.resume"
+    folder.mkdir(parents=True)
+    state = folder / "state-000001-000001.safetensors"
+    state.write_bytes(b"weights")
+    fields = {"file": state.name, "sha256": sha256(state), "epoch": 0}
+    (folder / "progress").write_text(json.dumps({**fields, "checksum": digest(fields)}))
+    if damage == "note":
+        (folder / "progress").write_text(json.dumps({**fields, "checksum": "0" * 64}))
+    elif damage == "state":
+        state.write_bytes(b"Weights")
+    elif damage == "gone":
+        state.unlink()
+    assert ("staged progress: is not what was written" in said(store)) == (damage is not None)
+
+
+def test_a_manifest_that_is_endless_is_not_read(store):
+    """Of 100 GB, which take no room on the disk."""
+    version = commit(store)
+    os.truncate(version.files.folder / "manifest.json", 100 * 10**9)
+    assert "has 100000000000 bytes" in said(store)
+    for _, entry in store.entries():
+        assert "has 100000000000 bytes" in entry.error
+
+
 def test_tags_are_looked_at(store):
     first, second = commit(store), commit(store, Settings(seed=1))
     store.tag("a", "prod", first.ref)
@@ -198,7 +225,10 @@ def test_a_number_comes_back_only_to_the_same_work(store):
     assert commit(store).ref.version == 1
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"at": 1}', "[" * 100_000])
+UNSIGNED = json.dumps({"checksum": digest({})})  # whole, and says neither when nor why
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"at": 1}', "[" * 100_000, UNSIGNED])
 def test_a_tombstone_that_can_not_be_read_is_told(store, text):
     commit(store)
     commit(store, Settings(seed=1))

@@ -1,18 +1,24 @@
 """A training that is killed goes on after the step that it saved, as if nothing had happened."""
 
+import json
 import multiprocessing
 import os
+import shutil
 
 import pyarrow as pa
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quiver.schemas.errors import NumericError
+from quiver.schemas.manifest import digest
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.storage import sha256
 from quiver.stages.optimize import resume, trainer
+from tests.stages.optimize import world
 from tests.stages.optimize.world import config, trained
+from tests.tiny import make_policy
 
 TEN_STEPS = {"epochs": 5, "minibatches": 2, "resume_steps": 5}
 CASES = {
@@ -118,6 +124,95 @@ def test_after_kill_9_a_state_that_is_not_whole_is_made_again(store, policy, mad
     resumed = trained(store, policy, made, chosen, into="killed")
     assert steps.count == (5 if damage is None else 10)
     assert_equal(store, whole, resumed)
+
+
+def _resealed(note, **changes) -> None:
+    """Another note, with the checksum that fits it."""
+    fields = json.loads(note.read_bytes())
+    del fields["checksum"]
+    fields |= changes
+    note.write_text(json.dumps({**fields, "checksum": digest(fields)}))
+
+
+def _other_state(state, note, change) -> None:
+    """Another state, to which the note fits."""
+    tensors = load_file(state)
+    change(tensors)
+    save_file(tensors, state)
+    _resealed(note, sha256=sha256(state))
+
+
+def _other_counters(note, **changes) -> None:
+    counters = json.loads(json.loads(note.read_bytes())["counters"])
+    _resealed(note, counters=json.dumps(counters | changes))
+
+
+ODD = {
+    "the note is a folder": lambda folder, state, note: (note.unlink(), note.mkdir()),
+    "a file in place of all": lambda folder, state, note: (shutil.rmtree(folder), folder.touch()),
+    "a link elsewhere": lambda folder, state, note: (
+        folder.rename(folder.with_name("elsewhere")),
+        folder.symlink_to("elsewhere"),
+    ),
+    "a pipe for a state": lambda folder, state, note: (state.unlink(), os.mkfifo(state)),
+    "no list": lambda folder, state, note: note.write_text("[1]"),
+    "too deep": lambda folder, state, note: note.write_text("[" * 5000),
+    "no epoch": lambda folder, state, note: _resealed(note, epoch=None),
+    "an epoch too many": lambda folder, state, note: _resealed(note, epoch=5),
+    "a file outside": lambda folder, state, note: _resealed(note, file=f"../{state.name}"),
+    "no counters": lambda folder, state, note: _resealed(note, counters="{}"),
+    "deep counters": lambda folder, state, note: _resealed(note, counters="[" * 5000),
+    "a step too many": lambda folder, state, note: _other_counters(note, step=9),
+    "updates of another kind": lambda folder, state, note: _other_counters(note, updates=[{}] * 5),
+    "no safetensors": lambda folder, state, note: (
+        state.write_bytes(b"x"),
+        _resealed(note, sha256=sha256(state)),
+    ),
+    "a weight is missing": lambda folder, state, note: _other_state(
+        state, note, lambda tensors: tensors.pop("weight.1")
+    ),
+    "another shape": lambda folder, state, note: _other_state(
+        state, note, lambda tensors: tensors.update({"exp_avg.0": torch.zeros(3)})
+    ),
+    "another dtype": lambda folder, state, note: _other_state(
+        state, note, lambda tensors: tensors.update({"step.0": torch.tensor(5)})
+    ),
+    "a moment of nobody": lambda folder, state, note: _other_state(
+        state, note, lambda tensors: tensors.update({"exp_avg.999": torch.zeros(3)})
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A store in which a training was killed after its seventh step, and what it is made of."""
+    store = Store(tmp_path_factory.mktemp("killed") / "store")
+    policy = make_policy(store)
+    made = world.make(store, policy, world.even_share)
+    with pytest.MonkeyPatch.context() as patch:
+        real = trainer.Trainer._train_minibatch
+
+        def die(self, *arguments):
+            if len(self.updates) == 7:
+                raise KeyboardInterrupt
+            return real(self, *arguments)
+
+        patch.setattr(trainer.Trainer, "_train_minibatch", die)
+        with pytest.raises(KeyboardInterrupt):
+            trained(store, policy, made, config(**TEN_STEPS), into="killed")
+    return store.path, policy.ref, made
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_state_of_another_form_is_thrown_away(killed, tmp_path, steps, name):
+    path, policy, made = killed
+    shutil.copytree(path, tmp_path / "store")
+    folder = next((tmp_path / "store").glob("killed/policy/.staging/*.resume"))
+    ODD[name](folder, next(folder.glob("*.safetensors")), folder / "progress")
+    store = Store(tmp_path / "store")
+    trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
+    assert steps.count == 10
+    assert not list(store.path.glob("killed/policy/.staging/*.resume"))
 
 
 def test_what_is_forced_starts_over(store, policy, made, steps):

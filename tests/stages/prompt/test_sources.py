@@ -94,6 +94,12 @@ def lists():
 """
 
 
+def test_an_array_may_begin_after_any_space(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text("\ufeff" + " " * 100_000 + "\n" + json.dumps([{"q": "1"}, {"q": "2"}]))
+    assert read(str(path)).table["q"].to_pylist() == ["1", "2"]
+
+
 def test_a_generator_is_hashed_by_its_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "made.py").write_text(GENERATOR)

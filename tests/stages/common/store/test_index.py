@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import time
+import zlib
 
 import pytest
 
@@ -64,7 +65,18 @@ def test_a_commit_opens_as_few_files_with_many_versions_as_with_few(store, reads
 
 @pytest.mark.parametrize(
     "damage",
-    ["lost", "torn", "flipped", "format", "number", "nested", "no file", "no folder", "older"],
+    [
+        "lost",
+        "torn",
+        "flipped",
+        "format",
+        "number",
+        "nested",
+        "no file",
+        "no folder",
+        "older",
+        "resealed",
+    ],
 )
 def test_it_is_made_anew_from_the_manifests(store, damage):
     versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
@@ -89,6 +101,11 @@ def test_it_is_made_anew_from_the_manifests(store, damage):
     elif damage == "no folder":
         shutil.rmtree(path.parent)
         path.parent.touch()
+    elif damage == "resealed":  # as nobody writes it, and with the checksum that fits
+        *lines, last = before.splitlines()
+        lines = "\n".join(lines).replace('"whole", ', "") + "\n"
+        state = {**json.loads(last), "crc32": zlib.crc32(lines.encode())}
+        path.write_text(f"{lines}{json.dumps(state)}\n")
     else:
         lines = before.splitlines()
         path.write_text(

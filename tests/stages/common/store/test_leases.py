@@ -19,6 +19,11 @@ from quiver.stages.common.store.leases import Leases
 from quiver.stages.common.store.storage import Storage
 from tests.stages.common.store.test_sharing import KIND, require_one, work_on, write_all
 
+OWNED = (
+    '{"token": "t", "label": "", "released": false, "owner": '
+    '{"boot_id": "b", "pid_namespace": 1, "start_time": 1, "pid": %s}}'
+)
+"""A lease of the process with this number."""
 FORK = multiprocessing.get_context("fork")
 
 
@@ -151,10 +156,15 @@ def test_a_renewal_that_comes_late_begins_the_minute_anew(leases, monkeypatch):
     assert is_free(119.5)
 
 
-def test_a_lease_torn_by_a_power_loss_is_free(leases):
+@pytest.mark.parametrize(
+    "text",
+    ['{"owner": {"bo', "[]", "{}", '{"token": "t"}', '{"owner": 1}', "[" * 5000, OWNED % "-1"]
+    + [OWNED % pid for pid in ('"x"', "null", "9" * 300)],
+)
+def test_a_lease_torn_by_a_power_loss_is_free(leases, text):
     leases.take("work").release()
     key = leases.key("work", 2)
-    leases.storage.put_if_absent(key, b'{"owner": {"bo')
+    leases.storage.put_if_absent(key, text.encode())
     assert leases.take("work").key == leases.key("work", 3)
 
 

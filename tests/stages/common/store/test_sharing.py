@@ -6,8 +6,9 @@ import os
 import pyarrow as pa
 import pytest
 
-from quiver.schemas.errors import BusyError, ConfigError, OutcomeUnknownError
-from quiver.stages.common.store import sharing, storage
+from quiver.schemas.errors import BusyError, ConfigError, LineageError, OutcomeUnknownError
+from quiver.stages.common.store import sharing, storage, writer
+from quiver.stages.common.store.retention import remove
 from quiver.stages.common.store.sharing import CommittedByOther
 from quiver.stages.common.verification import verify
 from tests.stages.common.store.test_store import Settings, table
@@ -319,6 +320,41 @@ def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):
         write_all(work, 2)
         version = work.commit()
     assert version.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
+    require_one(store)
+
+
+@pytest.mark.parametrize("fields", [{}, {"rows_per_shard": "3"}, {"rows_per_shard": 0}])
+def test_a_plan_that_says_nothing_is_made_anew(store, fields):
+    with work_on(store, None) as work:
+        work.rows_per_shard(3)
+        staged(store, "plan").write_bytes(writer._noted(fields))
+    with work_on(store) as work:
+        assert work.rows_per_shard(2) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("part-00000.arrow.json", {"name": "part-00000.arrow"}),
+        ("part-00000.arrow.json", {"name": ["x"], "bytes": 1, "sha256": "0" * 64, "rows": 1}),
+        ("part-x.arrow.json", {}),
+        ("part-.arrow.json", {}),
+        ("another.report", {"seconds": 1}),
+        ("another.report", {"shards": "many", "slowest": 0.0, "seconds": {}}),
+        ("another.report", {"shards": 1, "slowest": 0.0, "seconds": {"total": "long"}}),
+        ("sources", {"refs": 7}),
+    ],
+)
+def test_a_note_of_another_form_counts_for_nothing(store, name, fields):
+    with work_on(store) as work:
+        write_all(work, 2)
+    folder = staged(store, "part-00001.arrow.json").parent
+    (folder / name).write_bytes(writer._noted(fields))
+    with pytest.raises(LineageError):
+        remove(store, "a/logprobs@1")
+    with work_on(store) as work:
+        write_all(work, 2)
+        work.commit()
     require_one(store)
 
 

@@ -1,12 +1,14 @@
 """A tag's journal: an entry for every move, none for what did not happen, and the way back."""
 
 import doctest
+import json
 import multiprocessing
 import shutil
 
 import pytest
 
 from quiver.schemas.errors import ConflictError, CorruptError
+from quiver.schemas.manifest import digest
 from quiver.stages.common.store import Store, storage, tags
 from tests.stages.common.store.test_store import Settings, commit
 
@@ -176,7 +178,25 @@ def test_a_tag_from_before_there_were_journals_gets_one(store, versions):
     assert tags.previous(store.history("a", "prod")) == versions[0]
 
 
-@pytest.mark.parametrize("damage", [b"{", b"\xff", b'{"at": "2026"}', None])
+def sealed(store, **changes) -> bytes:
+    """The first entry of the journal with other words, and the checksum that fits them."""
+    fields = json.loads((store.path / "a/tags/.prod/000001").read_bytes())
+    del fields["checksum"]
+    fields |= changes
+    return json.dumps({**fields, "checksum": digest(fields)}).encode()
+
+
+@pytest.mark.parametrize("ref", ["a/logprobs@prod", "a/logprobs@latest", "nonsense", 7])
+@pytest.mark.parametrize("name", ["ref", "before"])
+def test_an_entry_that_names_no_version_is_told(store, versions, name, ref):
+    """One that named its own tag was followed for ever."""
+    store.tag("a", "prod", versions[0])
+    (store.path / "a/tags/.prod/000001").write_bytes(sealed(store, **{name: ref}))
+    with pytest.raises(CorruptError, match="000001 can not be read"):
+        store.resolve("a/logprobs@prod")
+
+
+@pytest.mark.parametrize("damage", [b"{", b"\xff", b'{"at": "2026"}', b"[1]", b"[" * 5000, None])
 def test_a_journal_that_can_not_be_read_is_told(store, versions, damage):
     store.tag("a", "prod", versions[0])
     path = store.path / "a/tags/.prod/000001"
