@@ -96,8 +96,8 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
             baseline = measure(tonight.recipe, in_use, tonight.first - 1)
             iterations = improve(tonight.recipe, in_use, base, first=tonight.first)
             entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
-        clean_up(recipe.store, recipe.run, recipe.retention)
         link_report(recipe)
+        clean_up(recipe.store, recipe.run, recipe.retention)
     log.info(
         "%-22s %s: %s",
         f"nightly {tonight.name}",

@@ -137,8 +137,8 @@ def _run_iterations(recipe: Recipe, forced: Collection[str]) -> dict[str, Any]:
         curve.show(printed, baseline, last=number == recipe.iterations)
 
     improve(recipe, base, base, forced=forced, prompts=prompts, finish=finish)
-    clean_up(recipe.store, recipe.run, recipe.retention)
     link_report(recipe)
+    clean_up(recipe.store, recipe.run, recipe.retention)
     return {"run": recipe.run, "baseline": baseline, "iterations": printed}
 
 
@@ -175,7 +175,8 @@ def improve(
             iteration = update(recipe, starts[-1], reference, sampled, forced, newest_first)
             iterations.append(iteration)
             finish(iteration)
-            clean_up(recipe.store, recipe.run, recipe.retention)
+            if not is_last:
+                clean_up(recipe.store, recipe.run, recipe.retention)
             if ahead is not None:
                 sampled = ahead.result()
             elif not is_last:

@@ -29,7 +29,7 @@ class Retention(Config):
     `optimize.load_optimizer = false`."""
     grace_hours: float = Field(24, ge=0)
     """How long what goes lies in the trash, from where `quiver gc --restore` brings it back. 0: it
-    is deleted when the run cleans up the next time."""
+    is deleted at once."""
 
 
 def clean_up(path: str, run: str, retention: Retention) -> None:
@@ -39,7 +39,10 @@ def clean_up(path: str, run: str, retention: Retention) -> None:
     runs = (run, f"{run}.eval", f"{run}.ref")
     rule = Rule(retention.keep, retention.moments, retention.grace_hours * 3600, runs)
     try:
-        collected = collect(Store(path, create=False), rule, apply=True)
+        store = Store(path, create=False)
+        collected = collect(store, rule, apply=True)
+        if not retention.grace_hours:  # the next one deletes what this one took
+            collected.deleted_bytes += collect(store, rule, apply=True).deleted_bytes
     except Exception as error:  # any: what the run made is there
         typed = error if isinstance(error, QuiverError) else unexpected("retention", error)
         message = "%-22s %s %s: %s; the run goes on"

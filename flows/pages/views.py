@@ -150,9 +150,10 @@ def evaluations(store: Store, version: Version) -> list[Artifact]:
     """This evaluation beside those of the same run that measured the same thing, oldest first: the
     first and the newest of them."""
     last = version.manifest
-    refs = [str(ref) for ref in store.refs(last.run, last.kind) if ref.version < last.version]
     # one that is torn is of no concern to the new one; whoever opens it is told
     manifests = Manifests(store, QuiverError)
+    all_refs = manifests.store.refs(last.run, last.kind)
+    refs = [str(ref) for ref in all_refs if ref.version < last.version]
     earlier = filter(None, map(manifests.open, [*refs[:1], *refs[1:][-_MOST_VERSIONS:]]))
     shown = [*manifests.comparable(last, earlier), last]
     scores = score_panel((evaluation.version, evaluation.metrics) for evaluation in shown)

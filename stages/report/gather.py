@@ -2,7 +2,8 @@
 how they were measured. The HTML file and Prefect's pages render it.
 
 The line ends at the run's latest policy and goes back to the base model, into other runs where the
-run is a fork. Versions that are gone are left out, and counted.
+run is a fork. Of versions whose files expired the manifest is told; those that are gone otherwise
+are left out; both are counted.
 
     gathered = gather(store, "arith")
     gathered.iterations[-1].rewards.metrics["reward_mean"]
@@ -12,6 +13,7 @@ run is a fork. Versions that are gone are left out, and counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,17 +67,20 @@ class Gathered:
     """Those of the run that measured what its latest one did, by number of the policy."""
     gone: list[str]
     """References that are named and no longer there."""
+    expired: list[str]
+    """Those of which the manifest alone is left."""
     newest: str
     """What `latest` said of the run."""
 
 
 class Manifests:
-    """The manifests of a store; of a version that is not there the reference is noted in `gone`.
-    `passed_over`: the errors that count as not being there."""
+    """The manifests of a store; of a version that is not there the reference is noted in `gone`, of
+    one that expired in `expired`. `passed_over`: the errors that count as not being there."""
 
     def __init__(self, store: Store, passed_over: type[QuiverError] = LineageError) -> None:
-        self.store = store
+        self.store = store.with_expired()
         self.gone: set[str] = set()
+        self.expired: set[str] = set()
         self._passed_over = passed_over
 
     def open(self, ref: str | None) -> Manifest | None:
@@ -83,10 +88,13 @@ class Manifests:
         if ref is None:
             return None
         try:
-            return self.store.open(ref).manifest
+            version = self.store.open(ref)
         except self._passed_over:
             self.gone.add(ref)
             return None
+        if version.tombstone is not None:
+            self.expired.add(ref)
+        return version.manifest
 
     def input(self, manifest: Manifest | None, role: str) -> Manifest | None:
         """What has this role among the inputs of `manifest`; of several, the first."""
@@ -106,7 +114,9 @@ class Manifests:
         if updates is None or updates.rows == 0:
             return []
         columns = ["step", *STEP_COLUMNS]
-        return self.store.open(updates.ref).head(columns, _UPDATES_BYTES).to_pylist()
+        with suppress(LineageError):  # they expired
+            return self.store.open(updates.ref).head(columns, _UPDATES_BYTES).to_pylist()
+        return []
 
     def comparable(self, evaluation: Manifest, candidates: Iterable[Manifest]) -> list[Manifest]:
         """Those of `candidates` that measured what `evaluation` did: the same prompts, scored in
@@ -158,7 +168,9 @@ def gather(store: Store, run: str) -> Gathered:
             )
             iterations.append(iteration)
     evaluations = _evaluations(manifests, run)
-    return Gathered(run, policies[-1], iterations, evaluations, sorted(manifests.gone), newest)
+    gone = sorted(manifests.gone)
+    expired = sorted(manifests.expired)
+    return Gathered(run, policies[-1], iterations, evaluations, gone, expired, newest)
 
 
 def _evaluations(manifests: Manifests, run: str) -> list[Manifest]:

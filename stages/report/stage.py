@@ -56,7 +56,8 @@ def render(store: Store, gathered: Gathered) -> str:
     last = gathered.iterations[-1] if gathered.iterations else None
     extremes = None
     if last and last.rollouts and last.rewards:
-        extremes = samples.best_and_worst(store, store.open(last.rewards.ref))
+        with suppress(LineageError):  # their rows expired
+            extremes = samples.best_and_worst(store, store.open(last.rewards.ref))
     compared = None
     if len(evaluations) > 1:
         with suppress(LineageError):  # the page says that the rollouts are gone

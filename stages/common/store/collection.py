@@ -25,7 +25,7 @@ from quiver.schemas.refs import KINDS, Ref
 from . import trash
 from .leases import SECONDS_TO_LIVE, Leases
 from .ledger import OPTIMIZER_FOLDER, Ledger
-from .retention import QUARANTINE, find_kept
+from .retention import QUARANTINE, Kept, find_kept
 from .storage import Storage, storage_errors
 from .versions import Store, Version
 
@@ -117,7 +117,7 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
             trash.delete(storage, key)
         leftovers = [leftover for leftover in leftovers if _sweep(storage, leftover)]
     else:
-        candidates = _candidates(store, rule)
+        candidates = _candidates(store, rule, find_kept(store, rule.keep, rule.moments))
     collected.versions = [candidate for candidate in candidates if not candidate.folder]
     collected.optimizer = [candidate for candidate in candidates if candidate.folder]
     collected.staging = leftovers
@@ -133,9 +133,8 @@ def size(storage: Storage, prefix: str) -> int:
 # -- versions
 
 
-def _candidates(store: Store, rule: Rule) -> list[Candidate]:
-    """What is to go by now. CorruptError."""
-    kept = find_kept(store, rule.keep, rule.moments)
+def _candidates(store: Store, rule: Rule, kept: Kept) -> list[Candidate]:
+    """What is to go by now."""
     candidates = []
     for run, kind in product(rule.runs_of(store), KINDS):
         ledger = store.ledger(run, kind)
@@ -182,9 +181,13 @@ def _candidate(version: Version, folder: str, deleted_why: str | None) -> Candid
 
 def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
     """Move what is to go into the trash: tombstones, another look at what stays, the moves."""
-    candidates = _candidates(store, rule)
+    kept = find_kept(store, rule.keep, rule.moments)
+    candidates = _candidates(store, rule, kept)
     taken = []
     with storage_errors("gc"):
+        for ref in kept.in_use:
+            if not store.exists(ref):
+                turn.put_back(ref)
         for candidate in candidates:
             ref = candidate.ref
             ledger = store.ledger(ref.run, ref.kind)
@@ -199,7 +202,10 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
                 files=candidate.files,
                 folder=candidate.folder,
             )
-        still = {(candidate.ref, candidate.folder) for candidate in _candidates(store, rule)}
+        kept = find_kept(store, rule.keep, rule.moments)
+        still = {
+            (candidate.ref, candidate.folder) for candidate in _candidates(store, rule, kept)
+        }
         for candidate in candidates:
             is_to_go = (candidate.ref, candidate.folder) in still
             if is_to_go and turn.take(candidate.ref, candidate.folder):
