@@ -11,8 +11,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import astuple
+from typing import TYPE_CHECKING
 
 from quiver.stages.common.store.leases import Owner
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import FlowRun
 
 _PREFIX = "shell:"
 
@@ -25,20 +30,28 @@ def shell_tag() -> str:
 def crash_abandoned() -> int:
     """Tell the server of the runs whose process on this host is gone: how many there were."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.filters import FlowRunFilter
-    from prefect.client.schemas.objects import StateType
     from prefect.states import Crashed
 
-    is_unfinished = {"state": {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}}}
     message = "its process is gone; what it finished is kept"
-    count = 0
     with get_client(sync_client=True) as client:
-        filters = FlowRunFilter.model_validate(is_unfinished)
-        for run in client.read_flow_runs(flow_run_filter=filters):
-            if any(_is_dead(tag) for tag in run.tags if tag.startswith(_PREFIX)):
-                client.set_flow_run_state(run.id, Crashed(message=message), force=True)
-                count += 1
-    return count
+        runs = abandoned_runs(client)
+        for run in runs:
+            client.set_flow_run_state(run.id, Crashed(message=message), force=True)
+    return len(runs)
+
+
+def abandoned_runs(client: SyncPrefectClient) -> list[FlowRun]:
+    """The unfinished runs that the server knows of whose process on this host is gone."""
+    from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.client.schemas.objects import StateType
+
+    is_unfinished = {"state": {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}}}
+    filters = FlowRunFilter.model_validate(is_unfinished)
+    return [
+        run
+        for run in client.read_flow_runs(flow_run_filter=filters)
+        if any(_is_dead(tag) for tag in run.tags if tag.startswith(_PREFIX))
+    ]
 
 
 def _is_dead(tag: str) -> bool:

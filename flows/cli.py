@@ -19,13 +19,13 @@ from typer.main import get_command
 from quiver import flows
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, unexpected
 
-from .commands import cleaning, listing, placing, running, versions
+from .commands import cleaning, health, listing, placing, running, versions
 from .commands.next_step import complete, options_in
 from .commands.shared import CALLED, keep_stdout, say, with_options
 
 _UsageError = typer.BadParameter.__base__  # of the click that typer brings along
 COMMANDS = (
-    running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy, placing.doctor,
+    running.run, running.nightly, *running.STAGES, placing.serve, placing.deploy, health.doctor,
     versions.ls, versions.show, versions.lineage, versions.diff, versions.verify,
     versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,
     listing.algorithms, listing.rewards, listing.engines,

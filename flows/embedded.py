@@ -52,7 +52,7 @@ def guard_embedded_server() -> None:
 
     if PREFECT_API_URL.value():
         return
-    _require_writable(PREFECT_HOME.value())
+    require_writable(PREFECT_HOME.value())
     # the whole server: half of a short run's imports
     from prefect.server.api.server import SubprocessASGIServer
 
@@ -66,7 +66,8 @@ def guard_embedded_server() -> None:
     atexit.register(is_over.set)  # before Prefect's own, which stops the server
 
 
-def _require_writable(home: Path) -> None:
+def require_writable(home: Path) -> None:
+    """ResourceError where Prefect can not keep its database."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home):

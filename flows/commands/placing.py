@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .shared import RecipeFile, Settings, StorePath, open_store, read_recipe, say
+from .shared import RecipeFile, Settings, StorePath, read_recipe, say
 
 Cron = Annotated[str | None, typer.Option(help='when, as cron says it, e.g. "0 2 * * *"')]
 Timezone = Annotated[
@@ -29,7 +29,7 @@ On = Annotated[
 Now = Annotated[bool, typer.Option("--now", help="start a run at once, too")]
 
 
-def _room_above(name: str) -> Any:
+def room_above(name: str) -> Any:
     """A module of `deployments`: named, as a recipe names code, since nothing here knows of the
     room above but its commands."""
     return importlib.import_module(f"quiver.deployments.{name}")
@@ -54,9 +54,9 @@ def serve(
     """Run a recipe on a schedule from this very process, until Ctrl-C: for a laptop, without work
     pools."""
     loaded = read_recipe(recipe, settings, store)
-    where = _room_above("deploy").Where("", cron, timezone, overlap, tuple(on or ()), now=now)
+    where = room_above("deploy").Where("", cron, timezone, overlap, tuple(on or ()), now=now)
 
-    _room_above("serve").serve(loaded, where, port, partial(say, lines=[]))
+    room_above("serve").serve(loaded, where, port, partial(say, lines=[]))
 
 
 def deploy(
@@ -79,7 +79,7 @@ def deploy(
 ) -> None:
     """Register a recipe with a Prefect server: which workers run it, when, and what starts it
     besides."""
-    module = _room_above("deploy")
+    module = room_above("deploy")
     where = module.Where(pool, cron, timezone, overlap, tuple(on or ()), image, folder, now)
     outcome = module.deploy(read_recipe(recipe, settings, store), where)
     word = {True: "changed", False: "unchanged"}
@@ -92,27 +92,3 @@ def deploy(
     if outcome["flow_run"]:
         lines.append(f"started flow run {outcome['flow_run']}")
     say(outcome, lines)
-
-
-def doctor(
-    quarantine: Annotated[
-        str | None, typer.Option(help="put this damaged version aside", metavar="REF")
-    ] = None,
-    store: StorePath = None,
-) -> None:
-    """List the deployments on the Prefect server that were registered under names of before: no run
-    of theirs can start until they are registered again. Or put a damaged version aside."""
-    if quarantine:
-        from quiver.stages.common.store.retention import quarantine as put_aside
-
-        ref, folder = put_aside(open_store(store), quarantine)
-        lines = [f"{ref} is in {folder}", "the command that made it makes it again"]
-        say({"quarantined": str(ref), "folder": str(folder)}, lines)
-        return
-    outdated = _room_above("deploy").outdated()
-    lines = [
-        f"{entry['name']}: there is no {entry['entrypoint']} any more; register it again: "
-        f"{entry['next']}"
-        for entry in outdated
-    ]
-    say({"outdated": outdated}, lines or ["every deployment can start"])

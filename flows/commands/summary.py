@@ -54,12 +54,16 @@ def next_commands(
         ['reward.functions=[{use="length",arguments={target=4}}]', "evaluate.score=reward"]
     )
     rescored = [*same, *by_length, "--rollouts", last["rollouts"]]
+    # the policy that sampled is that many before the newest, whose optimizer state stays
+    moments = recipe.retention.moments
+    is_state_gone = moments is not None and moments < 2 + recipe.overlap
+    fresh = set_options(["optimize.load_optimizer=false"]) if is_state_gone else []
     longer = ["--iterations", str(len(iterations) + 2)]
     reward, optimize, lineage, run = (
         shlex.join([program(), *words])
         for words in (
             ["reward", *rescored],
-            ["optimize", *rescored],
+            ["optimize", *rescored, *fresh],
             ["lineage", last["policy"], *in_store],
             ["run", *same, *longer],
         )

@@ -203,9 +203,7 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
                 folder=candidate.folder,
             )
         kept = find_kept(store, rule.keep, rule.moments)
-        still = {
-            (candidate.ref, candidate.folder) for candidate in _candidates(store, rule, kept)
-        }
+        still = {(candidate.ref, candidate.folder) for candidate in _candidates(store, rule, kept)}
         for candidate in candidates:
             is_to_go = (candidate.ref, candidate.folder) in still
             if is_to_go and turn.take(candidate.ref, candidate.folder):

