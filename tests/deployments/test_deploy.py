@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
+import prefect
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
@@ -19,12 +20,15 @@ from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import Running
 from prefect.workers.base import BaseJobConfiguration
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from quiver.deployments.automations import TAG, install, silent_runs
 from quiver.deployments.deploy import Where, deploy
 from quiver.deployments.server import check_api, listening, own_server
+from quiver.flows.abandoned import shell_tag
+from quiver.flows.post_train import post_train
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError, RemoteError, SecurityError
 from tests.deployments.prefect_world import wait_for, world
@@ -143,7 +147,26 @@ def test_doctor_lists_what_was_registered_under_names_of_before(client, place):
     for name, entrypoint in entrypoints.items():
         pool = "box" if name == "file" else None
         client.create_deployment(flow, name, entrypoint=entrypoint, work_pool_name=pool)
-    told = quiver(place.folder, "doctor", **place.env)["outdated"]
+    living = shell_tag()
+    dead = f"{living.rpartition(':')[0]}:7"  # its process had this number before
+    runs = [
+        client.create_flow_run(post_train, name=name, tags=[tag], state=Running())
+        for name, tag in (("lost", dead), ("going on", living))
+    ]
+    answer = quiver(place.folder, "doctor", code=2, **place.env)
+    assert answer["prefect"] == {
+        "home": place.env["PREFECT_HOME"],
+        "api": place.url,
+        "server": prefect.__version__,
+    }
+    told = answer["outdated"]
+    assert [problem["object"] for problem in answer["problems"]] == [
+        *(f"deployment {entry['name']}" for entry in told),
+        "flow run lost",
+    ]
+    assert answer["problems"][-1]["next"] == f"prefect flow-run delete {runs[0].id}"
+    for run in runs:
+        client.delete_flow_run(run.id)
     listed = {entry["name"]: entry for entry in told}
     assert set(listed) == {
         "post-train/file", "post-train/gone", "post-train/module", "post-train/whole-path"

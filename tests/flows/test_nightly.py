@@ -364,6 +364,24 @@ def test_what_can_not_work_is_refused_before_anything_is_made(store, folder):
     assert names(store) == before
 
 
+def test_nights_clean_up_and_the_policy_in_use_stays_one_to_go_on_from(store):
+    """So does the one that a rollback would go back to; what was rejected is only the newest."""
+    tidy = ["run=tidy", "retention={keep=1, moments=1, grace_hours=0}", "promotion.rollback=true"]
+    better, worse = spend("one", [*BETTER, *tidy]), spend("two", [*WORSE, *tidy])
+    assert (better["decision"], worse["decision"]) == ("promoted", "kept")
+    left = {name for name in names(store) if name.startswith("tidy/")}
+    policies = [f"tidy/policy@{number}" for number in (0, 1, 2)]
+    assert {name for name in left if "policy" in name} == set(policies)
+    with_state = [path.parent.name for path in store.path.glob("tidy/policy/*/optimizer")]
+    assert sorted(with_state) == ["v000001", "v000002"]
+    assert {"tidy/rollouts@1", "tidy/rollouts@2"} <= left, "those that policy@1 and @2 learned from"
+    evaluations = {name for name in left if "evaluations" in name}
+    assert worse["evaluation"] in evaluations and better["evaluation"] not in evaluations
+    again = spend("three", [*BETTER, *tidy])
+    assert store.open(again["candidate"]).manifest.input("policy").ref == again["before"]
+    assert spend("two", [*WORSE, *tidy]) == {**worse, "iterations": []}
+
+
 def test_the_name_of_the_night_reaches_the_rows():
     settings = ["data.source='prompts/{night}.jsonl'", "data.held_out.source='mine.py:rows'"]
     settings += ["data.held_out.arguments={seed='{night}',n=3}"]

@@ -1,43 +1,80 @@
 """A finished run after gc: it stays finished, goes on, and makes again what it has to read; and a
-run that cleans up after itself."""
+run that cleans up after itself.
 
-import json
-import re
+The stages are the real ones, in this process instead of children of it.
+"""
+
+import os
 import shutil
-import subprocess
 import sys
+import threading
 
 import pytest
+from prefect.testing.utilities import prefect_test_harness
 
-from quiver.flows import retention
 from quiver.flows.commands.summary import next_commands
+from quiver.flows.post_train import post_train
 from quiver.flows.recipe import load
+from quiver.flows.rerun import rerun
 from quiver.flows.retention import Retention, clean_up
+from quiver.schemas.errors import LineageError
+from quiver.stages.common.runtime import runner
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.report.gather import gather
 from quiver.stages.report.stage import render
-from tests.flows.conftest import command_environment, quiver
+from tests.flows.conftest import quiver, write_recipe
 
 pytestmark = pytest.mark.prefect
-SCRIPTED = [
-    *("--set", "generate.engine='scripted'"),
-    *("--set", "optimize.audit.enabled=false"),  # its logprobs are of no model
-]
-NOWHERE = [
-    part
-    for stage in ("policy", "prompt", "generate", "reward", "optimize")
-    for part in ("--set", f"placement.python.{stage}='/nonexistent'")
-]
-"""With these no child process can start."""
+QUICK = ["generate.engine='scripted'", "reward.workers=1"]
+QUICK += ["optimize.audit.enabled=false"]  # the engine's logprobs are of no model
 
 
-def names(store: Store) -> set[str]:
-    return {str(ref) for ref in store.refs()}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("kept"))
 
 
-def of_kind(store: Store, kind: str) -> list[str]:
-    return sorted(name for name in names(store) if name.startswith("tiny/") and kind in name)
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    # forks of later tests have none of Prefect's threads
+    os.register_at_fork(after_in_child=threading._threading_atexits.clear)
+    with prefect_test_harness(server_startup_timeout=300):
+        yield
+
+
+@pytest.fixture
+def made(folder, monkeypatch) -> list[str]:
+    """Stages that are run, not found; here."""
+    stages = []
+    stay_here(folder, monkeypatch, stages)
+    return stages
+
+
+def stay_here(folder, patch, stages) -> None:
+    patch.chdir(folder)
+
+    def run_call(call, **_):
+        outcome = runner.perform(call)
+        stages.append(call.stage)
+        assert not outcome.cached
+        return outcome
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("quiver.flows.") and hasattr(module, "run_call"):
+            patch.setattr(module, "run_call", run_call)
+
+
+def run(*settings: str) -> dict:
+    return post_train(load("recipe.toml", [*QUICK, *settings]))
+
+
+def names(run: str = "tiny") -> set[str]:
+    return {str(ref) for ref in Store("store").refs() if ref.run.partition(".")[0] == run}
+
+
+def of_kind(kind: str) -> list[str]:
+    return sorted(name for name in names() if name.startswith(f"tiny/{kind}@"))
 
 
 def plainly(answer: dict) -> list[dict]:
@@ -46,43 +83,36 @@ def plainly(answer: dict) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def finished(workplace) -> dict:
+def finished(folder, server) -> dict:
     """Three iterations, of which gc kept what belongs to the last."""
-    answer = quiver(workplace, "run", "recipe.toml", *SCRIPTED, "--iterations", "3")
-    looked = quiver(workplace, "gc", "--keep", "1")
-    before = names(Store(workplace / "store"))
-    assert not looked["applied"] and before == names(Store(workplace / "store"))
-    options = ("--keep", "1", "--grace-hours", "0", "--apply")
-    collected = quiver(workplace, "gc", *options)
-    assert collected["versions"] == looked["versions"] and len(looked["versions"]) > 10
-    again = quiver(workplace, "gc", *options)
-    assert (again["versions"], again["trash_bytes"]) == ([], 0)
-    assert again["deleted_bytes"] > sum(entry["bytes"] for entry in collected["versions"])
+    with pytest.MonkeyPatch.context() as patch:
+        stay_here(folder, patch, [])
+        answer = run("iterations=3")
+        before = names()
+        looked = quiver(folder, "gc", "--keep", "1")
+        assert not looked["applied"] and before == names()
+        options = ("--keep", "1", "--grace-hours", "0", "--apply")
+        collected = quiver(folder, "gc", *options)
+        assert collected["versions"] == looked["versions"] and len(looked["versions"]) > 10
+        again = quiver(folder, "gc", *options)
+        assert (again["versions"], again["trash_bytes"]) == ([], 0)
+        assert again["deleted_bytes"] > sum(entry["bytes"] for entry in collected["versions"])
     return answer
 
 
-def test_a_finished_run_is_already_done(workplace, finished):
-    store = Store(workplace / "store")
-    left = names(store)
-    assert of_kind(store, "policy") == ["tiny/policy@2", "tiny/policy@3"]
-    assert of_kind(store, "rollouts") == ["tiny/rollouts@3"]
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", "--json"]
-    done = subprocess.run(
-        [*command, *SCRIPTED, *NOWHERE, "--iterations", "3"],
-        cwd=workplace,
-        env=command_environment(workplace),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert names(store) == left and verify(store)[1] == []
-    assert plainly(json.loads(done.stdout)) == plainly(finished)
-    assert done.stderr.count("already done") == 1 + 4 + 3 * 4 + 4, done.stderr
+def test_a_finished_run_is_already_done(made, finished, caplog):
+    left = names()
+    assert of_kind("policy") == ["tiny/policy@2", "tiny/policy@3"]
+    assert of_kind("rollouts") == ["tiny/rollouts@3"]
+    with caplog.at_level("INFO", "quiver"):
+        assert plainly(run("iterations=3")) == plainly(finished)
+    assert (made, names()) == ([], left) and verify(Store("store"))[1] == []
+    assert caplog.text.count("already done") == 1 + 4 + 3 * 4 + 4
 
 
-def test_its_report_tells_all_of_it(workplace, finished):
+def test_its_report_tells_all_of_it(made, finished):
     """The curves come from manifests; rows that expired are left out, and that is said."""
-    store = Store(workplace / "store")
+    store = Store("store")
     gathered = gather(store, "tiny")
     assert [done.policy.version for done in gathered.iterations] == [1, 2, 3]
     means = [done.rewards.metrics["reward_mean"] for done in gathered.iterations]
@@ -94,86 +124,96 @@ def test_its_report_tells_all_of_it(workplace, finished):
     assert "The rollouts of an evaluation are gone" in page
 
 
-def test_to_go_on_without_the_optimizer_state_is_to_be_asked_for(workplace, finished):
-    store = Store(workplace / "store")
-    assert (store.path / "tiny/policy/v000002/model.safetensors").exists()
-    assert not (store.path / "tiny/policy/v000002/optimizer").exists()
-    train = ("optimize", "recipe.toml", "--rollouts", "tiny/rollouts@3")
-    other = ("--set", "optimize.learning_rate=5e-4")
-    error = quiver(workplace, *train, *SCRIPTED, *other, code=5)["error"]
-    assert error["object"] == "tiny/policy@2" and "files in optimizer/ expired" in error["message"]
-    assert error["next"] == (
-        "quiver optimize recipe.toml --policy tiny/policy@2 --rollouts tiny/rollouts@3 "
-        "--set optimize.load_optimizer=false --set 'generate.engine='\"'\"'scripted'\"'\"'' "
-        "--set optimize.audit.enabled=false --set optimize.learning_rate=5e-4"
-    )
+def test_a_trained_policy_is_not_made_again_unasked(made, finished):
+    """Measuring policy@1 now would mean to train it first."""
+    message = r"files expired and are deleted: 20.* gc, keep = 1"
+    with pytest.raises(LineageError, match=message) as caught:
+        run("iterations=3", "evaluate.every=1")
+    assert caught.value.object == "tiny/policy@1" and made == []
+    assert caught.value.next == "quiver run RECIPE --from optimize"
 
 
-def test_one_more_iteration_does_only_that(workplace, finished):
-    store = Store(workplace / "store")
-    before = names(store)
-    longer = quiver(workplace, "run", "recipe.toml", *SCRIPTED, "--iterations", "4")
-    first_two = [each["rollouts"] for each in longer["iterations"][:2]]
-    assert first_two == [each["rollouts"] for each in finished["iterations"][:2]]
-    added = sorted(names(store) - before)
+def test_one_more_iteration_does_only_that(made, finished):
+    before = names()
+    longer = run("iterations=4")
+    assert plainly(longer)[:2] == plainly(finished)[:2]
     kinds = ("advantages", "evaluations", "policy", "prompts", "rewards", "rollouts", "updates")
-    assert [name.partition("@")[0] for name in added] == [
+    assert sorted(name.partition("@")[0] for name in names() - before) == [
         "tiny.eval/rewards",
         "tiny.eval/rollouts",
         *(f"tiny/{kind}" for kind in kinds),
     ]
-    assert store.open("tiny/policy@4").manifest.input("policy").ref == "tiny/policy@3"
-    assert store.open("tiny/policy@4").manifest.metrics["step"] == 4, "it went on with its state"
+    assert made == ["prompt", "generate", "reward", "optimize", "generate", "reward", "evaluate"]
+    manifest = Store("store").open("tiny/policy@4").manifest
+    assert manifest.input("policy").ref == "tiny/policy@3"
+    assert manifest.metrics["step"] == 4, "it went on with its optimizer state"
 
 
-def test_what_another_optimizer_reads_is_made_again(workplace, finished):
-    """Under its old numbers, and nothing else; also the base model."""
-    store = Store(workplace / "store")
-    before = names(store)
-    rate = ("--set", "optimize.learning_rate=2e-3", "--set", "data.held_out=null")
-    answer = quiver(workplace, "run", "recipe.toml", *SCRIPTED, "--iterations", "1", *rate)
-    (changed,) = answer["iterations"]
-    expected = {"tiny/policy@0", "tiny/prompts@1", "tiny/rollouts@1", "tiny/rewards@1"}
+def test_to_go_on_without_the_optimizer_state_is_to_be_asked_for(made, finished):
+    """policy@2 is there, since it sampled rollouts@3; its optimizer state is not."""
+    folder = Store("store").path / "tiny/policy/v000002"
+    assert (folder / "model.safetensors").exists() and not (folder / "optimizer").exists()
+    recipe = load("recipe.toml", [*QUICK, "optimize.learning_rate=5e-4"])
+    before = names()
+    with pytest.raises(LineageError, match="files in optimizer/ expired and are deleted") as caught:
+        rerun(recipe, "optimize", {"rollouts": "tiny/rollouts@3"})
+    assert caught.value.object == "tiny/policy@2" and names() == before
+    assert caught.value.next == (
+        "quiver optimize RECIPE --policy tiny/policy@2 --rollouts tiny/rollouts@3 "
+        "--set optimize.load_optimizer=false"
+    )
+    afresh = ["optimize.learning_rate=5e-4", "optimize.load_optimizer=false"]
+    references = {"policy": "tiny/policy@2", "rollouts": "tiny/rollouts@3"}
+    outcome = rerun(load("recipe.toml", [*QUICK, *afresh]), "optimize", references)
+    assert outcome.metrics["step"] == 3
+
+
+def test_what_another_optimizer_reads_is_made_again(made, finished):
+    """Under its old numbers, and nothing else; also the base model. What still lies in the trash is
+    brought back."""
+    before = names()
+    settings = ("iterations=1", "optimize.learning_rate=2e-3", "data.held_out=null")
+    (changed,) = run(*settings)["iterations"]
     number = int(changed["policy"].rpartition("@")[2])
+    expected = {"tiny/prompts@1", "tiny/rollouts@1", "tiny/rewards@1", "tiny/policy@0"}
     expected |= {f"tiny/{kind}@{number}" for kind in ("advantages", "updates", "policy")}
-    assert names(store) - before == expected and verify(store)[1] == []
-    manifest = store.open(changed["policy"]).manifest
+    assert names() - before == expected - before and verify(Store("store"))[1] == []
+    assert made[-4:] == ["prompt", "generate", "reward", "optimize"]
+    manifest = Store("store").open(changed["policy"]).manifest
     assert manifest.input("rollouts").ref == "tiny/rollouts@1"
+    made.clear()
+    run("iterations=1", "optimize.learning_rate=3e-3", "data.held_out=null")
+    quiver(Store("store").path.parent, "gc", "--keep", "1", "--apply")
+    quiver(Store("store").path.parent, "tag", "best", "tiny/policy@4")
+    made.clear()
+    run("iterations=1", "optimize.learning_rate=4e-3", "data.held_out=null")
+    assert made == ["optimize"]
 
 
-def test_a_trained_policy_is_not_made_again_unasked(workplace, finished):
-    """Measuring policy@1 now would mean to train it first."""
-    every = ("--iterations", "3", "--set", "evaluate.every=1")
-    error = quiver(workplace, "run", "recipe.toml", *SCRIPTED, *every, code=5)["error"]
-    assert error["code"] == "E-LINEAGE" and error["object"] == "tiny/policy@1"
-    assert re.search(r"files expired and are deleted: 20.* gc, keep = 1", error["message"])
-    assert error["next"].startswith("quiver run recipe.toml --from optimize --set ")
-
-
-def test_a_run_cleans_up_after_itself(workplace):
+def test_a_run_cleans_up_after_itself(made):
     """With overlap, and a reference that follows: all that the next iteration reads stays."""
-    settings = (
+    settings = [
         "run=clean",
-        "iterations=3",
+        "iterations=4",
         "retention={keep=1, moments=1, grace_hours=0}",
         "overlap=1",
         "optimize.max_staleness=1",
         "optimize.kl_coef=0.05",
         "reference.rule=ema",
-        "data.held_out=null",
-    )
-    options = [part for setting in settings for part in ("--set", setting)]
-    answer = quiver(workplace, "run", "recipe.toml", *SCRIPTED, *options)
-    store = Store(workplace / "store")
-    left = {name for name in names(store) if name.startswith("clean")}
+        "data.held_out.limit=2",
+    ]
+    answer = run(*settings)
+    store = Store("store")
+    left = names("clean")
     policies = sorted(name for name in left if name.startswith("clean/policy"))
-    assert policies == ["clean/policy@1", "clean/policy@2", "clean/policy@3"]
-    assert [path.parent.name for path in store.path.glob("clean/policy/*/optimizer")] == ["v000003"]
-    assert {"clean/rollouts@3", "clean/rewards@3", "clean.ref/policy@1"} <= left
-    assert "clean/rollouts@1" not in left and not list(store.path.glob(".trash/*/clean*"))
-    again = quiver(workplace, "run", "recipe.toml", *SCRIPTED, *options, *NOWHERE)
-    assert plainly(again) == plainly(answer)
-    assert {name for name in names(store) if name.startswith("clean")} == left
+    assert policies == ["clean/policy@2", "clean/policy@3", "clean/policy@4"]
+    assert [path.parent.name for path in store.path.glob("clean/policy/*/optimizer")] == ["v000004"]
+    assert {"clean/rollouts@4", "clean/rewards@4", "clean.ref/policy@2"} <= left
+    assert "clean/rollouts@2" not in left and not list(store.path.glob(".trash/*/clean*"))
+    page = (store.path / "clean/report.html").read_text()
+    assert "The rollouts of an evaluation are gone" not in page, "it was written before they went"
+    made.clear()
+    assert plainly(run(*settings)) == plainly(answer) and (made, names("clean")) == ([], left)
 
 
 def test_what_goes_wrong_with_cleaning_is_a_warning(tmp_path, caplog):
@@ -191,13 +231,12 @@ def test_what_goes_wrong_with_cleaning_is_a_warning(tmp_path, caplog):
         clean_up(path, "a", rules)
     assert "E-CONFIG" in caplog.messages[-1] and "the run goes on" in caplog.messages[-1]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
-    assert retention.log.name == "quiver"
 
 
-def test_the_next_commands_know_whose_state_is_gone(workplace, finished):
+def test_the_next_commands_know_whose_state_is_gone(folder, finished):
     def second(*settings: str) -> str:
-        recipe = load(workplace / "recipe.toml", list(settings))
-        return next_commands(recipe, workplace / "recipe.toml", [], finished)[0]
+        recipe = load(folder / "recipe.toml", list(settings))
+        return next_commands(recipe, folder / "recipe.toml", [], finished)[0]
 
     fresh = "optimize.load_optimizer=false"
     assert fresh not in second() and fresh not in second("retention.moments=2")
