@@ -2,6 +2,8 @@
 
 It does so after each iteration and at its end, in its own versions, its evaluations' and its moving
 reference's. What goes wrong with that is a warning, and never the run's error.
+
+Not of the spine: without the section nothing here is done.
 """
 
 from __future__ import annotations

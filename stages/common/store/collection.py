@@ -11,6 +11,7 @@ killed at any point: the next one finishes, or takes back, what it finds half do
 
 from __future__ import annotations
 
+import re
 import stat
 import time
 from collections.abc import Collection, Iterator
@@ -31,6 +32,7 @@ from .versions import Store, Version
 
 _PLANNED_WITH = ("config.json", "generation_config.json")
 """What plans read of a policy beside its manifest; it stays in the tombstone."""
+_RUN_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,15 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     """Clean the store up by `rule`, or only say what would go. CorruptError where a tag can not be
     read, or a manifest of what stays; BusyError where another process is at it."""
     storage = store.storage
-    in_trash = trash.contents(storage, rule.runs)
-    old = [key for key, seconds in in_trash if seconds >= rule.grace_seconds]
-    young = [key for key, seconds in in_trash if seconds < rule.grace_seconds]
+    kept = find_kept(store, rule.keep, rule.moments)
+    places = [trash.places_of(storage, ref) for ref in kept.in_use if not store.exists(ref)]
+    needed = tuple(place for of_one in places for place in of_one)
+    old = []
+    young = []
+    for key, seconds in trash.contents(storage, rule.runs):
+        is_old = seconds >= rule.grace_seconds
+        is_needed = any(place.startswith(f"{key}/") for place in needed)
+        (old if is_old and not is_needed else young).append(key)
     leftovers = list(leftovers_of(store, rule))
     collected = Collected(
         deleted_bytes=sum(size(storage, key) for key in old),
@@ -111,13 +119,13 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
         },
     )
     if apply:
-        with trash.open_trash(storage) as turn:
-            candidates = _take(store, rule, turn)
-        for key in old:
+        for key in old:  # first, since it needs no room
             trash.delete(storage, key)
         leftovers = [leftover for leftover in leftovers if _sweep(storage, leftover)]
+        with trash.open_trash(storage) as turn:
+            candidates = _take(store, rule, turn)
     else:
-        candidates = _candidates(store, rule, find_kept(store, rule.keep, rule.moments))
+        candidates = _candidates(store, rule, kept)
     collected.versions = [candidate for candidate in candidates if not candidate.folder]
     collected.optimizer = [candidate for candidate in candidates if candidate.folder]
     collected.staging = leftovers
@@ -140,17 +148,17 @@ def _candidates(store: Store, rule: Rule, kept: Kept) -> list[Candidate]:
         ledger = store.ledger(run, kind)
         tombstones = ledger.tombstones()
         for number in store.numbers(run, kind):
-            version = store.version(Ref(run, kind, number))
+            ref = Ref(run, kind, number)
             with suppress(CorruptError):  # what is damaged stays; `verify` tells of it
+                version = store.version(ref)
                 why = _deleted_why(ledger, version) if (number, "") in tombstones else None
-                stays = version.ref in (kept.versions if why is None else kept.in_use)
-                has_state = store.storage.exists(f"{version.ref.folder}/{OPTIMIZER_FOLDER}")
-                if version.manifest.run_key in kept.run_keys:
-                    continue
-                if not stays:
-                    candidates.append(_candidate(version, "", why))
-                elif has_state and version.ref not in kept.optimizer:
-                    candidates.append(_candidate(version, OPTIMIZER_FOLDER, None))
+                folder = ""
+                if ref in (kept.versions if why is None else kept.in_use):
+                    folder = OPTIMIZER_FOLDER
+                    if ref in kept.optimizer or not store.storage.exists(f"{ref.folder}/{folder}"):
+                        continue
+                if version.manifest.run_key not in kept.run_keys:
+                    candidates.append(_candidate(version, folder, why))
     return candidates
 
 
@@ -192,7 +200,7 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
             ref = candidate.ref
             ledger = store.ledger(ref.run, ref.kind)
             if ledger.manifest(ref.version) != candidate.manifest:
-                ledger.note(candidate.manifest)
+                ledger.write_copy(candidate.manifest)
             why = candidate.deleted_why
             ledger.expire(
                 ref.version,
@@ -228,15 +236,16 @@ def leftovers_of(store: Store, rule: Rule) -> Iterator[Leftover]:
         keys_of: dict[str, list[str]] = {}
         for kind in KINDS:
             for name in storage.list(f"{run}/{kind}/.staging"):
-                key = f"{run}/{kind}/.staging/{name}"
-                keys_of.setdefault(name.partition(".")[0], []).append(key)
+                run_key = name.partition(".")[0]
+                if _RUN_KEY.fullmatch(run_key):
+                    keys_of.setdefault(run_key, []).append(f"{run}/{kind}/.staging/{name}")
             for name in storage.list(f"{run}/{kind}"):
                 if name.endswith(".gone"):
                     key = f"{run}/{kind}/{name}"
                     yield Leftover(run, "", [key], size(storage, key))
         for run_key, keys in keys_of.items():
             kinds = {key.split("/")[1] for key in keys}
-            is_done = all(store.index(run, kind).find(run_key) for kind in kinds)
+            is_done = all(store.index(run, kind).find(run_key, expired=True) for kind in kinds)
             is_old = min(_seconds_unchanged(storage, key) for key in keys) >= rule.grace_seconds
             leases = [Leases(storage, f"{run}/{kind}/.staging/{run_key}.leases") for kind in KINDS]
             if (is_done or is_old) and not any(map(_is_at_work, leases)):

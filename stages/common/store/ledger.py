@@ -79,10 +79,14 @@ class Ledger:
 
     def note(self, manifest: Manifest) -> None:
         """Its number is given, for good: the version is visible."""
-        self.prepare()
-        self._storage.write(self._key(manifest.version, manifest.content_hash), manifest.to_json())
+        self.write_copy(manifest)
         for folder in ("", OPTIMIZER_FOLDER):
             self.take_back(manifest.version, folder)
+
+    def write_copy(self, manifest: Manifest) -> None:
+        """Keep a copy of the manifest, which outlives the version."""
+        self.prepare()
+        self._storage.write(self._key(manifest.version, manifest.content_hash), manifest.to_json())
 
     def note_missing(self, visible: list[int]) -> None:
         """Note the visible versions that are not noted yet: those of an earlier Quiver, and those

@@ -110,6 +110,9 @@ def find_kept(store: Store, keep: int | None, moments: int | None) -> Kept:
         roots.update(newest_first[:keep])
         if kind == "policy":
             kept.optimizer.update(newest_first[:moments])
+    if keep is None:
+        kept.versions = roots | kept.in_use
+        return kept
     waiting = [*roots, *kept.in_use]
     while waiting:
         ref = waiting.pop()

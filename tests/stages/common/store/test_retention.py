@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from quiver.flows.commands import cleaning
 from quiver.schemas.errors import (
     BusyError,
     ConfigError,
@@ -123,8 +124,44 @@ def test_what_cannot_be_told_stops_it(store):
 def test_damaged_versions_stay(store):
     line(store)
     (store.path / "a/logprobs/v000001/manifest.json").write_text("{")
+    elsewhere = store.path.with_name("elsewhere")
+    shutil.move(store.path / "a/logprobs/v000002", elsewhere)
+    (store.path / "a/logprobs/v000002").symlink_to(elsewhere)
     collect(store, ALL, apply=True)
-    assert "a/logprobs@1" in visible(store) and "a/policy@0" not in visible(store)
+    assert visible(store) == [
+        *(f"a/logprobs@{number}" for number in (1, 2, 3)),
+        *(f"a/policy@{number}" for number in (2, 3)),
+    ]
+
+
+def test_a_damaged_copy_of_a_manifest_is_written_anew_before_its_version_goes(store):
+    line(store)
+    manifest = store.open("a/policy@1").manifest
+    collect(store, Rule(), apply=True)
+    (store.path / f"a/policy/.ledger/v000001.{manifest.content_hash}").write_text("{")
+    collect(store, Rule(keep=1), apply=True)
+    assert store.with_expired().open("a/policy@1").manifest == manifest
+    assert restore(store, "a/policy@1")[1] == ["version", "optimizer"]
+    assert verify(store)[1] == []
+
+
+def test_what_the_command_says(store, capsys):
+    line(store)
+    options = {"moments": 1, "grace_hours": 24, "store": str(store.path)}
+    cleaning.gc(keep=1, **options)
+    *rows, moved, lying = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == [
+        "a/policy@2",
+        *(f"a/logprobs@{number}" for number in (1, 2)),
+        *(f"a/policy@{number}" for number in (0, 1)),
+    ]
+    assert rows[0].split()[1] == "optimizer" and "kB would be moved to the trash" in moved
+    assert "would lie in the trash: what is there for 24 hours is deleted" in lying
+    cleaning.gc(apply=True, **options)
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + 2 and " moved to the trash, 0 bytes deleted" in rows[-2]
+    cleaning.gc(restore="a/policy@1", **options)
+    assert capsys.readouterr().out == "a/policy@1 is back\n"
 
 
 # -- where it goes
