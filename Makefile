@@ -4,7 +4,7 @@ LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.loc
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow gpu oracle mutants bench lint lock
+.PHONY: setup demo test slow gpu torture oracle mutants bench lint lock
 
 setup: $(STAMP)
 
@@ -23,13 +23,17 @@ demo: setup
 JOBS ?= 2
 SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 test: setup
-	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not slow and not gpu and not torture"
 
 slow: setup
 	$(PYTEST) -m slow
 
 gpu: setup
 	$(PYTEST) -m gpu
+
+# Faults in their thousands, for hours
+torture: setup
+	$(PYTEST) $(SIDE_BY_SIDE) -m torture
 
 # The other systems that tests/oracles compares with, in a folder of their own; without them those tests skip
 ORACLES := 'trl==1.16.*' 'verl==0.9.1' 'tensordict==0.10.*' ray msgpack omegaconf pyvers codetiming

@@ -29,7 +29,7 @@ from . import TARGETS, TOO_LONG, MissingFile, Mutant, Target, mutants_of
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("caught.json")
 ROOMS = ("schemas", "stages", "flows", "deployments")
-PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu")
+PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not torture")
 PASSED = 0
 """The exit status of pytest when every test passes."""
 LEAST_LIMIT_SECONDS = 60
