@@ -166,13 +166,13 @@ class History:
         must_stay = set(self.reachable(keep))
         before = set(visible(self.store))
         states = set(with_state(self.store))
+        newest = self.newest("policy", moments)
+        needed = {str(ref) for ref in (*newest, *self.tagged(), *self.read_now())}
         collected = collect(self.store, Rule(keep, moments, grace), apply=True)
         after = set(visible(self.store))
         assert must_stay & before == after, "what is reachable stays, and nothing else"
         gone = {str(candidate.ref) for candidate in collected.versions}
         assert gone == before - after
-        newest = self.newest("policy", moments)
-        needed = {str(ref) for ref in (*newest, *self.tagged(), *self.read_now())}
         assert set(with_state(self.store)) == states & after & needed
         self.look_again(before - after)
 
