@@ -14,14 +14,14 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import NAME, check_name
-from quiver.stages.common.config import Config, Runtime, parse
+from quiver.stages.common.config import Config, parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.from_function import is_function
@@ -29,23 +29,28 @@ from quiver.stages.common.store.storage import read_file
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
-from quiver.stages.logprobs.config import PassConfig
 from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.algorithms import ALGORITHMS
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
-from quiver.stages.prompt.config import INPUTS, SourceConfig, TemplateConfig
+from quiver.stages.prompt.config import INPUTS, SourceConfig
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
 from .retention import Retention
+from .sections import (
+    NIGHT,
+    Data,
+    Evaluate,
+    Generate,
+    Logprobs,
+    Optimize,
+    Placement,
+    Prompt,
+    Reference,
+)
 
-NIGHT = "{night}"
-"""In [data]: the name of a night, which a nightly run puts in."""
-StageName = Literal[
-    "policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"
-]
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
 """Options of sampling for which logprobs are corrected, or that only end a completion."""
 _GROUP_ADVANTAGES = {
@@ -59,142 +64,6 @@ _GROUP_ADVANTAGES = {
 
 
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
-
-
-class Data(SourceConfig):
-    """The training rows, and what is different for the held-out ones."""
-
-    held_out: dict[str, Any] | None = None
-    """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`.
-    Without it: no evaluation. It must name other rows: another source, split, name or arguments."""
-
-    def for_evaluation(self) -> SourceConfig:
-        """The held-out source: [data] with the keys of [data.held_out] put over it. It has no limit
-        unless [data.held_out] sets one."""
-        train = self.model_dump(exclude={"held_out", "limit", "source_sha256"})
-        return parse(
-            SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True
-        )
-
-
-class Reference(Config):
-    """Which policy the KL term holds on to. It is scored only where `optimize.kl_coef` is above
-    0."""
-
-    rule: Literal["fixed", "every", "ema"] = "fixed"
-    """`fixed`: policy@0. `every`: the policy that began the current span of `iterations`
-    iterations. `ema`: a moving average of weights that takes `rate` of each new policy."""
-    iterations: int = Field(1, ge=1)
-    """Length of a span for `every`."""
-    rate: float = Field(0.1, gt=0, lt=1)
-    """Share of the new policy for `ema`."""
-
-    def start(self, iteration: int) -> int:
-        """Which iteration, counted from 1, the reference is the starting policy of."""
-        if self.rule != "every":
-            return 1
-        return 1 + (iteration - 1) // self.iterations * self.iterations
-
-
-class Logprobs(PassConfig):
-    """How saved completions are scored again, and whether under the policy that sampled too."""
-
-    prox: bool = False
-    """Score under the sampling policy with the trainer's numerics, and take that as the ratio's
-    denominator."""
-
-
-class Prompt(TemplateConfig):
-    """How rows become token ids, and how long a prompt may be."""
-
-    reserve_tokens: int | None = Field(None, ge=0)
-    """Tokens of the model's context that are kept for the completion. None:
-    `generate.sampling.max_tokens`."""
-
-
-class Generate(GenerateConfig):
-    """Who answers, how often, and how it is sampled."""
-
-    seed: int | None = Field(None, ge=0)
-    """The section's own. None: the run's."""
-
-
-class Optimize(OptimizeConfig):
-    """How the policy learns, and from how many iterations' rollouts."""
-
-    seed: int | None = Field(None, ge=0)
-    """The section's own. None: the run's."""
-    replay: Runtime[int] = Field(0, ge=0)
-    """Train on the rollouts of up to this many earlier iterations besides the current ones, each
-    row with its own old logprobs. `max_staleness` must be at least as large."""
-
-
-class Evaluate(ScoreConfig):
-    """When and how the policy is measured on the held-out rows."""
-
-    every: Runtime[int] = Field(0, ge=0)
-    """Also after every n-th iteration; 0: before the first and after the last only."""
-    generate: dict[str, Any] = Field(default_factory=dict)
-    """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling
-    = { temperature = 0.0 } }`."""
-
-
-Pool = Annotated[str, Field(min_length=1, pattern=r"^[^/%&<>\"' ]+$")]
-
-
-class Placement(Config):
-    """Where each stage runs. A stage that is not named runs as a child process of the flow, with
-    the flow's interpreter."""
-
-    generate: Pool | None = None
-    """Prefect work pool whose workers sample, e.g. `generate = "gpu-pool"`. It holds a deployment
-    `stage/gpu-pool` (`quiver deploy` makes it), and its hosts see the store under the same absolute
-    path."""
-    reward: Pool | None = None
-    """Work pool that scores rollouts."""
-    logprobs: Pool | None = None
-    """Work pool that scores completions again."""
-    optimize: Pool | None = None
-    """Work pool that trains."""
-    prompt: Pool | None = None
-    """Work pool that renders prompts; its hosts see the source."""
-    evaluate: Pool | None = None
-    """Work pool of the estimators; held-out rows are sampled and scored where `generate` and
-    `reward` say."""
-    policy: Pool | None = None
-    """Work pool that imports the base model; its hosts see the model."""
-    average: Pool | None = None
-    """Work pool that averages weights for a reference that follows the policy."""
-    fan_out: int | None = Field(default=None, ge=1)
-    """How many workers of its pool do a generate, reward or logprobs stage together. None: as many
-    as are online when it starts."""
-    wait_seconds: float = Field(default=600, gt=0)
-    """How long a stage waits for a worker of its pool where none is online."""
-    python: dict[StageName, str] = Field(default_factory=dict)
-    """Interpreter by stage, e.g. `generate = "path/to/other/bin/python"`: vLLM may live in an
-    environment of its own, in which Quiver is installed too. In a pool: on the worker's host."""
-    timeout_seconds: dict[StageName, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Wall-clock limit by stage, in seconds; a stage beyond it is ended, and its finished shards
-    are kept."""
-    retries: int = Field(default=2, ge=0)
-    """How often a stage is tried again when a server failed it, or when memory, a device or its
-    process was lost. Each attempt goes on at the first unfinished shard. Any other error is told at
-    once."""
-    retry_seconds: float = Field(default=10, gt=0)
-    """Pause before the first retry; three times as long before each further one."""
-    slots: int = Field(default=0, ge=0)
-    """On a host without GPU: how many of generate, reward, logprobs and optimize run at once, those
-    of other flows included. 0: any number. Where there are GPUs, each has one slot."""
-    limits: dict[StageName, str] = Field(default_factory=dict)
-    """By stage: a global concurrency limit of the Prefect server of which the stage holds a slot,
-    e.g. `optimize = "gpus"` after `prefect gcl create gpus --limit 1`."""
-
-    @property
-    def pools(self) -> dict[str, str]:
-        """Work pool by stage, of those that run in one."""
-        return {
-            stage: getattr(self, stage) for stage in get_args(StageName) if getattr(self, stage)
-        }
 
 
 class Recipe(Config):
