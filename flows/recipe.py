@@ -31,6 +31,7 @@ from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.algorithms import ALGORITHMS
+from quiver.stages.optimize.contract import GROUP_ADVANTAGES
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
 from quiver.stages.prompt.config import INPUTS, SourceConfig
@@ -49,18 +50,12 @@ from .sections import (
     Placement,
     Prompt,
     Reference,
+    merge,
+    put_setting,
 )
 
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
 """Options of sampling for which logprobs are corrected, or that only end a completion."""
-_GROUP_ADVANTAGES = {
-    "group_normalized",
-    "group_centered",
-    "leave_one_out",
-    "length_weighted",
-    "batch_normalized_baseline",
-}
-"""Advantages that compare the completions of one prompt with one another."""
 
 
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
@@ -147,7 +142,7 @@ class Recipe(Config):
                 "older"
             )
         algorithm = ALGORITHMS.get(self.optimize.algorithm)
-        needs_group = algorithm is not None and algorithm.advantage in _GROUP_ADVANTAGES
+        needs_group = algorithm is not None and algorithm.advantage in GROUP_ADVANTAGES
         if needs_group and self.generate.samples_per_prompt < 2:
             raise ValueError(
                 f"generate.samples_per_prompt must be >= 2 for algorithm {algorithm.name!r}, got "
@@ -218,7 +213,7 @@ class Recipe(Config):
                 f"recipe {path}", error.strerror or "can not be read", next="name a recipe file"
             ) from None
         for setting in settings:
-            _apply_setting(sections, setting)
+            put_setting(sections, setting)
         return parse(cls, sections, f"recipe {path}")
 
     def resolved(self) -> Recipe:
@@ -289,7 +284,7 @@ class Recipe(Config):
         seeds are then those of iteration 0 each time, so that scores are paired."""
         section = self.generate.model_dump(exclude_defaults=True)
         if evaluation:
-            section = _merge(section, self.evaluate.generate)
+            section = merge(section, self.evaluate.generate)
         fields = {"seed": self.seed, "iteration": 0 if evaluation else iteration, **section}
         return parse(
             GenerateConfig,
@@ -306,7 +301,7 @@ class Recipe(Config):
             return None
         section = self.generate.model_dump(exclude_defaults=True)
         greedy = {"samples_per_prompt": 1, "sampling": {"temperature": 0.0}}
-        return parse(GenerateConfig, _merge(section, greedy), "generate")
+        return parse(GenerateConfig, merge(section, greedy), "generate")
 
     def is_measured(self, iteration: int) -> bool:
         """Whether the policy that iteration `iteration` makes is measured on the held-out rows."""
@@ -342,41 +337,4 @@ def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], 
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the keys of `over` put over it, section by section."""
-    merged = {**base, **over}
-    for key, section in over.items():
-        if isinstance(base.get(key), dict) and isinstance(section, dict):
-            merged[key] = _merge(base[key], section)
-    return merged
-
-
 load = Recipe.load
-
-
-def _apply_setting(section: dict[str, Any], setting: str) -> None:
-    """Put `KEY=VALUE` into the sections of a recipe. TOML reads the value; JSON does where TOML has
-    none (null); else it is the text itself."""
-    key, equals, text = setting.partition("=")
-    if not equals or not key:
-        raise ConfigError(
-            f"--set {printable(setting)}",
-            "expected KEY=VALUE",
-            next="write it like --set optimize.learning_rate=1e-6",
-        )
-    *section_names, field = key.strip().split(".")
-    for name in section_names:
-        section = section.setdefault(name, {})
-        if not isinstance(section, dict):
-            raise ConfigError(
-                f"--set {printable(key)}",
-                f"{name} is a value, not a section",
-                next="correct the key",
-            )
-    try:
-        section[field] = tomllib.loads(f"v = {text}")["v"]
-    except (ValueError, RecursionError):
-        try:
-            section[field] = json.loads(text)
-        except (ValueError, RecursionError):
-            section[field] = text

@@ -1,15 +1,19 @@
 """The sections of a recipe that say more than the stage's own config does, and those that no stage
-has: where rows come from, which policy the KL term holds on to, where each stage runs.
+has: where rows come from, which policy the KL term holds on to, where each stage runs. And how the
+keys of one section go over those of another.
 
 Not of the spine: each key says what it does, and `quiver keys` lists them.
 """
 
 from __future__ import annotations
 
+import json
+import tomllib
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.config import Config as GenerateConfig
@@ -158,3 +162,40 @@ class Placement(Config):
         return {
             stage: getattr(self, stage) for stage in get_args(StageName) if getattr(self, stage)
         }
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the keys of `over` put over it, section by section."""
+    merged = {**base, **over}
+    for key, section in over.items():
+        if isinstance(base.get(key), dict) and isinstance(section, dict):
+            merged[key] = merge(base[key], section)
+    return merged
+
+
+def put_setting(section: dict[str, Any], setting: str) -> None:
+    """Put `KEY=VALUE` into the sections of a recipe. TOML reads the value; JSON does where TOML has
+    none (null); else it is the text itself."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise ConfigError(
+            f"--set {printable(setting)}",
+            "expected KEY=VALUE",
+            next="write it like --set optimize.learning_rate=1e-6",
+        )
+    *section_names, field = key.strip().split(".")
+    for name in section_names:
+        section = section.setdefault(name, {})
+        if not isinstance(section, dict):
+            raise ConfigError(
+                f"--set {printable(key)}",
+                f"{name} is a value, not a section",
+                next="correct the key",
+            )
+    try:
+        section[field] = tomllib.loads(f"v = {text}")["v"]
+    except (ValueError, RecursionError):
+        try:
+            section[field] = json.loads(text)
+        except (ValueError, RecursionError):
+            section[field] = text

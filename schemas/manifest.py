@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import CorruptError, LineageError, printable
+from .errors import CorruptError, LineageError, SchemaError, printable
 from .plain import read_json
 from .refs import KINDS, NAME
 
@@ -136,9 +136,14 @@ class Manifest(_Part):
         raise LineageError(self.ref, f"its manifest names no {role}", next=next)
 
     def to_json(self) -> bytes:
-        """Canonical JSON with the checksum of everything else under `checksum`."""
+        """Canonical JSON with the checksum of everything else under `checksum`. SchemaError where
+        nobody could read so much."""
         data = self.model_dump(mode="json", by_alias=True)
-        return canonical({**data, "checksum": digest(data)})
+        raw = canonical({**data, "checksum": digest(data)})
+        if len(raw) > MAX_BYTES:
+            problem = f"its manifest has {len(raw)} bytes, at most {MAX_BYTES} are read"
+            raise SchemaError(self.ref, problem, next="shorten what the recipe puts into it")
+        return raw
 
 
 def content_hash(schema: str, files: tuple[FileEntry, ...]) -> str:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quiver.stages.common.models import loading as models
 from quiver.stages.generate.engines import transformers as hf_engine
-from quiver.stages.optimize import trainer
+from quiver.stages.optimize import accelerator, trainer
 from quiver.stages.reward.models import forward
 
 NAME = "other"
@@ -178,7 +178,7 @@ def _install() -> list[torch.library.Library]:
 def _put_models_there() -> None:
     device, make, load = (
         torch.device(NAME, 0),
-        trainer.make_accelerator,
+        accelerator.make_accelerator,
         models.load_model,
     )
     train = trainer.Trainer.train
@@ -199,7 +199,7 @@ def _put_models_there() -> None:
         )
         return outcome
 
-    trainer.make_accelerator, trainer.Trainer.train = make_accelerator, train_there
+    accelerator.make_accelerator, trainer.Trainer.train = make_accelerator, train_there
     models.load_model = hf_engine.load_model = load_model
     for each in (forward.Forward, hf_engine.TransformersEngine):
         each.device = property(lambda self: device, lambda self, asked: None)

@@ -27,8 +27,9 @@ from quiver.stages.generate import stage as generate
 from quiver.stages.optimize import advantages, critic, losses
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import stage as optimize
+from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
-from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.trainer import Trainer
 from quiver.stages.prompt import stage as prompt
 from quiver.stages.reward import stage as reward
 from tests import tiny

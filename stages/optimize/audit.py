@@ -18,8 +18,9 @@ from torch import Tensor
 from quiver.schemas.errors import NumericError
 from quiver.stages.common.ragged import Ragged
 
+from .batch import Batch
 from .losses import log_ratio
-from .objective import Batch, Objective
+from .objective import Objective
 
 log = logging.getLogger(__name__)
 

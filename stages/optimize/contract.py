@@ -95,3 +95,13 @@ def _wrong(name: str, message: str) -> ConfigError:
         message,
         next="correct the function; stages/optimize/README.md has one that works",
     )
+
+
+GROUP_ADVANTAGES = {
+    "group_normalized",
+    "group_centered",
+    "leave_one_out",
+    "length_weighted",
+    "batch_normalized_baseline",
+}
+"""Advantages that compare the completions of one prompt with one another."""

@@ -19,9 +19,9 @@ from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
 
 from . import advantages
+from .batch import Batch
 from .config import Config
 from .losses import log_ratio
-from .objective import Batch
 
 
 def with_next_state(sequences: Sequences, cut: Tensor) -> tuple[Sequences, Tensor]:

@@ -35,12 +35,12 @@ from quiver.stages.common.store import Store, Version
 
 from .advantages import zero_variance
 from .algorithms import Algorithm, find_function
+from .batch import Batch
 from .checks import Sampled, baselines, check_lineage, require_own_ids
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
 from .inputs import sets
 from .losses import log_ratio
-from .objective import Batch
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from .lora import attach, check_installed, has_moments, with_base
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from .objective import Batch
+    from .batch import Batch
     from .trainer import Trainer
 
 __all__ = ["Audit", "Config", "Correction", "check", "make", "plan", "prepare", "resolve"]
@@ -134,8 +134,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     phase = writer.phase if writer else nullcontext
     with phase("import"):
         from . import results, rollouts
+        from .accelerator import make_accelerator
         from .resume import SavedProgress
-        from .trainer import make_accelerator
 
         accelerator = make_accelerator(config)
     config.require_source()

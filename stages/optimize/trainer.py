@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quiver.schemas.errors import ConfigError, NumericError
+from quiver.schemas.errors import NumericError
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.forward.packing import Piece, minibatches
 from quiver.stages.common.forward.policy import Policy, score_and_judge, token_budget
@@ -34,10 +33,10 @@ from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 from . import bf16, critic, entropy
 from .algorithms import Algorithm, find_function
 from .audit import audit
-from .checks import check_trackers
+from .batch import Batch, Step
 from .config import Config
 from .lora import narrow_frozen
-from .objective import NUM_SUMS, Batch, Objective, Step
+from .objective import NUM_SUMS, Objective
 from .optimizer import learning_rate, make_optimizer, total_norm
 from .value_head import ValueHead, with_trunk
 
@@ -66,51 +65,6 @@ class Progress(Protocol):
 
     def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
         """The step over these rollouts had a loss or gradient that is not finite."""
-
-
-def make_accelerator(config: Config) -> Accelerator:
-    """Device, ranks and trackers; nothing else is taken from accelerate's environment. ConfigError
-    when it gives another device, another number of processes, or another way to distribute than
-    plain ranks."""
-    from accelerate import Accelerator
-
-    check_trackers(config.trackers)
-    cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
-    if cpu and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    accelerator = Accelerator(
-        cpu=cpu,
-        mixed_precision="no",
-        log_with=list(config.trackers) or None,
-        project_dir=config.tracker_folder,
-    )
-    # accelerate's state is the process's: a second run stays where the first one was
-    device = "cpu" if cpu else "cuda"
-    if accelerator.device.type != device:
-        raise ConfigError(
-            "optimize.device",
-            f"expected {device}, found {accelerator.device.type}: there is none, or this process "
-            "trained elsewhere before",
-            next='set optimize.device = "auto", or start a new process',
-        )
-    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise ConfigError(
-            "optimize",
-            f"expected plain ranks, found {accelerator.distributed_type.value}",
-            next="launch with torch.distributed.run, and with no variable ACCELERATE_USE_* set",
-        )
-    launched = os.environ.get("WORLD_SIZE") or os.environ.get("ACCELERATE_NUM_PROCESSES") or 1
-    processes = config.processes or int(launched)
-    if accelerator.num_processes != processes:
-        raise ConfigError(
-            "optimize.processes",
-            f"expected {processes} processes, found {accelerator.num_processes}",
-            next="launch with python -m torch.distributed.run --nproc-per-node N (accelerate "
-            "launch starts one on a CPU)",
-        )
-    if config.trackers:
-        accelerator.init_trackers("quiver")
-    return accelerator
 
 
 class Trainer:

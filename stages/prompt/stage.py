@@ -35,6 +35,7 @@ from . import sources
 from .config import INPUTS, Config
 
 STAGE_VERSION = 1
+_MOST_LISTED = 10_000
 log = logging.getLogger(__name__)
 
 
@@ -116,7 +117,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 "mean": pc.mean(lengths).as_py(),
             },
             "source_rows": source.table.num_rows,
-            "dropped_group_ids": dropped,
+            "dropped_group_ids": dropped[:_MOST_LISTED],
             "assistant_starts": answer_starts,
         },
         status={"kept": prompts.num_rows, "dropped": len(dropped)},

@@ -222,8 +222,10 @@ def _quiver(arguments: argparse.Namespace) -> None:
     from quiver.stages.common.ragged import Ragged
     from quiver.stages.common.store import Store
     from quiver.stages.optimize import algorithms
+    from quiver.stages.optimize.accelerator import make_accelerator
+    from quiver.stages.optimize.batch import Batch
     from quiver.stages.optimize.stage import Config
-    from quiver.stages.optimize.trainer import Batch, Trainer, make_accelerator
+    from quiver.stages.optimize.trainer import Trainer
 
     rollouts = _rollouts(arguments.shapes[0], arguments.groups)
     lengths = torch.from_numpy(rollouts["lengths"])

@@ -140,3 +140,9 @@ def fuzz(folder: Path, seed: int, count: int) -> None:
 
 def test_wrong_model_folders_are_typed_errors(inputs, tmp_path):
     fuzz(tmp_path, seed=1, count=40)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_5000_wrong_model_folders_are_typed_errors(inputs, tmp_path, seed):
+    fuzz(tmp_path, seed=seed, count=500)

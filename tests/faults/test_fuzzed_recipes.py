@@ -280,4 +280,10 @@ def fuzz(inputs: Path, seed: int, count: int) -> None:
 
 
 def test_wrong_recipes_are_typed_errors_to_all_commands(inputs):
-    fuzz(inputs, seed=1, count=100)
+    fuzz(inputs, seed=1, count=120)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", range(10, 15))
+def test_5000_wrong_recipes_are_typed_errors(inputs, seed):
+    fuzz(inputs, seed=seed, count=1000)

@@ -188,4 +188,10 @@ def snapshot_of_versions(store: Path) -> dict[str, tuple]:
 
 
 def test_wrong_small_files_are_typed_errors_or_done_again(whole, tmp_path, capsys):
-    fuzz(whole, tmp_path, seed=1, count=60, capsys=capsys)
+    fuzz(whole, tmp_path, seed=1, count=40, capsys=capsys)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_10_000_stores_with_wrong_small_files(whole, tmp_path, capsys, seed):
+    fuzz(whole, tmp_path, seed=seed, count=1000, capsys=capsys)

@@ -20,9 +20,10 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import advantages, entropy, losses
 from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import ALGORITHMS, resolve
 from quiver.stages.optimize.stage import Config
-from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.trainer import Trainer
 from quiver.stages.reward.functions import overlong
 from tests.oracles.peers import (
     ADVANTAGES,

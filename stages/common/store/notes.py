@@ -26,7 +26,14 @@ PROGRESS = "progress"
 """The note, beside what a stage goes on from, that makes it count."""
 SOURCES = "sources"
 """The note that names what the stage reads."""
+KEPT_SUFFIXES = (".notes", ".leases", ".resume")
+"""Of what lies beside the staged files and is no candidate."""
 SHARD_NOTE = re.compile(r"part-([0-9]{5,9})\.arrow\.json")
+
+
+def shard_name(index: int) -> str:
+    """The file that shard `index` is staged as."""
+    return f"part-{index:05d}.arrow"
 
 
 def note_of(fields: dict[str, Any]) -> bytes:

@@ -23,11 +23,11 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from quiver.schemas.errors import BusyError
+from quiver.schemas.errors import BusyError, LineageError, printable
 from quiver.schemas.refs import Ref
 
 from .leases import Lease, Leases
-from .ledger import Ledger
+from .ledger import Ledger, Tombstone
 from .storage import Storage, storage_errors
 
 WAIT_SECONDS = 10.0
@@ -164,3 +164,18 @@ def _place(ref: Ref, folder: str) -> str:
 
 def _busy(name: str, message: str) -> BusyError:
     return BusyError(name, message, next="wait for it, then run the same command again")
+
+
+def expired_error(
+    storage: Storage, ref: Ref, tombstone: Tombstone, folder: str = ""
+) -> LineageError:
+    """The error of whoever reads what expired."""
+    is_in_trash = bool(places_of(storage, ref, folder))
+    where = "still lie in the trash" if is_in_trash else "are deleted"
+    return LineageError(
+        str(ref),
+        f"its {f'files in {folder}/' if folder else 'files'} expired and {where}: "
+        f"{printable(tombstone)}",
+        state="its manifest is kept; nothing was changed.",
+        next=f"quiver gc --restore {ref}" if is_in_trash else f"quiver lineage {ref}",
+    )

@@ -49,7 +49,7 @@ from .index import Index, IndexEntry
 from .ledger import OPTIMIZER_FOLDER, Ledger, Tombstone
 from .storage import Storage, storage_errors
 from .tags import Entry, Tag, check_name, is_name
-from .trash import places_of, rescue
+from .trash import expired_error, rescue
 
 if TYPE_CHECKING:
     import datasets
@@ -173,7 +173,7 @@ class Version:
         tombstone = self.tombstone_of(name)
         if tombstone is not None:
             folder = "" if self.tombstone else OPTIMIZER_FOLDER
-            raise _expired_error(self._storage, self.ref, tombstone, folder)
+            raise expired_error(self._storage, self.ref, tombstone, folder)
 
     def tombstone_of(self, name: str) -> Tombstone | None:
         """When and why file `name` expired; None where it is there, or should be. CorruptError."""
@@ -388,7 +388,7 @@ class Store:
                 raise self._nowhere(parsed, f"it was deleted on purpose: {tombstone}")
             if self.sees_expired:
                 return parsed
-            raise _expired_error(self.storage, parsed, tombstone)
+            raise expired_error(self.storage, parsed, tombstone)
         if parsed.version == "latest":
             numbers = self.numbers(parsed.run, parsed.kind)
             if not numbers:
@@ -500,21 +500,6 @@ class Store:
         """What became of tag `name` of `run`, oldest first; empty for a tag that never moved.
         CorruptError."""
         return self._tag(run, check_name(name)).history()
-
-
-def _expired_error(
-    storage: Storage, ref: Ref, tombstone: Tombstone, folder: str = ""
-) -> LineageError:
-    """The error of whoever reads what expired."""
-    is_in_trash = bool(places_of(storage, ref, folder))
-    where = "still lie in the trash" if is_in_trash else "are deleted"
-    return LineageError(
-        str(ref),
-        f"its {f'files in {folder}/' if folder else 'files'} expired and {where}: "
-        f"{printable(tombstone)}",
-        state="its manifest is kept; nothing was changed.",
-        next=f"quiver gc --restore {ref}" if is_in_trash else f"quiver lineage {ref}",
-    )
 
 
 def _marker() -> str:

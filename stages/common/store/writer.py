@@ -61,7 +61,15 @@ from quiver.stages.common.runtime.stage import Plan
 from .environment import environment
 from .leases import Lease, Leases, Link
 from .ledger import Ledger
-from .notes import SHARD_NOTE, SOURCES, note_of, read_note, summed_seconds
+from .notes import (
+    KEPT_SUFFIXES,
+    SHARD_NOTE,
+    SOURCES,
+    note_of,
+    read_note,
+    shard_name,
+    summed_seconds,
+)
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import error_number, storage_errors
 from .trash import rescue
@@ -69,8 +77,6 @@ from .versions import Version, schema_module, schema_name
 
 ROWS_PER_SHARD = 256
 _JOIN_SECONDS = 10.0
-_KEPT_SUFFIXES = (".notes", ".leases", ".resume")
-"""Of what lies beside the staged files and is no candidate."""
 log = logging.getLogger(__name__)
 
 
@@ -132,7 +138,7 @@ class Writer:
         staging, _, run_key = self._prefix.rpartition("/")
         for name in self._storage.list(staging):
             if name.startswith(f"{run_key}.") and not name.endswith(
-                (*_KEPT_SUFFIXES, f".{self._worker}")
+                (*KEPT_SUFFIXES, f".{self._worker}")
             ):
                 self._storage.delete_tree(f"{staging}/{name}")
 
@@ -206,11 +212,11 @@ class Writer:
 
     def read(self, index: int) -> pa.Table:
         """A finished shard."""
-        return self._storage.read_table(f"{self._prefix}/{_shard_name(index)}")
+        return self._storage.read_table(f"{self._prefix}/{shard_name(index)}")
 
     def drop(self, index: int) -> None:
         """Shard `index` is not finished after all."""
-        name = _shard_name(index)
+        name = shard_name(index)
         self.delete_note(f"{name}.json")
         self._storage.delete(f"{self._prefix}/{name}")
 
@@ -220,7 +226,7 @@ class Writer:
         module = schema_module(self.kind)
         module.check(table)
         schema = table.schema.with_metadata(module.SCHEMA.metadata)
-        name = _shard_name(index)
+        name = shard_name(index)
         with storage_errors(f"{self._name} {name}"):
             entry = self._write_shard(index, table.cast(schema).combine_chunks())
             self.write_note(f"{name}.json", entry.model_dump(mode="json"))
@@ -233,7 +239,7 @@ class Writer:
             self.write(index, table.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD))
 
     def _write_shard(self, index: int, table: pa.Table) -> FileEntry:
-        name = _shard_name(index)
+        name = shard_name(index)
         key = f"{self._prefix}/{name}"
         try:
             with (
@@ -263,7 +269,7 @@ class Writer:
 
     def _note(self, index: int) -> FileEntry | None:
         """What the note of a shard says; None where there is none, or one that is not whole."""
-        name = _shard_name(index)
+        name = shard_name(index)
         fields = self.read_note(f"{name}.json")
         is_its = fields is not None and fields["name"] == name
         return FileEntry.model_validate(fields) if is_its else None
@@ -320,7 +326,7 @@ class Writer:
             self._entries = tuple(map(self._note, indices))
             count = len(indices) if self._count is None else self._count
             if indices != list(range(count)) or None in self._entries:
-                names = [_shard_name(index) for index in indices]
+                names = [shard_name(index) for index in indices]
                 raise SchemaError(self._name, f"shards {names} are not one row of numbers")
             schema_module(self.kind).check(pa.concat_tables(map(self.read, indices)))
 
@@ -584,7 +590,3 @@ def taken_over(name: str) -> BusyError:
         "another process took this work over while this one was not heard of",
         next="wait for it, then run again",
     )
-
-
-def _shard_name(index: int) -> str:
-    return f"part-{index:05d}.arrow"

@@ -15,10 +15,11 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.optimize import advantages, critic, losses
 from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.optimizer import make_optimizer
 from quiver.stages.optimize.stage import Config
-from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.trainer import Trainer
 from quiver.stages.optimize.value_head import ValueHead, restore
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled

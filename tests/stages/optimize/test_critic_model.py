@@ -14,10 +14,11 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import value_head
+from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.optimizer import make_optimizer, state
 from quiver.stages.optimize.stage import Config
-from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.test_critic import _states
 from tests.stages.optimize.test_seq2seq_policies import sampled

@@ -14,10 +14,11 @@ from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.optimizer import state
 from quiver.stages.optimize.stage import Config
-from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.test_seq2seq_policies import sampled
 from tests.tiny import make_policy

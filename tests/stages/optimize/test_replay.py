@@ -13,10 +13,11 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.inputs import open_inputs, sets
 from quiver.stages.optimize.stage import Config
-from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.test_trainer import _compare, _expected
 from tests.tiny import make_policy

@@ -14,9 +14,10 @@ from quiver.stages.common.models.loading import load_model
 from quiver.stages.generate import stage as generate
 from quiver.stages.logprobs import stage as logprobs
 from quiver.stages.optimize import rollouts as joining
+from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
 from quiver.stages.optimize.stage import Config
-from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.trainer import Trainer
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
 from tests.tiny import make_policy

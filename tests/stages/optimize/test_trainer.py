@@ -18,8 +18,9 @@ from quiver.stages.common.models.checkpoints import PolicyConfig
 from quiver.stages.common.models.loading import load_model, restore_dropout
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Store
+from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import ALGORITHMS, find_function, resolve
-from quiver.stages.optimize.objective import Batch
+from quiver.stages.optimize.batch import Batch
 from quiver.stages.optimize.optimizer import (
     learning_rate,
     load_state,
@@ -28,7 +29,7 @@ from quiver.stages.optimize.optimizer import (
     total_norm,
 )
 from quiver.stages.optimize.stage import Config
-from quiver.stages.optimize.trainer import Trainer, make_accelerator
+from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
 from tests.tiny import make_policy, tokenizer
 from tests.writing import run_here

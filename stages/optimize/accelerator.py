@@ -1,0 +1,64 @@
+"""Device, ranks and trackers of a training, by accelerate.
+
+Not of the spine: it says where tensors lie and who else takes part, not what is computed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from quiver.schemas.errors import ConfigError
+
+from .checks import check_trackers
+from .config import Config
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def make_accelerator(config: Config) -> Accelerator:
+    """Device, ranks and trackers; nothing else is taken from accelerate's environment. ConfigError
+    when it gives another device, another number of processes, or another way to distribute than
+    plain ranks."""
+    from accelerate import Accelerator
+
+    check_trackers(config.trackers)
+    cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
+    if cpu and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision="no",
+        log_with=list(config.trackers) or None,
+        project_dir=config.tracker_folder,
+    )
+    # accelerate's state is the process's: a second run stays where the first one was
+    device = "cpu" if cpu else "cuda"
+    if accelerator.device.type != device:
+        raise ConfigError(
+            "optimize.device",
+            f"expected {device}, found {accelerator.device.type}: there is none, or this process "
+            "trained elsewhere before",
+            next='set optimize.device = "auto", or start a new process',
+        )
+    if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ConfigError(
+            "optimize",
+            f"expected plain ranks, found {accelerator.distributed_type.value}",
+            next="launch with torch.distributed.run, and with no variable ACCELERATE_USE_* set",
+        )
+    launched = os.environ.get("WORLD_SIZE") or os.environ.get("ACCELERATE_NUM_PROCESSES") or 1
+    processes = config.processes or int(launched)
+    if accelerator.num_processes != processes:
+        raise ConfigError(
+            "optimize.processes",
+            f"expected {processes} processes, found {accelerator.num_processes}",
+            next="launch with python -m torch.distributed.run --nproc-per-node N (accelerate "
+            "launch starts one on a CPU)",
+        )
+    if config.trackers:
+        accelerator.init_trackers("quiver")
+    return accelerator

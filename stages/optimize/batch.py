@@ -1,0 +1,117 @@
+"""The rollouts that are learned from, as columns of tensors; and the columns of one optimizer step.
+
+Not of the spine: it is a list of columns, for looking up their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quiver.stages.common.forward.layout import Sequences
+from quiver.stages.common.ragged import Ragged
+
+
+class Part(NamedTuple):
+    """Columns [n] of the n tokens of some rollouts, as those of `Batch`, on one device."""
+
+    offsets: Tensor
+    """[b+1] int64"""
+    old_logprobs: Tensor
+    anchor: Tensor
+    advantages: Tensor
+    ref_logprobs: Tensor | None
+    old_values: Tensor | None
+    returns: Tensor | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The K rollouts that take part, N completion tokens."""
+
+    sequences: Sequences
+    groups: list[int]
+    """[K] rollouts of one prompt bear one number."""
+    prompt_numbers: list[int]
+    """[K] rollouts with the same number have the same prompt ids, so they can share them."""
+    advantages: Tensor
+    """[K] float32; with a critic [N], NaN until it has given the values"""
+    old_logprobs: Tensor
+    """[N] float32"""
+    prox_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    stale: Tensor | None = None
+    """[K] bool: sampled by an older policy than the starting checkpoint, so that their logprobs
+    differ by right and the audit only reports them. None: none of them is."""
+    max_completion_tokens: int | None = None
+    """What generation allowed, for aggregation `constant`."""
+    rewards: Tensor | None = None
+    """[K] float32, for a critic"""
+    cut: Tensor | None = None
+    """[K] bool: ended by `length`, for a critic"""
+    old_values: Tensor | None = None
+    """[N] float32, once a critic has given them"""
+    returns: Tensor | None = None
+    """[N] float32, likewise"""
+
+    @property
+    def anchor(self) -> Tensor:
+        """[N] the ratio's denominator."""
+        return self.old_logprobs if self.prox_logprobs is None else self.prox_logprobs
+
+    @cached_property
+    def token_advantages(self) -> Tensor:
+        """[N] of a token, or its rollout's."""
+        if len(self.advantages) == len(self.old_logprobs):
+            return self.advantages
+        return self.advantages.repeat_interleave(self.sequences.completions.lengths)
+
+    def positions(self, rows: Sequence[int] | Tensor) -> Tensor:
+        """[n] int64: where the completion tokens of rollouts `rows` stand among the N."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        return self.sequences.completions.positions(rows)
+
+    def part(self, rows: Sequence[int] | Tensor, device: torch.device) -> Part:
+        """The tokens of rollouts `rows` [b] on `device`."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        positions = self.positions(rows)
+        columns = (
+            self.old_logprobs,
+            self.anchor,
+            self.token_advantages,
+            self.ref_logprobs,
+            self.old_values,
+            self.returns,
+        )
+        lengths = self.sequences.completions.lengths[rows]
+        offsets = Ragged.from_lengths(positions, lengths).offsets
+        taken = [None if column is None else column[positions].to(device) for column in columns]
+        return Part(offsets.to(device), *taken)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What tokens are in one optimizer step."""
+
+    weights: Tensor
+    """[N] float64"""
+    selected: Tensor | None = None
+    """[N] bool, of an algorithm that selects"""
+    learns: Tensor | None = None
+    """[N] bool: the policy learns from it; None: from all of them"""
+    entropy_coef: float = 0.0
+    """Of the bonus."""
+
+    def at(self, positions: Tensor) -> Step:
+        """Of the tokens at `positions` [n] alone."""
+        columns = {
+            name: column[positions]
+            for name, column in vars(self).items()
+            if isinstance(column, Tensor)
+        }
+        return replace(self, **columns)
