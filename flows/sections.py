@@ -1,6 +1,7 @@
-"""The sections of a recipe that say more than the stage's own config does, and those that no stage
-has: where rows come from, which policy the KL term holds on to, where each stage runs. And how the
-keys of one section go over those of another.
+"""The sections of a recipe that say more than a stage's own config, and those that no stage has:
+where rows come from, which policy the KL term holds on to, where each stage runs.
+
+The keys of one section may be put over those of another, and over all those of the shell.
 
 Not of the spine: each key says what it does, and `quiver keys` lists them.
 """

@@ -6,6 +6,8 @@ used: ConfigError. The table's own rows need none of it.
 
     function = checked("mine.py:ALGORITHM advantage", "advantage", my_advantage)
     function(rewards, groups)                            # called like the user's
+
+Not of the spine: what the functions are is told by `algorithms` and `losses`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,14 @@ from quiver.schemas.errors import ConfigError
 
 ADVANTAGE_COLUMNS = ("lengths", "baselines")
 """What an advantage of rollouts is given besides, where it names it."""
+GROUP_ADVANTAGES = {
+    "group_normalized",
+    "group_centered",
+    "leave_one_out",
+    "length_weighted",
+    "batch_normalized_baseline",
+}
+"""Advantages that compare the completions of one prompt with one another."""
 _CRITIC_OPTIONS = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
 _ROLES = {
     "advantage": ("(rewards, groups)", 2, {}, ("advantages",)),
@@ -95,13 +105,3 @@ def _wrong(name: str, message: str) -> ConfigError:
         message,
         next="correct the function; stages/optimize/README.md has one that works",
     )
-
-
-GROUP_ADVANTAGES = {
-    "group_normalized",
-    "group_centered",
-    "leave_one_out",
-    "length_weighted",
-    "batch_normalized_baseline",
-}
-"""Advantages that compare the completions of one prompt with one another."""
