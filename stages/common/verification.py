@@ -109,8 +109,11 @@ def _verify_parent(store: Store, version: Version, parent: str, expected: str) -
 
 def _verify_model(store: Store, version: Version, model: Model) -> None:
     """LineageError unless a model of this store is what it was, or was deleted on purpose."""
-    ref = refs.as_version(model.ref)
-    if ref is None or ref.kind != "policy" or ref == version.ref:
+    try:
+        ref = refs.parse(model.ref)
+    except QuiverError:
+        return  # a folder or a hub's id
+    if ref.kind != "policy" or ref == version.ref:
         return
     manifest = _manifest(store, version, ref)
     if manifest is not None:

@@ -247,7 +247,7 @@ class Known:
 
 def is_expired(store: Store, ref: refs.Ref) -> bool:
     """Whether the ledger says that it was deleted on purpose."""
-    return bool(store.ledger(ref.run, ref.kind).expiry(ref.version))
+    return store.ledger(ref.run, ref.kind).tombstone(ref.version) is not None
 
 
 _arrow_check = ArrowCheck()

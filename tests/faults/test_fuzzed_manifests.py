@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from quiver.flows import rerun
-from quiver.flows.commands import placing, versions
+from quiver.flows.commands import health, versions
 from quiver.flows.promotion import Promotion, judge
 from quiver.schemas.errors import QuiverError
 from quiver.schemas.manifest import MAX_BYTES, from_json
@@ -238,7 +238,7 @@ FOUND = [
     ("golden/policy@1", let_lead("golden/policy@1"), "report", "E-LINEAGE"),
     ("golden/policy@1", let_lead("golden/policy@2"), "first", "E-LINEAGE"),
     ("golden/policy@1", let_lead("golden/policy@2"), "check_lineage", "E-LINEAGE"),
-    ("golden/rewards@6", drop("inputs", "rollouts"), "report", "E-LINEAGE"),
+    ("golden/rewards@6", drop("inputs", "rollouts"), "report", None),  # it is left out
     ("golden/rollouts@1", drop("models", "policy"), "sampler", "E-LINEAGE"),
     ("held/evaluations@1", drop("inputs", "rewards"), "compare", "E-LINEAGE"),
     ("golden/prompts@2", lambda fields: fields.update(bytes={}), "report", None),
@@ -318,13 +318,18 @@ def test_what_was_found_is_told(finished, capsys, ref, change, reader, code):
 def test_a_version_with_a_wrong_manifest_can_be_put_aside_or_deleted(finished, capsys, command):
     rewrite(finished, "own/updates@1", lambda fields: fields.update(metrics=[]))
     folder = finished / "own/updates/v000001"
-    before = snapshot(finished, (".index", ".ledger", ".quarantine", "v000001"))
+    before = snapshot(
+        finished, (".index", ".leases", ".ledger", ".quarantine", ".trash", "v000001")
+    )
     if command == "rm":
         versions.rm("own/updates@1", "broken", str(finished))
     else:
-        placing.doctor("own/updates@1", str(finished))
+        health.doctor(None, "own/updates@1", str(finished))
     assert not folder.exists()
-    assert snapshot(finished, (".index", ".ledger", ".quarantine", "v000001")) == before
+    assert (
+        snapshot(finished, (".index", ".leases", ".ledger", ".quarantine", ".trash", "v000001"))
+        == before
+    )
 
 
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b'"ab",', b"999,", "\U0001f600".encode()])

@@ -52,9 +52,8 @@ class Trial:
 
 
 ALL = 10**9
-NOT_FLUSHED = "a deleted version comes back in part: the rename that hides it is not flushed"
 SCENES_ON_DISK = [
-    pytest.param(name, marks=[pytest.mark.xfail(reason=NOT_FLUSHED)] if name == "rm" else [])
+    name
     for name in SCENES
     if name != "renewed"  # its calls are those of `alone`
 ]

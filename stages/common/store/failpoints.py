@@ -33,6 +33,8 @@ _CANDIDATE = _STAGED + r"\.[0-9a-f]{12}"
 _SHARD = r"/part-\d{5,}\.arrow"
 _VERSION = r"/v\d{6,}"
 _COPY = r"/\.ledger/v\d{6,}\.[0-9a-f]{64}"
+_RENAMING = r"renaming(?!.*/\.trash/)"
+_RENAMED = r"renamed(?!.*/\.trash/)"
 POINTS = {
     "store.made": ("created", r"/store\.json", "there is a store"),
     "staging.opened": ("made", _STAGED, "its folder is there, nothing in it"),
@@ -56,8 +58,16 @@ POINTS = {
     "commit.linked": ("linked", _CANDIDATE + r"/.+", "a file is in the folder to be renamed"),
     "commit.flushing": ("flushing", _CANDIDATE + r"/manifest\.json", "manifest not flushed"),
     "commit.staged": ("replaced", _CANDIDATE + r"/manifest\.json", "the folder is complete"),
-    "commit.renaming": ("renaming", _VERSION, "it is flushed, and will be a version"),
-    "commit.renamed": ("renamed", _VERSION, "it is visible, not flushed, in no ledger"),
+    "commit.renaming": (
+        _RENAMING,
+        _VERSION,
+        "it is flushed, and will be a version",
+    ),
+    "commit.renamed": (
+        _RENAMED,
+        _VERSION,
+        "it is visible, not flushed, in no ledger",
+    ),
     "commit.noting": ("flushing", _COPY, "it will outlive a power loss, and is in no ledger"),
     "commit.noted": ("replaced", _COPY, "it is in the ledger, not in the index"),
     "index.written": ("replaced", r"/\.index/versions", "it is in the index"),
@@ -72,8 +82,8 @@ POINTS = {
     "lease.released": ("replaced", r"\.leases/[^/]+/\d+", "it was given back"),
     "rm.noting": ("flushing", _VERSION + r"\.expired", "a version will be deleted; not flushed"),
     "rm.noted": ("replaced", _VERSION + r"\.expired", "that is in the ledger"),
-    "rm.hidden": ("hidden", _VERSION, "it is no longer found"),
-    "rm.deleted": ("deleted", _VERSION, "it is gone"),
+    "rm.hidden": ("renamed", r"/\.trash/.+" + _VERSION, "it is no longer found"),
+    "rm.deleted": ("deleted", r"/\.trash/[^/]+", "it is gone"),
     "reward.answered": ("reward.answered", "", "a worker's answer is there, in no shard"),
     "flow.answered": ("flow.answered", "", "a stage is done, the next one has not begun"),
 }

@@ -60,6 +60,8 @@ class Trash:
             self._storage.make_prefix(target.rpartition("/")[0])
             try:
                 if self._lease.is_held() and self._storage.publish(source, target):
+                    # else it may come back half deleted, after a power loss
+                    self._storage.sync_names(source.rpartition("/")[0])
                     return True
             except FileNotFoundError:
                 if not self._storage.exists(source):
