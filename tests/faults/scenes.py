@@ -131,8 +131,8 @@ def _train(plan: Plan, seed: int) -> None:
     def load_state(tensors: dict[str, torch.Tensor], counters: dict[str, int]) -> None:
         assert torch.equal(tensors["weight"], state_of(counters["step"])["weight"])
 
-    trainer = SimpleNamespace(config=Settings(), step=0, updates=[], load_state=load_state)
-    trainer.config = SimpleNamespace(resume_steps=1, resume_minutes=0)
+    each_step = SimpleNamespace(resume_steps=1, resume_minutes=0)
+    trainer = SimpleNamespace(config=each_step, step=0, updates=[], load_state=load_state)
     progress = SavedProgress(plan, pa.array([]), saves=True)
     _, begin, _ = progress.load(trainer)
     for step in range(begin, 3):
