@@ -88,6 +88,21 @@ def as_rewards(
     return pa.table(columns, schema=schema)
 
 
+def weigh_row(
+    config: Config, parts: dict[str, Part], num_tokens: int
+) -> tuple[dict[str, Part], float | None]:
+    """The parts of one row, with that of the overlong penalty on `num_tokens`, and its reward."""
+    weights = {scorer.name: scorer.weight for scorer in config.scorers}
+    reward = weigh(parts, weights, config.reward_clip)
+    if config.overlong:
+        overlong = config.overlong
+        penalty = overlong_penalty(num_tokens, overlong.max_tokens, overlong.cache)
+        parts = {**parts, OVERLONG: Part(penalty)}
+        if reward is not None:
+            reward = storable(reward + overlong.weight * penalty)
+    return parts, reward
+
+
 def weigh(
     parts: dict[str, Part], weights: dict[str, float], clip: tuple[float, float] | None
 ) -> float | None:
