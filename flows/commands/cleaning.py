@@ -30,8 +30,8 @@ def gc(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Free what is no longer needed: optimizer state of older policies, what was staged and given
-    up, what lies in the trash; with --keep older versions too. Their manifests stay."""
+    """Free what is no longer needed. That is optimizer state of older policies, what was staged and
+    given up, what lies in the trash; with --keep older versions too. Their manifests stay."""
     from quiver.stages.common.store import retention
     from quiver.stages.common.store.collection import Rule, collect
 

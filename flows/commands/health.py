@@ -27,8 +27,8 @@ def doctor(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Say what is wrong with this installation, its Prefect server and the store, and what to do
-    about it; `verify` looks at every byte. Or put a damaged version aside."""
+    """Say what is wrong with installation, server and store. Each with what to do about it;
+    `verify` looks at every byte. Or put a damaged version aside."""
     if quarantine:
         from quiver.stages.common.store.retention import quarantine as put_aside
 

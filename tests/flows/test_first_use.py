@@ -161,7 +161,8 @@ def test_what_was_made_before_an_error_is_said(folder):
     """An evaluation's base model and prompts are made before its reward is tried."""
     untried = ["--set", "reward.functions=[{use='untried.py:score'}]", "--store", "half"]
     error = quiver(folder, "evaluate", "recipe.toml", *untried, code=2)["error"]
-    assert error["state"] == "this command has made 2 versions, kept for the next run."
+    sources = "tiny.eval/prompts@1 and what it was made of"
+    assert error["state"] == f"{sources} are kept; nothing was generated."
     found = quiver(folder, "check", "recipe.toml", "--store", "half")["finished"]
     assert found == {"policy": "tiny/policy@0"}, "of the run itself"
 

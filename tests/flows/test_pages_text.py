@@ -16,6 +16,7 @@ from quiver.flows.pages import iterations, text
 from quiver.flows.pages.failures import attempt
 from quiver.flows.pages.text import picture
 from quiver.flows.progress import progress
+from quiver.flows.retention import Retention
 from quiver.flows.tasks import describe
 from quiver.stages.common.runtime.runner import Call, Outcome
 from quiver.stages.report import plots, templates, words
@@ -247,7 +248,9 @@ def test_what_a_run_prints_at_its_end():
             },
         ],
     }
-    recipe = SimpleNamespace(run="tiny", store="/my store")
+    recipe = SimpleNamespace(
+        run="tiny", store="/my store", retention=Retention(moments=1), overlap=0
+    )
     said = summary(recipe, Path("recipe.toml"), [], outcome)
     assert said[1:3] == ["store   /my store", "report  /my store/tiny/report.html"]
     bars = {1: " 0.200 █", 2: "(none scored)", 3: f" 0.600 {'█' * 16}"}
