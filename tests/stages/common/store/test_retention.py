@@ -274,7 +274,9 @@ def test_a_version_that_expired_is_seen_by_its_manifest_where_that_is_asked(stor
 def test_finding_what_expired_opens_as_few_files_however_many_did(store, monkeypatch):
     opened = []
     read = Storage.read
-    monkeypatch.setattr(Storage, "read", lambda self, key: opened.append(key) or read(self, key))
+    monkeypatch.setattr(
+        Storage, "read", lambda self, key, *most: opened.append(key) or read(self, key, *most)
+    )
     counts = []
     for number in (4, 16):
         for seed in range(len(store.ledger("a", "logprobs").content_hashes()), number):

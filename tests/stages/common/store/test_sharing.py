@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 
 from quiver.schemas.errors import BusyError, ConfigError, LineageError, OutcomeUnknownError
-from quiver.stages.common.store import sharing, storage, writer
+from quiver.stages.common.store import sharing, storage
+from quiver.stages.common.store.notes import note_of
 from quiver.stages.common.store.retention import remove
 from quiver.stages.common.store.sharing import CommittedByOther
 from quiver.stages.common.verification import verify
@@ -327,7 +328,7 @@ def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):
 def test_a_plan_that_says_nothing_is_made_anew(store, fields):
     with work_on(store, None) as work:
         work.rows_per_shard(3)
-        staged(store, "plan").write_bytes(writer._noted(fields))
+        staged(store, "plan").write_bytes(note_of(fields))
     with work_on(store) as work:
         assert work.rows_per_shard(2) == 2
 
@@ -349,7 +350,7 @@ def test_a_note_of_another_form_counts_for_nothing(store, name, fields):
     with work_on(store) as work:
         write_all(work, 2)
     folder = staged(store, "part-00001.arrow.json").parent
-    (folder / name).write_bytes(writer._noted(fields))
+    (folder / name).write_bytes(note_of(fields))
     with pytest.raises(LineageError):
         remove(store, "a/logprobs@1")
     with work_on(store) as work:

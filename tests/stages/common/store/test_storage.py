@@ -115,6 +115,7 @@ def test_names_are_listed_one_level_or_all(storage):
 
 
 def test_a_copy_outlives_its_original(storage):
+    storage.make_prefix("folder")
     storage.write("original", b"bytes")
     storage.copy_into("original", "folder/copy")
     storage.delete("original")
