@@ -140,7 +140,7 @@ def test_who_waits_has_the_answer_as_soon_as_it_is_there(call, monkeypatch):
         monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds)
     )
     monkeypatch.setattr(dispatch, "time", clock)
-    monkeypatch.setattr(dispatch, "find", lambda _: "done" if now[0] >= 70 else None)
+    monkeypatch.setattr(dispatch, "find", lambda *_, **__: "done" if now[0] >= 70 else None)
 
     def run(*_, **__):
         if now[0] < 70:
