@@ -22,7 +22,7 @@ from tests.faults.scenes import (
 )
 from tests.faults.sizes import sizes
 
-STORE_POINTS = [name for name in POINTS if name not in ("reward.answered", "flow.answered")]
+STORE_POINTS = [name for name in POINTS if name not in ("worker.answered", "flow.answered")]
 SEEDS = range(4)
 
 

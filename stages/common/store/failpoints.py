@@ -84,7 +84,7 @@ POINTS = {
     "rm.noted": ("replaced", _VERSION + r"\.expired", "that is in the ledger"),
     "rm.hidden": ("renamed", r"/\.trash/.+" + _VERSION, "it is no longer found"),
     "rm.deleted": ("deleted", r"/\.trash/[^/]+", "it is gone"),
-    "reward.answered": ("reward.answered", "", "a worker's answer is there, in no shard"),
+    "worker.answered": ("worker.answered", "", "a worker's answer is there, in no shard"),
     "flow.answered": ("flow.answered", "", "a stage is done, the next one has not begun"),
 }
 """Of each place: what the storage does, to which object, and how things stand then."""

@@ -131,7 +131,7 @@ class Worker(Process):
             while self._connection not in connection.wait([self._connection, self._printed]):
                 self._drain()
             answer = self._connection.recv_bytes(_ANSWER_BYTES)
-            failpoint("reward.answered")
+            failpoint("worker.answered")
             return kind.model_validate(json.loads(answer))
         except (EOFError, OSError):
             is_late = time.monotonic() >= deadline

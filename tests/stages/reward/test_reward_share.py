@@ -90,7 +90,7 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
 
 
 @pytest.mark.parametrize("trials", sizes(short=1, full=50))
-@pytest.mark.parametrize("point", ["reward.answered", "flow.answered"])
+@pytest.mark.parametrize("point", ["worker.answered", "flow.answered"])
 def test_kill_9_with_an_answer_at_hand(
     rollouts, tmp_path, monkeypatch, record_property, point, trials
 ):
@@ -99,8 +99,8 @@ def test_kill_9_with_an_answer_at_hand(
     for trial in range(trials):
         store = copy(rollouts, tmp_path / str(trial))
         scored = call(store, "mine.py:slow" if trial % 2 else "numeric")
-        run = perform if point == "reward.answered" else run_call
-        failure = f"{point}@{2 + trial % 4 if point == 'reward.answered' else 1}:kill"
+        run = perform if point == "worker.answered" else run_call
+        failure = f"{point}@{2 + trial % 4 if point == 'worker.answered' else 1}:kill"
 
         def steps(run=run, scored=scored):
             run(scored)
