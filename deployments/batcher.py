@@ -135,7 +135,10 @@ def _weigh(config: Config, row: Row, parts: dict[str, Part]) -> Scored:
         errors.append("overlong counts completion_ids, which the request has not")
     else:
         try:
-            parts, reward = tables.weigh_row(config, parts, len(row.completion_ids or ()))
+            columns = {name: [part] for name, part in parts.items()}
+            num_tokens = len(row.completion_ids or ())
+            columns, (reward,) = tables.weigh_rows(config, columns, [num_tokens])
+            parts = {name: part for name, (part,) in columns.items()}
         except NumericError as error:
             errors.append(error.message)
     numbers = {name: part.value for name, part in parts.items()}

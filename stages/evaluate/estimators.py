@@ -161,7 +161,7 @@ def bootstrap_interval(
         differences: [n], one a prompt.
         confidence: Between 0 and 1.
         seed: Of what is drawn.
-    Reference: B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3.
+    Reference: B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
 
     >>> bootstrap_interval([0.5, 0.5, 0.5], 0.95)
     (0.5, 0.5)

@@ -54,7 +54,7 @@ def uncertain(entropies: Tensor, share: float) -> Tensor:
     Returns:
         [n] bool.
 
-    Reference: https://arxiv.org/abs/2506.01939, equation 5; TRL's `top_entropy_quantile`.
+    Reference: https://arxiv.org/abs/2506.01939; TRL's `top_entropy_quantile`.
     """
     threshold = np.quantile(entropies.double().numpy(), 1 - share)
     return entropies.double() >= torch.tensor(threshold)

@@ -31,7 +31,7 @@ def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tens
         [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
         rollouts.
 
-    Reference: OPO, https://arxiv.org/abs/2505.23585, section 3.
+    Reference: OPO, https://arxiv.org/abs/2505.23585.
     """
     rewards, counts, sums, comparable = group_statistics(rewards, groups)
     centered = rewards - sums / counts  # so that equal rewards give exactly 0
@@ -55,6 +55,6 @@ def over_baseline(rewards: Tensor, groups: Tensor, *, baselines: Tensor) -> Tens
     Returns:
         [B] float32; NaN where the rollout or its baseline is not scored.
 
-    Reference: ReMax, https://arxiv.org/abs/2310.10505, section 4.
+    Reference: ReMax, https://arxiv.org/abs/2310.10505.
     """
     return (rewards.double() - baselines.double()).float()

@@ -114,7 +114,7 @@ def geometric_clipped(
     Returns:
         loss [N]; and bool [N], true where a token's ratio was clipped (it has no gradient).
 
-    Reference: GMPO, https://arxiv.org/abs/2507.20673, section 3 and its algorithm.
+    Reference: GMPO, https://arxiv.org/abs/2507.20673.
     """
     advantages = tokens.advantages
     log_ratios = tokens.logprobs - tokens.anchor
@@ -142,7 +142,7 @@ def covariance_clipped(
     Returns:
         loss [N]; and bool [N], true where the token was selected or a bound decided the loss.
 
-    Reference: Clip-Cov, https://arxiv.org/abs/2505.22617, section 4.2.
+    Reference: Clip-Cov, https://arxiv.org/abs/2505.22617.
     """
     costs, at_bound = clipped(tokens, clip_low=clip_low, clip_high=clip_high)
     selected = torch.zeros_like(at_bound) if tokens.selected is None else tokens.selected
@@ -162,7 +162,7 @@ def covariance_penalised(tokens: Tokens, *, cov_kl_coef: float) -> tuple[Tensor,
     Returns:
         loss [N]; and bool [N], true where the token was selected.
 
-    Reference: KL-Cov, https://arxiv.org/abs/2505.22617, section 4.2.
+    Reference: KL-Cov, https://arxiv.org/abs/2505.22617.
     """
     log_ratios = log_ratio(tokens.logprobs, tokens.anchor)
     selected = torch.zeros_like(log_ratios, dtype=torch.bool)
@@ -186,7 +186,7 @@ def covariances(tokens: Tokens) -> Tensor:
     Returns:
         [N] float64.
 
-    Reference: https://arxiv.org/abs/2505.22617, section 4.2.
+    Reference: https://arxiv.org/abs/2505.22617.
     """
     logprobs = tokens.logprobs.double()
     advantages = tokens.advantages.double()
@@ -214,7 +214,7 @@ def covariance_within(
     Returns:
         [N] bool; all candidates where they are fewer.
 
-    Reference: Clip-Cov, https://arxiv.org/abs/2505.22617, section 4.2.
+    Reference: Clip-Cov, https://arxiv.org/abs/2505.22617.
     """
     covariance = covariances(tokens)
     candidates = ((covariance >= cov_low) & (covariance <= cov_high)).nonzero()[:, 0]
@@ -238,7 +238,7 @@ def covariance_highest(
     Returns:
         [N] bool.
 
-    Reference: KL-Cov, https://arxiv.org/abs/2505.22617, section 4.2.
+    Reference: KL-Cov, https://arxiv.org/abs/2505.22617.
     """
     covariance = covariances(tokens)
     highest = covariance.topk(int(cov_share * len(covariance))).indices

@@ -60,20 +60,8 @@ def as_rewards(
 ) -> pa.Table:
     """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
     of the scorers in `extras`."""
-    weights = {scorer.name: scorer.weight for scorer in config.scorers}
-    sums = [
-        weigh(dict(zip(parts, row_parts, strict=True)), weights, config.reward_clip)
-        for row_parts in zip(*parts.values(), strict=True)
-    ]
-    if config.overlong:
-        overlong = config.overlong
-        lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
-        penalties = [overlong_penalty(n, overlong.max_tokens, overlong.cache) for n in lengths]
-        parts = {**parts, OVERLONG: [Part(penalty) for penalty in penalties]}
-        sums = [
-            None if reward is None else storable(reward + overlong.weight * penalty)
-            for reward, penalty in zip(sums, penalties, strict=True)
-        ]
+    lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
+    parts, sums = weigh_rows(config, parts, lengths)
     schema = rewards.schema_for(config.part_names, extras)
     columns = {name: rollouts.column(name) for name in ("rollout_id", "group_id")}
     columns["reward"] = pa.array(sums, pa.float32())
@@ -88,19 +76,25 @@ def as_rewards(
     return pa.table(columns, schema=schema)
 
 
-def weigh_row(
-    config: Config, parts: dict[str, Part], num_tokens: int
-) -> tuple[dict[str, Part], float | None]:
-    """The parts of one row, with that of the overlong penalty on `num_tokens`, and its reward."""
+def weigh_rows(
+    config: Config, parts: dict[str, list[Part]], lengths: list[int]
+) -> tuple[dict[str, list[Part]], list[float | None]]:
+    """The parts of rows, with those of the overlong penalty on completions of `lengths` tokens, and
+    the rows' rewards."""
     weights = {scorer.name: scorer.weight for scorer in config.scorers}
-    reward = weigh(parts, weights, config.reward_clip)
+    sums = [
+        weigh(dict(zip(parts, row_parts, strict=True)), weights, config.reward_clip)
+        for row_parts in zip(*parts.values(), strict=True)
+    ]
     if config.overlong:
         overlong = config.overlong
-        penalty = overlong_penalty(num_tokens, overlong.max_tokens, overlong.cache)
-        parts = {**parts, OVERLONG: Part(penalty)}
-        if reward is not None:
-            reward = storable(reward + overlong.weight * penalty)
-    return parts, reward
+        penalties = [overlong_penalty(n, overlong.max_tokens, overlong.cache) for n in lengths]
+        parts = {**parts, OVERLONG: [Part(penalty) for penalty in penalties]}
+        sums = [
+            None if reward is None else storable(reward + overlong.weight * penalty)
+            for reward, penalty in zip(sums, penalties, strict=True)
+        ]
+    return parts, sums
 
 
 def weigh(

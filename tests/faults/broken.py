@@ -61,15 +61,18 @@ def members(node: dict[str, Any]) -> list[tuple[str, Any]]:
     return [*node.items(), *([(twice, node[twice])] if twice in node else [])]
 
 
-def to_text(node: Any) -> str:
-    """`node` as JSON text; a `Raw` in it stands for itself."""
+def to_text(node: Any, between: str = ":") -> str:
+    """`node` as JSON text, or with ` = ` between key and value as TOML has it; a `Raw` in it stands
+    for itself."""
     if isinstance(node, Raw):
         return str(node)
     if isinstance(node, dict):
-        pairs = (f"{json.dumps(key)}:{to_text(child)}" for key, child in members(node))
+        pairs = (
+            f"{json.dumps(key)}{between}{to_text(child, between)}" for key, child in members(node)
+        )
         return "{" + ",".join(pairs) + "}"
     if isinstance(node, list):
-        return "[" + ",".join(map(to_text, node)) + "]"
+        return "[" + ",".join(to_text(child, between) for child in node) + "]"
     return json.dumps(node)
 
 

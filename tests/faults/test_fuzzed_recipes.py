@@ -21,7 +21,7 @@ from quiver.flows.rerun import rerun
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome, find
 from quiver.stages.common.runtime.stage import Refs
-from tests.faults.broken import DEPTHS, Raw, error_of, garbled, members, mutated, snapshot
+from tests.faults.broken import DEPTHS, Raw, error_of, garbled, members, mutated, snapshot, to_text
 
 RECIPE = """
 run = "golden"
@@ -177,18 +177,6 @@ VALUES = (
 SECTIONS = tomllib.loads(RECIPE)
 
 
-def to_toml(node: Any) -> str:
-    """`node` as a value of TOML; a `Raw` in it stands for itself."""
-    if isinstance(node, Raw):
-        return str(node)
-    if isinstance(node, dict):
-        pairs = (f"{json.dumps(key)} = {to_toml(child)}" for key, child in members(node))
-        return "{ " + ", ".join(pairs) + " }"
-    if isinstance(node, list):
-        return "[" + ", ".join(map(to_toml, node)) + "]"
-    return json.dumps(node)
-
-
 def text_of(random: Random) -> bytes:
     """A recipe that is broken somewhere."""
     if random.random() < 0.1:
@@ -198,8 +186,8 @@ def text_of(random: Random) -> bytes:
     else:
         sections = mutated(random, SECTIONS, values=VALUES)
     if not isinstance(sections, dict):
-        return to_toml(sections).encode("utf-8", "surrogatepass")
-    lines = [f"{json.dumps(key)} = {to_toml(child)}\n" for key, child in members(sections)]
+        return to_text(sections, " = ").encode("utf-8", "surrogatepass")
+    lines = [f"{json.dumps(key)} = {to_text(child, ' = ')}\n" for key, child in members(sections)]
     return "".join(lines).encode("utf-8", "surrogatepass")
 
 
