@@ -35,7 +35,7 @@ from .storage import Storage
 
 OPTIMIZER_FOLDER = "optimizer"
 """Below a policy's files: its optimizer state, which may be taken away before the rest."""
-_NAME = re.compile(r"v([0-9]{6,12})\.([0-9a-f]{64}|)")
+_NAME = re.compile(r"^v([0-9]{6,12})\.([0-9a-f]{64}|)$", re.MULTILINE)
 """Of a manifest's copy; whatever else lies there is nobody's."""
 _TOMBSTONE_NAME = re.compile(rf"v([0-9]{{6,12}})\.expired(?:\.({OPTIMIZER_FOLDER}))?")
 
@@ -70,8 +70,8 @@ class Ledger:
 
     def content_hashes(self) -> dict[int, str]:
         """The content hash that each number was given to; empty where its manifest was torn."""
-        matches = map(_NAME.fullmatch, self._storage.list(self._prefix))
-        return {int(match[1]): match[2] for match in matches if match}
+        names = "\n".join(self._storage.list(self._prefix))
+        return {int(digits): content_hash for digits, content_hash in _NAME.findall(names)}
 
     def prepare(self) -> None:
         """Make its folder, before a version is published beside it: the index trusts the kind's
@@ -89,30 +89,32 @@ class Ledger:
         self.prepare()
         self._storage.write(self._key(manifest.version, manifest.content_hash), manifest.to_json())
 
-    def note_missing(self, visible: list[int]) -> None:
+    def note_missing(self, visible: list[int]) -> set[int]:
         """Note the visible versions that are not noted yet: those of an earlier Quiver, and those
-        whose process died just then."""
-        for number in sorted(set(visible) - set(self.content_hashes())):
+        whose process died just then. All numbers that were ever given."""
+        noted = set(self.content_hashes())
+        for number in sorted(set(visible) - noted):
             manifest = self._read(f"{Ref(self._run, self._kind, number).folder}/manifest.json")
             if manifest is not None:
                 self.note(manifest)
             else:
                 self.prepare()
                 self._storage.write(self._key(number, ""), b"")
+        return noted.union(visible)
 
     def next_number(self, first: int, visible: list[int]) -> int:
         """The one after the highest that was ever given, or `first`. `visible`: numbers of the
         versions that are there."""
-        self.note_missing(visible)
-        return max([first - 1, *self.content_hashes(), *visible]) + 1
+        return max({first - 1, *self.note_missing(visible)}) + 1
 
     def number_of_deleted(
         self, content_hash: str, run_key: str | None, visible: list[int]
     ) -> int | None:
         """The number of a deleted version with this content that was made of the same (`run_key`;
         None: of whatever); None where there is none."""
-        for number, content_hash_then in self.content_hashes().items():
-            if content_hash_then == content_hash and number not in visible:
+        content_hashes = self.content_hashes()
+        for number in sorted(content_hashes.keys() - set(visible)):
+            if content_hashes[number] == content_hash:
                 manifest = self.manifest(number)
                 if run_key is None or manifest is None or manifest.run_key == run_key:
                     return number
