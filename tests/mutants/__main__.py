@@ -215,6 +215,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     parser.add_argument("--only", metavar="FILE_STEM", help="only the mutants of this file")
+    parser.add_argument("--missing", action="store_true", help=f"only those not in {RECORD.name}")
     parser.add_argument("--sample", metavar="N", type=int, help="only N of them, chosen by --seed")
     parser.add_argument("--seed", metavar="S", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="copies side by side")
@@ -230,6 +231,9 @@ def _asked_for(mutants: list[Mutant], asked: argparse.Namespace) -> list[Mutant]
         if not mutants:
             stems = ", ".join(target.stem for target in TARGETS)
             raise SystemExit(f"--only {asked.only}: expected one of {stems}")
+    if asked.missing:
+        recorded = _read_record()
+        mutants = [mutant for mutant in mutants if mutant.name not in recorded]
     if asked.sample is not None:
         size = min(asked.sample, len(mutants))
         places = sorted(random.Random(asked.seed).sample(range(len(mutants)), size))
