@@ -173,7 +173,7 @@ def improve(
         starts = [policy, *(iteration.policy for iteration in iterations)]
         is_last = number == recipe.iterations
         references = [base] if recipe.reference.rule == "fixed" else starts
-        reference = choose_reference(recipe, references, number - first + 1, reference)
+        reference = choose_reference(recipe, references, number, reference)
         newest_first = iterations[::-1][: recipe.optimize.replay]
         overlap = nullcontext()
         if recipe.overlap and not is_last:
@@ -337,7 +337,7 @@ def choose_reference(
     if recipe.optimize.kl_coef == 0:
         return None
     if rule.rule != "ema" or previous is None:
-        return policies[rule.start(iteration) - 1]
+        return policies[rule.start(len(policies)) - 1]
     average = perform(
         recipe,
         "average",

@@ -1,7 +1,8 @@
 """[retention]: a run cleans up after itself, by the rules of `quiver gc`.
 
-It does so after each iteration and at its end, in its own versions, its evaluations' and its moving
-reference's. What goes wrong with that is a warning, and never the run's error.
+It does so after each iteration and at its end, in its own versions, its evaluations', its moving
+reference's and its greedy answers'. What goes wrong with that is a warning, and never the run's
+error.
 
 Not of the spine: a run does the same with and without it, and keeps more.
 """
@@ -38,7 +39,7 @@ def clean_up(path: str, run: str, retention: Retention) -> None:
     """Clean up `run` in the store at `path`. Never raises."""
     if retention.keep is None and retention.moments is None:
         return
-    runs = (run, f"{run}.eval", f"{run}.ref")
+    runs = (run, f"{run}.eval", f"{run}.ref", f"{run}.greedy")
     rule = Rule(retention.keep, retention.moments, retention.grace_hours * 3600, runs)
     try:
         store = Store(path, create=False)

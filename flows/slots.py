@@ -104,6 +104,7 @@ def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[st
             for name in names:
                 lease = leases.take(name) if len(taken) < count else None
                 if lease is not None:
+                    leases.trim(lease)
                     attempt.callback(lease.release)
                     taken.append(name)
             if len(taken) == min(count, len(names)):

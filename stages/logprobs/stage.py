@@ -71,10 +71,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
     num_tokens = 0
+    scorer = None
     with short_of_memory("logprobs", "lower logprobs.token_budget"):
-        with writer.phase("load"):
-            scorer = Scorer(plan.config, policy)
         for index in writer.take_shards(max(1, -(-len(table) // ROWS_PER_SHARD))):
+            if scorer is None:  # where all is scored already, nothing is loaded
+                with writer.phase("load"):
+                    scorer = Scorer(plan.config, policy)
             start = index * ROWS_PER_SHARD
             with writer.phase("score"):
                 shard = scorer.score(table.slice(start, ROWS_PER_SHARD))
@@ -86,7 +88,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                     next="set logprobs.precision = 'fp32'",
                 )
             num_tokens += _count_tokens(shard["logprobs"])
-            writer.notes.update(scorer.ways, tokens=num_tokens)
+            writer.notes.update(scorer.ways, tokens=num_tokens, device=scorer.device.type)
             writer.write(index, shard)
             done = min(start + ROWS_PER_SHARD, len(table))
             log.info("logprobs: %d of %d rows", done, len(table))
@@ -99,7 +101,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         "packing": first_worker.get("packing"),
         "attention": first_worker.get("attention"),
     }
-    writer.finish(metrics=metrics, device=scorer.device.type)
+    writer.finish(metrics=metrics, device=first_worker.get("device", "cpu"))
 
 
 def _count_tokens(column: pa.ChunkedArray) -> int:

@@ -79,7 +79,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         **loaded.summary,
         **{name: updates[-1][name] for name in names if updates},
         "trainable_parameters": trainer.num_trained,
-        **({"entropy_coef": trainer.entropy_coef} if trainer.objective.has_bonus else {}),
+        **_bonus(trainer),
         "step": trainer.step,
         "steps": len(updates),
         "skipped_steps": sum(not row["applied"] for row in updates),
@@ -94,6 +94,13 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         "audit": trainer.audit_report,
         "processes": trainer.accelerator.num_processes,
     }
+
+
+def _bonus(trainer: Trainer) -> dict[str, float | None]:
+    """What the next training takes up of the entropy bonus, where there is one."""
+    if not trainer.objective.has_bonus:
+        return {}
+    return {"entropy_coef": trainer.entropy_coef, "last_entropy": trainer.last_entropy}
 
 
 def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:

@@ -193,7 +193,7 @@ def _load_trainer(
     )
     if config.entropy_target is not None:
         trainer.entropy_coef = policy.manifest.metrics.get("entropy_coef", config.entropy_coef)
-        trainer.last_entropy = policy.manifest.metrics.get("entropy")
+        trainer.last_entropy = policy.manifest.metrics.get("last_entropy")
     if loads_state:
         state = state_folder.read(policy, checkpoints.OPTIMIZER_FOLDER, optimizer="adamw")
         load_state(trainer.optimizer, model, state)

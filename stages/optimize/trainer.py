@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MAX_SKIPPED = 3
-_COUNTERS = (
-    *("step", "updates", "audit_report", "padding", "places"),
-    *("entropy_coef", "last_entropy"),
-)
+_COUNTERS = ("step", "updates", "audit_report", "padding", "places", "entropy_coef", "last_entropy")
 """What a trainer counts besides its tensors."""
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)

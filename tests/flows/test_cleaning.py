@@ -24,6 +24,8 @@ from quiver.stages.common.verification import verify
 from quiver.stages.report.gather import gather
 from quiver.stages.report.stage import render
 from tests.flows.conftest import quiver, write_recipe
+from tests.stages.common.store.test_store import Settings, table
+from tests.writing import begin
 
 pytestmark = pytest.mark.prefect
 QUICK = ["generate.engine='scripted'", "reward.workers=1"]
@@ -214,6 +216,19 @@ def test_a_run_cleans_up_after_itself(made):
     assert "The rollouts of an evaluation are gone" not in page, "it was written before they went"
     made.clear()
     assert plainly(run(*settings)) == plainly(answer) and (made, names("clean")) == ([], left)
+
+
+def test_the_runs_that_belong_to_it_are_cleaned_with_it(tmp_path):
+    store = Store(tmp_path / "store")
+    runs = ("a", "a.eval", "a.ref", "a.greedy")
+    for run in (*runs, "ab"):
+        for seed in range(2):
+            about = {"stage": "logprobs", "stage_version": 1, "config": Settings(seed=seed)}
+            with begin(store, run, "logprobs", **about, inputs={}) as work:
+                work.write(0, table(seed))
+                work.commit()
+    clean_up(str(store.path), "a", Retention(keep=1, grace_hours=0))
+    assert [store.numbers(run, "logprobs") for run in (*runs, "ab")] == [[2]] * 4 + [[1, 2]]
 
 
 def test_what_goes_wrong_with_cleaning_is_a_warning(tmp_path, caplog):

@@ -56,6 +56,14 @@ def test_the_next_one_waits_and_says_for_whom(monkeypatch, caplog):
     )
 
 
+def test_a_slot_leaves_one_object_however_often_it_was_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for _ in range(4):
+        with slots(OPTIMIZE, "arith · optimize 1/3"):
+            pass
+    assert len(list(tmp_path.glob("quiver-slots-*/slots/gpu-0/*"))) == 1
+
+
 def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     code = (

@@ -1,8 +1,8 @@
 """The runner, one for all stages: plan → find → lease → make → commit.
 
-Force, sharing, resuming and "already done" are here and nowhere else. What is finished is found in
-this process, in milliseconds; otherwise the stage runs in a child process of its own, so that its
-memory and its device are free when it ends, and it ends with whoever called.
+Whether to force, to share, to go on, or to answer "already done" is decided here. What is finished
+is found in this process, in milliseconds; otherwise the stage runs in a child process of its own,
+so that its memory and its device are free when it ends, and it ends with whoever called.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
     outcome = run_call(call)    # what is finished, or made now in a child process
@@ -148,7 +148,7 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
                 "its work can not be shared among ranks",
                 next="start it once, without RANK in the environment",
             )
-        return _make_without_writers(stage, plan)
+        return _make_without_writers(stage, plan, force)
     with open_staging(plan, force=force, share=share) as staging:
         if staging.committed is None:
             if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
@@ -162,10 +162,11 @@ def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
     return staging.committed
 
 
-def _make_without_writers(stage: Any, plan: Plan) -> Version:
-    """What a rank does that does not write: its part of the work, then wait for the version."""
+def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
+    """What a rank does that does not write: its part of the work, then wait for the version; a
+    forced one is above all that are there."""
     kind = plan.kinds[-1]
-    numbers = plan.store.numbers(plan.run, kind)
+    numbers = plan.store.numbers(plan.run, kind) if force else []
     stage.make(plan, {})
     while True:
         version = plan.store.find(plan.run, kind, plan.run_key, max([-1, *numbers]))

@@ -16,19 +16,21 @@ A stage may also have
     resolve(config) -> config                   read what the recipe names outside the store, once
     check(config, columns, prompts)             what only trying can tell, before any generation
     prepare(config)                             import what `make` needs, before its call is there
-    accept(plan, version)                       refuse a finished version that knobs rule out today
+    accept(plan, version)                       refuse a finished version that `max_invalid`, as it
+                                                is today, rules out
     SHARED = True                               several processes can do its shards together
     RANKS = True                                under torch.distributed all ranks do its work
 
-`check` is called once a run, before its first rollouts are paid for. It takes no plan: that of
-reward names rollouts, and that of optimize rewards, which are not there yet. What is known then is
-the config, and the prompts: their columns, which are a function's arguments, and how answers begin.
+Those are asked for with `getattr`. `plan` resolves itself what is not resolved. `check` is called
+once a run, before its first rollouts are paid for. It takes no plan: that of reward names rollouts,
+and that of optimize rewards, which are not there yet. What is known then is the config, and the
+prompts: their columns, which are a function's arguments, and how answers begin.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -117,7 +119,7 @@ class Plan:
 
 
 class Stage(Protocol):
-    """A module that is a stage; what it may have besides is in `OptionalParts`."""
+    """A module that is a stage; what it may have besides stands at the top of this file."""
 
     Config: type[Config]
 
@@ -127,19 +129,6 @@ class Stage(Protocol):
     def make(self, plan: Plan, writers: Mapping[str, Any]) -> None:
         """Write every shard of every kind, and finish each writer. `writers`, by kind: none for a
         rank that takes part in the work and does not write."""
-
-
-class OptionalParts(Protocol):
-    """What a stage may have besides; who needs it asks with `getattr`."""
-
-    def resolve(self, config: Config) -> Config:
-        """`config` with the hash of what it names outside the store, and what else was found there:
-        of policy, prompt and optimize, once a run. `plan` takes it as it is, and resolves itself
-        what is not resolved. ConfigError."""
-
-    def check(self, config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
-        """ConfigError where the stage could not do its part with prompts of these `columns`, or
-        with `prompts`, where they are there: of reward and optimize, once a run."""
 
 
 def load(name: str) -> Stage:

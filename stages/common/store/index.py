@@ -136,7 +136,7 @@ class Index:
         Otherwise, and where others published meanwhile, nothing is noted: whoever asks next makes
         the index anew.
         """
-        state = self._state(len(self.numbers()))
+        state = self._state()
         lines, noted = self._noted()
         last_line = lines[lines.rfind(b"\n", 0, -1) + 1 :]
         with suppress(ValueError):
@@ -171,14 +171,17 @@ class Index:
             with suppress(OSError):
                 self._ledger.note_missing(numbers)
                 self._storage.make_prefix(f"{self._folder}/.index")
-                state = self._state(len(self.numbers()))
+                state = self._state()
                 if state["count"] == len(numbers):
                     self._write(lines, state)
         return lines
 
-    def _state(self, count: int | None) -> dict[str, Any]:
-        """The folder as it is at this moment, with `count` versions."""
+    def _state(self, count: int | None = None) -> dict[str, Any]:
+        """The folder as it is at this moment, with `count` versions. None: they are counted, after
+        the look at its times, which then are too old where another publishes in between."""
         stamp = self._storage.stamp(self._folder) or (0,)
+        if count is None:
+            count = len(self.numbers())
         return {"format": _FORMAT, "folder": list(stamp), "count": count}
 
     def _noted(self) -> tuple[bytes, dict[str, Any]]:
@@ -196,7 +199,7 @@ class Index:
 
     def _is_trusted(self, noted: dict[str, Any]) -> bool:
         """Whether the folder is still in the state that was noted."""
-        state = self._state(noted.get("count"))
+        state = self._state(noted.get("count", -1))
         modified = state["folder"][0]
         tick = _TICK if modified % _SECOND else _COARSE_TICK
         if time.time_ns() - modified <= tick:

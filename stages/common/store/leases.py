@@ -6,7 +6,7 @@ A lease is a chain of numbered objects, each put only where there is none:
     .leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
     .leases/work/…                                        all of it, by one process alone
     .leases/worker-1f2e…/…                                a process that shares the work is there
-    .leases/part-00000/…                                  one of its shards
+    .leases/shard-00000/…                                 one of its shards
 
 Taking over is creating the next number, so of two that try, one gets it. A holder renews its object
 every few seconds. A holder counts as gone when its process is dead, as far as that can be told from
@@ -104,9 +104,9 @@ class Lease:
         self._link = link
 
     @property
-    def is_after_others(self) -> bool:
-        """Whether others had it before, who may have been asleep."""
-        return self._link.number > 1
+    def number(self) -> int:
+        """Its place in the chain; above 1 others had it before, who may have been asleep."""
+        return self._link.number
 
     def is_held(self) -> bool:
         """Whether it was neither released nor taken over: the highest number of the chain is
@@ -198,6 +198,13 @@ class Leases:
         _keep_renewed(lease)
         return lease
 
+    def trim(self, lease: Lease) -> None:
+        """Delete what came before `lease` in its chain, where chains are not cleared with work that
+        is done."""
+        for number in self.storage.list_numbers(f"{self.prefix}/{lease.name}"):
+            if number < lease.number:
+                self.storage.delete(self.key(lease.name, number))
+
     def take_when_stale(self, name: str) -> Lease | None:
         """`take`, but wait for a holder of which nothing is heard; None as soon as it is heard of.
 
@@ -226,7 +233,7 @@ class Leases:
         stamp = self.storage.stamp(self.key(name, holder.number))
         is_stopped = stamp is not None and holder.owner.is_stopped
         if is_stopped and time.time() - stamp[0] / 1e9 >= SECONDS_TO_LIVE:
-            return True  # whoever tried before has waited for it
+            return True  # it is asleep, and was not heard of for so long
         return self._seconds_unchanged(f"stamp of {name}", stamp) >= SECONDS_TO_LIVE
 
 

@@ -46,9 +46,7 @@ class Trash:
     def __init__(self, storage: Storage, lease: Lease) -> None:
         self._storage = storage
         self._lease = lease
-        self.number = int(lease.key.rpartition("/")[2])
-        """Of its turn."""
-        self.folder = f"{_FOLDER}/{int(time.time())}-{self.number}"
+        self.folder = f"{_FOLDER}/{int(time.time())}-{lease.number}"
         """Where it lies once this process has finished."""
 
     def take(self, ref: Ref, folder: str = "") -> bool:
@@ -77,7 +75,10 @@ class Trash:
                 return False
             if not self._storage.exists(target):
                 places = places_of(self._storage, ref, folder)
-                if not places or not self._storage.publish(places[-1], target):
+                try:
+                    if not places or not self._storage.publish(places[-1], target):
+                        return False
+                except FileNotFoundError:  # it is deleted for good just now
                     return False
             Ledger(self._storage, ref.run, ref.kind).take_back(ref.version, folder)
         return True
@@ -106,9 +107,7 @@ def open_trash(storage: Storage) -> Iterator[Trash]:
             for name in storage.list(_FOLDER):  # of those that died, or were asleep
                 if name.endswith(_OPEN):
                     storage.publish(f"{_FOLDER}/{name}", f"{_FOLDER}/{name.removesuffix(_OPEN)}")
-            for number in storage.list(f"{_LEASES}/{_LEASE}"):
-                if number.isdecimal() and int(number) < trash.number:
-                    storage.delete(leases.key(_LEASE, int(number)))
+            leases.trim(lease)
         yield trash
     finally:
         trash.close()

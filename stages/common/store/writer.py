@@ -384,7 +384,8 @@ class Writer:
         for entry in self._entries:
             key = f"{self._candidate}/{entry.name}"
             self._storage.copy_into(f"{self._prefix}/{entry.name}", key)
-            if lease.is_after_others and self._storage.sha256(key) != entry.sha256:
+            is_after_others = lease.number > 1 or not self.shards.is_sole
+            if is_after_others and self._storage.sha256(key) != entry.sha256:
                 raise taken_over(self._name)
 
     def _number(self, ledger: Ledger, first: int, content_hash: str, visible: list[int]) -> int:

@@ -28,6 +28,7 @@ CASES = {
     "critic": {"algorithm": "ppo", "max_staleness": 1},
     "critic model": {"algorithm": "ppo", "critic": "model"},
     "lora": {"lora": {"rank": 2}, "learning_rate": 1e-2},
+    "entropy target": {"entropy_target": 3.0, "entropy_coef": 0.1},
 }
 
 

@@ -3,6 +3,7 @@ keep their type on the way back."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -158,6 +159,20 @@ def test_a_rank_that_does_not_write_waits_for_the_new_version_when_forced(store,
     about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {}}
     plan = Plan(store=store, run="a", kinds=("logprobs",), **about)
     assert [runner.make(plan, force=True).ref] == made != [old]
+
+
+def test_it_waits_for_one_that_takes_the_number_of_a_deleted_version(store, monkeypatch):
+    """Which may lie below others that are there."""
+    first = commit(store)
+    commit(store, Settings(seed=9), shards=2)
+    shutil.rmtree(first.files.folder)
+    monkeypatch.setenv("RANK", "1")
+    stage = SimpleNamespace(RANKS=True, make=lambda plan, writers: commit(store))
+    monkeypatch.setattr(runner, "load", lambda name: stage)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(sleep=lambda _: pytest.fail("it waits")))
+    about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {}}
+    plan = Plan(store=store, run="a", kinds=("logprobs",), **about)
+    assert runner.make(plan).ref == first.ref
 
 
 def test_what_another_release_of_a_stage_made_is_not_made_alike(store):

@@ -144,6 +144,30 @@ def test_two_changes_within_one_tick_of_a_coarse_clock_are_two(store, monkeypatc
     assert [bool(store.find("a", "logprobs", key)) for key in run_keys] == [True, True]
 
 
+def test_a_version_that_comes_between_two_looks_is_seen(store, monkeypatch):
+    """Its process dies before it notes it, so nobody else would."""
+    commit(store, Settings(seed=0), shards=1)
+    kept = store.path.parent / "kept"
+    second = commit(store, Settings(seed=1), shards=1)
+    shutil.move(second.files.folder, kept)
+    (store.path / "a/logprobs/.index/versions").unlink()
+    looks = []
+    real = storage_module.Storage.stamp
+
+    def stamp(self, key):
+        looks.append(key)
+        if looks.count("a/logprobs") == 2 and kept.exists():  # the first finds no index
+            shutil.move(kept, second.files.folder)
+        return real(self, key)
+
+    monkeypatch.setattr(storage_module.Storage, "stamp", stamp)
+    index = store.index("a", "logprobs")
+    assert [entry.number for entry in index.entries()] == [1]
+    assert not kept.exists()
+    time.sleep(0.15)  # until then each look lists the folder
+    assert [entry.number for entry in index.entries()] == [1, 2]
+
+
 def test_a_manifest_that_was_torn_and_mended_is_seen(store):
     version = commit(store, shards=1)
     run_key = version.manifest.run_key

@@ -153,6 +153,22 @@ def test_what_was_damaged_is_done_again_before_the_commit(store, name):
     require_one(store)
 
 
+def test_a_shard_that_a_sleeper_replaces_before_the_commit_is_not_published(store, monkeypatch):
+    """It did the work alone, and wakes when the others have looked at all shards."""
+    real = storage.Storage.copy_into
+
+    def copy_into(self, source, target):
+        path = self.path(source)
+        path.write_bytes(path.read_bytes() + b"\0")
+        return real(self, source, target)
+
+    monkeypatch.setattr(storage.Storage, "copy_into", copy_into)
+    with pytest.raises(BusyError, match="took this work over"), work_on(store) as work:
+        write_all(work, 2)
+        work.commit()
+    assert store.numbers("a", "logprobs") == []
+
+
 def test_of_two_commits_at_once_one_wins(store, monkeypatch):
     """The second takes over when the first is about to rename its folder; both have seen no such
     version."""
