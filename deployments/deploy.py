@@ -34,6 +34,7 @@ from pydantic import ValidationError
 
 from quiver.flows.post_train import post_train
 from quiver.flows.recipe import Recipe, load
+from quiver.flows.scheduled import check_name, scheduled
 from quiver.flows.stage import stage
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
@@ -103,7 +104,13 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
         {"name": trigger.name, "changed": entries[0]["changed"]}
         for trigger in deployments[0].triggers
     ]
-    return {"api": url, "deployments": entries, "automations": automations, "flow_run": started}
+    return {
+        "api": url,
+        "deployments": entries,
+        "each": each_time(flow_of(recipe, where), recipe),
+        "automations": automations,
+        "flow_run": started,
+    }
 
 
 def recipe_parameters(
@@ -124,13 +131,28 @@ def parameters_of(recipe: Recipe) -> dict[str, Any]:
     return {"recipe": recipe.model_dump(mode="json", exclude_unset=True)}
 
 
-def flow_of(recipe: Recipe) -> Flow:
-    """`nightly` for a recipe that says when a policy is promoted, else `post-train`."""
-    if "promotion" not in recipe.model_fields_set:
-        return post_train
-    from quiver.flows.nightly import nightly
+def flow_of(recipe: Recipe, where: Where) -> Flow:
+    """`nightly` for a recipe that says when a policy is promoted, else `post-train`: as [schedule]
+    says where something starts it again and again, and else as it is."""
+    if "promotion" in recipe.model_fields_set:
+        from quiver.flows.nightly import nightly
 
-    return nightly
+        return nightly
+    if where.cron or where.on or "schedule" in recipe.model_fields_set:
+        check_name(recipe)
+        return scheduled
+    return post_train
+
+
+def each_time(flow: Flow, recipe: Recipe) -> str:
+    """What one run of the deployment does, in a line."""
+    if flow.fn is scheduled.fn:
+        return {
+            "go on": f"{recipe.iterations} more iterations",
+            "again": f"a run {recipe.run}-DATE from the base, with the next seed",
+            "same": "what is not done yet; nothing from the second time on",
+        }[recipe.schedule.each]
+    return "what is not done yet" if flow.fn is post_train.fn else "one night"
 
 
 # -- what is to be there
@@ -181,7 +203,7 @@ def _deployments(
     """The recipe's own flow first, then `stage/POOL` of each pool that [placement] names."""
     work = _work(pools[where.pool], where)
     parameters = parameters_of(recipe)
-    yield described(flow_of(recipe), recipe.run, where, parameters=parameters, **work)
+    yield described(flow_of(recipe, where), recipe.run, where, parameters=parameters, **work)
     for name in dict.fromkeys(recipe.placement.pools.values()):
         work = _work(pools[name], where)
         yield RunnerDeployment.from_flow(

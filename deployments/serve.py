@@ -25,7 +25,7 @@ from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError, printable
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs
-from .deploy import Where, described, flow_of, parameters_of, start_run
+from .deploy import Where, described, each_time, flow_of, parameters_of, start_run
 from .paths import resolve
 from .server import check_api, own_server
 
@@ -48,7 +48,8 @@ def serve(
         raise ConfigError(f"--port {port}", what, next="leave --port out, or unset PREFECT_API_URL")
     resolved, _ = resolve(recipe, "a served run")
     parameters = parameters_of(resolved)
-    deployment = described(flow_of(recipe), recipe.run, where, parameters=parameters, paused=False)
+    flow = flow_of(recipe, where)
+    deployment = described(flow, recipe.run, where, parameters=parameters, paused=False)
     with ExitStack() as stack:
         if not PREFECT_API_URL.value():
             log.info(
@@ -65,7 +66,7 @@ def serve(
         log.info("serving %s; pages: %s", deployment.full_name, url.removesuffix("/api"))
         timezone = where.timezone or "UTC"
         schedule = f"{where.cron} ({timezone})" if where.cron else "none; runs start by hand"
-        log.info("schedule: %s", schedule)
+        log.info("schedule: %s; each time: %s", schedule, each_time(flow, recipe))
         log.info("by hand: PREFECT_API_URL=%s prefect deployment run %s", url, deployment.full_name)
         tell(
             {
@@ -73,6 +74,7 @@ def serve(
                 "deployment": deployment.full_name,
                 "cron": where.cron,
                 "timezone": timezone,
+                "each": each_time(flow, recipe),
                 "flow_run": started,
             }
         )

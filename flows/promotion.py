@@ -7,6 +7,7 @@ what, whether it moved or not. Nothing here runs a stage.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from pydantic import Field, field_validator
@@ -43,6 +44,15 @@ class Promotion(Config):
     @classmethod
     def _is_tag(cls, tag: str) -> str:
         return tags.check_name(tag)
+
+    def check(self, ks: Collection[int]) -> None:
+        """ValueError unless an evaluation that measures pass@k for these k tells what is
+        compared."""
+        if self.by != "score" and int(self.by.removeprefix("pass@")) not in ks:
+            raise ValueError(
+                f"promotion.by is {self.by!r}, which evaluate.k = {list(ks)} does not measure: add "
+                "it there"
+            )
 
 
 class Judgement(NamedTuple):

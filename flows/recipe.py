@@ -50,6 +50,7 @@ from .sections import (
     Placement,
     Prompt,
     Reference,
+    Schedule,
     merge,
     put_setting,
 )
@@ -99,6 +100,8 @@ class Recipe(Config):
     """Held-out measurement."""
     promotion: Promotion = Promotion()
     """When a nightly run's policy becomes the one in use."""
+    schedule: Schedule = Schedule()
+    """What each run of a schedule does."""
     retention: Retention = Retention()
     """What stays of what the run made."""
     placement: Placement = Placement()
@@ -162,22 +165,8 @@ class Recipe(Config):
                 "arguments"
             )
         samples = self.generate_config(0, evaluation=True).samples_per_prompt
-        score = self.evaluate.score
-        ks = self.evaluate.k
-        scores = ["reward", *self.reward.part_names]
-        if score not in scores:
-            raise ValueError(f"evaluate.score must be one of {', '.join(scores)}, got {score!r}")
-        by = self.promotion.by
-        if by != "score" and int(by.removeprefix("pass@")) not in ks:
-            raise ValueError(
-                f"promotion.by is {by!r}, which evaluate.k = {list(ks)} does not measure: add it "
-                "there"
-            )
-        if max(ks, default=0) > samples:
-            raise ValueError(
-                f"evaluate.k asks for {max(ks)} samples, evaluate.generate.samples_per_prompt is "
-                f"{samples}"
-            )
+        self.evaluate.check(samples, ["reward", *self.reward.part_names])
+        self.promotion.check(self.evaluate.k)
         return self
 
     @property

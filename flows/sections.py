@@ -45,6 +45,16 @@ class Data(SourceConfig):
         )
 
 
+class Schedule(Config):
+    """What a run by a schedule, or by `--on`, does. Those of a recipe with [promotion] are
+    nights."""
+
+    each: Literal["go on", "again", "same"] = "go on"
+    """`go on`: `iterations` more, counted from the last finished one. `again`: a run of its own
+    from the base, named by date and time (UTC), with the next seed. `same`: the recipe as it is, so
+    from the second time on nothing is left to do."""
+
+
 class Reference(Config):
     """Which policy the KL term holds on to. It is scored only where `optimize.kl_coef` is above
     0."""
@@ -105,6 +115,20 @@ class Evaluate(ScoreConfig):
     generate: dict[str, Any] = Field(default_factory=dict)
     """Keys of [generate] with other values for evaluation, e.g. `{ samples_per_prompt = 1, sampling
     = { temperature = 0.0 } }`."""
+
+    def check(self, samples: int, scores: list[str]) -> None:
+        """ValueError unless what is asked for is among the `scores`, and needs no more than
+        `samples` of a prompt."""
+        if self.score not in scores:
+            raise ValueError(
+                f"evaluate.score must be one of {', '.join(scores)}, got {self.score!r}"
+            )
+        most = max(self.k, default=0)
+        if most > samples:
+            raise ValueError(
+                f"evaluate.k asks for {most} samples, evaluate.generate.samples_per_prompt is "
+                f"{samples}"
+            )
 
 
 Pool = Annotated[str, Field(min_length=1, pattern=r"^[^/%&<>\"' ]+$")]

@@ -59,6 +59,12 @@ class _Run:
     """Stages that were checked, with the form of the prompts."""
     again: dict[str, Callable[[], Outcome]] = field(default_factory=dict)
     """What makes a version again, by its reference."""
+    only_look: bool = False
+    """Whether nothing is to be made: what is not finished raises NotFinished."""
+
+
+class NotFinished(Exception):
+    """A stage that is not done yet, met inside `only_looking`."""
 
 
 _RUN: ContextVar[_Run | None] = ContextVar("quiver_run", default=None)
@@ -139,6 +145,11 @@ def perform(
     call = stage_call(
         recipe, stage, config, refs, label=label, into=into, force=force, expired=expired
     )
+    if run.only_look:
+        outcome = find(call.runner_call, expired=True)
+        if outcome is None:
+            raise NotFinished(label)
+        return outcome
     if run.expired and not _is_done(call):
         refs = {role: _readable(recipe, ref) for role, ref in refs.items()}
         call = call.model_copy(update={"refs": refs})
@@ -220,6 +231,17 @@ def tagged(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
         _RUN.reset(token)
 
 
+@contextmanager
+def only_looking() -> Iterator[None]:
+    """What is called inside makes nothing, and ends with NotFinished at the first stage that is not
+    done."""
+    token = _RUN.set(_Run(expired=True, only_look=True))
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
+
+
 def check_stages(
     recipe: Recipe, configs: Mapping[str, Config], before: StageCall, prompts: str | None = None
 ) -> None:
@@ -231,7 +253,7 @@ def check_stages(
     Without `prompts` only such stages are asked that need none.
     """
     run = _RUN.get() or _Run()
-    if find(before.runner_call, expired=run.expired) is not None:
+    if run.only_look or find(before.runner_call, expired=run.expired) is not None:
         return
     columns: tuple[str, ...] = ()
     version = None

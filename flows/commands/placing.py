@@ -87,6 +87,7 @@ def deploy(
         f"{word[entry['changed']]:<10} {entry['name']}  (work pool {entry['pool']})"
         for entry in outcome["deployments"]
     ]
+    lines.append(f"each time: {outcome['each']}")
     for entry in outcome["automations"]:
         lines.append(f"{word[entry['changed']]:<10} automation {entry['name']}")
     if outcome["flow_run"]:

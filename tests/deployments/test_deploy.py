@@ -123,6 +123,7 @@ def test_deploying_twice_changes_nothing_twice(client):
     before = everything(client)
     again = put(where)
     assert not any(each["changed"] for each in (*again["deployments"], *again["automations"]))
+    assert again["each"] == "2 more iterations"
     assert everything(client) == before
     assert len(before[1]) == 2, "one automation for silent runs, one for new prompts"
 
@@ -345,7 +346,7 @@ def test_serve_says_as_json_what_it_serves(place, client):
         told = json.loads(serving.stdout.readline())
         serving.terminate()
         rest, _ = serving.communicate(timeout=60)
-    none = {"cron": None, "timezone": "UTC", "flow_run": None}
+    none = {"cron": None, "timezone": "UTC", "each": "what is not done yet", "flow_run": None}
     assert told == {"api": place.url, "deployment": "post-train/served", **none}
     assert (serving.returncode, rest) == (143, "")
     assert found(client, "served").name == "served"

@@ -1,0 +1,101 @@
+"""The flow `post-train` as a schedule or an event runs it: each time there is something left to do.
+
+    scheduled(recipe)            # `iterations` more than are finished, unless [schedule] says else
+
+A run of the recipe as it is would find all of it done from the second time on. So it goes on, or
+begins again under another name; one in which nothing was left to do is called so.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.states import Completed
+
+from quiver.schemas.errors import ConfigError
+from quiver.schemas.refs import NAME
+from quiver.stages.common.store import Store
+
+from .commands.shared import CALLED
+from .post_train import Iteration, import_policy, improve, post_train
+from .recipe import Recipe
+from .retention import Retention
+from .tasks import NotFinished, only_looking
+
+_AT = "%Y-%m-%d-%H%M"
+"""What a run's name ends in that begins again: when it was due, in UTC."""
+_MANY = 1_000_000
+NOTHING_LEFT = "Nothing left to do"
+"""The name of the state of such a run."""
+
+
+@flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
+def scheduled(recipe: Recipe) -> Any:
+    """Improve the recipe's policy as [schedule] says: further, again from the base, or not twice.
+
+    Args:
+        recipe: The whole recipe, as a TOML file has it.
+
+    Returns:
+        What `quiver run --json` prints; of the name "Nothing left to do" where nothing was made.
+    """
+    num_made = CALLED.num_made
+    answer = post_train.fn(recipe_for(recipe, flow_run.scheduled_start_time))
+    if CALLED.num_made > num_made:
+        return answer
+    message = "the store has all that the recipe asks for; [schedule] each says what each run does"
+    return Completed(name=NOTHING_LEFT, message=message, data=answer)
+
+
+def recipe_for(recipe: Recipe, due: datetime) -> Recipe:
+    """What a run that was due then, in UTC, does of `recipe`. ConfigError: the name gets too
+    long."""
+    each = recipe.schedule.each
+    if each == "go on":
+        resolved = recipe.resolved()
+        iterations = finished_iterations(resolved) + recipe.iterations
+        return resolved.model_copy(update={"iterations": iterations})
+    if each == "again":
+        return _again(recipe, f"{recipe.run}-{due:{_AT}}")
+    return recipe
+
+
+def check_name(recipe: Recipe) -> None:
+    """ConfigError where a run of this recipe that begins again would have no valid name."""
+    if recipe.schedule.each == "again":
+        _again(recipe, f"{recipe.run}-{datetime(2000, 1, 1):{_AT}}")
+
+
+def _again(recipe: Recipe, run: str) -> Recipe:
+    """The recipe under the name `run`; its seed is as many above the recipe's as such runs were
+    before."""
+    longest = Recipe.model_fields["run"].metadata
+    limit = next(rule.max_length for rule in longest if hasattr(rule, "max_length"))
+    if len(run) > limit or not NAME.fullmatch(run):
+        raise ConfigError(
+            f"run {recipe.run}",
+            f"schedule.each is 'again', which makes runs like {run}: {len(run)} letters, at most "
+            f"{limit} are allowed",
+            next="give the run a shorter name",
+        )
+    of_before = re.compile(rf"{re.escape(recipe.run)}-[0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}}-[0-9]{{4}}")
+    runs = Store(recipe.store).runs()
+    earlier = [name for name in runs if of_before.fullmatch(name) and name < run]
+    return recipe.model_copy(update={"run": run, "seed": recipe.seed + len(earlier) + 1})
+
+
+def finished_iterations(recipe: Recipe) -> int:
+    """How many iterations of this very recipe, resolved, the store has from the first on."""
+    finished: list[Iteration] = []
+    endless = recipe.model_copy(update={"iterations": _MANY, "retention": Retention()})
+    try:
+        with only_looking():
+            base = import_policy(endless)
+            improve(endless, base, base, finish=finished.append)
+    except NotFinished:
+        pass
+    return len(finished)
