@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -30,6 +31,7 @@ from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, Version, leases
 from quiver.stages.common.store.arrow_check import ArrowCheck
 from quiver.stages.common.store.failpoints import VARIABLE
+from quiver.stages.common.store.notes import PROGRESS
 from quiver.stages.common.store.retention import remove
 from quiver.stages.common.store.writer import open_staging
 from quiver.stages.optimize import state_folder
@@ -125,29 +127,47 @@ def three_kinds(path: Path, seed: int, process: int = 0) -> Iterator[Acknowledge
 
 
 def _train(plan: Plan, seed: int) -> None:
+    """Three steps, each saved. A training that was killed goes on after the last saved one."""
+
     def state_of(step: int) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((64,), float(seed * 10 + step))}
 
-    def load_state(tensors: dict[str, torch.Tensor], counters: dict[str, int]) -> None:
-        assert torch.equal(tensors["weight"], state_of(counters["step"])["weight"])
+    def load_state(tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> None:
+        trainer.step = counters["step"]
+        trainer.updates = counters["updates"]
+        assert torch.equal(tensors["weight"], state_of(trainer.step)["weight"])
 
-    each_step = SimpleNamespace(resume_steps=1, resume_minutes=0)
-    trainer = SimpleNamespace(config=each_step, step=0, updates=[], load_state=load_state)
+    def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        counters = {"step": trainer.step, "updates": trainer.updates}
+        return state_of(trainer.step), {**counters, "audit_report": {}, "padding": 0, "places": 0}
+
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(resume_steps=1, resume_minutes=0, epochs=1, minibatches=3),
+        step=0,
+        updates=[],
+        state=state,
+        load_state=load_state,
+        check_state=lambda tensors: None,
+    )
     progress = SavedProgress(plan, pa.array([]), saves=True)
+    saved = plan.store.storage.exists(f"{plan.name}/.staging/{plan.run_key}.resume/{PROGRESS}")
     _, begin, _ = progress.load(trainer)
+    assert bool(begin) == saved, "a saved step is done again"
     for step in range(begin, 3):
         trainer.step = step + 1
-        trainer.updates = [None] * (step + 1)
-        trainer.state = lambda: (state_of(trainer.step), {"step": trainer.step})
+        trainer.updates.append(_update(step))
         progress.step_done(trainer, 0, step + 1, 0)
+
+
+def _update(step: int) -> dict[str, Any]:
+    return {field.name: 0 for field in updates.SCHEMA} | {"applied": True, "step": step}
 
 
 def _write_checkpoint(writers, seed: int, process: int) -> None:
     row = {"rollout_id": f"r{seed}", "advantage": float(process), "kept": True}
-    step = {field.name: 0 for field in updates.SCHEMA} | {"applied": True, "step": seed}
     for kind, schema, rows in (
         ("advantages", advantages.SCHEMA, [row]),
-        ("updates", updates.SCHEMA, [step]),
+        ("updates", updates.SCHEMA, [_update(seed)]),
     ):
         for index in writers[kind].take_shards(1):
             writers[kind].write(index, pa.Table.from_pylist(rows, schema=schema))
