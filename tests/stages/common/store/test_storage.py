@@ -12,6 +12,7 @@ import pytest
 
 from quiver.schemas.errors import CorruptError
 from quiver.stages.common.store.storage import Storage
+from tests.faults.seam import watched
 
 STORAGES = {"posix": Storage}
 
@@ -146,6 +147,17 @@ def test_what_is_deleted_is_gone_with_all_below(storage):
     assert storage.list_files("kind") == []
     storage.delete("kind/v2")
     assert storage.list("kind") == []
+
+
+def test_a_folder_that_another_makes_just_then_is_deleted_too(storage):
+    def around(name, call, arguments):
+        if name == "unlink":
+            storage.make_prefix("a/b")
+        return call()
+
+    with watched(around):
+        storage.delete("a/b")
+    assert storage.list("a") == []
 
 
 def test_a_table_that_can_not_be_parsed_is_an_arrow_error(storage):
