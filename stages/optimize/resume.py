@@ -67,6 +67,9 @@ class _Counters(BaseModel):
     audit_report: dict[str, Any]
     padding: int = Field(ge=0)
     places: int = Field(ge=0)
+    # an older one counted fewer
+    entropy_coef: float = Field(default=0.0, ge=0)
+    last_entropy: float | None = None
 
 
 class SavedProgress:
@@ -102,7 +105,7 @@ class SavedProgress:
             if self.saves:
                 self._storage.delete(self._prefix)
             return 0, 0, trainer.step
-        trainer.load_state(tensors, counters.model_dump())
+        trainer.load_state(tensors, counters.model_dump(exclude_unset=True))
         log.info("the training goes on after step %d", trainer.step - 1)
         return note.epoch, note.minibatch, note.epoch_step
 
