@@ -30,6 +30,7 @@ from quiver.stages.common import verification
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, Version, leases
 from quiver.stages.common.store.arrow_check import ArrowCheck
+from quiver.stages.common.store.collection import Rule, collect
 from quiver.stages.common.store.failpoints import VARIABLE
 from quiver.stages.common.store.notes import PROGRESS
 from quiver.stages.common.store.retention import remove
@@ -208,6 +209,27 @@ def two_or_three(path: Path, seed: int) -> None:
         written(path, 102, 1, inputs=["a/logprobs@1"])
 
 
+def cleaning(path: Path, seed: int) -> Iterator[Acknowledged]:
+    """A version is made; then all others of its kind, and a policy's optimizer state, go to the
+    trash and out of it."""
+    yield from one_version(path, seed)
+    store = Store(path)
+    for _ in range(2):
+        collect(store, Rule(keep=1, moments=0, grace_seconds=0), apply=True)
+    for number in (1, 2, 3):
+        yield "gone", f"a/logprobs@{number}"
+    assert not store.storage.exists("a/policy/v000001/optimizer")
+
+
+def three_and_a_policy(path: Path, seed: int) -> None:
+    """Of even seeds, an earlier gc has taken the first two versions to the trash."""
+    earlier(path, 2)
+    written(path, 102, 1)
+    list(three_kinds(path, 100))
+    if seed % 2 == 0:
+        collect(Store(path), Rule(keep=1), apply=True)
+
+
 def new_store(path: Path, seed: int) -> Iterator[Acknowledged]:
     Store(path)
     yield from one_version(path, seed)
@@ -222,6 +244,7 @@ SCENES = {
     "checkpoint": Scene(three_kinds, earlier, keeps_shards=False),
     "tag": Scene(tag_move, tagged),
     "rm": Scene(removal, two_or_three),
+    "gc": Scene(cleaning, three_and_a_policy),
 }
 
 
@@ -319,12 +342,13 @@ def require_next_run(path: Path, scene: Scene, seed: int, known: Known) -> None:
     acknowledged = list(scene.steps(path, seed))
     require_invariants(path, known, acknowledged)
     store = Store(path)
-    for kind in {refs.parse(ref).kind for what, ref in acknowledged if what == "made"}:
+    made = [refs.parse(ref) for what, ref in acknowledged if what == "made"]
+    for kind in {ref.kind for ref in made}:
         run_keys = Counter(version.manifest.run_key for version in store.versions("a", kind))
         assert set(run_keys.values()) == {1}, f"{kind}: a version was made twice"
         assert store.storage.list(f"a/{kind}/.staging") in ([], ["other.leases"])
     if scene.keeps_shards and inodes:
-        folder = path / refs.parse(acknowledged[-1][1]).folder
+        folder = path / made[-1].folder
         kept = {name: (folder / name).stat().st_ino for name in inodes}
         assert kept == inodes, "a finished shard was done again"
 
@@ -359,5 +383,5 @@ def in_child(
 
 def expected_changes(name: str) -> tuple[set[str], str | None]:
     """What a scene deletes, and what it moves the tag to."""
-    leaving = {"a/logprobs@1"} if name == "rm" else set()
-    return leaving, "a/logprobs@2" if name == "tag" else None
+    leaving = {"rm": {"a/logprobs@1"}, "gc": {f"a/logprobs@{number}" for number in (1, 2, 3)}}
+    return leaving.get(name, set()), "a/logprobs@2" if name == "tag" else None
