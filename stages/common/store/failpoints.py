@@ -83,7 +83,7 @@ POINTS = {
     "lease.released": ("replaced", r"\.leases/[^/]+/\d+", "it was given back"),
     "rm.noting": ("flushing", _TOMBSTONE, "a version will be deleted; not flushed"),
     "rm.noted": ("replaced", _TOMBSTONE, "that is in the ledger"),
-    "rm.hidden": ("renamed", r"/\.trash/.+" + _VERSION + r"(\.optimizer)?", "it is no longer found"),
+    "rm.hidden": ("renamed", rf"/\.trash/.+{_VERSION}(\.optimizer)?", "it is no longer found"),
     "rm.deleted": ("deleted", r"/\.trash/[^/]+", "it is gone"),
     "worker.answered": ("worker.answered", "", "a worker's answer is there, in no shard"),
     "flow.answered": ("flow.answered", "", "a stage is done, the next one has not begun"),
