@@ -39,7 +39,7 @@ _PROCESS = uuid.uuid4().hex[:8]  # tells this process from those of all hosts th
 MOST_BYTES = 8 * 1024 * 1024
 """Of an object that is read whole: a manifest, a note, a tag."""
 _NUMBER = re.compile(r"[0-9]{6,12}")
-_RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)$")
+_RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 class Storage:

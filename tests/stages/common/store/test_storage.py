@@ -7,11 +7,14 @@ import errno
 import hashlib
 import threading
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from quiver.schemas.errors import CorruptError
-from quiver.stages.common.store.storage import Storage
+from quiver.stages.common.store.storage import Storage, error_number
 from tests.faults.seam import watched
 
 STORAGES = {"posix": Storage}
@@ -180,3 +183,9 @@ def test_a_link_to_elsewhere_is_told(storage, tmp_path):
     for ask in (storage.read, storage.list):
         with pytest.raises(CorruptError, match="is not a f"):
             ask("loop")
+
+
+def test_the_number_of_a_systems_error_is_read_from_what_safetensors_says(tmp_path):
+    with pytest.raises(SafetensorError) as caught:
+        save_file({"weight": np.zeros(1)}, tmp_path / "nowhere/model.safetensors")
+    assert error_number(caught.value) == errno.ENOENT
