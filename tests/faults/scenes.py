@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -29,7 +30,9 @@ from quiver.stages.common import verification
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, Version, leases
 from quiver.stages.common.store.arrow_check import ArrowCheck
+from quiver.stages.common.store.collection import Rule, collect
 from quiver.stages.common.store.failpoints import VARIABLE
+from quiver.stages.common.store.notes import PROGRESS
 from quiver.stages.common.store.retention import remove
 from quiver.stages.common.store.writer import open_staging
 from quiver.stages.optimize import state_folder
@@ -125,29 +128,47 @@ def three_kinds(path: Path, seed: int, process: int = 0) -> Iterator[Acknowledge
 
 
 def _train(plan: Plan, seed: int) -> None:
+    """Three steps, each saved. A training that was killed goes on after the last saved one."""
+
     def state_of(step: int) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((64,), float(seed * 10 + step))}
 
-    def load_state(tensors: dict[str, torch.Tensor], counters: dict[str, int]) -> None:
-        assert torch.equal(tensors["weight"], state_of(counters["step"])["weight"])
+    def load_state(tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> None:
+        trainer.step = counters["step"]
+        trainer.updates = counters["updates"]
+        assert torch.equal(tensors["weight"], state_of(trainer.step)["weight"])
 
-    each_step = SimpleNamespace(resume_steps=1, resume_minutes=0)
-    trainer = SimpleNamespace(config=each_step, step=0, updates=[], load_state=load_state)
+    def state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        counters = {"step": trainer.step, "updates": trainer.updates}
+        return state_of(trainer.step), {**counters, "audit_report": {}, "padding": 0, "places": 0}
+
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(resume_steps=1, resume_minutes=0, epochs=1, minibatches=3),
+        step=0,
+        updates=[],
+        state=state,
+        load_state=load_state,
+        check_state=lambda tensors: None,
+    )
     progress = SavedProgress(plan, pa.array([]), saves=True)
+    saved = plan.store.storage.exists(f"{plan.name}/.staging/{plan.run_key}.resume/{PROGRESS}")
     _, begin, _ = progress.load(trainer)
+    assert bool(begin) == saved, "a saved step is done again"
     for step in range(begin, 3):
         trainer.step = step + 1
-        trainer.updates = [None] * (step + 1)
-        trainer.state = lambda: (state_of(trainer.step), {"step": trainer.step})
+        trainer.updates.append(_update(step))
         progress.step_done(trainer, 0, step + 1, 0)
+
+
+def _update(step: int) -> dict[str, Any]:
+    return {field.name: 0 for field in updates.SCHEMA} | {"applied": True, "step": step}
 
 
 def _write_checkpoint(writers, seed: int, process: int) -> None:
     row = {"rollout_id": f"r{seed}", "advantage": float(process), "kept": True}
-    step = {field.name: 0 for field in updates.SCHEMA} | {"applied": True, "step": seed}
     for kind, schema, rows in (
         ("advantages", advantages.SCHEMA, [row]),
-        ("updates", updates.SCHEMA, [step]),
+        ("updates", updates.SCHEMA, [_update(seed)]),
     ):
         for index in writers[kind].take_shards(1):
             writers[kind].write(index, pa.Table.from_pylist(rows, schema=schema))
@@ -188,6 +209,27 @@ def two_or_three(path: Path, seed: int) -> None:
         written(path, 102, 1, inputs=["a/logprobs@1"])
 
 
+def cleaning(path: Path, seed: int) -> Iterator[Acknowledged]:
+    """A version is made; then all others of its kind, and a policy's optimizer state, go to the
+    trash and out of it."""
+    yield from one_version(path, seed)
+    store = Store(path)
+    for _ in range(2):
+        collect(store, Rule(keep=1, moments=0, grace_seconds=0), apply=True)
+    for number in (1, 2, 3):
+        yield "gone", f"a/logprobs@{number}"
+    assert not store.storage.exists("a/policy/v000001/optimizer")
+
+
+def three_and_a_policy(path: Path, seed: int) -> None:
+    """Of even seeds, an earlier gc has taken the first two versions to the trash."""
+    earlier(path, 2)
+    written(path, 102, 1)
+    list(three_kinds(path, 100))
+    if seed % 2 == 0:
+        collect(Store(path), Rule(keep=1), apply=True)
+
+
 def new_store(path: Path, seed: int) -> Iterator[Acknowledged]:
     Store(path)
     yield from one_version(path, seed)
@@ -202,6 +244,7 @@ SCENES = {
     "checkpoint": Scene(three_kinds, earlier, keeps_shards=False),
     "tag": Scene(tag_move, tagged),
     "rm": Scene(removal, two_or_three),
+    "gc": Scene(cleaning, three_and_a_policy),
 }
 
 
@@ -299,12 +342,13 @@ def require_next_run(path: Path, scene: Scene, seed: int, known: Known) -> None:
     acknowledged = list(scene.steps(path, seed))
     require_invariants(path, known, acknowledged)
     store = Store(path)
-    for kind in {refs.parse(ref).kind for what, ref in acknowledged if what == "made"}:
+    made = [refs.parse(ref) for what, ref in acknowledged if what == "made"]
+    for kind in {ref.kind for ref in made}:
         run_keys = Counter(version.manifest.run_key for version in store.versions("a", kind))
         assert set(run_keys.values()) == {1}, f"{kind}: a version was made twice"
         assert store.storage.list(f"a/{kind}/.staging") in ([], ["other.leases"])
     if scene.keeps_shards and inodes:
-        folder = path / refs.parse(acknowledged[-1][1]).folder
+        folder = path / made[-1].folder
         kept = {name: (folder / name).stat().st_ino for name in inodes}
         assert kept == inodes, "a finished shard was done again"
 
@@ -339,5 +383,5 @@ def in_child(
 
 def expected_changes(name: str) -> tuple[set[str], str | None]:
     """What a scene deletes, and what it moves the tag to."""
-    leaving = {"a/logprobs@1"} if name == "rm" else set()
-    return leaving, "a/logprobs@2" if name == "tag" else None
+    leaving = {"rm": {"a/logprobs@1"}, "gc": {f"a/logprobs@{number}" for number in (1, 2, 3)}}
+    return leaving.get(name, set()), "a/logprobs@2" if name == "tag" else None

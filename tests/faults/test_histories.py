@@ -17,10 +17,12 @@ from hypothesis.stateful import (
 )
 
 from quiver.schemas import refs
-from quiver.schemas.errors import ConflictError
+from quiver.schemas.errors import ConflictError, LineageError
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.collection import Rule, collect
 from quiver.stages.common.store.failpoints import POINTS
-from quiver.stages.common.store.retention import remove
+from quiver.stages.common.store.retention import find_kept, remove, restore
+from quiver.stages.common.store.trash import places_of
 from tests.faults.conftest import IN_MEMORY
 from tests.faults.power_loss import crash_states, record
 from tests.faults.scenes import (
@@ -76,6 +78,21 @@ class Histories(RuleBasedStateMachine):
             remove(self.store, ref)
             yield "gone", ref
 
+    def clean(self, seed: int, number: int):
+        """Old versions go to the trash; what lay there goes for good, or stays a day."""
+        for candidate in collect(self.store, self.rule_of(seed, number), apply=True).versions:
+            yield "gone", str(candidate.ref)
+
+    def rule_of(self, seed: int, number: int) -> Rule:
+        return Rule(keep=1 + seed % 3, grace_seconds=number % 2 * 86400)
+
+    def leaving(self, step: str, seed: int, number: int) -> set[str]:
+        """What may be gone after a step that was begun."""
+        if step == "delete":
+            return {self.one_of(number)}
+        kept = find_kept(self.store, self.rule_of(seed, number).keep, 1).versions
+        return set(self.refs()) - set(map(str, kept)) if step == "clean" else set()
+
     # -- rules
 
     @rule(seed=SEEDS, number=NUMBERS)
@@ -98,29 +115,52 @@ class Histories(RuleBasedStateMachine):
     def a_version_is_deleted(self, number):
         self.acknowledge(self.delete(0, number))
 
+    @rule(seed=SEEDS, number=NUMBERS)
+    def gc_cleans_up(self, seed, number):
+        leaving = self.leaving("clean", seed, number)
+        gone = list(self.clean(seed, number))
+        assert {ref for _, ref in gone} == leaving
+        self.acknowledge(gone)
+
+    @precondition(lambda self: self.store.index("a", "logprobs").expired())
+    @rule(number=NUMBERS)
+    def what_expired_is_brought_back(self, number):
+        expired = self.store.index("a", "logprobs").expired()
+        ref = refs.Ref("a", "logprobs", expired[number % len(expired)])
+        if places_of(self.store.storage, ref):
+            self.acknowledge([("made", str(restore(self.store, ref)[0]))])
+        else:
+            with pytest.raises(LineageError, match="are deleted"):
+                restore(self.store, ref)
+
     @precondition(lambda self: self.refs())
     @rule(
-        step=st.sampled_from(["commit", "move", "delete"]),
+        step=st.sampled_from(["commit", "move", "delete", "clean"]),
         point=st.sampled_from([name for name in POINTS if not name.startswith("checkpoint")]),
         seed=SEEDS,
         number=NUMBERS,
     )
     def a_process_dies(self, step, point, seed, number):
-        expected = self.one_of(number)
+        expected, leaving = self.one_of(number), self.leaving(step, seed, number)
         _, acknowledged = in_child(lambda: getattr(self, step)(seed, number), f"{point}:kill")
-        self.settle(step, expected, acknowledged)
+        self.settle(step, expected, leaving, acknowledged)
 
     @precondition(lambda self: self.refs())
-    @rule(step=st.sampled_from(["commit", "move"]), seed=SEEDS, number=NUMBERS, moment=NUMBERS)
+    @rule(
+        step=st.sampled_from(["commit", "move", "clean"]),
+        seed=SEEDS,
+        number=NUMBERS,
+        moment=NUMBERS,
+    )
     def the_power_fails(self, step, seed, number, moment):
-        expected = self.one_of(number)
+        expected, leaving = self.one_of(number), self.leaving(step, seed, number)
         scene = Scene(lambda path, seed: getattr(self, step)(seed, number))
         states = list(crash_states(record(self.path, scene, seed)))
         shutil.rmtree(self.path)
         self.path.mkdir()
         state = states[moment % len(states)]
         state.write(self.path)
-        self.settle(step, expected, list(state.acknowledged))
+        self.settle(step, expected, leaving, list(state.acknowledged))
 
     @rule()
     def it_is_opened_again(self):
@@ -133,16 +173,17 @@ class Histories(RuleBasedStateMachine):
             self.known.manifests.pop(ref if what == "gone" else None, None)
             self.known.acknowledge(what, ref, self.store)
 
-    def settle(self, step: str, ref: str, acknowledged) -> None:
+    def settle(self, step: str, ref: str, leaving: set[str], acknowledged) -> None:
         """After a step that may have been done or not."""
         self.acknowledge(acknowledged)
         if step == "move":
             before = self.known.tags or {None}
             assert self.store.tagged("a", "prod") in before | {ref}
             self.known.tags = {self.store.tagged("a", "prod")}
-        elif step == "delete" and not self.store.exists(refs.parse(ref)):
-            assert is_expired(self.store, refs.parse(ref))
-            self.known.manifests.pop(ref, None)
+        for left in map(refs.parse, leaving):
+            if not self.store.exists(left):
+                assert is_expired(self.store, left)
+                self.known.manifests.pop(str(left), None)
 
     @invariant()
     def all_is_there(self):

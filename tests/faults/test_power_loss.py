@@ -1,8 +1,9 @@
 """Power loss: each state of the disk that the calls of a scene allow is opened by the real store."""
 
 import copy
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from random import Random
 
@@ -18,7 +19,7 @@ from tests.faults.scenes import (
     require_invariants,
     require_next_run,
 )
-from tests.faults.sizes import sizes
+from tests.faults.sizes import SHARE
 
 
 class Trial:
@@ -44,14 +45,13 @@ class Trial:
         finally:
             shutil.rmtree(path)
 
-    def states(self, most: int) -> Iterator[State]:
-        """The states, in some order; at most so many."""
+    def states(self) -> list[State]:
+        """All states, in some order."""
         states = list(crash_states(self.recording))
         Random(self.seed).shuffle(states)
-        yield from states[:most]
+        return states
 
 
-ALL = 10**9
 SCENES_ON_DISK = [
     name
     for name in SCENES
@@ -59,16 +59,20 @@ SCENES_ON_DISK = [
 ]
 
 
-@pytest.mark.parametrize("most", sizes(short=20, full=ALL))
+@pytest.mark.parametrize(
+    "is_full",
+    [pytest.param(False, id="short"), pytest.param(True, id="full", marks=pytest.mark.torture)],
+)
 @pytest.mark.parametrize("name", SCENES_ON_DISK)
-def test_every_state_is_whole(fast_path, record_property, name, most):
+def test_every_state_is_whole(fast_path, record_property, name, is_full):
     """Nothing lost that was acknowledged, nothing torn, and the next run succeeds."""
     count = 0
-    for seed in range(3) if most >= ALL else (1,):
+    for seed in range(3) if is_full else (1,):
         folder = fast_path / str(seed)
         folder.mkdir()
         trial = Trial(name, seed, folder)
-        for state in trial.states(most):
+        states = trial.states()
+        for state in states[: math.ceil(SHARE * len(states)) if is_full else 20]:
             trial.check(state)
             count += 1
     record_property("states after a power loss", count)
@@ -77,7 +81,7 @@ def test_every_state_is_whole(fast_path, record_property, name, most):
 @pytest.mark.parametrize("mutant", mutants.NOTICED_BY_A_POWER_LOSS)
 def test_a_mutant_is_noticed(fast_path, record_property, mutant):
     trial = Trial("alone", 1, fast_path, mutant)
-    for state in trial.states(ALL):
+    for state in trial.states():
         try:
             trial.check(state)
         except (AssertionError, QuiverError):

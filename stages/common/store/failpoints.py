@@ -33,6 +33,7 @@ _CANDIDATE = _STAGED + r"\.[0-9a-f]{12}"
 _SHARD = r"/part-\d{5,}\.arrow"
 _VERSION = r"/v\d{6,}"
 _COPY = r"/\.ledger/v\d{6,}\.[0-9a-f]{64}"
+_TOMBSTONE = _VERSION + r"\.expired(\.optimizer)?"
 _RENAMING = r"renaming(?!.*/\.trash/)"
 _RENAMED = r"renamed(?!.*/\.trash/)"
 POINTS = {
@@ -80,9 +81,9 @@ POINTS = {
     "lease.taken_over": ("created", r"\.leases/[^/]+/0*[1-9]\d*(?<!/000001)", "from another"),
     "lease.renewed": ("renewed", r"\.leases/[^/]+/\d+", "it is heard of"),
     "lease.released": ("replaced", r"\.leases/[^/]+/\d+", "it was given back"),
-    "rm.noting": ("flushing", _VERSION + r"\.expired", "a version will be deleted; not flushed"),
-    "rm.noted": ("replaced", _VERSION + r"\.expired", "that is in the ledger"),
-    "rm.hidden": ("renamed", r"/\.trash/.+" + _VERSION, "it is no longer found"),
+    "rm.noting": ("flushing", _TOMBSTONE, "a version will be deleted; not flushed"),
+    "rm.noted": ("replaced", _TOMBSTONE, "that is in the ledger"),
+    "rm.hidden": ("renamed", rf"/\.trash/.+{_VERSION}(\.optimizer)?", "it is no longer found"),
     "rm.deleted": ("deleted", r"/\.trash/[^/]+", "it is gone"),
     "worker.answered": ("worker.answered", "", "a worker's answer is there, in no shard"),
     "flow.answered": ("flow.answered", "", "a stage is done, the next one has not begun"),

@@ -170,7 +170,7 @@ class Index:
             # a store that can not be written is read without an index
             with suppress(OSError):
                 self._ledger.note_missing(numbers)
-                self._storage.make_prefix(f"{self._folder}/.index")
+                self._storage.make_prefix(f"{self._folder}/.index", durable=False)
                 state = self._state()
                 if state["count"] == len(numbers):
                     self._write(lines, state)

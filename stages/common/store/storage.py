@@ -39,7 +39,7 @@ _PROCESS = uuid.uuid4().hex[:8]  # tells this process from those of all hosts th
 MOST_BYTES = 8 * 1024 * 1024
 """Of an object that is read whole: a manifest, a note, a tag."""
 _NUMBER = re.compile(r"[0-9]{6,12}")
-_RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)$")
+_RUST_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 class Storage:
@@ -240,10 +240,10 @@ class Storage:
 
     def delete(self, key: str) -> None:
         """Delete one object, if it is there, or the folder that has its name."""
-        if self.path(key).is_dir() and not self.path(key).is_symlink():
-            self.delete_tree(key)
-        else:
+        try:
             self.path(key).unlink(missing_ok=True)
+        except (IsADirectoryError, PermissionError):  # what POSIX says of a folder
+            self.delete_tree(key)
 
     def delete_tree(self, prefix: str) -> None:
         """Delete all objects below `prefix`, or the one of that name; hidden at once, so that

@@ -4,13 +4,15 @@ end tokens, processing."""
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from quiver.schemas.errors import NumericError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.sampling import draw, processed_logprobs
 from tests.stages.generate.making import make_prompts, random_prompts
-from tests.tiny import EOS, make_policy
+from tests.tiny import EOS, make_folder, make_policy
 
 DECODER_START = {"t5": 0, "bart": 2}
 
@@ -197,6 +199,19 @@ def test_ends_of_the_unit_interval():
         draw(logprobs, torch.tensor([u], dtype=torch.float64), 1.0).item()
         for u in (0.0, 1 - 2**-40)
     ] == [1, 2]
+
+
+def test_weights_that_are_no_numbers_are_told_by_the_first_logprob(store, tmp_path):
+    """Importing a model does not look at its weights; sampling from it writes nothing."""
+    weights = make_folder(tmp_path / "model") / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config = {"model": str(tmp_path / "model")}
+    policy = store.open(run_stage("policy", config, store, in_process=True, into="tiny"))
+    with pytest.raises(NumericError, match="logprob nan"):
+        generate(store, policy, random_prompts(store, 2, run="tiny"))
+    assert store.numbers("tiny", "rollouts") == []
 
 
 def test_no_memory_is_a_resource_error(store, policy):

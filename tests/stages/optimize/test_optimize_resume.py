@@ -27,8 +27,8 @@ CASES = {
     "bf16_stochastic": {"precision": "bf16_stochastic"},
     "critic": {"algorithm": "ppo", "max_staleness": 1},
     "critic model": {"algorithm": "ppo", "critic": "model"},
+    "entropy target": {"entropy_target": 6.0, "entropy_coef_step": 0.5},
     "lora": {"lora": {"rank": 2}, "learning_rate": 1e-2},
-    "entropy target": {"entropy_target": 3.0, "entropy_coef": 0.1},
 }
 
 

@@ -7,11 +7,15 @@ import errno
 import hashlib
 import threading
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from quiver.schemas.errors import CorruptError
-from quiver.stages.common.store.storage import Storage
+from quiver.stages.common.store.storage import Storage, error_number
+from tests.faults.seam import watched
 
 STORAGES = {"posix": Storage}
 
@@ -148,6 +152,17 @@ def test_what_is_deleted_is_gone_with_all_below(storage):
     assert storage.list("kind") == []
 
 
+def test_a_folder_that_another_makes_just_then_is_deleted_too(storage):
+    def around(name, call, arguments):
+        if name == "unlink":
+            storage.make_prefix("a/b")
+        return call()
+
+    with watched(around):
+        storage.delete("a/b")
+    assert storage.list("a") == []
+
+
 def test_a_table_that_can_not_be_parsed_is_an_arrow_error(storage):
     table = pa.table({"ids": [1, 2, 3]})
     with storage.create("part") as file, pa.ipc.new_file(file, table.schema) as writer:
@@ -168,3 +183,9 @@ def test_a_link_to_elsewhere_is_told(storage, tmp_path):
     for ask in (storage.read, storage.list):
         with pytest.raises(CorruptError, match="is not a f"):
             ask("loop")
+
+
+def test_the_number_of_a_systems_error_is_read_from_what_safetensors_says(tmp_path):
+    with pytest.raises(SafetensorError) as caught:
+        save_file({"weight": np.zeros(1)}, tmp_path / "nowhere/model.safetensors")
+    assert error_number(caught.value) == errno.ENOENT
