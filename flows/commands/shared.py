@@ -90,6 +90,11 @@ def keep_stdout() -> None:
     os.dup2(2, 1)
 
 
+def answers_in_json() -> bool:
+    """Whether `say` answers in JSON, so that no lines for people need be made."""
+    return _stdout is not None
+
+
 def say(answer: dict[str, Any], lines: list[str]) -> None:
     """The command's answer: as JSON after `keep_stdout`, else in `lines`."""
     text = to_json(answer) if _stdout else for_terminal("\n".join(lines))
