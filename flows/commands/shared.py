@@ -30,14 +30,15 @@ RecipeFile = Annotated[Path, typer.Argument(help="the recipe, a TOML file", meta
 Reference = Annotated[str, typer.Argument(help="run/kind@version", metavar="REF")]
 
 
-def _or_latest(ref: str) -> str:
+def or_latest(ref: str) -> str:
+    """A reference as it is; of `run/kind` the latest."""
     return ref if "@" in ref or "/" not in ref else f"{ref}@latest"
 
 
 ReadReference = Annotated[
     str,
     typer.Argument(
-        help="run/kind@version; run/kind is its latest", metavar="REF", callback=_or_latest
+        help="run/kind@version; run/kind is its latest", metavar="REF", callback=or_latest
     ),
 ]
 """Of commands that change nothing."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from quiver.schemas.errors import CorruptError, LineageError, printable
@@ -24,7 +25,7 @@ from .words import counted, number, size
 
 WIDTH = 100
 _INDENT = 12
-_MOST_LINES = 12
+MOST_LINES = 12
 """Of one text."""
 _LONGEST_NAME = 40
 Z = 1.96
@@ -60,8 +61,12 @@ def describe(store: Store, version: Version, rows: int) -> list[str]:
     return lines
 
 
-def row_lines(row: Mapping[str, Any]) -> list[str]:
-    """A row of `Joined.rows` as lines: each piece after its name, long ones wrapped and cut."""
+def row_lines(
+    row: Mapping[str, Any], width: int = WIDTH, most_lines: int = MOST_LINES
+) -> list[str]:
+    """A row of `Joined.rows` as lines of `width` characters: each piece after its name, wrapped,
+    and cut after `most_lines`."""
+    piece = partial(_piece, width=width, most_lines=most_lines)
     lines = []
     reference = row.get("reference")
     others = {
@@ -69,20 +74,20 @@ def row_lines(row: Mapping[str, Any]) -> list[str]:
         for name, cell in (row.get("columns") or {}).items()
         if cell not in (row.get("prompt"), reference)
     }
-    lines += _piece("prompt", row.get("prompt"))
-    lines += _piece("reference", reference)
-    lines += _piece("columns", _named_cells(others))
-    lines += _piece("completion", row.get("completion_text"))
-    lines += _piece("ended by", ending(row))
-    lines += _piece("score", _cell(row["score"]) if "score" in row else None)
+    lines += piece("prompt", row.get("prompt"))
+    lines += piece("reference", reference)
+    lines += piece("columns", _named_cells(others))
+    lines += piece("completion", row.get("completion_text"))
+    lines += piece("ended by", ending(row))
+    lines += piece("score", _cell(row["score"]) if "score" in row else None)
     if "reward" in row:
-        lines += _piece("reward", _cell(row["reward"]))
-        lines += _piece("parts", _named_cells(row.get("parts") or {}))
+        lines += piece("reward", _cell(row["reward"]))
+        lines += piece("parts", _named_cells(row.get("parts") or {}))
     for name, message in (row.get("errors") or {}).items():
-        lines += _piece("error", f"{name}: {message}" if message is not None else None)
+        lines += piece("error", f"{name}: {message}" if message is not None else None)
     if "kept" in row:
         advantage = f"{_cell(row['advantage'])}, mean ratio {_cell(row['mean_ratio'])}"
-        lines += _piece("advantage", advantage if row["kept"] else f"dropped: {row['drop_reason']}")
+        lines += piece("advantage", advantage if row["kept"] else f"dropped: {row['drop_reason']}")
     return lines
 
 
@@ -196,16 +201,17 @@ def _cell(content: Any) -> str:
     return printable(content)
 
 
-def _piece(name: str, text: Any) -> list[str]:
+def _piece(name: str, text: Any, width: int = WIDTH, most_lines: int = MOST_LINES) -> list[str]:
     """`name`, then `text` in lines beside it; nothing where there is no text."""
     if text is None or text == "":
         return []
+    width = max(width - _INDENT - 2, 20)
     lines = []
-    for line in str(text).split("\n")[: _MOST_LINES + 1]:
-        escaped = printable(line, WIDTH * _MOST_LINES)
-        lines += textwrap.wrap(escaped, WIDTH - _INDENT, drop_whitespace=False) or [""]
-    if len(lines) > _MOST_LINES:
-        lines = [*lines[: _MOST_LINES - 1], "…"]
+    for line in str(text).split("\n")[: most_lines + 1]:
+        escaped = printable(line, width * most_lines)
+        lines += textwrap.wrap(escaped, width) or [""]
+    if len(lines) > most_lines:
+        lines = [*lines[: most_lines - 1], "…"]
     title = printable(name, _LONGEST_NAME)
     if len(title) >= _INDENT:
         return [f"  {title}", *(f"  {'':<{_INDENT}}{line}" for line in lines)]

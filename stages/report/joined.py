@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -88,6 +88,8 @@ class Joined:
     advantages: Shards | None = None
     logprobs: dict[str, Shards] | None = None
     """By the role of the model that scored again: `prox`, `ref`."""
+    added: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
+    """Further numbers of the rollouts by their names, each [rollouts] float64."""
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -178,7 +180,7 @@ class Joined:
         names += ["tokens", "logprob", "sample_index"]
         if self.advantages is not None:
             names += ["advantage", "mean_ratio", "change"]
-        return names
+        return [*names, *(name for name in self.added if name not in names)]
 
     def number(self, name: str) -> np.ndarray:
         """[rollouts] float64: one of `numbers`, NaN where a rollout has none. `logprob` is the mean
@@ -248,6 +250,8 @@ class Joined:
         return list(row["parts"])
 
     def _read_number(self, name: str) -> np.ndarray:
+        if name in self.added:
+            return self.added[name]()
         if name == "tokens":
             lengths = pc.list_value_length(self.rollouts.column("completion_ids"))
             return lengths.to_numpy().astype(np.float64)
