@@ -53,7 +53,7 @@ def token_texts(store: Store, policy: str | None, ids: list[int]) -> list[str]:
 def colourings_of(joined: Joined) -> list[str]:
     """What tokens can be coloured by: `logprob`, `ratio prox`, `ratio ref`, `advantage`, `none`."""
     ratios = [f"ratio {role}" for role in joined.logprobs or ()]
-    return ["logprob", *ratios, *(["advantage"] if joined.advantages else []), "none"]
+    return ["logprob", *ratios, *([] if joined.advantages is None else ["advantage"]), "none"]
 
 
 def values_of(tokens: Tokens, colouring: str) -> list[float] | None:

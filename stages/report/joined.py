@@ -110,7 +110,9 @@ class Joined:
     @property
     def score_name(self) -> str:
         """What rollouts are ranked by: `score`, `reward`, or nothing."""
-        return "score" if self.evaluation else "reward" if self.rewards else ""
+        if self.evaluation is not None:
+            return "score"
+        return "" if self.rewards is None else "reward"
 
     # -- rows
 
@@ -174,7 +176,7 @@ class Joined:
     @property
     def numbers(self) -> list[str]:
         """Names of the columns that can be sorted by and compared with a number."""
-        names = ["score"] if self.evaluation else []
+        names = [] if self.evaluation is None else ["score"]
         if self.rewards is not None:
             names += ["reward", *(f"part {name}" for name in self._part_names), "errors"]
         names += ["tokens", "logprob", "sample_index"]
@@ -350,14 +352,16 @@ def open_joined(store: Store, ref: str | Ref) -> Joined:
         )
     advantages_ref = manifest.metrics.get("advantages") if manifest.kind == "policy" else None
     if advantages_ref:
-        roles["advantages"] = _opened(store, advantages_ref)
+        advantages = _opened(store, advantages_ref)
+        if advantages is not None and advantages.ref.kind == "advantages":
+            roles["advantages"] = advantages
     roles.setdefault("prompts", _named(store, rollouts.manifest, "prompts"))
     for kind in ("rewards", "advantages"):
         if roles.get(kind) is None:
             roles[kind] = _named(store, manifest, kind) or _newest(store, rollouts, kind)
     logprobs = {}
     for role in ("prox", "ref"):
-        scored = _named(store, manifest, role)
+        scored = _named(store, manifest, role, "logprobs")
         if manifest.kind == "logprobs" and manifest.model(role):
             scored = version
         scored = scored or _newest(store, rollouts, "logprobs", model=role)
@@ -386,10 +390,15 @@ def _opened(store: Store, ref: str | None) -> Version | None:
     return None
 
 
-def _named(store: Store, manifest: Manifest, role: str) -> Version | None:
-    """What has this role among the inputs of `manifest`."""
+def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Version | None:
+    """What has this role among the inputs of `manifest`. LineageError where that is no version of
+    `kind` (by default of the kind that the role is called)."""
     entry = manifest.input(role)
-    return _opened(store, entry.ref if entry else None)
+    version = _opened(store, entry.ref if entry else None)
+    if version is not None and version.ref.kind != (kind or role):
+        next = f"quiver lineage {manifest.ref}"
+        raise LineageError(manifest.ref, f"its {role} are {version.ref}", next=next)
+    return version
 
 
 def _newest(

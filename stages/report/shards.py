@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.stages.common.store import Version
+from quiver.stages.common.store.versions import schema_module
 
 _AT_ONCE = 256
 """Shards that are checked and mapped in one go where all are needed."""
@@ -36,11 +37,6 @@ class Shards:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the columns."""
-        return self._shard(0).column_names if self._entries else []
 
     def at(
         self, positions: Sequence[int] | np.ndarray, columns: list[str] | None = None
@@ -106,8 +102,24 @@ class Shards:
         files = tuple(self._entries[index] for index in missing)
         part.manifest = self.version.manifest.model_copy(update={"files": files})
         table = part.table()
+        for field in schema_module(self.version.ref.kind).SCHEMA:
+            if not _is_of(field, table.schema):
+                problem = f"its column {field.name} is missing, or not {field.type}"
+                raise self.version.corrupt(files[0].name, problem)
         start = 0
         for index in missing:
             num_rows = self._entries[index].rows
             self._mapped[index] = table.slice(start, num_rows)
             start += num_rows
+
+
+def _is_of(field: pa.Field, schema: pa.Schema) -> bool:
+    """Whether a file of this schema has the column as its kind has it: a struct may have any
+    fields, and what is a number may be a list with one a token."""
+    index = schema.get_field_index(field.name)
+    if index < 0:
+        return False
+    kind = schema.field(index).type
+    if pa.types.is_struct(field.type):
+        return pa.types.is_struct(kind)
+    return kind == field.type or kind == pa.list_(field.type)

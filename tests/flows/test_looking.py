@@ -66,10 +66,16 @@ def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):
     assert fields == written.model_dump(mode="json", by_alias=True)
 
 
-def test_the_json_of_ls_and_show_holds_what_it_held(store, tmp_path):
-    in_store = ["--store", store]
-    answers = quiver_each(tmp_path, ["ls", *in_store], ["show", "golden/rewards@1", *in_store])
-    (_, listed), (_, shown) = answers
+@pytest.fixture(scope="module")
+def answers(store, tmp_path_factory) -> list[dict]:
+    """What three commands print with --json."""
+    commands = ["ls"], ["show", "golden/rewards@1"], ["ls", "--size"]
+    calls = [[*command, "--store", store] for command in commands]
+    return [answer for _, answer in quiver_each(tmp_path_factory.mktemp("answers"), *calls)]
+
+
+def test_the_json_of_ls_and_show_holds_what_it_held(store, answers):
+    listed, shown, _ = answers
     assert set(listed) == {"versions"}
     assert all(set(row) == {"ref", "rows", "stage", "created"} for row in listed["versions"])
     table = Store(store).open("golden/rewards@1").table()
@@ -88,10 +94,8 @@ def test_ls_is_a_table(store, capsys):
     assert len({len(line) for line in lines[1:]}) == 1, "columns stand below one another"
 
 
-def test_ls_sums_bytes(store, tmp_path):
-    (_, sizes), (_, listed) = quiver_each(
-        tmp_path, ["ls", "--size", "--store", store], ["ls", "--store", store]
-    )
+def test_ls_sums_bytes(store, answers):
+    listed, _, sizes = answers
     opened = Store(store)
     for row in sizes["runs"]:
         manifests = [version.manifest for version in opened.versions(row["run"])]

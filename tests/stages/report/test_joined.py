@@ -1,6 +1,7 @@
 """Rollouts joined by id with what is told of them elsewhere: read shard by shard, sorted, filtered
 and searched by whole columns."""
 
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -164,3 +165,52 @@ def test_a_part_and_a_mean_logprob_are_numbers_too(golden):
     expected = [np.mean(np.array(each, np.float64)) for each in logprobs]
     np.testing.assert_allclose(joined.number("logprob"), expected, rtol=1e-12)
     assert joined.number("tokens").tolist() == [len(each) for each in logprobs]
+
+
+def rewrite(store: Store, ref: str, change) -> None:
+    """Replace the one file of a version by what `change` makes of its table, as if it had been
+    written so: sizes, hashes and checksum fit."""
+    version = store.open(ref)
+    path = version.files.path("part-00000.arrow")
+    table = change(version.table())
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    content = sink.getvalue().to_pybytes()
+    path.unlink()  # it is mapped
+    path.write_bytes(content)
+    (entry,) = version.manifest.files
+    files = (
+        entry.model_copy(
+            update={"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        ),
+    )
+    manifest = version.manifest.model_copy(update={"files": files})
+    version.files.path("manifest.json").write_bytes(manifest.to_json())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.drop_columns("finish_reason"),
+        lambda table: table.set_column(4, "completion_ids", table["completion_text"]),
+    ],
+    ids=["a column is missing", "a column is of another type"],
+)
+def test_a_file_of_another_schema_is_told(golden, tmp_path, change):
+    shutil.copytree(golden.path, tmp_path / "store")
+    rewrite(Store(tmp_path / "store"), "golden/rollouts@1", change)
+    joined = open_joined(Store(tmp_path / "store"), "golden/rewards@1")
+    with pytest.raises(CorruptError, match=r"its column \w+ is missing, or not"):
+        joined.rows([0])
+
+
+def test_rollouts_that_are_none_are_refused(golden, tmp_path):
+    shutil.copytree(golden.path, tmp_path / "store")
+    store = Store(tmp_path / "store")
+    version = store.open("golden/rewards@1")
+    inputs = [entry.model_copy(update={"role": "rollouts"}) for entry in version.manifest.inputs]
+    manifest = version.manifest.model_copy(update={"inputs": tuple(inputs[1:])})
+    version.files.path("manifest.json").write_bytes(manifest.to_json())
+    with pytest.raises(LineageError, match="its rollouts are golden/prompts@1"):
+        open_joined(store, "golden/rewards@1")
