@@ -19,22 +19,29 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 from uuid import UUID, uuid4
 
+import numpy as np
 from prefect.exceptions import NotPausedError
 from prefect.flow_runs import pause_flow_run, resume_flow_run
 from prefect.input import RunInput
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common.config import parse
 from quiver.stages.common.store import Store
+from quiver.stages.evaluate.comparison import compare
+from quiver.stages.report.joined import Selection
+from quiver.stages.report.templates import page
 from quiver.stages.reward.override import Config as Overrides
 
 from .promotion import Judgement
 from .recipe import Recipe
 from .tasks import perform
+from .view.paired import pair
 
 POLL_SECONDS = 5.0
+SAMPLES = 5
+"""Of the answers that became better, and of those that became worse."""
 _REF_ROLES = {
     "rollouts": "rollouts",
     "rewards": "rewards",
@@ -154,12 +161,32 @@ def train_again(recipe: Recipe, candidate: Candidate, rewards: str) -> str:
     return perform(recipe, "optimize", config, refs, label="optimize again").ref
 
 
+def compared(store: Store, evaluation: str) -> str:
+    """An evaluation beside its baseline, as Markdown: the paired difference, and the answers whose
+    score rose and fell most. Empty where their rows are gone."""
+    with suppress(LineageError):
+        after = store.open(evaluation)
+        before = store.open(after.manifest.require_input("baseline").ref)
+        paired = pair(store, str(before.ref), str(after.ref))
+        gains = paired.first.number("gain")
+        order = paired.first.order(Selection(sort="gain"))
+        order = order[np.isfinite(gains[order])]
+        rising = [place for place in reversed(order) if gains[place] > 0][:SAMPLES]
+        falling = [place for place in order if gains[place] < 0][:SAMPLES]
+        rows = paired.first.rows([*rising, *falling])
+        partners = paired.partners([*rising, *falling])
+        answer = compare(store, before, after)
+        return page("compared", answer, list(zip(rows, partners, strict=True)))
+    return ""
+
+
 def _question(recipe: Recipe, candidate: Candidate, before: str) -> str:
     rewards = candidate.rewards
     return (
         f"Shall **{candidate.policy}** replace **{before}** as "
         f"`{recipe.run}/policy@{recipe.promotion.tag}`?\n\n"
         f"{candidate.judgement.why}\n\n"
+        f"{compared(Store(recipe.store), candidate.evaluation)}\n\n"
         f"Its last rewards are {rewards}: `quiver show {rewards} --store {recipe.store}`. Without "
         f"an answer within {recipe.promotion.approval_seconds:g} s it is not promoted."
     )

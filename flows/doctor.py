@@ -48,6 +48,7 @@ EXTRAS = {
     "server": "serve a [reward] section over HTTP",
     "demo": "the model of the demo",
     "trackers": "optimize.trackers",
+    "view": "quiver view as a terminal application",
 }
 """What each is for; that for development is not named."""
 DRIVER = "580"

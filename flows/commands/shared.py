@@ -30,14 +30,15 @@ RecipeFile = Annotated[Path, typer.Argument(help="the recipe, a TOML file", meta
 Reference = Annotated[str, typer.Argument(help="run/kind@version", metavar="REF")]
 
 
-def _or_latest(ref: str) -> str:
+def or_latest(ref: str) -> str:
+    """A reference as it is; of `run/kind` the latest."""
     return ref if "@" in ref or "/" not in ref else f"{ref}@latest"
 
 
 ReadReference = Annotated[
     str,
     typer.Argument(
-        help="run/kind@version; run/kind is its latest", metavar="REF", callback=_or_latest
+        help="run/kind@version; run/kind is its latest", metavar="REF", callback=or_latest
     ),
 ]
 """Of commands that change nothing."""
@@ -88,6 +89,11 @@ def keep_stdout() -> None:
     global _stdout  # noqa: PLW0603
     _stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+
+
+def answers_in_json() -> bool:
+    """Whether `say` answers in JSON, so that no lines for people need be made."""
+    return _stdout is not None
 
 
 def say(answer: dict[str, Any], lines: list[str]) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,18 @@ from quiver.schemas.errors import CorruptError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
 from .next_step import complete, options_in
-from .shared import CALLED, ReadReference, Reference, StorePath, open_store, say
+from .shared import (
+    CALLED,
+    ReadReference,
+    Reference,
+    StorePath,
+    answers_in_json,
+    open_store,
+    say,
+)
+
+if TYPE_CHECKING:
+    from quiver.stages.common.store import Store
 
 Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
 
@@ -23,36 +34,82 @@ Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
 def ls(
     run: Annotated[str | None, typer.Argument(help="only this run")] = None,
     store: StorePath = None,
+    size: Annotated[
+        bool, typer.Option("--size", help="bytes of each run and of the store")
+    ] = False,
 ) -> None:
-    """List the versions."""
+    """List the versions, with score or reward, tags, size, rows and time."""
+    opened = open_store(store)
+    if size:
+        _say_sizes(opened, run)
+        return
+    entries = list(opened.entries(run))
     rows = [
         {"ref": str(ref), "error": entry.error}
         if entry.error
         else {"ref": str(ref), "rows": entry.rows, "stage": entry.stage, "created": entry.created}
-        for ref, entry in open_store(store).entries(run)
+        for ref, entry in entries
     ]
-    lines = [
-        row.get("error")
-        or f"{row['ref']:<40} {row['rows']:>8}  {row['stage']:<10} {row['created'][:19]}"
+    lines = []
+    if entries and not answers_in_json():
+        from quiver.stages.report.listing import lines_of
+
+        lines = lines_of(opened, entries)
+    say({"versions": rows}, lines)
+
+
+def _say_sizes(store: Store, run: str | None) -> None:
+    """What the versions of each run take, as their manifests say, and what lies on the disk below
+    its folder, with staging and trash."""
+    from quiver.stages.common.store.collection import size
+    from quiver.stages.report import words
+
+    rows = []
+    for name in [run] if run else store.runs():
+        entries = [entry for _, entry in store.entries(name)]
+        num_bytes = sum(entry.bytes for entry in entries)
+        on_disk = size(store.storage, name)
+        rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
+    total = {"bytes": sum(row["bytes"] for row in rows), "on_disk": size(store.storage, "")}
+    lines = [f"{'run':<30} {'versions':>9} {'size':>10} {'on disk':>10}"]
+    lines += [
+        f"{row['run']:<30} {row['versions']:>9,} {words.size(row['bytes']):>10} "
+        f"{words.size(row['on_disk']):>10}"
         for row in rows
     ]
-    say({"versions": rows}, lines)
+    lines.append(
+        f"{'the whole store':<30} {'':>9} {'' if run else words.size(total['bytes']):>10} "
+        f"{words.size(total['on_disk']):>10}"
+    )
+    say({"runs": rows, "store": total["on_disk"]}, lines)
 
 
 def show(
     ref: ReadReference,
-    n: Annotated[int, typer.Option("-n", help="how many rows", min=0)] = 3,
+    n: Annotated[
+        int | None, typer.Option("-n", help="how many rows; default: 10, in JSON 3", min=0)
+    ] = None,
     store: StorePath = None,
+    manifest: Annotated[
+        bool, typer.Option("--manifest", help="the manifest alone, as JSON")
+    ] = False,
 ) -> None:
-    """A version's manifest and first rows."""
-    version = open_store(store).open(ref)
-    manifest = version.manifest.model_dump(mode="json", by_alias=True)
-    first_rows = []
-    if n and version.ref.kind != "policy":
-        first_rows = version.table().slice(0, n).to_pylist()
-    lines = [json.dumps(manifest, indent=2, ensure_ascii=False)]
-    lines += [printable(row, 2000) for row in first_rows]
-    say({"ref": str(version.ref), "manifest": manifest, "rows": first_rows}, lines)
+    """What a version is, its numbers, and its first rows in words."""
+    opened = open_store(store)
+    version = opened.open(ref)
+    fields = version.manifest.model_dump(mode="json", by_alias=True)
+    if answers_in_json():
+        num_rows = 3 if n is None else n
+        first_rows = []
+        if num_rows and version.ref.kind != "policy":
+            first_rows = version.table().slice(0, num_rows).to_pylist()
+        say({"ref": str(version.ref), "manifest": fields, "rows": first_rows}, [])
+    elif manifest:
+        say({}, [json.dumps(fields, indent=2, ensure_ascii=False)])
+    else:
+        from quiver.stages.report.describe import describe
+
+        say({}, describe(opened, version, 10 if n is None else n))
 
 
 def lineage(ref: ReadReference, store: StorePath = None) -> None:

@@ -1,10 +1,15 @@
 """The rule of promotion on made-up numbers; no stage runs here."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+from quiver.flows.approval import compared
 from quiver.flows.promotion import Promotion, decide, entry_of, judge
 from quiver.schemas.errors import ConflictError
+from quiver.stages.common.store import Store
 from tests.stages.common.store.test_store import Settings, commit
 
 
@@ -82,3 +87,28 @@ def test_a_decision_is_made_once_and_only_on_what_was_compared_with(store):
     assert entry_of(store, "a", promotion, "night 2") is None
     kept = decide(store, "a", promotion, "night 3", b, b, "no better", {})
     assert kept.before == kept.ref == b
+
+
+def test_who_is_asked_sees_the_comparison_and_the_answers_that_changed_most(tmp_path):
+    shutil.copytree(Path(__file__).parents[1] / "golden/stores/finished", tmp_path / "store")
+    store = Store(tmp_path / "store")
+    shown = compared(store, "held/evaluations@4").splitlines()
+    before, after = (
+        store.open(f"held/evaluations@{n}").table()["score"].to_numpy() for n in (1, 4)
+    )
+    assert shown[0].startswith(
+        "Over the 3 prompts that both have a score for: -0.0278, 95 % interval"
+    )
+    assert shown[0].endswith("; 0 prompts better, 2 worse, 1 equal.")
+    rows = [line.strip("| ").split(" | ") for line in shown[4:]]
+    gains = [float(row[6]) - float(row[4]) for row in rows]
+    expected = after.astype(float) - before
+    rising = sorted(expected[expected > 0], reverse=True)[:5]
+    assert gains == pytest.approx([*rising, *sorted(expected[expected < 0])[:5]], abs=1e-4)
+    assert [row[0] for row in rows] == ["better"] * len(rising) + ["worse"] * (
+        len(rows) - len(rising)
+    )
+    texts = store.open("held/rollouts@1").table()["completion_text"].to_pylist()
+    assert rows[0][3] == f"`{texts[4]}`"
+    shutil.rmtree(tmp_path / "store/held/rollouts/v000001")
+    assert compared(store, "held/evaluations@4") == "", "the rule's words are there all the same"

@@ -1,0 +1,2 @@
+"""`quiver view`: rollouts in a terminal, token by token, alone or beside those of another
+version."""

@@ -1,0 +1,574 @@
+"""The terminal application behind `quiver view`: versions → groups → rollouts → tokens.
+
+    ViewApp(store, paired).run()        # rollouts of one version, or of two side by side
+    ViewApp(store, run="arith").run()   # begins with the list of versions
+
+Only the page that is looked at is read; whole columns are read by a thread, once something is
+sorted, filtered or searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual import on, work
+from textual.app import App, ComposeResult
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.screen import ModalScreen, Screen
+from textual.widgets import DataTable, Footer, Input, OptionList, Static
+from textual.worker import get_current_worker
+
+from quiver.schemas.errors import QuiverError, for_terminal, printable
+from quiver.schemas.refs import Ref
+from quiver.stages.common.store import Store
+from quiver.stages.report.describe import describe, row_lines
+from quiver.stages.report.joined import Joined, Selection
+from quiver.stages.report.listing import HEADER, Listed, listed
+from quiver.stages.report.words import number
+
+from . import tokens as token_colours
+from .paired import Paired, open_paired
+from .plain import cells_of, columns_of
+
+PAGE = 100
+"""Rows of one page."""
+_MOST_TOKENS = 4000
+"""Rows of the table of tokens."""
+_MARGIN = 4
+"""Columns of the screen that a table leaves to its scroll bar and edges."""
+_MOST_LINES = 400
+"""Of a prompt or another text."""
+
+
+def plain(text: Any) -> Text:
+    """Foreign text as it is: no markup in it counts, control characters are spelt out."""
+    return Text(for_terminal(text))
+
+
+class TableScreen(Screen):
+    """A title, a table of pages, and a line in which something is asked."""
+
+    BINDINGS: ClassVar = [
+        ("escape", "back", "Back"),
+        ("n", "page(1)", "Next"),
+        ("p", "page(-1)", "Before"),
+        ("question_mark", "app.keys", "Keys"),
+        ("q", "app.quit", "Quit"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = 0
+        """The first row of the page, counted from 0."""
+        self.total = 0
+        self.answered: Callable[[str], None] | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="title")
+        yield DataTable(id="rows", cursor_type="row", zebra_stripes=True)
+        yield from self.below()
+        yield Input(id="ask")
+        yield Footer(compact=True)
+
+    def below(self) -> ComposeResult:
+        """What stands below the table."""
+        yield from ()
+
+    def on_mount(self) -> None:
+        self.query_one("#ask").display = False
+        self.load()
+
+    @property
+    def table(self) -> DataTable:
+        return self.query_one("#rows", DataTable)
+
+    def load(self) -> None:
+        """Read the page in a thread, then show it."""
+        self.table.loading = True
+        self.read_page()
+
+    @work(thread=True, exclusive=True)
+    def read_page(self) -> None:
+        """Call `page` in a thread; its errors are shown, and what was shown before stays."""
+        worker = get_current_worker()
+        try:
+            title, rows = self.page()
+        except QuiverError as error:
+            self.app.call_from_thread(self.show_error, error)
+            return
+        if not worker.is_cancelled:
+            self.app.call_from_thread(self.show_page, title, rows)
+
+    def page(self) -> tuple[str, list[list[str]]]:
+        """The title, and the cells of this page's rows. Runs in a thread."""
+        raise NotImplementedError
+
+    def show_page(self, title: str, rows: list[list[str]]) -> None:
+        """Put the page's rows into the table."""
+        last = self.start + len(rows)
+        place = f"{self.start + 1:,}–{last:,} of {self.total:,}" if rows else "nothing"
+        self.query_one("#title", Static).update(plain(f"{title}  ·  {place}"))
+        self.table.clear()
+        for row in rows:
+            self.table.add_row(*map(plain, row))
+        self.table.loading = False
+        self.table.focus()
+        self.on_shown()
+
+    def on_shown(self) -> None:
+        """Called once the rows of a page are in the table."""
+
+    def show_error(self, error: QuiverError) -> None:
+        """Say what went wrong."""
+        self.table.loading = False
+        self.table.focus()
+        self.app.notify(for_terminal(error), severity="error", markup=False, timeout=10)
+
+    def ask(self, question: str, text: str, answered: Callable[[str], None]) -> None:
+        """Ask for a line of text, and hand it to `answered`."""
+        self.answered = answered
+        field = self.query_one("#ask", Input)
+        field.placeholder = question
+        field.value = text
+        field.display = True
+        field.focus()
+
+    @on(Input.Submitted, "#ask")
+    def answer(self, event: Input.Submitted) -> None:
+        """Take the answer."""
+        self.query_one("#ask").display = False
+        self.table.focus()
+        self.answered(event.value)
+
+    def action_page(self, step: int) -> None:
+        """Show another page."""
+        start = self.start + step * PAGE
+        if 0 <= start < self.total:
+            self.start = start
+            self.load()
+
+    def action_back(self) -> None:
+        """Leave the line that asks, or this screen."""
+        field = self.query_one("#ask", Input)
+        if field.display:
+            field.display = False
+            self.table.focus()
+        elif len(self.app.screen_stack) > 2:
+            self.app.pop_screen()
+
+
+class VersionsScreen(TableScreen):
+    """The versions of a store or a run, newest first."""
+
+    def __init__(self, store: Store, run: str | None) -> None:
+        super().__init__()
+        self.store = store
+        self.run = run
+        self.refs: list[Ref] = []
+
+    def on_mount(self) -> None:
+        for name in HEADER:
+            self.table.add_column(name)
+        super().on_mount()
+
+    def page(self) -> tuple[str, list[list[str]]]:
+        entries = list(self.store.entries(self.run))
+        entries.sort(key=lambda pair: pair[1].created, reverse=True)
+        self.total = len(entries)
+        shown = entries[self.start : self.start + PAGE]
+        self.refs = [ref for ref, _ in shown]
+        rows = []
+        for row in listed(self.store, shown):
+            is_whole = isinstance(row, Listed)
+            rows.append(list(row) if is_whole else [printable(row, 60), *[""] * 5])
+        return f"versions of {self.run or self.store.path}", rows
+
+    @on(DataTable.RowSelected, "#rows")
+    def open(self, event: DataTable.RowSelected) -> None:
+        """Look at the rollouts of a version, or at what is told of it where it has none."""
+        ref = str(self.refs[event.cursor_row])
+        try:
+            self.app.push_screen(RowsScreen(open_paired(self.store, ref, None)))
+        except QuiverError:
+            try:
+                lines = describe(self.store, self.store.open(ref), PAGE)
+            except QuiverError as error:
+                self.show_error(error)
+                return
+            self.app.push_screen(TextScreen("\n".join(lines)))
+
+
+class TextScreen(Screen):
+    """A text to read."""
+
+    BINDINGS: ClassVar = [("escape", "app.pop_screen", "Back"), ("q", "app.quit", "Quit")]
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Static(plain(self.text))
+        yield Footer(compact=True)
+
+
+class GroupsScreen(TableScreen):
+    """One row a prompt: how many rollouts, and the mean, spread, least and largest reward."""
+
+    BINDINGS: ClassVar = [("s", "sort", "Sort")]
+
+    def __init__(self, paired: Paired) -> None:
+        super().__init__()
+        self.paired = paired
+        self.sort = "position"
+        self.group_ids: list[str] = []
+
+    def on_mount(self) -> None:
+        names = ("prompt", "rollouts", "mean", "std", "min", "max")
+        for name, width in zip(names, (60, 8, 9, 9, 9, 9), strict=True):
+            self.table.add_column(name, width=width)
+        super().on_mount()
+
+    def page(self) -> tuple[str, list[list[str]]]:
+        joined = self.paired.first
+        groups = joined.groups()
+        if self.sort != "position":
+            groups = groups.sort_by([(self.sort, "descending")])
+        self.total = len(groups)
+        shown = groups.slice(self.start, PAGE)
+        self.group_ids = shown["group_id"].to_pylist()
+        first_rows = joined.rows(shown["position"].to_pylist())
+        rows = [
+            [
+                printable(row.get("prompt", row["group_id"]), 60),
+                str(group["count"]),
+                *(number(group[name]) for name in ("mean", "std", "min", "max")),
+            ]
+            for row, group in zip(first_rows, shown.to_pylist(), strict=True)
+        ]
+        order = "as stored" if self.sort == "position" else f"highest {self.sort} first"
+        return f"{joined.ref}  ·  prompts, {joined.score_name} of each  ·  {order}", rows
+
+    def action_sort(self) -> None:
+        """Sort by the next of the columns."""
+        orders = ("position", "mean", "std", "min", "max", "count")
+        self.sort = orders[(orders.index(self.sort) + 1) % len(orders)]
+        self.start = 0
+        self.load()
+
+    @on(DataTable.RowSelected, "#rows")
+    def open(self, event: DataTable.RowSelected) -> None:
+        """Look at the rollouts of one prompt."""
+        group = self.group_ids[event.cursor_row]
+        selection = Selection(where=f"group_id = {group}")
+        self.app.push_screen(RowsScreen(self.paired, selection))
+
+
+class RowsScreen(TableScreen):
+    """Rollouts, and below them all that is told of the one under the cursor."""
+
+    BINDINGS: ClassVar = [
+        ("slash", "search", "Search"),
+        ("f", "filter", "Filter"),
+        ("s", "sort", "Sort"),
+        ("b", "order_by('best')", "Best"),
+        ("w", "order_by('worst')", "Worst"),
+        ("x", "order_by('random')", "Random"),
+        ("m", "order_by('change')", "Changed"),
+        ("c", "colour", "Colour"),
+        ("g", "groups", "Groups"),
+        ("v", "versions", "Versions"),
+    ]
+
+    def __init__(self, paired: Paired, selection: Selection | None = None) -> None:
+        super().__init__()
+        self.paired = paired
+        self.selection = selection or Selection()
+        self.last_selection = Selection()
+        """What was shown before: it comes back where the new one can not be read."""
+        self.columns = columns_of(paired)
+        self.order: Any = None
+        """Positions of the rollouts that are meant; None: to be read."""
+        self.shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Each row of this page and its partner."""
+
+    @property
+    def joined(self) -> Joined:
+        return self.paired.first
+
+    def below(self) -> ComposeResult:
+        with Horizontal(id="details"):
+            yield VerticalScroll(Static(id="first"), classes="detail")
+            if self.paired.second is not None:
+                yield VerticalScroll(Static(id="second"), classes="detail second")
+
+    def on_mount(self) -> None:
+        self.columns = columns_of(self.paired, self.app.size.width - _MARGIN)
+        for column in self.columns:
+            self.table.add_column(column.title, width=column.width, key=column.title)
+        super().on_mount()
+
+    def page(self) -> tuple[str, list[list[str]]]:
+        if self.order is None:
+            self.order = self.joined.order(self.selection)
+        self.total = len(self.order)
+        rows = self.joined.rows(self.order[self.start : self.start + PAGE])
+        partners = self.paired.partners([row["position"] for row in rows])
+        self.shown = list(zip(rows, partners, strict=True))
+        return self.title_text(), [
+            cells_of(self.paired, *pair, self.columns) for pair in self.shown
+        ]
+
+    def title_text(self) -> str:
+        """What is shown, of which policy, in which order."""
+        texts = [str(self.joined.ref)]
+        if self.joined.policy:
+            texts[0] += f" by {self.joined.policy}"
+        if self.paired.second is not None:
+            texts[0] = f"A {texts[0]}"
+            texts.append(f"B {self.paired.second.ref} by {self.paired.second.policy}")
+        selection = self.selection
+        if selection.sort:
+            direction = "highest" if selection.descending else "lowest"
+            is_random = selection.sort == "random"
+            texts.append("random order" if is_random else f"{direction} {selection.sort} first")
+        texts += [f"where {selection.where}"] if selection.where.strip() else []
+        texts += [f"with “{selection.search}”"] if selection.search else []
+        return "  ·  ".join(texts)
+
+    def select(self, **changes: Any) -> None:
+        """Show other rollouts, or the same in another order."""
+        if self.order is not None:
+            self.last_selection = self.selection
+        self.selection = Selection(**{**vars(self.selection), **changes})
+        self.order = None
+        self.start = 0
+        self.load()
+
+    def show_error(self, error: QuiverError) -> None:
+        if self.order is None and self.selection != self.last_selection:
+            self.selection = self.last_selection
+            self.load()
+        super().show_error(error)
+
+    def on_shown(self) -> None:
+        self.show_details(self.table.cursor_row)
+
+    @on(DataTable.RowHighlighted, "#rows")
+    def highlighted(self, event: DataTable.RowHighlighted) -> None:
+        self.show_details(event.cursor_row)
+
+    @on(DataTable.RowSelected, "#rows")
+    def open(self, event: DataTable.RowSelected) -> None:
+        """Look at the tokens of a rollout."""
+        if event.cursor_row < len(self.shown):
+            self.app.push_screen(TokensScreen(self.paired, *self.shown[event.cursor_row]))
+
+    @on(DataTable.HeaderSelected, "#rows")
+    def sort_by_header(self, event: DataTable.HeaderSelected) -> None:
+        """Sort by the column that was clicked, the highest first; clicked again, the lowest."""
+        name = self.columns[event.column_index].name
+        if name:
+            is_again = self.selection.sort == name and self.selection.descending
+            self.select(sort=name, descending=not is_again)
+
+    def show_details(self, index: int) -> None:
+        """All that is told of the rollout in this row of the page, and of its partner."""
+        is_empty = index >= len(self.shown)
+        row, partner = ({}, {}) if is_empty else self.shown[index]
+        is_pair = self.paired.second is not None
+        width = self.app.size.width // (2 if is_pair else 1) - 5
+        colouring = self.app.colouring
+        text = details(self.joined, row, colouring, width, "A" if is_pair else "")
+        self.query_one("#first", Static).update(text)
+        if is_pair:
+            text = details(self.paired.second, partner, colouring, width, "B")
+            self.query_one("#second", Static).update(text)
+
+    def action_order_by(self, name: str) -> None:
+        """Sort by reward or score, shuffle, or put first what changed most."""
+        sort = self.joined.score_name if name in ("best", "worst") else name
+        if sort not in ("random", *self.joined.numbers):
+            self.app.notify(f"nothing is told of it: {name}", severity="warning")
+            return
+        self.select(sort=sort, descending=name in ("best", "change"))
+
+    def action_search(self) -> None:
+        """Ask for text that the prompt or the completion holds."""
+        question = "text in the prompt or the completion; empty: all"
+        self.ask(question, self.selection.search, lambda text: self.select(search=text))
+
+    def action_filter(self) -> None:
+        """Ask for conditions."""
+        question = "such as: reward < 0.5, finish_reason = length   (empty: all)"
+        self.ask(question, self.selection.where, lambda text: self.select(where=text))
+
+    def action_sort(self) -> None:
+        """Let somebody choose the column that is sorted by."""
+
+        def chosen(name: str | None) -> None:
+            if name:
+                is_again = self.selection.sort == name and self.selection.descending
+                self.select(sort=name, descending=not is_again)
+
+        self.app.push_screen(ChoiceScreen(self.joined.numbers), chosen)
+
+    def action_colour(self) -> None:
+        """Colour tokens by the next quantity."""
+        self.app.next_colouring(self.joined)
+        self.show_details(self.table.cursor_row)
+
+    def action_groups(self) -> None:
+        """Look at the prompts."""
+        self.app.push_screen(GroupsScreen(self.paired))
+
+    def action_versions(self) -> None:
+        """Look at the versions of the run."""
+        self.app.push_screen(VersionsScreen(self.joined.store, self.joined.ref.run))
+
+
+class ChoiceScreen(ModalScreen[str | None]):
+    """One of several names."""
+
+    BINDINGS: ClassVar = [("escape", "dismiss(None)", "Back")]
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="choice"):
+            yield Static("Sort by (again: the other way round)")
+            yield OptionList(*map(plain, self.names))
+
+    @on(OptionList.OptionSelected)
+    def chosen(self, event: OptionList.OptionSelected) -> None:
+        """Hand the name back."""
+        self.dismiss(self.names[event.option_index])
+
+
+class TokensScreen(Screen):
+    """One rollout, token by token, beside its partner where there is one."""
+
+    BINDINGS: ClassVar = [
+        ("escape", "app.pop_screen", "Back"),
+        ("c", "colour", "Colour"),
+        ("q", "app.quit", "Quit"),
+    ]
+
+    def __init__(self, paired: Paired, row: dict[str, Any], partner: dict[str, Any]) -> None:
+        super().__init__()
+        self.sides = [(paired.first, row)]
+        if paired.second is not None and partner:
+            self.sides.append((paired.second, partner))
+
+    def compose(self) -> ComposeResult:
+        with Horizontal():
+            for index in range(len(self.sides)):
+                with Vertical(classes="side" if index == 0 else "side second"):
+                    yield VerticalScroll(Static(id=f"text{index}"), classes="detail")
+                    yield DataTable(id=f"tokens{index}", cursor_type="row", zebra_stripes=True)
+        yield Footer(compact=True)
+
+    def on_mount(self) -> None:
+        for index, (joined, row) in enumerate(self.sides):
+            tokens = joined.tokens(row["position"])
+            texts = token_colours.token_texts(joined.store, joined.policy, tokens.ids)
+            table = self.query_one(f"#tokens{index}", DataTable)
+            numbers = {"logprob": tokens.logprobs, **tokens.ratios}
+            if tokens.advantages is not None:
+                numbers["advantage"] = tokens.advantages
+            titles = {"prox": "ratio prox", "ref": "ratio ref"}
+            table.add_columns("", "token", "id", *(titles.get(name, name) for name in numbers))
+            for place, text in enumerate(texts[:_MOST_TOKENS]):
+                values = [number(values[place]) for values in numbers.values()]
+                cells = [place + 1, repr(text)[1:-1], tokens.ids[place], *values]
+                table.add_row(*map(plain, cells))
+        self.query_one("#tokens0").focus()
+        self.show_texts()
+
+    def show_texts(self) -> None:
+        width = self.app.size.width // len(self.sides) - 5
+        for index, (joined, row) in enumerate(self.sides):
+            name = "AB"[index] if len(self.sides) > 1 else ""
+            text = details(joined, row, self.app.colouring, width, name)
+            self.query_one(f"#text{index}", Static).update(text)
+
+    def action_colour(self) -> None:
+        """Colour tokens by the next quantity."""
+        self.app.next_colouring(self.sides[0][0])
+        self.show_texts()
+
+
+def details(joined: Joined, row: dict[str, Any], colouring: str, width: int, name: str) -> Text:
+    """All that is told of a rollout in lines of `width`, its completion coloured. `name`: which of
+    two it is."""
+    title = f"{name}  " if name else ""
+    if not row:
+        return Text(f"{title}no rollout of this prompt and sample")
+    others = {key: cell for key, cell in row.items() if key != "completion_text"}
+    tokens = joined.tokens(row["position"])
+    texts = token_colours.token_texts(joined.store, joined.policy, tokens.ids)
+    values = token_colours.values_of(tokens, colouring)
+    missing = " (nothing is told of it)" if values is None and colouring != "none" else ""
+    legend = token_colours.LEGEND[colouring.partition(" ")[0]]
+    return Text.assemble(
+        (for_terminal(f"{title}{row['rollout_id']}\n"), "bold"),
+        for_terminal("\n".join(row_lines(others, width, _MOST_LINES))),
+        (f"\n\ncompletion, by {colouring}: {legend}{missing}\n", "dim"),
+        token_colours.coloured(texts, values, colouring),
+    )
+
+
+class ViewApp(App):
+    """See the module."""
+
+    TITLE = "quiver view"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #title { padding: 0 1; background: $panel; text-style: bold; }
+    #rows { height: 1fr; }
+    #details { height: 1fr; border-top: solid $primary; }
+    .detail { padding: 0 1; }
+    .second { border-left: solid $primary; }
+    .side { width: 1fr; }
+    .side DataTable { height: 1fr; border-top: solid $primary; }
+    ChoiceScreen { align: center middle; }
+    #choice { width: 44; height: auto; max-height: 24; border: round $primary; background: $panel; }
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        paired: Paired | None = None,
+        selection: Selection | None = None,
+        run: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.store = store
+        self.paired = paired
+        self.selection = selection
+        self.run_name = run
+        self.colouring = "logprob"
+
+    def on_mount(self) -> None:
+        if self.paired is not None:
+            self.push_screen(RowsScreen(self.paired, self.selection))
+        else:
+            self.push_screen(VersionsScreen(self.store, self.run_name))
+
+    def action_keys(self) -> None:
+        """Show all keys, or hide them."""
+        if self.screen.query("HelpPanel"):
+            self.action_hide_help_panel()
+        else:
+            self.action_show_help_panel()
+
+    def next_colouring(self, joined: Joined) -> None:
+        """Colour by the next of what there is of these rollouts."""
+        names = token_colours.colourings_of(joined)
+        place = names.index(self.colouring) if self.colouring in names else -1
+        self.colouring = names[(place + 1) % len(names)]

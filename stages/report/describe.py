@@ -1,0 +1,218 @@
+"""A version in words, for a terminal: what it is, its size, what it was made of, its numbers, and
+its first rows with all that is told of them elsewhere.
+
+    describe(store, store.open("arith/rewards@3"), rows=10)     # lines of text
+
+All of it may be foreign text; whoever prints it escapes control characters.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from quiver.schemas.errors import CorruptError, LineageError, printable
+from quiver.schemas.manifest import Manifest
+from quiver.stages.common.store import Store, Version
+
+from .gather import STEP_COLUMNS, Manifests
+from .joined import open_joined, told_of_prompt
+from .shards import Shards
+from .words import counted, number, size
+
+WIDTH = 100
+_INDENT = 12
+MOST_LINES = 12
+"""Of one text."""
+_LONGEST_NAME = 40
+Z = 1.96
+"""Standard errors from the middle to the end of a normal interval of 95 %."""
+
+
+def describe(store: Store, version: Version, rows: int) -> list[str]:
+    """Lines for a person, with up to `rows` rows. CorruptError, LineageError."""
+    manifest = version.manifest
+    lines = [*_about(store, version), *_numbers(manifest)]
+    if manifest.kind == "policy":
+        return [*lines, *_steps(store, manifest, rows)]
+    if not rows:
+        return lines
+    if manifest.kind in ("updates", "prompts"):
+        first_rows = Shards(version).at(range(min(rows, manifest.rows)))
+        if manifest.kind == "updates":
+            return [*lines, "", *_table(first_rows, ["step", *STEP_COLUMNS])]
+        for index, row in enumerate(first_rows):
+            title = f"{index + 1} of {manifest.rows:,}: {row['group_id']}"
+            lines += ["", title, *row_lines(told_of_prompt(row))]
+        return lines
+    try:
+        joined = open_joined(store, version.ref)
+    except LineageError as error:
+        first_rows = Shards(version).at(range(min(rows, manifest.rows)))
+        plain = [printable(row, 2000) for row in first_rows]
+        return [*lines, "", f"its rollouts are not there: {error.message}", *plain]
+    lines += ["", *_piece("rows of", ", ".join(joined.sources))]
+    for row in joined.rows(range(min(rows, len(joined)))):
+        title = f"{row['position'] + 1} of {len(joined):,}: {row['rollout_id']}"
+        lines += ["", title, *row_lines(row)]
+    return lines
+
+
+def row_lines(
+    row: Mapping[str, Any], width: int = WIDTH, most_lines: int = MOST_LINES
+) -> list[str]:
+    """A row of `Joined.rows` as lines of `width` characters: each piece after its name, wrapped,
+    and cut after `most_lines`."""
+    piece = partial(_piece, width=width, most_lines=most_lines)
+    lines = []
+    reference = row.get("reference")
+    others = {
+        name: cell
+        for name, cell in (row.get("columns") or {}).items()
+        if cell not in (row.get("prompt"), reference)
+    }
+    lines += piece("prompt", row.get("prompt"))
+    lines += piece("reference", reference)
+    lines += piece("columns", _named_cells(others))
+    lines += piece("completion", row.get("completion_text"))
+    lines += piece("ended by", ending(row))
+    lines += piece("score", _cell(row["score"]) if "score" in row else None)
+    if "reward" in row:
+        lines += piece("reward", _cell(row["reward"]))
+        lines += piece("parts", _named_cells(row.get("parts") or {}))
+    for name, message in (row.get("errors") or {}).items():
+        lines += piece("error", f"{name}: {message}" if message is not None else None)
+    if "kept" in row:
+        advantage = f"{_cell(row['advantage'])}, mean ratio {_cell(row['mean_ratio'])}"
+        lines += piece("advantage", advantage if row["kept"] else f"dropped: {row['drop_reason']}")
+    return lines
+
+
+def ending(row: Mapping[str, Any]) -> str | None:
+    """How many tokens a rollout has, and why it ended there."""
+    if "finish_reason" not in row:
+        return None
+    return f"{row['finish_reason']}, after {counted(row['tokens'], 'token')}"
+
+
+def score_line(metrics: Mapping[str, Any]) -> str:
+    """The score of an evaluation or of a difference, with its interval."""
+    score, stderr = metrics["score"], metrics["stderr"]
+    prompts = counted(metrics["n"], "prompt")
+    if stderr is None:
+        return f"{number(score)} over {prompts}"
+    low, high = score - Z * stderr, score + Z * stderr
+    return (
+        f"{score:.4f} ± {stderr:.4f} (standard error), 95 % interval {low:.4f} … {high:.4f}, "
+        f"over {prompts}"
+    )
+
+
+def tags_of(store: Store, run: str) -> dict[str, list[str]]:
+    """The tags of a run by the reference that they hold; a damaged one is left to `verify`."""
+    tags: dict[str, list[str]] = {}
+    for name in store.tag_names(run):
+        with suppress(CorruptError):
+            tags.setdefault(store.tagged(run, name) or "", []).append(name)
+    return tags
+
+
+def _about(store: Store, version: Version) -> Iterator[str]:
+    """What it is, when and of what it was made, its size and tags."""
+    manifest = version.manifest
+    tags = tags_of(store, manifest.run).get(manifest.ref, [])
+    rows = f", {counted(manifest.rows, 'row')}" if manifest.rows else ""
+    num_bytes = sum(entry.bytes for entry in manifest.files)
+    yield f"{manifest.ref}{rows}, {size(num_bytes)} in {counted(len(manifest.files), 'file')}"
+    made_on = manifest.created[:19].replace("T", " ")
+    seconds = f", {number(manifest.seconds['total'])} s" if "total" in manifest.seconds else ""
+    yield from _piece("made by", f"{manifest.stage}, {made_on}{seconds}")
+    yield from _piece("tags", ", ".join(tags))
+    sources = {entry.ref: entry.role for entry in (*manifest.models, *manifest.inputs)}
+    yield from _piece("made of", ", ".join(f"{role} {ref}" for ref, role in sources.items()))
+    if "algorithm" in manifest.config:
+        yield from _piece("algorithm", manifest.config["algorithm"])
+    status = [f"{count:,} {name.replace('_', ' ')}" for name, count in manifest.status.items()]
+    yield from _piece("status", ", ".join(status))
+
+
+def _numbers(manifest: Manifest) -> Iterator[str]:
+    """The manifest's metrics: plain ones together, each nested group on a line of its own."""
+    metrics = dict(manifest.metrics)
+    if manifest.kind == "evaluations":
+        yield from _piece("score", score_line(metrics))
+        estimates = {f"pass@{k}": each for k, each in (metrics.pop("pass@k", None) or {}).items()}
+        difference = metrics.pop("difference", None)
+        if difference:
+            estimates["difference"] = difference["score"]
+        for name, estimate in estimates.items():
+            yield from _piece(name, score_line(estimate))
+        for name in ("score", "stderr", "n", "baseline"):
+            metrics.pop(name, None)
+    plain = {name: cell for name, cell in metrics.items() if not isinstance(cell, dict | list)}
+    yield from _piece("numbers", _named_cells(plain))
+    for name, group in metrics.items():
+        if not isinstance(group, dict):
+            continue
+        nested = {key: each for key, each in group.items() if isinstance(each, dict)}
+        yield from _piece(
+            name.replace("_", " "),
+            _named_cells({key: each for key, each in group.items() if key not in nested}),
+        )
+        for key, inner in nested.items():
+            cells = {each: cell for each, cell in inner.items() if not isinstance(cell, dict)}
+            yield from _piece(f"{key}", _named_cells(cells))
+
+
+def _steps(store: Store, policy: Manifest, rows: int) -> list[str]:
+    """The last optimizer steps that made a policy."""
+    steps = Manifests(store).steps(policy)
+    if not steps or not rows:
+        return []
+    shown = steps[-rows:]
+    title = f"the last {len(shown)} of {counted(len(steps), 'step')}:"
+    return ["", title, *_table(shown, ["step", *STEP_COLUMNS])]
+
+
+def _table(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
+    lines = ["".join(f"{name:>14}" for name in columns)]
+    return lines + ["".join(f"{_cell(row[name]):>14}" for name in columns) for row in rows]
+
+
+def _named_cells(cells: Mapping[str, Any]) -> str:
+    """`mean 0.25 · std 0.125`; nothing of lists that are empty."""
+    return " · ".join(
+        f"{str(name).replace('_', ' ')} {_cell(cell)}"
+        for name, cell in cells.items()
+        if cell not in ([], {})
+    )
+
+
+def _cell(content: Any) -> str:
+    if isinstance(content, bool):
+        return "yes" if content else "no"
+    if isinstance(content, int | float):
+        return number(content + 0)  # no −0
+    if content is None:
+        return number(None)
+    return printable(content)
+
+
+def _piece(name: str, text: Any, width: int = WIDTH, most_lines: int = MOST_LINES) -> list[str]:
+    """`name`, then `text` in lines beside it; nothing where there is no text."""
+    if text is None or text == "":
+        return []
+    width = max(width - _INDENT - 2, 20)
+    lines = []
+    for line in str(text).split("\n")[: most_lines + 1]:
+        escaped = printable(line, width * most_lines)
+        lines += textwrap.wrap(escaped, width) or [""]
+    if len(lines) > most_lines:
+        lines = [*lines[: most_lines - 1], "…"]
+    title = printable(name, _LONGEST_NAME)
+    if len(title) >= _INDENT:
+        return [f"  {title}", *(f"  {'':<{_INDENT}}{line}" for line in lines)]
+    return [f"  {title if index == 0 else '':<{_INDENT}}{line}" for index, line in enumerate(lines)]

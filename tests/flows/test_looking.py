@@ -1,0 +1,134 @@
+"""What people are shown of a store: `quiver ls` and `quiver show`, in words."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from quiver.flows.commands import versions
+from quiver.schemas.manifest import from_json
+from quiver.stages.common.store import Store
+from quiver.stages.report.describe import score_line
+from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.flows.conftest import quiver_each
+
+FINISHED = Path(__file__).parents[1] / "golden/stores/finished"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("looking") / "store"
+    shutil.copytree(FINISHED, path)
+    return str(path)
+
+
+def test_show_joins_what_is_told_of_a_row(store, capsys):
+    versions.show("golden/rewards@3", 12, store)
+    shown = capsys.readouterr().out
+    rows = Store(store).open("golden/rewards@3").table().to_pylist()
+    failed = [row for row in rows if row["errors"]["sometimes"] is not None]
+    assert shown.count("\n  prompt ") == shown.count("\n  reference ") == 12
+    assert len(failed) == shown.count("\n  error       sometimes: ") == 4
+    first = shown[shown.index("1 of 12: ") :].split("\n\n")[0].splitlines()
+    assert first == [
+        f"1 of 12: {rows[0]['rollout_id']}",
+        "  prompt      0+1=",
+        "  reference   1",
+        "  columns     name n0 · number 0",
+        "  completion  0+1G",
+        "  ended by    length, after 4 tokens",
+        "  reward      4",
+        "  parts       sometimes 4",
+    ]
+
+
+def test_show_tells_a_policys_steps_and_an_evaluations_interval(store, capsys):
+    versions.show("golden/policy@2", 10, store)
+    policy = capsys.readouterr().out
+    losses = Store(store).open("golden/updates@2").table()["loss"].to_pylist()
+    assert "algorithm   dapo" in policy and "the last 2 of 2 steps:" in policy
+    assert [line.split()[1] for line in policy.splitlines()[-2:]] == [f"{x:.4g}" for x in losses]
+    versions.show("held/evaluations@2", 0, store)
+    assert "score       -0.0014 ± 0.0392 (standard error), 95 % interval -0.0782 … 0.0754" in (
+        capsys.readouterr().out
+    )
+    assert score_line({"score": 0.5, "stderr": None, "n": 1}) == "0.5 over 1 prompt"
+
+
+def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):
+    versions.show("golden/rewards@1", None, store, True)
+    fields = json.loads(capsys.readouterr().out)
+    path = Store(store).open("golden/rewards@1").files.path("manifest.json")
+    written = from_json(path.read_bytes(), "golden/rewards@1")
+    assert fields == written.model_dump(mode="json", by_alias=True)
+
+
+@pytest.fixture(scope="module")
+def answers(store, tmp_path_factory) -> list[dict]:
+    """What three commands print with --json."""
+    commands = ["ls"], ["show", "golden/rewards@1"], ["ls", "--size"]
+    calls = [[*command, "--store", store] for command in commands]
+    return [answer for _, answer in quiver_each(tmp_path_factory.mktemp("answers"), *calls)]
+
+
+def test_the_json_of_ls_and_show_holds_what_it_held(store, answers):
+    listed, shown, _ = answers
+    assert set(listed) == {"versions"}
+    assert all(set(row) == {"ref", "rows", "stage", "created"} for row in listed["versions"])
+    table = Store(store).open("golden/rewards@1").table()
+    assert set(shown) == {"ref", "manifest", "rows"}
+    assert shown["rows"] == table.slice(0, 3).to_pylist()
+
+
+def test_ls_is_a_table(store, capsys):
+    versions.ls("held", store)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("  ")[0] == "version" and lines[0].endswith("when")
+    (best,) = [line for line in lines if line.startswith("held/evaluations@2 ")]
+    assert re.split(r" {2,}", best) == [
+        "held/evaluations@2", "-0.001389 ± 0.039", "best", "1.8 kB", "6", "2026-11-23 19:25:25",
+    ]  # fmt: skip
+    assert len({len(line) for line in lines[1:]}) == 1, "columns stand below one another"
+
+
+def test_ls_sums_bytes(store, answers):
+    listed, _, sizes = answers
+    opened = Store(store)
+    for row in sizes["runs"]:
+        manifests = [version.manifest for version in opened.versions(row["run"])]
+        assert row["versions"] == len(manifests)
+        assert row["bytes"] == sum(entry.bytes for m in manifests for entry in m.files)
+        assert row["on_disk"] > row["bytes"], "manifests lie there too"
+    assert sum(row["versions"] for row in sizes["runs"]) == len(listed["versions"])
+    assert sizes["store"] >= sum(row["on_disk"] for row in sizes["runs"])
+
+
+def test_a_damaged_version_and_a_damaged_tag_are_listed_among_the_others(store, tmp_path, capsys):
+    shutil.copytree(store, tmp_path / "store")
+    (tmp_path / "store/held/rewards/v000001/manifest.json").write_text("{")
+    (tmp_path / "store/held/tags/best").write_text("\0")
+    versions.ls("held", str(tmp_path / "store"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert sum(line.startswith("E-CORRUPT held/rewards@1") for line in lines) == 1
+    assert not any(" best " in line for line in lines)
+
+
+def test_no_character_of_a_model_moves_the_cursor(tmp_path, capsys):
+    store = Store(tmp_path / "store")
+    table = rollouts_table(2, 4, 4)
+    texts = pa.array(["\x1b[31mred\x07\r", "left\u202eright\u200b"])
+    table = table.set_column(
+        table.schema.get_field_index("completion_text"), "completion_text", texts
+    )
+    rollouts = write_version(
+        store, "rollouts", "generate", table, {"prompts": make_prompts(store, 1)}
+    )
+    rewards = make_rewards(store, rollouts)
+    versions.show(str(rewards.ref), 2, str(store.path))
+    shown = capsys.readouterr().out
+    assert r"\x1b[31mred\x07\r" in shown and r"left\u202eright\u200b" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)

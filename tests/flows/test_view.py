@@ -1,0 +1,245 @@
+"""`quiver view`: a plain table where there is no terminal, the application where there is one."""
+
+import asyncio
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from quiver.flows.commands import viewing
+from quiver.flows.view.paired import open_paired, pair
+from quiver.flows.view.tokens import coloured, style_of, token_texts
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.store import Store
+from quiver.stages.report.joined import Selection, open_joined
+from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+
+FINISHED = Path(__file__).parents[1] / "golden/stores/finished"
+HOSTILE = "[red]\x1b[31mred[/red]\u202e"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    path = tmp_path_factory.mktemp("view") / "store"
+    shutil.copytree(FINISHED, path)
+    return Store(path)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory) -> Store:
+    """256 rollouts of 32 prompts, the first with markup and control characters in its text."""
+    store = Store(tmp_path_factory.mktemp("long") / "store")
+    table = rollouts_table(256, 4, 4)
+    texts = pa.array([HOSTILE, *(f"Answer: {number}" for number in range(1, 256))])
+    table = table.set_column(
+        table.schema.get_field_index("completion_text"), "completion_text", texts
+    )
+    prompts = make_prompts(store, 32)
+    make_rewards(store, write_version(store, "rollouts", "generate", table, {"prompts": prompts}))
+    return store
+
+
+# -- without a terminal
+
+
+def test_a_plain_table_is_sorted_and_cut(store, capsys):
+    viewing.view("golden/rewards@1", sort="reward", descending=True, n=3, store=str(store.path))
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == [
+        "row", "reward", "tokens", "end", "advantage", "ratio", "prompt", "reference", "completion",
+    ]  # fmt: skip
+    rewards = store.open("golden/rewards@1").table()["reward"].to_numpy()
+    best = np.argsort(-rewards, kind="stable")[:3]
+    shown = [(int(row.split()[0]) - 1, float(row.split()[1])) for row in rows]
+    assert shown == [(place, float(f"{rewards[place]:.4g}")) for place in best]
+
+
+def test_two_policies_stand_side_by_side_by_their_evaluations(store, capsys):
+    viewing.view(
+        "golden/policy@0", "golden/policy@2", sort="change", descending=True, store=str(store.path)
+    )
+    _, *rows = capsys.readouterr().out.splitlines()
+    gains = [float(row.split()[3]) for row in rows]
+    scores = [store.open(f"held/evaluations@{n}").table()["score"].to_numpy() for n in (1, 4)]
+    expected = sorted(scores[1] - scores[0], key=abs, reverse=True)
+    np.testing.assert_allclose(gains, expected, atol=1e-4)
+
+
+def test_other_rewards_of_the_same_rollouts_pair_by_id(store):
+    paired = pair(store, "golden/rewards@1", "golden/rewards@5")
+    a, b = (store.open(f"golden/rewards@{n}").table()["reward"].to_numpy() for n in (1, 5))
+    np.testing.assert_array_equal(paired.first.number("gain"), b.astype(float) - a)
+    assert [row["reward"] for row in paired.partners([3, 0])] == [b[3], b[0]]
+
+
+def test_rollouts_on_other_prompts_do_not_pair(store):
+    with pytest.raises(LineageError, match="no rollout of one has the prompt"):
+        pair(store, "golden/rollouts@1", "held/rollouts@1")
+
+
+def test_a_run_alone_needs_a_terminal(store):
+    with pytest.raises(ConfigError, match="a plain table is of one version"):
+        viewing.view("golden", store=str(store.path))
+
+
+def test_without_textual_a_terminal_is_told_what_to_install(store):
+    """And a pipe is not."""
+    code = "import sys; sys.modules['textual'] = None; from quiver.flows.cli import main; main()"
+    command = [sys.executable, "-c", code, "view", "golden/rewards@1", "--store", str(store.path)]
+    leader, follower = pty.openpty()
+    refused = subprocess.run(
+        command, stdin=follower, stdout=follower, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(follower)
+    os.close(leader)
+    assert refused.returncode == 2
+    assert 'Next: pip install "quiver-rl[view]"' in refused.stderr
+    piped = subprocess.run([*command, "--json", "-n", "2"], capture_output=True, check=True)
+    answer = json.loads(piped.stdout)
+    assert [row["position"] for row in answer["rows"]] == [0, 1] and answer["matching"] == 16
+
+
+# -- tokens
+
+
+def test_tokens_have_their_text_and_their_colour(store):
+    joined = open_joined(store, "ppo/policy@1")
+    rows = joined.rows(range(16))
+    for position, row in enumerate(rows):
+        texts = token_texts(store, joined.policy, joined.tokens(position).ids)
+        visible = "".join(texts).replace("<|endoftext|>", "").replace("<|im_end|>", "")
+        assert visible.replace("<|im_start|>", "") == row["completion_text"]
+    assert token_texts(store, "golden/policy@77", [5, 6]) == ["⟨5⟩", "⟨6⟩"]
+    text = coloured(["a", "\x1b", "\n"], [-5.0, -2.5, 0.0], "logprob")
+    assert text.plain == "a\\x1b↵\n"
+    assert [str(span.style) for span in text.spans] == [
+        "white on rgb(190,40,40)",
+        "white on rgb(110,35,35)",
+    ]
+    assert style_of("ratio ref", 1.0) == style_of("none", -5.0) == ""
+
+
+# -- with a terminal
+
+
+def drive(app, *steps, size=(120, 40)) -> list[str]:
+    """What the screen says at first and after each step, a list of keys."""
+    shown = []
+
+    async def run() -> None:
+        async with app.run_test(size=size, notifications=True) as pilot:
+            for keys in ([], *steps):
+                await pilot.press(*keys)
+                await app.workers.wait_for_complete()
+                await pilot.pause()
+                shown.append(screen_text(app))
+
+    asyncio.run(run())
+    return shown
+
+
+def screen_text(app) -> str:
+    """All characters on the screen."""
+    return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+
+
+@pytest.fixture
+def view_app():
+    pytest.importorskip("textual")
+    from quiver.flows.view.app import ViewApp
+
+    return ViewApp
+
+
+def test_the_best_come_first_and_open_token_by_token(view_app, store):
+    app = view_app(store, open_paired(store, "golden/policy@1", None))
+    first, best, tokens = drive(app, ["b"], ["enter"])
+    assert "golden/policy@1 by golden/policy@0" in first and "1–16 of 16" in first
+    (row,) = open_joined(store, "golden/policy@1").rows([0])
+    assert "highest reward first" in best and row["rollout_id"] in best
+    assert "reward       1.5".replace("       ", "      ") in best
+    assert "completion, by logprob" in tokens and "ratio ref" in tokens
+    logprob = open_joined(store, "golden/policy@1").tokens(0).logprobs[0]
+    assert f"{logprob:.4g}" in tokens
+
+
+def test_colours_go_round(view_app, store):
+    app = view_app(store, open_paired(store, "ppo/policy@1", None))
+    shown = drive(app, *[["c"]] * 5)
+    assert [text.split("completion, by ")[1].split(":")[0] for text in shown] == [
+        "logprob", "ratio prox", "ratio ref", "advantage", "none", "logprob",
+    ]  # fmt: skip
+
+
+def test_a_prompt_opens_its_rollouts(view_app, store):
+    app = view_app(store, open_paired(store, "golden/rewards@1", None))
+    _, groups, second, back = drive(app, ["g"], ["down", "enter"], ["escape", "escape"])
+    assert "1–4 of 4" in groups and "1+5?" in groups
+    assert "where group_id = 000007" in second and "1–4 of 4" in second
+    assert "1–16 of 16" in back
+
+
+def test_versions_open_what_they_hold(view_app, store):
+    app = view_app(store, run="golden")
+    versions, policy, _, base = drive(
+        app, ["enter"], ["escape"], [*["down"] * 26, "enter"], size=(120, 60)
+    )
+    assert "versions of golden" in versions and "prod" in versions
+    assert "golden/policy@2 by golden/policy@1" in policy, "what it learned from"
+    assert "made by     policy" in base and "parameters" in base, "golden/policy@0 has no rollouts"
+
+
+def test_pages_searches_and_filters(view_app, long):
+    app = view_app(long, open_paired(long, "bench/rewards@1", None))
+    first, second, last, none, found, all_again = drive(
+        app, ["n"], ["n"], ["n"],
+        ["slash", *"answer: 25", "enter"],
+        ["slash", *["backspace"] * 12, "enter"],
+    )  # fmt: skip
+    assert "1–100 of 256" in first and "101–200 of 256" in second
+    assert "201–256 of 256" in last and "201–256 of 256" in none, "there is no page after the last"
+    assert "1–7 of 7" in found and "with “answer: 25”" in found
+    assert "1–100 of 256" in all_again
+    app = view_app(long, open_paired(long, "bench/rewards@1", None))
+    filtered = drive(app, ["f", *"reward < 0.5, tokens = 4", "enter"])[-1]
+    rewards = open_joined(long, "bench/rewards@1").number("reward")
+    assert f"of {np.sum(rewards < 0.5)}" in filtered
+
+
+def test_a_filter_that_can_not_be_read_is_told_and_everything_stays(view_app, store):
+    app = view_app(store, open_paired(store, "golden/rewards@1", None))
+    best, refused = drive(app, ["b"], ["f", *"rewrd < 1", "enter"])[1:]
+    assert "E-CONFIG column rewrd:" in refused
+    assert best.splitlines()[:5] == refused.splitlines()[:5] and "highest reward first" in best
+
+
+def test_text_of_a_model_is_only_text(view_app, long):
+    app = view_app(long, open_paired(long, "bench/rewards@1", None))
+    (shown,) = drive(app)
+    assert r"[red]\x1b[31mred[/red]\u202e" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)
+
+
+def test_two_versions_stand_beside_one_another(view_app, store):
+    paired = open_paired(store, "held/evaluations@1", "held/evaluations@2")
+    shown = drive(view_app(store, paired), ["m"], ["enter"])
+    a, b = (open_joined(store, f"held/evaluations@{n}") for n in (1, 2))
+    most = int(np.argmax(np.abs(b.number("score") - a.number("score"))))
+    for joined, name in ((a, "A"), (b, "B")):
+        (row,) = joined.rows([most])
+        for text in shown[1:]:
+            assert f"{name}  {row['rollout_id']}" in text
+
+
+def test_a_selection_is_where_the_application_begins(view_app, store):
+    selection = Selection(sort="tokens", where="finish_reason = stop")
+    app = view_app(store, open_paired(store, "golden/rollouts@1", None), selection)
+    (shown,) = drive(app)
+    assert "1–1 of 1" in shown and "lowest tokens first" in shown
