@@ -40,7 +40,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     policy = store.open(refs["policy"])
     model = checkpoints.as_model(config.role, policy)
     sampler = rollouts.manifest.model("policy")
-    if config.role == "prox" and (sampler is None or sampler.weights != model.weights):
+    if config.is_of_sampler and (sampler is None or sampler.weights != model.weights):
         sampled_by = f"{sampler.weights[:12]}… ({sampler.ref})" if sampler else "no policy"
         raise LineageError(
             str(rollouts.ref),

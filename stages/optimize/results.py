@@ -18,6 +18,7 @@ from quiver.stages.common.store import Version, storage
 from quiver.stages.common.store.writer import Writer
 
 from . import lora, optimizer, state_folder, value_head
+from .audit import first_clip_fraction
 from .losses import log_ratio
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         "precision": trainer.precision,
         "max_completion_tokens": loaded.batch.max_completion_tokens,
         "audit": trainer.audit_report,
+        "first_clip_fraction": first_clip_fraction(trainer),
         "processes": trainer.accelerator.num_processes,
     }
 
@@ -105,8 +107,9 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     ratio = log_ratio(trainer.logprobs, batch.old_logprobs).exp()
     means = [completions.with_values(values).segment_mean() for values in (ratio, trainer.logprobs)]
     dropped = pa.array(loaded.reasons, pa.string())
-    # the place of each rollout in the batch; null where it was dropped
+    # the place of each rollout in the batch; null where it was dropped, or has no loss
     places = pc.index_in(pa.array(range(len(dropped))), value_set=pa.array(loaded.rows.numpy()))
+    places = pc.if_else(dropped.is_null(), places, None)
     schema = advantages_kind.SCHEMA
     advantages = pa.array(batch.advantages.numpy())
     if trainer.algorithm.critic:
