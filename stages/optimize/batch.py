@@ -52,7 +52,7 @@ class Batch:
     """[K] what made the sampled distribution another than the policy's (`top_p = 0.9`), empty where
     nothing did. None: nowhere."""
     masked: Tensor | None = None
-    """[K] bool: counts in the denominators, and has no loss. None: none of them."""
+    """[K] bool: counts in the denominators as a rollout, and has no loss. None: none of them."""
     max_completion_tokens: int | None = None
     """What generation allowed, for aggregation `constant`."""
     rewards: Tensor | None = None
@@ -85,6 +85,16 @@ class Batch:
         if self.masked is not None:
             is_active = is_active & ~self.masked
         return is_active.nonzero()[:, 0].tolist()
+
+    def counted_tokens(self, members: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[b] how many tokens of each of the rollouts `members` have a weight, none of those that
+        are masked; and [n] where these tokens stand among the N."""
+        rows = torch.as_tensor(members, dtype=torch.int64)
+        lengths = self.sequences.completions.lengths[rows]
+        if self.masked is None:
+            return lengths, self.positions(rows)
+        is_masked = self.masked[rows]
+        return lengths.masked_fill(is_masked, 0), self.positions(rows[~is_masked])
 
     def positions(self, rows: Sequence[int] | Tensor) -> Tensor:
         """[n] int64: where the completion tokens of rollouts `rows` stand among the N."""

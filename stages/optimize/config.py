@@ -206,8 +206,9 @@ class Config(base.Config):
     """Completions cut by length: train on them, or leave them out of the loss (their reward counts
     in the group's mean), and out of the denominators too, unless `mask_counted`."""
     mask_counted: Added[bool] = False
-    """With `on_length = "mask"`: what is left out of the loss counts in the denominators all the
-    same, as a rollout and with its tokens, so that the others weigh as if none were cut."""
+    """With `on_length = "mask"`: what is left out of the loss counts as a rollout in the
+    denominators, as in TRL; its tokens do not. False: it does not count at all. With `token_mean`
+    both are the same."""
     max_staleness: int = Field(default=0, ge=0)
     """How many policies older than the starting checkpoint the one that sampled the rollouts may
     be."""
@@ -348,6 +349,12 @@ class Config(base.Config):
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
             ) from None
+        if self.mask_counted and self.aggregation is None and callable(row.aggregation):
+            raise ConfigError(
+                f"optimize.algorithm {self.algorithm}",
+                "mask_counted would give its own aggregation completions of no token",
+                next="set optimize.aggregation, or leave mask_counted out",
+            )
         defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
         filled: dict[str, Any] = {
             name: defaults.get(name)
