@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quiver.schemas.errors import NumericError
 from quiver.stages.optimize import audit, losses
 from quiver.stages.optimize.algorithms import find_function
 
@@ -386,6 +387,11 @@ def test_the_audit_by_hand():
     assert report["kl_k1"] == pytest.approx(-sum(gaps) / 4)
     assert report["kl_k3"] == pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 4)
     assert report["mean_excess"] == pytest.approx(sum(max(gap, 0) for gap in gaps) / 4)
+
+
+def test_a_gap_that_is_no_number_does_not_pass():
+    with pytest.raises(NumericError, match="nan nats"):
+        audit.require({"mean_gap": math.nan, "max_gap": math.nan}, 0.1, "optimize audit")
 
 
 def test_the_audit_counts_completions_where_the_ratio_is_theirs():
