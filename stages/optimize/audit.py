@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from .batch import Batch
 from .config import TIGHT_CLIP
 from .losses import log_ratio
 from .objective import Objective
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
 _OF_SEQUENCES = {"sequence_clipped", "geometric_clipped"}
 """Surrogates whose ratio is a completion's."""
@@ -197,28 +194,5 @@ def _require_clip_beyond_noise(report: dict[str, Any], clip: float | None) -> No
         f"in the mean, expected at most {clip / 10:.2g}, a tenth of the clip bound {clip:g}: the "
         "ratio would be clipped for the engine's noise, since no proximal logprobs are given",
         state="no weight was changed, no version was written.",
-        next="give proximal logprobs (stage logprobs, role prox), which quiver run and quiver "
-        "optimize make by themselves",
+        next="give proximal logprobs (stage logprobs, role prox), as a recipe does by itself",
     )
-
-
-def first_clip_fraction(trainer: Trainer) -> float | None:
-    """Share of the first step's tokens whose loss a bound decided, where every ratio should be 1:
-    nothing has changed yet. None: some ratio differs from 1 by right, or no bound was asked.
-
-    A warning is logged where it is not 0.
-    """
-    batch = trainer.batch
-    from_start = trainer.config.prox_of == "start" and batch.prox_logprobs is not None
-    is_stale = batch.stale is not None and bool(batch.stale.any())
-    if not trainer.updates or trainer.objective.selection or (is_stale and not from_start):
-        return None
-    share = trainer.updates[0]["clip_fraction"]
-    if share > 0:
-        log.warning(
-            "the first step clipped %.2g of its tokens, though no weight had changed: the ratio's "
-            "denominator is off by numerics; [logprobs] prox = true takes it from the trainer, in "
-            "the precision of [logprobs]",
-            share,
-        )
-    return share

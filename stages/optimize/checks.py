@@ -188,7 +188,7 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
             f"sampled with {', '.join(biased)}: the ratio to the engine's logprobs is not 1 even "
             "before the first step, and no proximal logprobs are given",
             next=f"score {rollouts.ref} under the policy that sampled it (stage logprobs, role "
-            "prox), which quiver run and quiver optimize do by themselves",
+            "prox), as a recipe does by itself",
         )
     return biased
 

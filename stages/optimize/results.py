@@ -3,6 +3,7 @@ and the manifest's numbers."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ from quiver.stages.common.store import Version, storage
 from quiver.stages.common.store.writer import Writer
 
 from . import lora, optimizer, state_folder, value_head
-from .audit import first_clip_fraction
 from .losses import log_ratio
 
 if TYPE_CHECKING:
     from .rollouts import Loaded
     from .trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 def save(parent: Version, trainer: Trainer, writer: Writer) -> None:
@@ -96,6 +98,28 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         "first_clip_fraction": first_clip_fraction(trainer),
         "processes": trainer.accelerator.num_processes,
     }
+
+
+def first_clip_fraction(trainer: Trainer) -> float | None:
+    """Share of the first step's tokens whose loss a bound decided, where every ratio should be 1:
+    nothing has changed yet. None: some ratio differs from 1 by right, or no bound was asked.
+
+    A warning is logged where it is not 0.
+    """
+    batch = trainer.batch
+    from_start = trainer.config.prox_of == "start" and batch.prox_logprobs is not None
+    is_stale = batch.stale is not None and bool(batch.stale.any())
+    if not trainer.updates or trainer.objective.selection or (is_stale and not from_start):
+        return None
+    share = trainer.updates[0]["clip_fraction"]
+    if share > 0:
+        log.warning(
+            "the first step clipped %.2g of its tokens, though no weight had changed: the ratio's "
+            "denominator is off by numerics; [logprobs] prox = true takes it from the trainer, in "
+            "the precision of [logprobs]",
+            share,
+        )
+    return share
 
 
 def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
