@@ -105,9 +105,11 @@ def rerun(
         policy = refs["policy"][0]
         return measure(recipe.held_out_resolved(), policy, iteration, forced, perform=perform)
     if stage == "optimize":
+        config = load(stage).resolve(recipe.optimize_config())
+        section = recipe.optimize.model_copy(update=dict(config))
+        recipe = recipe.model_copy(update={"optimize": section})
         refs |= _score_again(recipe, store, refs, run)
         refs |= _answer_again(recipe, store, refs, partial(perform, iteration=iteration))
-        config = recipe.optimize_config()
     elif stage == "override":
         del refs["rollouts"]
         config = overrides

@@ -23,6 +23,12 @@ from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 from tests.writing import run_here
 
+TIGHT = """
+from quiver.stages.optimize.algorithms import Algorithm
+
+BOUNDS = {"clip_low": 1e-3, "clip_high": 1e-3}
+TIGHT = Algorithm("tight", "group_normalized", "sequence_clipped", "token_mean", BOUNDS)
+"""
 run_policy = partial(run_here, "policy")
 
 
@@ -244,6 +250,11 @@ def test_tight_bounds_are_scored_for_by_themselves_under_the_starting_policy(wor
     rollouts = [part for each in done[::-1] for part in ("--rollouts", each["rollouts"])]
     again = quiver(workplace, "optimize", "recipe.toml", *options, *rollouts)
     assert (again["ref"], again["cached"]) == ("decoupled/policy@2", True)
+    (workplace / "tight.py").write_text(TIGHT)
+    options = ["--set", "run=own", "--set", "optimize.algorithm=tight.py:TIGHT"]
+    named = ["--rollouts", result["iterations"][0]["rollouts"]]
+    own = store.open(quiver(workplace, "optimize", "recipe.toml", *options, *named)["ref"])
+    assert store.open(own.manifest.input("prox").ref).manifest.model("prox").ref == "tiny/policy@0"
 
 
 def test_truncated_sampling_is_scored_for_by_itself(workplace, result):
