@@ -46,6 +46,7 @@ from .greedy import answer_greedily
 from .pages import link_report
 from .pages.iterations import Curve
 from .placement import STAGES, check_placement, stage_call, trained_here
+from .proximal import score_behaviour, score_start
 from .recipe import Recipe
 from .retention import clean_up
 from .tasks import check_stages, perform, tagged
@@ -65,7 +66,8 @@ class Sampled:
     rollouts: str
     rewards: str
     prox_logprobs: str | None
-    """Under the sampling policy, with the trainer's numerics. None: [logprobs] asks for none."""
+    """With the trainer's numerics, for the ratio's denominator (see `proximal`). None: nothing asks
+    for them, or not yet."""
     baseline_rollouts: str | None
     """Greedy answers of the sampling policy (see `greedy`). None: the algorithm asks for none."""
     baseline_rewards: str | None
@@ -241,23 +243,15 @@ def sample(
     force = "reward" in forced
     rewards = perform(recipe, "reward", recipe.reward, refs, force=force, iteration=iteration)
     outcomes = {"prompt": prompts, "generate": rollouts, "reward": rewards}
-    if recipe.logprobs.prox:
-        outcomes["logprobs prox"] = perform(
-            recipe,
-            "logprobs",
-            recipe.logprobs_config("prox"),
-            {**refs, "policy": policy},
-            force="logprobs" in forced,
-            iteration=iteration,
-        )
+    prox = score_behaviour(recipe, rollouts.ref, policy, iteration, forced)
     greedy = answer_greedily(recipe, prompts.ref, policy, partial(perform, iteration=iteration))
-    outcomes |= greedy
+    outcomes |= prox | greedy
     return Sampled(
         iteration=iteration,
         prompts=prompts.ref,
         rollouts=rollouts.ref,
         rewards=rewards.ref,
-        prox_logprobs=outcomes["logprobs prox"].ref if recipe.logprobs.prox else None,
+        prox_logprobs=prox["logprobs prox"].ref if prox else None,
         baseline_rollouts=greedy["generate greedy"].ref if greedy else None,
         baseline_rewards=greedy["reward greedy"].ref if greedy else None,
         reward_mean=rewards.metrics.get("reward_mean"),
@@ -279,7 +273,8 @@ def update(
     What `earlier` iterations sampled is trained on again, beside this one's, scored under the
     present reference.
     """
-    sources = (sampled, *earlier)
+    sources = score_start(recipe, policy, [sampled, *earlier], forced)
+    sampled = sources[0]
     scored: list[Outcome] = []
     for source in sources if reference else ():
         config = recipe.logprobs_config("ref")

@@ -27,6 +27,7 @@ from .commands.shared import CALLED
 from .dispatch import run_at
 from .greedy import answer_greedily
 from .placement import check_placement, stage_call
+from .proximal import proximal_config
 from .recipe import Recipe
 
 ROLES = {
@@ -104,9 +105,11 @@ def rerun(
         policy = refs["policy"][0]
         return measure(recipe.held_out_resolved(), policy, iteration, forced, perform=perform)
     if stage == "optimize":
+        config = load(stage).resolve(recipe.optimize_config())
+        section = recipe.optimize.model_copy(update=dict(config))
+        recipe = recipe.model_copy(update={"optimize": section})
         refs |= _score_again(recipe, store, refs, run)
         refs |= _answer_again(recipe, store, refs, partial(perform, iteration=iteration))
-        config = recipe.optimize_config()
     elif stage == "override":
         del refs["rollouts"]
         config = overrides
@@ -218,13 +221,20 @@ def _score_again(
                 next='set reference.rule = "fixed", which is the first policy of the line',
             )
         policies["ref"] = [first_of_line(store, refs["policy"][0])] * len(refs["rollouts"])
-    if recipe.logprobs.prox:
-        policies["prox"] = [sampling_policy(store, rollouts) for rollouts in refs["rollouts"]]
+    manifests = [store.open(rollouts).manifest for rollouts in refs["rollouts"]]
+    samplings = [manifest.config_section("sampling") for manifest in manifests]
+    prox_config = proximal_config(recipe, samplings)
+    if prox_config is not None:
+        policies["prox"] = [
+            refs["policy"][0]
+            if prox_config.prox_of == "start"
+            else sampling_policy(store, rollouts)
+            for rollouts in refs["rollouts"]
+        ]
+    configs = {"ref": recipe.logprobs_config("ref"), "prox": prox_config}
     return {
         f"{role}_logprobs": [
-            run(
-                "logprobs", recipe.logprobs_config(role), {"rollouts": rollouts, "policy": policy}
-            ).ref
+            run("logprobs", configs[role], {"rollouts": rollouts, "policy": policy}).ref
             for rollouts, policy in zip(refs["rollouts"], scorers, strict=True)
         ]
         for role, scorers in policies.items()

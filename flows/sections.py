@@ -75,11 +75,12 @@ class Reference(Config):
 
 
 class Logprobs(PassConfig):
-    """How saved completions are scored again, and whether under the policy that sampled too."""
+    """How saved completions are scored again, and whether for the ratio's denominator too."""
 
     prox: bool = False
-    """Score under the sampling policy with the trainer's numerics, and take that as the ratio's
-    denominator."""
+    """Score with the trainer's numerics too, under the policy that `optimize.prox_of` says, and
+    take that as the ratio's denominator. Where [optimize] or truncated sampling needs it, it is
+    done in any case, in the precision of [optimize] unless one is set here."""
 
 
 class Prompt(TemplateConfig):

@@ -74,6 +74,7 @@ class _Policy(_Metrics):
     updates: str | None = None
     advantages: str | None = None
     audit: _Audit = _Audit()
+    first_clip_fraction: Number = None
 
 
 _BY_KIND: dict[str, type[_Metrics]] = {

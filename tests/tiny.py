@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     GenerationConfig,
+    GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -83,6 +84,8 @@ def _config(kind: str, vocabulary: int):
             num_heads=4,
             decoder_start_token_id=PAD,
         )
+    if kind == "gpt2":
+        return GPT2Config(**ids, n_embd=32, n_layer=2, n_head=4, n_positions=256)
     layers = {
         "encoder_layers": 2,
         "decoder_layers": 2,
@@ -102,7 +105,7 @@ def _config(kind: str, vocabulary: int):
 
 
 def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: int = 320) -> Path:
-    """A tiny model directory: `kind` is llama, qwen3, t5 or bart; the same seed gives the same
+    """A tiny model directory: `kind` is llama, qwen3, gpt2, t5 or bart; the same seed gives the same
     weights."""
     config = _config(kind, vocabulary)
     with torch.random.fork_rng():

@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from quiver.stages.common.config import Added, Runtime
 from quiver.stages.common.config import Config as Base
-from quiver.stages.common.config import Runtime
 
 
 class PassConfig(Base):
@@ -36,5 +36,13 @@ class Config(PassConfig):
     """Whose probability is asked for, and how the pass is made."""
 
     role: Literal["ref", "prox"] = "ref"
-    """`ref`: the reference, for the KL term. `prox`: the policy that sampled, with the trainer's
+    """`ref`: the reference, for the KL term. `prox`: the ratio's denominator, with the trainer's
     numerics."""
+    prox_of: Added[Literal["behaviour", "start"]] = "behaviour"
+    """Of `prox`: the policy that sampled, or the one that a training starts from. The stage
+    optimize refuses those of another policy than its own `prox_of` says."""
+
+    @property
+    def is_of_sampler(self) -> bool:
+        """Whether only the policy that sampled may score."""
+        return self.role == "prox" and self.prox_of == "behaviour"

@@ -2,10 +2,11 @@
 optimizer runs can use.
 
 Role `ref`: under the reference policy, for the KL term; a sweep over `kl_coef` then loads no
-reference model. Role `prox`: under the very weights that sampled, with the trainer's numerics, for
-the ratio's denominator. Each row at its own temperature. Refused: `prox` under other weights than
-those that sampled; a model to which an id is another token than to the one that sampled; greedy
-rows, which have no probability; rows that the model can not read.
+reference model. Role `prox`: with the trainer's numerics, for the ratio's denominator, under the
+very weights that sampled, or those that a training starts from (`prox_of`). Each row at its own
+temperature. Refused: `prox` under other weights than those that sampled, unless it is of the start;
+a model to which an id is another token than to the one that sampled; greedy rows, which have no
+probability; rows that the model can not read.
 
     run_stage("logprobs", Config(role="ref"), store, rollouts="arith/rollouts@3",
         policy="arith/policy@0")
@@ -40,7 +41,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     policy = store.open(refs["policy"])
     model = checkpoints.as_model(config.role, policy)
     sampler = rollouts.manifest.model("policy")
-    if config.role == "prox" and (sampler is None or sampler.weights != model.weights):
+    if config.is_of_sampler and (sampler is None or sampler.weights != model.weights):
         sampled_by = f"{sampler.weights[:12]}… ({sampler.ref})" if sampler else "no policy"
         raise LineageError(
             str(rollouts.ref),

@@ -48,6 +48,11 @@ class Batch:
     stale: Tensor | None = None
     """[K] bool: sampled by an older policy than the starting checkpoint, so that their logprobs
     differ by right and the audit only reports them. None: none of them is."""
+    biases: list[str] | None = None
+    """[K] what made the sampled distribution another than the policy's (`top_p = 0.9`), empty where
+    nothing did. None: nowhere."""
+    masked: Tensor | None = None
+    """[K] bool: counts in the denominators as a rollout, and has no loss. None: none of them."""
     max_completion_tokens: int | None = None
     """What generation allowed, for aggregation `constant`."""
     rewards: Tensor | None = None
@@ -70,6 +75,26 @@ class Batch:
         if len(self.advantages) == len(self.old_logprobs):
             return self.advantages
         return self.advantages.repeat_interleave(self.sequences.completions.lengths)
+
+    def active_rows(self, zero_is_idle: bool) -> list[int]:
+        """The rollouts that are passed through the model: those with a loss, and of these, where
+        `zero_is_idle`, those whose advantage is not 0."""
+        is_active = torch.ones(len(self.groups), dtype=torch.bool)
+        if zero_is_idle:
+            is_active = self.advantages != 0
+        if self.masked is not None:
+            is_active = is_active & ~self.masked
+        return is_active.nonzero()[:, 0].tolist()
+
+    def counted_tokens(self, members: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """[b] how many tokens of each of the rollouts `members` have a weight, none of those that
+        are masked; and [n] where these tokens stand among the N."""
+        rows = torch.as_tensor(members, dtype=torch.int64)
+        lengths = self.sequences.completions.lengths[rows]
+        if self.masked is None:
+            return lengths, self.positions(rows)
+        is_masked = self.masked[rows]
+        return lengths.masked_fill(is_masked, 0), self.positions(rows[~is_masked])
 
     def positions(self, rows: Sequence[int] | Tensor) -> Tensor:
         """[n] int64: where the completion tokens of rollouts `rows` stand among the N."""

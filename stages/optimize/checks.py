@@ -138,7 +138,7 @@ def baselines(version: Sampled) -> pa.Array:
 
 def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     """Refuse rollouts of a policy that is too old or foreign, proximal logprobs of another policy
-    than theirs, biased sampling.
+    than `prox_of` says, biased sampling without leave or without proximal logprobs.
 
     Returns the biases of sampling that were allowed.
     """
@@ -164,14 +164,14 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
             "raise optimize.max_staleness",
         )
     prox = version.inputs.get("prox")
-    scored_by = {model.weights for model in prox.manifest.models} if prox else {weights}
-    if scored_by != {weights}:
-        found = ", ".join(f"{other[:12]}…" for other in sorted(scored_by)) or "no model"
-        raise LineageError(
-            str(prox.ref),
-            "proximal logprobs are those of the policy that sampled, expected weights "
-            f"{weights[:12]}…, found {found}",
-            next=f"score {rollouts.ref} under {sampler.ref}",
+    if prox is not None:
+        _check_prox(config, version, prox)
+    elif config.prox_of == "start":
+        raise ConfigError(
+            "optimize.prox_of",
+            f"'start' needs proximal logprobs, none are given of {rollouts.ref}",
+            next=f"score {rollouts.ref} under {version.inputs['policy'].ref} (stage logprobs, role "
+            "prox), or take 'behaviour'",
         )
     biased = biases(rollouts.manifest.config_section("sampling"))
     if biased and not config.allow_biased_sampling:
@@ -182,7 +182,34 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
             next="generate without truncation and penalties, or set "
             "optimize.allow_biased_sampling = true",
         )
+    if biased and prox is None:
+        raise ConfigError(
+            str(rollouts.ref),
+            f"sampled with {', '.join(biased)}: the ratio to the engine's logprobs is not 1 even "
+            "before the first step, and no proximal logprobs are given",
+            next=f"score {rollouts.ref} under the policy that sampled it (stage logprobs, role "
+            "prox), as a recipe does by itself",
+        )
     return biased
+
+
+def _check_prox(config: Config, version: Sampled, prox: Version) -> None:
+    """LineageError where the proximal logprobs are of another policy than `prox_of` says."""
+    if config.prox_of == "start":
+        policy = checkpoints.as_model("policy", version.inputs["policy"])
+        description = "this training starts from"
+    else:
+        policy = version.rollouts.manifest.require_model("policy")
+        description = "sampled"
+    scored_by = {model.weights for model in prox.manifest.models}
+    if scored_by != {policy.weights}:
+        found = ", ".join(f"{other[:12]}…" for other in sorted(scored_by)) or "no model"
+        raise LineageError(
+            str(prox.ref),
+            f"proximal logprobs are those of the policy that {description}, expected weights "
+            f"{policy.weights[:12]}…, found {found}; optimize.prox_of is {config.prox_of!r}",
+            next=f"score {version.rollouts.ref} under {policy.ref}",
+        )
 
 
 def check_schedule(config: Config, policy: Version) -> None:

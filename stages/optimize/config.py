@@ -24,6 +24,8 @@ from .lora import Lora
 
 SURROGATE_FIELDS = {name for options in algorithms.OPTIONS.values() for name in options}
 """The fields that are options of a surrogate."""
+TIGHT_CLIP = 0.05
+"""Clip bounds below this are met by the engine's noise alone, in place of the policy's change."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -35,7 +37,8 @@ class Audit(base.Config):
     max_mean_gap: float = Field(default=0.1, gt=0)
     """Largest mean of |trainer − old| in nats a token; engines in bfloat16 differ by 0.01 to 0.05.
     Rollouts of an older policy (see `max_staleness`) differ by right: for them the gap is reported
-    only."""
+    only, and that of their proximal logprobs limited. Under biased sampling trainer − old alone is
+    limited, since it may be below 0 by right."""
 
 
 class Correction(base.Config):
@@ -170,6 +173,10 @@ class Config(base.Config):
     critic_warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of the policy's life in which the critic learns alone and the policy stays as
     it is."""
+    prox_of: Added[Literal["behaviour", "start"]] = "behaviour"
+    """Which policy's logprobs, with the trainer's numerics, are the ratio's denominator.
+    `behaviour`: the policy that sampled. `start`: the policy that this training starts from, as in
+    decoupled PPO; it needs proximal logprobs, and stale rollouts are weighed by exp(prox − old)."""
     correction: Correction = Correction()
     """Off-policy weights; they apply only where proximal logprobs are given."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -197,13 +204,17 @@ class Config(base.Config):
     """Leave groups with equal rewards out of the denominators too. None: the algorithm's."""
     on_length: Literal["keep", "mask"] = "keep"
     """Completions cut by length: train on them, or leave them out of the loss (their reward counts
-    in the group's mean)."""
+    in the group's mean), and out of the denominators too, unless `mask_counted`."""
+    mask_counted: Added[bool] = False
+    """With `on_length = "mask"`: what is left out of the loss counts as a rollout in the
+    denominators, as in TRL; its tokens do not. False: it does not count at all. With `token_mean`
+    both are the same."""
     max_staleness: int = Field(default=0, ge=0)
     """How many policies older than the starting checkpoint the one that sampled the rollouts may
     be."""
     allow_biased_sampling: bool = False
     """Accept rollouts sampled with top_p, top_k, min_p, min_tokens or penalties, whose distribution
-    is not the policy's."""
+    is not the policy's. They need proximal logprobs, which a recipe then makes by itself."""
     score_after: bool = False
     """Score the rollouts once more after the last step, so that mean_ratio and mean_logprob are the
     new policy's. False: they are of the policy that the rollout's last step started from."""
@@ -273,6 +284,15 @@ class Config(base.Config):
         return self
 
     @model_validator(mode="after")
+    def _check_mask(self) -> Config:
+        if self.mask_counted and self.on_length != "mask":
+            raise ValueError(
+                "mask_counted says how what on_length = 'mask' leaves out is counted: set that "
+                "too, or leave mask_counted out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_algorithm_options(self) -> Config:
         has_bounds = self.delta is not None and self.clip_high is not None
         if has_bounds and self.delta <= 1 + self.clip_high:
@@ -329,6 +349,12 @@ class Config(base.Config):
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
             ) from None
+        if self.mask_counted and self.aggregation is None and callable(row.aggregation):
+            raise ConfigError(
+                f"optimize.algorithm {self.algorithm}",
+                "mask_counted would give its own aggregation completions of no token",
+                next="set optimize.aggregation, or leave mask_counted out",
+            )
         defaults = {"drop_zero_variance": False, **row.defaults, "aggregation": row.aggregation}
         filled: dict[str, Any] = {
             name: defaults.get(name)
@@ -355,6 +381,21 @@ class Config(base.Config):
                 next="restore the file and run again, or take algorithm_source out of the recipe",
             )
         return source
+
+    def tightest_clip(self) -> float | None:
+        """The smaller of the surrogate's distances `clip_low` and `clip_high`; None: it has
+        neither. Of a user's own algorithm they are known once it is resolved."""
+        row = algorithms.ALGORITHMS.get(self.algorithm)
+        options = {**(row.defaults if row else {}), **self.surrogate_options()}
+        bounds = [options[name] for name in ("clip_low", "clip_high") if name in options]
+        return min(bounds, default=None)
+
+    @property
+    def needs_prox(self) -> bool:
+        """Whether the ratio needs proximal logprobs for its denominator: its bounds are within the
+        engine's noise, or the denominator is the starting policy."""
+        clip = self.tightest_clip()
+        return self.prox_of == "start" or (clip is not None and clip < TIGHT_CLIP)
 
     def surrogate_options(self) -> dict[str, Any]:
         """The surrogate's options that are set here; they override the algorithm's

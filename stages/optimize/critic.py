@@ -68,9 +68,12 @@ def with_values(
         gae_lambda=config.gae_lambda,
         last_values=last_values,
     )
+    positions = batch.positions(batch.active_rows(zero_is_idle=False))
+    whitened = torch.zeros(len(token_advantages))
+    whitened[positions] = advantages.whitened(token_advantages[positions])
     return dataclasses.replace(
         batch,
-        advantages=advantages.whitened(token_advantages),
+        advantages=whitened,
         old_values=values,
         returns=returns,
     )

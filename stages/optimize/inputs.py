@@ -27,7 +27,7 @@ GivenRefs = str | Ref | list[str | Ref]
 _HOW_TO_MAKE = {
     "rewards": "quiver reward RECIPE --rollouts {}",
     "ref": "quiver logprobs RECIPE --rollouts {}",
-    "prox": "score {} under the policy that sampled it",
+    "prox": "score {} under the policy that optimize.prox_of names",
     "baseline_rewards": "quiver reward RECIPE --rollouts {}",
 }
 _NAMES = {

@@ -398,12 +398,14 @@ def correction(
     `prox_logprobs`.
 
     `level`: `token` as it stands; `sequence` the product over the rollout's tokens; `geometric`
-    their geometric mean. `mode`: `truncate` sets w to min(w, high); `mask` sets it to 0 outside
-    [low, high] and leaves it inside. Equal policies give 1 everywhere.
+    their geometric mean. The logarithm of that, and not of each token, is clamped to ±20. `mode`:
+    `truncate` sets w to min(w, high); `mask` sets it to 0 outside [low, high] and leaves it inside.
+    Equal policies give 1 everywhere.
 
     Args:
-        prox_logprobs, old_logprobs: [N] of the same weights under the trainer's and the engine's
-            numerics.
+        prox_logprobs: [N] by the trainer's numerics, of the weights that sampled, or of those
+            that the training starts from.
+        old_logprobs: [N] of the weights that sampled, by the engine's.
         offsets: [B+1] int64.
         mode, level, low, high: as above.
     Returns:
@@ -412,12 +414,12 @@ def correction(
     Reference: decoupled PPO, https://arxiv.org/abs/2110.00641; truncation:
     https://arxiv.org/abs/1802.01561, section 4.1.
     """
-    log_ratios = Ragged(log_ratio(prox_logprobs, old_logprobs).detach(), offsets)
+    log_ratios = Ragged((prox_logprobs - old_logprobs).detach(), offsets)
     log_weight = log_ratios.values
     if level != "token":
         of_rollout = log_ratios.segment_sum() if level == "sequence" else log_ratios.segment_mean()
-        log_weight = of_rollout.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[log_ratios.segment_ids]
-    weight = log_weight.exp()
+        log_weight = of_rollout[log_ratios.segment_ids]
+    weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if mode == "truncate":
         return weight.clamp(max=high)
     return torch.where((weight >= low) & (weight <= high), weight, 0.0)

@@ -76,9 +76,9 @@ class Objective:
     def weights(self, batch: Batch, members: list[int]) -> Tensor:
         """[N] float64: what each token weighs in the step that rollouts `members` make up; 0 for
         the tokens of other rollouts."""
-        lengths = batch.sequences.completions.lengths[members]
+        lengths, positions = batch.counted_tokens(members)
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
-        weights[batch.positions(members)] = self.aggregate(lengths, batch.max_completion_tokens)
+        weights[positions] = self.aggregate(lengths, batch.max_completion_tokens)
         return weights
 
     def select(

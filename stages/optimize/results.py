@@ -3,6 +3,7 @@ and the manifest's numbers."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from .losses import log_ratio
 if TYPE_CHECKING:
     from .rollouts import Loaded
     from .trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 
 def save(parent: Version, trainer: Trainer, writer: Writer) -> None:
@@ -92,6 +95,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         "precision": trainer.precision,
         "max_completion_tokens": loaded.batch.max_completion_tokens,
         "audit": trainer.audit_report,
+        "first_clip_fraction": first_clip_fraction(trainer),
         "processes": trainer.accelerator.num_processes,
     }
 
@@ -103,6 +107,28 @@ def _bonus(trainer: Trainer) -> dict[str, float | None]:
     return {"entropy_coef": trainer.entropy_coef, "last_entropy": trainer.last_entropy}
 
 
+def first_clip_fraction(trainer: Trainer) -> float | None:
+    """Share of the first step's tokens whose loss a bound decided, where every ratio should be 1:
+    nothing has changed yet. None: some ratio differs from 1 by right, or no bound was asked.
+
+    A warning is logged where it is not 0.
+    """
+    batch = trainer.batch
+    from_start = trainer.config.prox_of == "start" and batch.prox_logprobs is not None
+    is_stale = batch.stale is not None and bool(batch.stale.any())
+    if not trainer.updates or trainer.objective.selection or (is_stale and not from_start):
+        return None
+    share = trainer.updates[0]["clip_fraction"]
+    if share > 0:
+        log.warning(
+            "the first step clipped %.2g of its tokens, though no weight had changed: the ratio's "
+            "denominator is off by numerics; [logprobs] prox = true takes it from the trainer, in "
+            "the precision of [logprobs]",
+            share,
+        )
+    return share
+
+
 def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     """advantages/1, one row for each rollout of the dataset, in its order; with a critic one
     advantage a token. `mean_ratio` is to `old_logprobs`, with proximal logprobs too; the
@@ -112,8 +138,9 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     ratio = log_ratio(trainer.logprobs, batch.old_logprobs).exp()
     means = [completions.with_values(values).segment_mean() for values in (ratio, trainer.logprobs)]
     dropped = pa.array(loaded.reasons, pa.string())
-    # the place of each rollout in the batch; null where it was dropped
+    # the place of each rollout in the batch; null where it was dropped, or has no loss
     places = pc.index_in(pa.array(range(len(dropped))), value_set=pa.array(loaded.rows.numpy()))
+    places = pc.if_else(dropped.is_null(), places, None)
     schema = advantages_kind.SCHEMA
     advantages = pa.array(batch.advantages.numpy())
     if trainer.algorithm.critic:

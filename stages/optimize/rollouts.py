@@ -36,7 +36,7 @@ from quiver.stages.common.store import Store, Version
 from .advantages import zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
-from .checks import Sampled, baselines, check_lineage, require_own_ids
+from .checks import Sampled, baselines, biases, check_lineage, require_own_ids
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
 from .inputs import sets
@@ -70,7 +70,7 @@ class _Joined:
 
     versions: list[Sampled]
     table: pa.Table
-    """rollouts/1 with `stale` and, where they are given, the logprobs `ref` and `prox`"""
+    """rollouts/1 with `stale`, `biases` and, where they are given, the logprobs `ref` and `prox`"""
     rewards: Tensor
     """[B] float32; NaN: not scored, or the engine gave up."""
     groups: Tensor
@@ -85,21 +85,25 @@ def load(
     """Check, join, compute advantages and filter. LineageError, ConfigError, SchemaError;
     NumericError when no rollout can have an advantage."""
     versions = [Sampled(version_inputs) for version_inputs in sets(inputs)]
-    biases = [bias for version in versions for bias in check_lineage(config, store, version)]
+    allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
     joined = _join(versions, with_next_state=config.bootstrap_length)
     shaped_rewards, advantages = _advantages_of(config, algorithm, joined)
     reasons = _drop_reasons(config, joined, shaped_rewards, advantages)
-    rows = [row for row, reason in enumerate(reasons) if reason is None]
-    rows = torch.tensor(rows, dtype=torch.int64)
-    batch = _make_batch(config, algorithm, joined, rows, advantages)
-    num_idle = 0 if algorithm.critic else int((advantages[rows] == 0).sum())
+    is_kept = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
+    is_masked = torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
+    is_masked &= _tensor(pc.list_value_length(joined.table["completion_ids"]), np.int64) > 0
+    is_masked &= config.mask_counted
+    rows = (is_kept | is_masked).nonzero()[:, 0]
+    batch = _make_batch(config, algorithm, joined, rows, advantages, is_masked)
+    num_kept = int(is_kept.sum())
+    num_idle = 0 if algorithm.critic else int((advantages[is_kept] == 0).sum())
     summary = {
         **_summarize(joined, reasons),
         "zero_advantage": num_idle,
-        "all_advantages_zero": num_idle == len(rows),
-        "biased_sampling": list(dict.fromkeys(biases)),
+        "all_advantages_zero": num_idle == num_kept,
+        "biased_sampling": list(dict.fromkeys(allowed_biases)),
     }
-    if not len(rows):
+    if not num_kept:
         dropped = ", ".join(f"{reason}: {n}" for reason, n in summary["dropped"].items())
         log.warning(
             "no rollout is left to learn from (%s): there is nothing to learn, the weights stay",
@@ -128,7 +132,9 @@ def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
         encoded = pc.dictionary_encode(table["group_id"].combine_chunks())
         groups.append(torch.from_numpy(np.array(encoded.indices, np.int64)) + num_groups)
         num_groups += len(encoded.dictionary)
+        biases_text = ", ".join(biases(version.rollouts.manifest.config_section("sampling")))
         table = table.append_column("stale", pa.repeat(version.stale, len(table)))
+        table = table.append_column("biases", pa.repeat(biases_text, len(table)))
         for role in ("ref", "prox"):
             if role in version.inputs:
                 table = table.append_column(role, _logprobs(version, role))
@@ -236,9 +242,14 @@ def _drop_reasons(
 
 
 def _make_batch(
-    config: Config, algorithm: Algorithm, joined: _Joined, rows: Tensor, advantages: Tensor
+    config: Config,
+    algorithm: Algorithm,
+    joined: _Joined,
+    rows: Tensor,
+    advantages: Tensor,
+    is_masked: Tensor,
 ) -> Batch:
-    """The rollouts `rows` [k] as tensors."""
+    """The rollouts `rows` [k] as tensors; those that are masked [B] have no loss."""
     table = joined.table
     prompts = Mapped.from_arrow(table["prompt_ids"]).take(rows)
     completions = Mapped.from_arrow(table["completion_ids"]).take(rows)
@@ -264,6 +275,8 @@ def _make_batch(
         prox_logprobs=take("prox"),
         ref_logprobs=take("ref"),
         stale=_tensor(table["stale"], bool)[rows],
+        biases=table["biases"].take(rows.numpy()).to_pylist(),
+        masked=is_masked[rows],
         max_completion_tokens=config.max_completion_tokens
         or max(map(_max_completion_tokens, joined.versions)),
         rewards=joined.rewards[rows],

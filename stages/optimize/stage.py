@@ -5,8 +5,8 @@ may be given (replay), each with its own rewards and logprobs. A policy may have
 that is at most `max_staleness` older than the one that is trained.
 
 Refused: rollouts of another policy, rewards or logprobs that do not name exactly these rollouts,
-greedy rows, truncated sampling (unless `allow_biased_sampling`), a KL term without reference
-logprobs, and logprobs that the trainer can not reproduce (the audit).
+greedy rows, truncated sampling (unless `allow_biased_sampling`, with proximal logprobs), a KL term
+without reference logprobs, and logprobs that the trainer can not reproduce (the audit).
 
 It writes three versions under one key: advantages, updates and, last, the policy with its optimizer
 state. A training that is killed goes on after the last step that it saved (`resume_minutes`); one

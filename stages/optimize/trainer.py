@@ -90,10 +90,8 @@ class Trainer:
         self.rank_share = slice(accelerator.process_index, None, accelerator.num_processes)
         """Which of all ranks' micro-batches are this rank's."""
         self.precision = resolve(config.precision, accelerator.device)
-        self.active = list(range(len(batch.groups)))
+        self.active = batch.active_rows(self.objective.zero_is_idle)
         """The rollouts that are passed through the model."""
-        if self.objective.zero_is_idle:
-            self.active = batch.advantages.nonzero()[:, 0].tolist()
         self._prepare_model(value_trunk)
         self.parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self.num_trained = sum(parameter.numel() for parameter in self.parameters)

@@ -142,6 +142,7 @@ def _troubles(iteration: Iteration) -> list[str]:
     length_share = iteration.length_share or 0
     equal_share = metric(rewards, "groups", "zero_variance") or 0
     gap = metric(policy, "audit", "mean_gap") or 0
+    clipped = metric(policy, "first_clip_fraction") or 0
     return [
         f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, for a loss or gradient that "
         "is not finite."
@@ -159,5 +160,9 @@ def _troubles(iteration: Iteration) -> list[str]:
         else "",
         f"{policy.ref}: trainer and engine differ by {number(gap)} nats a token on average."
         if gap > 0.05
+        else "",
+        f"{policy.ref}: the first step clipped {clipped:.2g} of its tokens, though no weight had "
+        "changed: the ratio's denominator is off by numerics."
+        if clipped
         else "",
     ]

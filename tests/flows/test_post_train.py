@@ -23,6 +23,12 @@ from quiver.stages.common.store import Store
 from tests.flows.conftest import command_environment, left_behind, quiver, write_recipe
 from tests.writing import run_here
 
+TIGHT = """
+from quiver.stages.optimize.algorithms import Algorithm
+
+BOUNDS = {"clip_low": 1e-3, "clip_high": 1e-3}
+TIGHT = Algorithm("tight", "group_normalized", "sequence_clipped", "token_mean", BOUNDS)
+"""
 run_policy = partial(run_here, "policy")
 
 
@@ -212,6 +218,67 @@ def test_greedy_answers_are_a_baseline_and_are_not_trained_on(workplace):
     assert again["ref"].startswith("remax/policy@")
     greedy = {e.role: e.ref for e in store.open(again["ref"]).manifest.inputs}["baseline"]
     assert greedy == done[-1]["baseline_rollouts"]
+
+
+def test_tight_bounds_are_scored_for_by_themselves_under_the_starting_policy(workplace, result):
+    """gspo needs proximal logprobs, and decoupled PPO has them of the policy that each iteration
+    starts from, of replayed rollouts too; by hand the same versions are found."""
+    settings = (
+        "run=decoupled",
+        "optimize.algorithm=gspo",
+        "optimize.prox_of=start",
+        "optimize.replay=1",
+        "optimize.max_staleness=1",
+        "optimize.precision=fp32",
+        "data.held_out=null",
+    )
+    options = [part for setting in settings for part in ("--set", setting)]
+    done = quiver(workplace, "run", "recipe.toml", *options)["iterations"]
+    store = Store(workplace / "store")
+    for iteration, each in enumerate(done):
+        policy = store.open(each["policy"]).manifest
+        assert policy.metrics["first_clip_fraction"] == 0.0
+        assert policy.config["prox_of"] == "start"
+        scored = {entry.role: entry.ref for entry in policy.inputs if entry.role[:4] == "prox"}
+        assert scored["prox"] == each["prox_logprobs"]
+        assert len(scored) == iteration + 1
+        for ref in scored.values():
+            manifest = store.open(ref).manifest
+            assert manifest.model("prox").ref == f"decoupled/policy@{iteration}"
+            assert manifest.config["precision"] == "fp32"
+        assert "logprobs prox" in each["seconds"]
+    rollouts = [part for each in done[::-1] for part in ("--rollouts", each["rollouts"])]
+    again = quiver(workplace, "optimize", "recipe.toml", *options, *rollouts)
+    assert (again["ref"], again["cached"]) == ("decoupled/policy@2", True)
+    (workplace / "tight.py").write_text(TIGHT)
+    options = ["--set", "run=own", "--set", "optimize.algorithm=tight.py:TIGHT"]
+    named = ["--rollouts", result["iterations"][0]["rollouts"]]
+    own = store.open(quiver(workplace, "optimize", "recipe.toml", *options, *named)["ref"])
+    assert store.open(own.manifest.input("prox").ref).manifest.model("prox").ref == "tiny/policy@0"
+
+
+def test_truncated_sampling_is_scored_for_by_itself(workplace, result):
+    settings = (
+        "run=truncated",
+        "generate.sampling.top_k=50",
+        "optimize.allow_biased_sampling=true",
+        "optimize.max_staleness=1",
+        "overlap=1",
+        "data.held_out=null",
+    )
+    options = [part for setting in settings for part in ("--set", setting)]
+    done = quiver(workplace, "run", "recipe.toml", *options)["iterations"]
+    store = Store(workplace / "store")
+    for each in done:  # the second is one policy old
+        prox = store.open(each["prox_logprobs"]).manifest
+        assert prox.model("prox").ref == "truncated/policy@0"
+        report = store.open(each["policy"]).manifest.metrics["audit"]["prox"]
+        assert (report["judged"], report["biased_sampling"]) == ("mean_excess", "top_k = 50")
+        assert report["mean_gap"] > 0.5 and report["mean_excess"] < 1e-3
+    again = quiver(
+        workplace, "optimize", "recipe.toml", *options, "--rollouts", done[0]["rollouts"]
+    )
+    assert (again["ref"], again["cached"]) == ("truncated/policy@1", True)
 
 
 def test_references_and_proximal_logprobs(workplace, result):

@@ -68,6 +68,25 @@ def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
         assert (manifest.metrics["packing"], manifest.metrics["attention"]) == (packing, attention)
 
 
+def test_rollouts_of_one_group_are_each_scored_under_their_own_prompt(store, policy):
+    """A group whose rows have different prompts, as after an edit by hand: nothing is shared
+    between these, neither here nor where the policy learns."""
+    rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 3)
+    for row in rows:
+        row["group_id"] = f"g-{int(row['group_id'][2:]) // 2}"
+    rollouts = world.write_rollouts(store, policy, rows)
+    refs = {"rollouts": rollouts.ref, "policy": policy.ref}
+    version = store.open(run(Config(), store, **refs))
+    assert version.manifest.metrics["packing"] == "shared"
+    for found, row in zip(version.table()["logprobs"].to_pylist(), rows, strict=True):
+        assert found == pytest.approx(row["old_logprobs"], abs=1e-5)
+    refs["rewards"] = world.write_rewards(store, rollouts, world.even_share).ref
+    config = optimize.Config(device="cpu")
+    done = store.open(run_stage("optimize", config, store, in_process=True, **refs))
+    metrics = done.manifest.metrics
+    assert metrics["packing"] == "shared" and metrics["audit"]["max_gap"] < 1e-4
+
+
 def test_many_shards_are_taken_up_again(store, policy, other, monkeypatch):
     model = load_model(policy, dtype=torch.float32)
     rollouts = world.write_rollouts(

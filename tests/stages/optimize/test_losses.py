@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quiver.schemas.errors import NumericError
 from quiver.stages.optimize import audit, losses
 from quiver.stages.optimize.algorithms import find_function
 
@@ -360,6 +361,14 @@ def test_correction_golden(mode, level):
             assert found[t].item() == pytest.approx(expected, rel=1e-12)
 
 
+def test_single_gaps_are_summed_before_they_are_clamped():
+    """+30, −50 and 0.1: clamped one by one to ±20 they would sum up to 0.1."""
+    gaps = torch.tensor([30.0, -50.0, 0.1], dtype=torch.float64)
+    for level, log_weight in (("sequence", -19.9), ("geometric", -19.9 / 3)):
+        weights = losses.correction(gaps, torch.zeros(3), torch.tensor([0, 3]), level=level)
+        assert weights.tolist() == pytest.approx([math.exp(log_weight)] * 3, rel=1e-9)
+
+
 def test_correction_of_equal_policies_is_one():
     same = torch.tensor(OLD)
     assert losses.correction(same, same, torch.tensor(OFFSETS)).tolist() == [1.0] * N
@@ -377,3 +386,18 @@ def test_the_audit_by_hand():
     assert report["max_gap"] == pytest.approx(math.log(1.5))
     assert report["kl_k1"] == pytest.approx(-sum(gaps) / 4)
     assert report["kl_k3"] == pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 4)
+    assert report["mean_excess"] == pytest.approx(sum(max(gap, 0) for gap in gaps) / 4)
+
+
+def test_a_gap_that_is_no_number_does_not_pass():
+    with pytest.raises(NumericError, match="nan nats"):
+        audit.require({"mean_gap": math.nan, "max_gap": math.nan}, 0.1, "optimize audit")
+
+
+def test_the_audit_counts_completions_where_the_ratio_is_theirs():
+    """Geometric means √(1.5 · 1.2) = 1.34 and √(1.5 · 0.6) = 0.95: one completion is outside, and
+    three of the four tokens."""
+    gaps = torch.tensor([math.log(ratio) for ratio in (1.5, 1.2, 1.5, 0.6)])
+    arguments = gaps, torch.zeros(4), torch.tensor([0, 2, 4]), 0.2, 0.25
+    assert audit.measure(*arguments)["outside_clip"] == 0.75
+    assert audit.measure(*arguments, of_sequences=True)["outside_clip"] == 0.5

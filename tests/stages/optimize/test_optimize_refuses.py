@@ -77,18 +77,25 @@ def test_greedy_rows_are_refused(store, policy):
     "sampling",
     [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"min_tokens": 3}, {"repetition_penalty": 1.1}],
 )
-def test_biased_sampling_is_refused_unless_allowed(store, policy, sampling):
+def test_biased_sampling_is_refused_without_leave_and_proximal_logprobs(store, policy, sampling):
     rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(2), 3)
     rollouts = world.write_rollouts(
         store, policy, rows, sampling={"top_p": 1.0, "top_k": 0, **sampling}
     )
     made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    old = [row["old_logprobs"] for row in rows]
+    prox = world.write_logprobs(store, rollouts, old, "prox", policy)
     with pytest.raises(ConfigError, match=next(iter(sampling))):
-        _run(store, policy, made)
-    done = _run(store, policy, made, _config(allow_biased_sampling=True))
-    assert done.manifest.metrics["biased_sampling"] == [
-        f"{name} = {value}" for name, value in sampling.items()
-    ]
+        _run(store, policy, made, prox_logprobs=prox.ref)
+    allowed = _config(allow_biased_sampling=True)
+    with pytest.raises(ConfigError, match=f"{next(iter(sampling))}.* no proximal logprobs"):
+        _run(store, policy, made, allowed)
+    metrics = _run(store, policy, made, allowed, prox_logprobs=prox.ref).manifest.metrics
+    named = ", ".join(f"{name} = {value}" for name, value in sampling.items())
+    assert metrics["biased_sampling"] == [named]
+    judged = "kl_k1" if "penalty" in named else "mean_excess"
+    for report in (metrics["audit"], metrics["audit"]["prox"]):
+        assert (report["judged"], report["biased_sampling"]) == (judged, named)
 
 
 @pytest.mark.parametrize(

@@ -315,10 +315,16 @@ def test_on_length_mask_leaves_cut_completions_out_of_the_loss(store, policy):
     made = rollouts, world.write_rewards(store, rollouts, world.even_share)
     masked, kept = (_run(store, policy, made, _config(on_length=how)) for how in ("mask", "keep"))
     assert masked.manifest.metrics["dropped"] == {"length": 6}
+    counted = _run(store, policy, made, _config(on_length="mask", mask_counted=True))
+    assert counted.manifest.metrics["dropped"] == {"length": 6}
+    assert counted.manifest.metrics["kept"] == masked.manifest.metrics["kept"] == 10
+    loss = {done: done.manifest.metrics["loss"] for done in (masked, counted)}
+    assert loss[counted] == pytest.approx(10 / 16 * loss[masked], abs=1e-6) and loss[masked]
     tables = [
         store.open(done.manifest.metrics["advantages"]).table().to_pylist()
-        for done in (masked, kept)
+        for done in (masked, kept, counted)
     ]
+    assert tables.pop() == tables[0]  # what is counted is no more kept than what is not
     for one, other in zip(
         *tables, strict=True
     ):  # the cut ones count in the group's mean all the same

@@ -200,6 +200,52 @@ def test_a_rollout_masked_for_its_length_gives_nothing(world_of, algorithm):
     same(*found)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_masked_rollout_that_is_counted_makes_the_others_weigh_less(world_of, algorithm):
+    """Of nine rollouts three are cut: counted, they take a third off every weight that is a share
+    of the rollouts; a share of the tokens stays what it is."""
+    store, kind = world_of.store, world_of.kind
+    rows = world_of.rollouts.table().to_pylist()
+    for index, row in enumerate(rows):
+        row["finish_reason"] = "length" if index % 3 == 1 else "stop"
+    rollouts = world.write_rollouts(store, world_of.policy, rows, run=kind)
+    rewards = world.write_rewards(store, rollouts, world.even_share, run=kind)
+    inputs = {"policy": world_of.policy, "rollouts": rollouts, "rewards": rewards}
+    inputs |= {role: world_of.inputs[role] for role in ("baseline", "baseline_rewards")}
+    for role in ("ref", "prox"):
+        scores = world_of.inputs[role].table().to_pylist()[::-1]
+        values = [row["logprobs"] for row in scores]
+        inputs[role] = world.write_logprobs(store, rollouts, values, role, world_of.policy)
+    found = []
+    for counted in (False, True):
+        made = trainer(
+            world_of,
+            algorithm,
+            inputs,
+            on_length="mask",
+            mask_counted=counted,
+            entropy_coef=0.1,
+            entropy_share=0.5,
+        )
+        members = list(range(len(made.batch.groups)))
+        assert (len(members), len(made.active)) == ((9, 6) if counted else (6, 6))
+        numbers = made.accumulate(members, made.active)
+        slopes = {
+            name: value.grad.clone()
+            for name, value in made.policy.named_parameters()
+            if value.grad is not None
+        }
+        found.append((numbers, slopes))
+    (without, slopes), (with_them, fewer) = found
+    share = 1 if made.objective.aggregate is losses.token_mean else 6 / 9
+    same(
+        (with_them["loss"], fewer),
+        (share * without["loss"], {n: share * s for n, s in slopes.items()}),
+    )
+    for name in ("tokens", "rollouts", "clip_fraction", "entropy", "approx_kl"):
+        assert with_them[name] == pytest.approx(without[name])
+
+
 def test_a_token_that_the_correction_masks_has_no_gradient():
     now = torch.tensor([-1.0, -2.0, -3.0, -1.5], requires_grad=True)
     prox, old = torch.tensor([-1.0, -2.0, -3.0, -1.5]), torch.tensor([-1.1, -4.0, -3.0, -0.1])

@@ -12,6 +12,7 @@ from quiver.schemas.errors import ConfigError, LineageError, NumericError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
+from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
@@ -99,8 +100,9 @@ def _rows(*versions) -> list[dict]:
     ]
 
 
-def _trainer(store, two, algorithm: str, **others) -> Trainer:
-    config, row = _config(audit={"enabled": False}).resolved(), resolve(algorithm)
+def _trainer(store, two, algorithm: str, settings: dict | None = None, **others) -> Trainer:
+    config = _config(audit={"enabled": False}, **(settings or {})).resolved()
+    row = resolve(algorithm)
     inputs = open_inputs(
         store,
         two.start.ref,
@@ -177,6 +179,67 @@ def test_proximal_logprobs_are_those_of_each_versions_own_policy(store, two):
                for version, values in zip(versions, exact, strict=True)]  # fmt: skip
     with pytest.raises(LineageError, match="those of the policy that sampled"):
         _run(store, two, prox_logprobs=[version.ref for version in swapped])
+
+
+def _scored_by(store, policy, *versions) -> list:
+    """Proximal logprobs of the versions under `policy`, as the stage logprobs makes them."""
+    config = {"role": "prox", "prox_of": "start"}
+    refs = {"policy": policy.ref}
+    return [
+        store.open(run_here("logprobs", LogprobsConfig(**config), store, rollouts=v.ref, **refs))
+        for v in versions
+    ]
+
+
+def test_decoupled_ppo_takes_its_ratio_to_the_starting_policy(store, two):
+    """Stale rows too have ratio 1, and the weight exp(start − old), at most 2; the float64 loop has
+    them from the formula."""
+    prox = _scored_by(store, two.start, two.fresh, two.older)
+    refs = [version.ref for version in prox]
+    made = _trainer(store, two, "grpo", {"prox_of": "start"}, prox=refs)
+    rows = _rows(two.fresh, two.older)
+    scores = [row for version in prox for row in version.table()["logprobs"].to_pylist()]
+    gaps = []
+    for row, row_scores in zip(rows, scores, strict=True):
+        gaps += [new - old for new, old in zip(row_scores, row["old"], strict=True)]
+        row["old_logprobs"] = row_scores  # `_expected` takes these for the anchor
+    assert max(gaps) > 0.1
+    _compare(made, _expected(two.start, rows, "grpo", prox=True))
+    done = _run(store, two, _config(prox_of="start"), prox_logprobs=refs)
+    (step,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
+    assert step["clip_fraction"] == done.manifest.metrics["first_clip_fraction"] == 0.0
+    assert done.manifest.config["prox_of"] == "start"
+    report = done.manifest.metrics["audit"]
+    assert report["prox"]["rollouts"] == report["rollouts"]  # of the fresh ones alone
+    assert report["stale"]["judged"] is None
+
+
+def test_proximal_logprobs_of_the_other_policy_are_refused(store, two):
+    named = {"rollouts": two.older.ref, "rewards": two.rewards[0].ref}
+    (of_start,) = _scored_by(store, two.start, two.older)
+    (of_sampler,) = _scored_by(store, two.base, two.older)
+    with pytest.raises(LineageError, match="this training starts from"):
+        _run(store, two, _config(prox_of="start"), prox_logprobs=of_sampler.ref, **named)
+    with pytest.raises(LineageError, match="policy that sampled"):
+        _run(store, two, _config(), prox_logprobs=of_start.ref, **named)
+    with pytest.raises(ConfigError, match="needs proximal logprobs"):
+        _run(store, two, _config(prox_of="start"), **named)
+
+
+def test_stale_rollouts_alone_are_audited_by_their_proximal_logprobs(store, two):
+    named = {"rollouts": two.older.ref, "rewards": two.rewards[0].ref}
+    (prox,) = _scored_by(store, two.base, two.older)
+    report = _run(store, two, prox_logprobs=prox.ref, **named).manifest.metrics["audit"]
+    assert report["judged"] is None and report["mean_gap"] > 0.01
+    assert report["prox"]["judged"] == "mean_gap" and report["prox"]["max_gap"] < 1e-4
+    rows = two.older.table().to_pylist()
+    for row in rows:  # as if another temperature had been at work
+        row["old_logprobs"] = [value * 0.7 for value in row["old_logprobs"]]
+    moved = world.write_rollouts(store, two.base, rows)
+    rewards = world.write_rewards(store, moved, world.even_share)
+    (prox,) = _scored_by(store, two.base, moved)
+    with pytest.raises(NumericError, match="proximal logprobs differ from the engine's"):
+        _run(store, two, rollouts=moved.ref, rewards=rewards.ref, prox_logprobs=prox.ref)
 
 
 def test_temperatures_may_be_mixed_within_one_version(store, policy):
@@ -317,8 +380,18 @@ def test_each_version_must_be_sampled_without_bias(store, two):
     with pytest.raises(ConfigError, match="top_p") as caught:
         _run(store, two, **named)
     assert caught.value.object == str(other.ref)
-    done = _run(store, two, _config(allow_biased_sampling=True), **named)
-    assert done.manifest.metrics["biased_sampling"] == ["top_p = 0.9"]
+    named["prox_logprobs"] = [
+        world.write_logprobs(store, version, old, "prox", two.start).ref
+        for version in (two.fresh, other)
+        for old in [version.table()["old_logprobs"].to_pylist()]
+    ]
+    metrics = _run(store, two, _config(allow_biased_sampling=True), **named).manifest.metrics
+    assert metrics["biased_sampling"] == ["top_p = 0.9"]
+    report = metrics["audit"]
+    assert (report["judged"], report["biased"]["judged"]) == ("mean_gap", "mean_excess")
+    assert report["rollouts"] + report["biased"]["rollouts"] == sum(
+        1 for row in store.open(metrics["advantages"]).table()["advantage"].to_pylist() if row
+    )
 
 
 def test_a_version_is_given_once(store, two):

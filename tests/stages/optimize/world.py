@@ -90,8 +90,10 @@ def sample(
     longest: int = 8,
     temperature: float = 1.0,
     seed: int = 0,
+    top_k: int | None = None,
 ) -> list[dict]:
-    """`each` completions of every prompt, token by token, with their logprobs at `temperature`."""
+    """`each` completions of every prompt, token by token, with their logprobs at `temperature`;
+    with `top_k` both are of that many likeliest tokens alone, renormalised."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, prompt in enumerate(asked):
@@ -101,6 +103,9 @@ def sample(
             table = (
                 model(input_ids=ids, use_cache=False).logits[:, -1].float() / temperature
             ).log_softmax(-1)
+            if top_k is not None:
+                least = table.topk(top_k).values[:, -1:]
+                table = table.masked_fill(table < least, -torch.inf).log_softmax(-1)
             chosen = torch.multinomial(table.exp(), 1, generator=generator)
             scores.append(table.gather(1, chosen))
             ids = torch.cat([ids, chosen], 1)

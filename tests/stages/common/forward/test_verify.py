@@ -58,9 +58,19 @@ def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, ca
     assert "'shared' is not right" in caplog.text
 
 
-def test_positions_that_depend_on_the_row_s_length_run_alone(caplog):
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
+"""Of the tiny llama, whose heads have four frequencies."""
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, LONGROPE])
+def test_positions_that_depend_on_the_row_s_length_run_alone(caplog, rope):
     data, groups = forward._data()
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    rope = {"rope_theta": 10000.0, **rope}
     assert (
         choose_mode(
             Policy(forward._model("llama", rope_parameters=rope), autocast=False),

@@ -1,0 +1,80 @@
+"""The proximal logprobs of rollouts: the ratio's denominator, scored with the trainer's numerics
+where a recipe asks for it or the training needs it.
+
+Under `prox_of = "behaviour"` rollouts are scored as soon as they are sampled, under the policy that
+sampled. Under `"start"` all that an iteration learns from, replayed rollouts too, is scored under
+the policy that its training starts from.
+
+    outcomes = score_behaviour(recipe, rollouts.ref, policy, 3, forced=())
+    sources = score_start(recipe, policy, [sampled, *earlier], forced=())
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from quiver.stages.common.runtime.runner import Outcome
+from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.optimize.checks import biases
+
+from .recipe import Recipe
+
+_PASS_PRECISION = {"bf16_master": "bf16_pure", "bf16_stochastic": "bf16_pure"}
+"""What [logprobs] calls the pass of a precision of [optimize], where the names differ."""
+_Source = TypeVar("_Source")
+
+
+def proximal_config(
+    recipe: Recipe, samplings: Iterable[Mapping[str, Any]]
+) -> LogprobsConfig | None:
+    """How the logprobs stage scores for the ratio's denominator; None where nothing asks for it.
+    `samplings`: how the rollouts that are trained on were sampled."""
+    needed = recipe.optimize.needs_prox or any(map(biases, samplings))
+    if not (needed or recipe.logprobs.prox):
+        return None
+    config = recipe.logprobs_config("prox")
+    changes: dict[str, Any] = {"prox_of": recipe.optimize.prox_of}
+    if needed and config.precision == "auto":
+        precision = recipe.optimize.precision
+        changes["precision"] = _PASS_PRECISION.get(precision, precision)
+    return config.model_copy(update=changes)
+
+
+def score_behaviour(
+    recipe: Recipe, rollouts: str, policy: str, iteration: int, forced: Collection[str]
+) -> dict[str, Outcome]:
+    """The proximal logprobs of `rollouts`, which `policy` sampled, by the name of the step; none
+    where nothing asks for them, or where they are another policy's, who is yet to come."""
+    from .tasks import perform
+
+    config = proximal_config(recipe, [recipe.generate.sampling.model_dump()])
+    if config is None or not config.is_of_sampler:
+        return {}
+    refs = {"rollouts": rollouts, "policy": policy}
+    force = "logprobs" in forced
+    outcome = perform(recipe, "logprobs", config, refs, force=force, iteration=iteration)
+    return {"logprobs prox": outcome}
+
+
+def score_start(
+    recipe: Recipe, policy: str, sources: Sequence[_Source], forced: Collection[str]
+) -> list[_Source]:
+    """The `sources`, what each of some iterations sampled, the present one first; under `prox_of =
+    "start"` with their proximal logprobs under `policy`, which is about to be trained."""
+    from .tasks import perform
+
+    if recipe.optimize.prox_of != "start":
+        return list(sources)
+    config = proximal_config(recipe, ())
+    scored = []
+    for source in sources:
+        about: dict[str, Any] = {"force": "logprobs" in forced}
+        if scored:
+            about = {"label": f"logprobs of {source.iteration}/{recipe.iterations}"}
+        refs = {"rollouts": source.rollouts, "policy": policy}
+        outcome = perform(recipe, "logprobs", config, refs, iteration=source.iteration, **about)
+        seconds = {**source.seconds, "logprobs prox": outcome.seconds}
+        scored.append(dataclasses.replace(source, prox_logprobs=outcome.ref, seconds=seconds))
+    return scored
