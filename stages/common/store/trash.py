@@ -180,3 +180,14 @@ def expired_error(
         state="its manifest is kept; nothing was changed.",
         next=f"quiver gc --restore {ref}" if is_in_trash else f"quiver lineage {ref}",
     )
+
+
+def gone_error(storage: Storage, ref: Ref) -> LineageError | None:
+    """The error of whoever opened a version before it was taken away; None where it was not, and so
+    is damaged if a file is missing. CorruptError."""
+    tombstone = Ledger(storage, ref.run, ref.kind).tombstone(ref.version)
+    if tombstone is None or storage.exists(ref.folder):
+        return None
+    if tombstone.expired:
+        return expired_error(storage, ref, tombstone)
+    return LineageError(str(ref), f"was deleted on purpose: {tombstone}", next="quiver ls")

@@ -49,7 +49,7 @@ from .index import Index, IndexEntry
 from .ledger import OPTIMIZER_FOLDER, Ledger, Tombstone
 from .storage import Storage, storage_errors
 from .tags import Entry, Tag, check_name, is_name
-from .trash import expired_error, rescue
+from .trash import expired_error, gone_error, rescue
 
 if TYPE_CHECKING:
     import datasets
@@ -185,7 +185,7 @@ class Version:
     def _verify_file(self, name: str, expected_size: int, expected_sha256: str) -> None:
         size = self.files.size(name)
         if size is None:
-            raise self.corrupt(name, "is missing")
+            raise gone_error(self._storage, self.ref) or self.corrupt(name, "is missing")
         if size != expected_size:
             raise self.corrupt(name, f"expected {expected_size} bytes, found {size}")
         sha256 = self._storage.sha256(f"{self.ref.folder}/{name}")

@@ -35,6 +35,7 @@ from tests.stages.common.store.histories import (
     visible,
     with_state,
 )
+from tests.stages.common.store.test_store import table
 from tests.writing import begin
 
 ALL = Rule(keep=1, moments=1, grace_seconds=0)
@@ -343,6 +344,26 @@ def paused_gc(store: Store, monkeypatch, where: str):
     yield go_on
     thread.join(20)
     assert errors == [] and not thread.is_alive()
+
+
+def test_a_reader_reads_on_while_what_it_reads_is_deleted(store):
+    """Its files are mapped. One that opened the version and has read nothing yet is told."""
+    line(store)
+    mapped = store.open("a/logprobs@1").table()
+    late = store.open("a/logprobs@1")
+    expected = table(10).to_pydict()
+    collect(store, Rule(keep=1), apply=True)
+    assert mapped.to_pydict() == expected
+    with pytest.raises(LineageError, match="still lie in the trash"):
+        late.table()
+    collect(store, ALL, apply=True)
+    assert trash_bytes(store) == 0 and mapped.to_pydict() == expected
+    with pytest.raises(LineageError, match="are deleted"):
+        late.table()
+    late = store.open("a/logprobs@3")
+    remove(store, late.ref, "by hand")
+    with pytest.raises(LineageError, match=r"was deleted on purpose: .* by hand"):
+        late.table()
 
 
 @pytest.mark.parametrize("where", ["tombstones", "second look"])

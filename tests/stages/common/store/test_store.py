@@ -23,7 +23,7 @@ from quiver.schemas.errors import (
     ResourceError,
     SchemaError,
 )
-from quiver.schemas.manifest import Model, canonical, digest
+from quiver.schemas.manifest import MAX_BYTES, Model, canonical, digest
 from quiver.stages.common.config import Config, Runtime
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, storage
@@ -187,6 +187,16 @@ def test_an_id_in_two_shards_is_not_committed(store):
         work.write(1, table(1))
         with pytest.raises(SchemaError, match="'r1' stands more than once"):
             work.commit()
+
+
+def test_a_manifest_that_nobody_could_read_is_not_published(store):
+    with work_on(store) as work:
+        work.write(0, table(0))
+        with pytest.raises(SchemaError, match=r"its manifest has 8\d{6} bytes, at most 8388608"):
+            work.commit(metrics={"note": "x" * MAX_BYTES})
+    assert store.numbers("a", "logprobs") == [] and verify(store) == (0, [])
+    assert str(commit(store, shards=1).ref) == "a/logprobs@1"
+    assert not list(store.path.glob("a/logprobs/.staging/*"))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "extend", "remove", "swap"])
