@@ -4,6 +4,7 @@ refused, and what changes when."""
 import asyncio
 import datetime
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -19,7 +20,12 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_HOME,
+    temporary_settings,
+)
 from prefect.states import Running
 from prefect.workers.base import BaseJobConfiguration
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
@@ -30,9 +36,9 @@ from quiver.deployments.server import check_api, listening, own_server
 from quiver.flows.abandoned import shell_tag
 from quiver.flows.post_train import post_train
 from quiver.flows.recipe import Recipe, load
-from quiver.schemas.errors import ConfigError, RemoteError, SecurityError
+from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError
 from tests.deployments.prefect_world import wait_for, world
-from tests.flows.conftest import quiver, write_recipe
+from tests.flows.conftest import free_port, quiver, write_recipe
 
 pytestmark = pytest.mark.prefect
 ROOT = Path(__file__).parents[2]
@@ -412,6 +418,21 @@ def test_a_server_of_ones_own_does_not_push_another_aside():
         with pytest.raises(ConfigError, match="is taken") as error, own_server(port):
             pass
         assert f"export PREFECT_API_URL=http://127.0.0.1:{port}/api" in error.value.next
+
+
+def test_a_server_of_ones_own_that_does_not_come_up_says_where_its_last_words_are(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PREFECT_API_DATABASE_CONNECTION_URL", "sqlite+aiosqlite:////proc/none/db")
+    with (
+        temporary_settings({PREFECT_HOME: tmp_path}),
+        pytest.raises(ResourceError, match="ended"),
+        own_server(free_port()),
+    ):
+        pass
+    (log_file,) = tmp_path.glob("server-*.log")
+    assert "unable to open database file" in log_file.read_text()
+    assert "PREFECT_API_URL" not in os.environ
 
 
 def test_an_open_server_is_for_loopback_alone(tmp_path, monkeypatch):
