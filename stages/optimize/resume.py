@@ -158,11 +158,13 @@ class SavedProgress:
         self._storage.make_prefix(self._prefix)
         save_file(tensors, self._storage.path(key))
         self._storage.settle(key)
+        self._storage.sync_names(self._prefix)  # before the note that names it
         # as text: the numbers of a step that was left out are not finite, and JSON has no such
         note = {**place, "file": file, "sha256": self._storage.sha256(key)}
         note["counters"] = json.dumps(counters)
         line = json.dumps({**note, "checksum": digest(note)})
         self._storage.write(f"{self._prefix}/{PROGRESS}", line.encode())
+        self._storage.sync_names(self._prefix)  # before the state of the note before is deleted
         for name in self._storage.list(self._prefix):
             if name not in (file, PROGRESS):
                 self._storage.delete(f"{self._prefix}/{name}")
