@@ -60,6 +60,8 @@ def passages(beginnings, fast_path_factory) -> dict[str, list[tuple[str, int, in
             list(SCENES[name].steps(path, seed))
         shutil.rmtree(path)
         for point, pattern in patterns.items():
+            if point == "lease.renewed" and name != "renewed":
+                continue  # a thread does it now and then: only that scene waits for it
             count = sum(map(bool, map(pattern.fullmatch, events)))
             passages[point] += [(name, seed, time) for time in range(1, min(count, 6) + 1)]
     return passages
