@@ -38,7 +38,7 @@ def ls(
         bool, typer.Option("--size", help="bytes of each run and of the store")
     ] = False,
 ) -> None:
-    """List the versions, with score or reward, tags, size, rows and time."""
+    """List the versions: score or reward, tags, size, rows, time."""
     opened = open_store(store)
     if size:
         _say_sizes(opened, run)

@@ -24,11 +24,13 @@ _SURFACE = (30, 30, 30)
 _UNLIKELY = 5.0
 """Nats at which a token is as red as can be."""
 _LEAST_SHARE = 0.04
+_MOST_BYTES = 4
+"""Of a character in UTF-8, and so the tokens that it may take."""
 
 
 def token_texts(store: Store, policy: str | None, ids: list[int]) -> list[str]:
     """The text of each token by the policy's own tokenizer; its id where the policy, or its
-    tokenizer.json, is gone."""
+    tokenizer.json, is gone. A character of several tokens is the text of the last of them."""
     path = None
     try:
         version = store.open(policy) if policy else None
@@ -41,12 +43,22 @@ def token_texts(store: Store, policy: str | None, ids: list[int]) -> list[str]:
         return [f"⟨{number}⟩" for number in ids]
     tokenizer = _tokenizer(path)
     texts = []
-    for index, number in enumerate(ids):
+    first = 0  # of the tokens that make the character which is not whole yet
+    for index in range(len(ids)):
         # beside the token before, since many tokenizers drop the space of a first token
-        before = tokenizer.decode(ids[max(index - 1, 0) : index], skip_special_tokens=False)
-        both = tokenizer.decode(ids[max(index - 1, 0) : index + 1], skip_special_tokens=False)
-        alone = tokenizer.decode([number], skip_special_tokens=False)
-        texts.append(both[len(before) :] if both.startswith(before) else alone)
+        start = max(first - 1, 0)
+        before = tokenizer.decode(ids[start:first], skip_special_tokens=False)
+        text = tokenizer.decode(ids[start : index + 1], skip_special_tokens=False)
+        if text.startswith(before):
+            text = text[len(before) :]
+        else:
+            text = tokenizer.decode(ids[first : index + 1], skip_special_tokens=False)
+        is_whole = not text.endswith("\ufffd") or index - first == _MOST_BYTES - 1
+        if is_whole or index == len(ids) - 1:
+            texts.append(text)
+            first = index + 1
+        else:
+            texts.append("")
     return texts
 
 

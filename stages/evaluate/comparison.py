@@ -111,8 +111,13 @@ def _prompts_of(store: Store, version: Version) -> Version:
             raise LineageError(
                 str(version.ref), "was made of no rollouts", next="name another version"
             )
-        return _prompts_of(store, store.open(rollouts.ref))
-    return store.open(entry.ref)
+        version = store.open(rollouts.ref)
+        entry = version.manifest.require_input("prompts")
+    prompts = store.open(entry.ref)
+    if prompts.ref.kind != "prompts":
+        next = f"quiver lineage {version.ref}"
+        raise LineageError(str(version.ref), f"its prompts are {prompts.ref}", next=next)
+    return prompts
 
 
 def _names_by_content(prompts: pa.Table) -> dict[str, str]:

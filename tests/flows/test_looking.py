@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from quiver.flows.commands import versions
+from quiver.flows.commands.compare import diff
 from quiver.schemas.manifest import from_json
 from quiver.stages.common.store import Store
 from quiver.stages.report.describe import score_line
@@ -132,3 +133,18 @@ def test_no_character_of_a_model_moves_the_cursor(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert r"\x1b[31mred\x07\r" in shown and r"left\u202eright\u200b" in shown
     assert all(character.isprintable() or character == "\n" for character in shown)
+
+
+def test_prompts_that_are_none_pair_nothing(store, tmp_path):
+    shutil.copytree(store, tmp_path / "store")
+    opened = Store(tmp_path / "store")
+    version = opened.open("held/rewards@2")
+    inputs = [
+        entry.model_copy(update={"role": "prompts"})
+        for entry in version.manifest.inputs
+        if entry.role == "rollouts"
+    ]
+    manifest = version.manifest.model_copy(update={"inputs": tuple(inputs)})
+    version.files.path("manifest.json").write_bytes(manifest.to_json())
+    rows = diff(opened, "held/rewards@1", "held/rewards@2")["rows"]
+    assert (rows["both"], rows["paired_by"]) == (0, "rollout_id")

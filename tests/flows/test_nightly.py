@@ -7,6 +7,7 @@ one too. A tag of its own gives a test a first night whose stages are all done a
 
 import json
 import os
+import re
 import statistics
 import sys
 import threading
@@ -287,6 +288,8 @@ def test_a_person_overrides_rewards_and_approves_what_comes_of_it(
     reviewer.join(10)
     assert reviewer.statuses == ["REJECT", "ACCEPT", "ACCEPT", "ACCEPT"]
     assert "tiny/policy@1** replace **tiny/policy@0" in reviewer.questions[0]
+    assert re.search(r"Over the \d+ prompts .* prompts? better, ", reviewer.questions[0])
+    assert "| prompt | reference | before | score | after | score |" in reviewer.questions[0]
     assert (
         "overrides of ada were refused" in reviewer.questions[2]
         and "nobody-0" in reviewer.questions[2]

@@ -20,6 +20,7 @@ from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.common.store import Store
 from quiver.stages.report.joined import Selection, open_joined
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.tiny import make_policy, tokenizer
 
 FINISHED = Path(__file__).parents[1] / "golden/stores/finished"
 HOSTILE = "[red]\x1b[31mred[/red]\u202e"
@@ -124,6 +125,16 @@ def test_tokens_have_their_text_and_their_colour(store):
         "white on rgb(110,35,35)",
     ]
     assert style_of("ratio ref", 1.0) == style_of("none", -5.0) == ""
+
+
+def test_a_character_of_two_tokens_is_shown_once(tmp_path):
+    store = Store(tmp_path / "store")
+    policy = make_policy(store)
+    ids = tokenizer()("6 × 5 = 30")["input_ids"]
+    texts = token_texts(store, str(policy.ref), ids)
+    assert "".join(texts) == "6 × 5 = 30" and len(texts) == len(ids)
+    assert texts[texts.index("×") - 1] == ""
+    assert token_texts(store, str(policy.ref), ids[: texts.index("×")])[-1] == "\ufffd"
 
 
 # -- with a terminal
