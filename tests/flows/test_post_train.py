@@ -251,10 +251,11 @@ def test_tight_bounds_are_scored_for_by_themselves_under_the_starting_policy(wor
     again = quiver(workplace, "optimize", "recipe.toml", *options, *rollouts)
     assert (again["ref"], again["cached"]) == ("decoupled/policy@2", True)
     (workplace / "tight.py").write_text(TIGHT)
-    options = ["--set", "run=own", "--set", "optimize.algorithm=tight.py:TIGHT"]
-    named = ["--rollouts", result["iterations"][0]["rollouts"]]
+    options = ["--set", "run=decoupled", "--set", "optimize.algorithm=tight.py:TIGHT"]
+    named = ["--rollouts", done[0]["rollouts"]]
     own = store.open(quiver(workplace, "optimize", "recipe.toml", *options, *named)["ref"])
-    assert store.open(own.manifest.input("prox").ref).manifest.model("prox").ref == "tiny/policy@0"
+    prox = store.open(own.manifest.input("prox").ref).manifest
+    assert (prox.model("prox").ref, prox.config["prox_of"]) == ("decoupled/policy@0", "behaviour")
 
 
 def test_truncated_sampling_is_scored_for_by_itself(workplace, result):

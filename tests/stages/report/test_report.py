@@ -41,7 +41,14 @@ HOSTILE = [
     "two\nlines",
     "🙂 é 漢字 &lt; {{ 7 * 7 }}",
 ]
-CONFIG = OptimizeConfig(learning_rate=1e-3, audit={"enabled": False}, precision="fp32")
+CONFIG = OptimizeConfig(
+    learning_rate=1e-3,
+    audit={"enabled": False},
+    precision="fp32",
+    # no engine gave the made logprobs, so a narrower bound would be met in the first step
+    clip_low=1.0,
+    clip_high=1e9,
+)
 
 
 class Page(HTMLParser):
@@ -224,6 +231,12 @@ def test_a_run_without_a_policy_is_refused(made):
             {"audit": {"mean_gap": 0.07}},
             {},
             "bench/policy@2: trainer and engine differ by 0.07 nats",
+        ),
+        (
+            "policy",
+            {"first_clip_fraction": 0.25},
+            {},
+            "bench/policy@2: the first step clipped 0.25 of its tokens",
         ),
         ("rewards", {"reward_null": 3}, {}, "bench/rewards@2: 3 of 8 rollouts have no reward"),
         (
