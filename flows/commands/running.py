@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
 
 from .shared import (
     Force,
@@ -22,6 +22,9 @@ from .shared import (
     read_recipe,
     say,
 )
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
 
 log = logging.getLogger("quiver")
 
@@ -70,6 +73,21 @@ def run(
     with tagged(loaded), tags(shell_tag()):
         outcome = post_train(loaded, first)
     say(outcome, summary(loaded, recipe, settings, outcome))
+    _warn(loaded)
+
+
+def _warn(recipe: Recipe) -> None:
+    """Repeat the warnings of the run's report, in colour where the terminal has it."""
+    from quiver.stages.common.store import Store
+    from quiver.stages.report.gather import gather
+    from quiver.stages.report.troubles import warnings
+
+    try:
+        sentences = warnings(gather(Store(recipe.store), recipe.run))
+    except QuiverError as error:  # the run is finished, and this is only a look back
+        sentences = [f"{error.object}: {error.message}"]
+    for sentence in sentences:
+        typer.secho(f"warning: {for_terminal(sentence)}", fg="yellow", err=True)
 
 
 def check(

@@ -19,9 +19,9 @@ from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printa
 from quiver.stages.common.store import Store, storage
 
 from . import samples, templates
-from .gather import STEP_COLUMNS, Gathered, Iteration, gather, latest, metric, policy_number
+from .gather import STEP_COLUMNS, Gathered, gather, latest, metric, policy_number
 from .plots import Panel, draw, score_panel, step_panels
-from .words import counted, number
+from .troubles import warnings
 
 FILE = "report.html"
 _MOST_PARTS = 6
@@ -115,54 +115,4 @@ def _curves(gathered: Gathered) -> list[Panel]:
         curve("tokens of a completion", "rollouts", "mean_completion_tokens"),
         Panel("share ended at the limit", length_shares),
         curve("groups without contrast", "rewards", "groups", "zero_variance"),
-    ]
-
-
-def warnings(gathered: Gathered) -> list[str]:
-    """What somebody should look at: of each kind of trouble what the newest iteration that has it
-    says, and how many have it."""
-    num_iterations = len(gathered.iterations)
-    sentences = []
-    for of_one_kind in zip(*map(_troubles, reversed(gathered.iterations)), strict=True):
-        troubles = list(filter(None, of_one_kind))
-        if troubles and num_iterations > 1:
-            of_all = counted(num_iterations, "iteration")
-            sentences.append(f"{troubles[0]} So in {len(troubles)} of {of_all}.")
-        else:
-            sentences += troubles
-    return sentences
-
-
-def _troubles(iteration: Iteration) -> list[str]:
-    """A sentence for each kind of trouble, empty where there is none."""
-    policy = iteration.policy
-    rewards = iteration.rewards
-    skipped = metric(policy, "skipped_steps") or 0
-    unscored = metric(rewards, "reward_null") or 0
-    length_share = iteration.length_share or 0
-    equal_share = metric(rewards, "groups", "zero_variance") or 0
-    gap = metric(policy, "audit", "mean_gap") or 0
-    clipped = metric(policy, "first_clip_fraction") or 0
-    return [
-        f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, for a loss or gradient that "
-        "is not finite."
-        if skipped
-        else "",
-        f"{rewards.ref}: {number(unscored)} of {counted(rewards.rows, 'rollout')} have no reward."
-        if unscored
-        else "",
-        f"{iteration.rollouts.ref}: {length_share:.0%} of the completions ended at the token limit."
-        if length_share > 0.1
-        else "",
-        f"{rewards.ref}: in {equal_share:.0%} of the groups all rewards are equal, so they teach "
-        "nothing."
-        if equal_share > 0.5
-        else "",
-        f"{policy.ref}: trainer and engine differ by {number(gap)} nats a token on average."
-        if gap > 0.05
-        else "",
-        f"{policy.ref}: the first step clipped {clipped:.2g} of its tokens, though no weight had "
-        "changed: the ratio's denominator is off by numerics."
-        if clipped
-        else "",
     ]

@@ -1,0 +1,71 @@
+"""What somebody should look at in a run, each with the key of the recipe that would help most: the
+warnings of the report, which `quiver run` repeats at its end.
+"""
+
+from __future__ import annotations
+
+from .gather import Gathered, Iteration, metric
+from .words import counted, number
+
+
+def warnings(gathered: Gathered) -> list[str]:
+    """Of each kind of trouble what the newest iteration that has it says, and how many have it;
+    first of all, that nothing was learned."""
+    num_iterations = len(gathered.iterations)
+    sentences = []
+    if gathered.iterations and all(map(learned_nothing, gathered.iterations)):
+        sentences.append(
+            f"{gathered.run} learned nothing: in no group did one answer score better than "
+            "another. Look at the answers (`quiver view`), then at [reward] and [data]."
+        )
+    for of_one_kind in zip(*map(_troubles, reversed(gathered.iterations)), strict=True):
+        troubles = list(filter(None, of_one_kind))
+        if troubles and num_iterations > 1:
+            of_all = counted(num_iterations, "iteration")
+            sentences.append(f"{troubles[0]} So in {len(troubles)} of {of_all}.")
+        else:
+            sentences += troubles
+    return sentences
+
+
+def learned_nothing(iteration: Iteration) -> bool:
+    """Whether no reward moved the policy: every advantage was 0, or no rollout was left."""
+    return bool(metric(iteration.policy, "all_advantages_zero"))
+
+
+def _troubles(iteration: Iteration) -> list[str]:
+    """A sentence for each kind of trouble, empty where there is none."""
+    policy = iteration.policy
+    rewards = iteration.rewards
+    skipped = metric(policy, "skipped_steps") or 0
+    unscored = metric(rewards, "reward_null") or 0
+    length_share = iteration.length_share or 0
+    equal_share = metric(rewards, "groups", "zero_variance") or 0
+    gap = metric(policy, "audit", "mean_gap") or 0
+    clipped = metric(policy, "first_clip_fraction") or 0
+    return [
+        f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, for a loss or gradient that "
+        "is not finite: lower optimize.learning_rate."
+        if skipped
+        else "",
+        f"{rewards.ref}: {number(unscored)} of {counted(rewards.rows, 'rollout')} have no reward: "
+        f"`quiver show {rewards.ref}` tells why."
+        if unscored
+        else "",
+        f"{iteration.rollouts.ref}: {length_share:.0%} of the completions ended at the token "
+        "limit: raise generate.sampling.max_tokens."
+        if length_share > 0.1
+        else "",
+        f"{rewards.ref}: in {equal_share:.0%} of the groups all rewards are equal, so they teach "
+        "nothing: raise generate.samples_per_prompt, or take other prompts."
+        if equal_share > 0.5
+        else "",
+        f"{policy.ref}: trainer and engine differ by {number(gap)} nats a token on average: set "
+        "logprobs.prox = true."
+        if gap > 0.05
+        else "",
+        f"{policy.ref}: the first step clipped {clipped:.2g} of its tokens, though no weight had "
+        "changed: the ratio's denominator is off by numerics; set logprobs.prox = true."
+        if clipped
+        else "",
+    ]
