@@ -92,7 +92,11 @@ TARGETS = (
     ),
     Target(
         "stages/optimize/audit.py",
-        (f"{OPTIMIZE}/test_optimize_refuses.py", f"{OPTIMIZE}/test_optimize_stage.py"),
+        (
+            f"{OPTIMIZE}/test_losses.py",
+            f"{OPTIMIZE}/test_ratio.py",
+            f"{OPTIMIZE}/test_optimize_refuses.py",
+        ),
     ),
     Target(
         "stages/common/ragged.py",
@@ -100,7 +104,13 @@ TARGETS = (
     ),
     Target(
         "stages/common/forward/policy.py",
-        (f"{FORWARD}/test_precision.py", f"{FORWARD}/test_policy.py"),
+        (
+            f"{FORWARD}/test_precision.py",
+            f"{FORWARD}/test_recompute.py",
+            f"{FORWARD}/test_encoder_decoder.py",
+            f"{OPTIMIZE}/test_critic.py",
+            f"{FORWARD}/test_policy.py",
+        ),
     ),
     Target(
         "stages/common/forward/layout.py",
@@ -119,6 +129,8 @@ TARGETS = (
 """The golden trace wakes for none of them: its last digits are of one machine, and a test that
 fails without a bug catches nothing."""
 TOO_LONG = (
+    f"{FORWARD}/test_encoder_decoder.py::"
+    "test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time",
     f"{OPTIMIZE}/test_trainer.py::test_the_cut_changes_nothing_in_any_algorithm",
     f"{GENERATE_STAGE}::test_kill_9_costs_at_most_one_shard",
 )

@@ -100,6 +100,13 @@ def test_take_of_neighbours_is_what_python_lists_take(chosen):
     assert [row.tolist() for row in taken] == [rows[row] for row in chosen]
 
 
+def test_rows_of_vectors_have_sums_and_means_of_vectors():
+    ragged = Ragged(torch.zeros(3), torch.tensor([0, 2, 2, 3]))
+    vectors = ragged.with_values(torch.tensor([[1.0, 5.0], [3.0, 7.0], [2.0, 9.0]]))
+    assert vectors.segment_sum().tolist() == [[4.0, 12.0], [0.0, 0.0], [2.0, 9.0]]
+    assert vectors.segment_mean().tolist() == [[2.0, 6.0], [0.0, 0.0], [2.0, 9.0]]
+
+
 def test_segment_mean_spreads_its_gradient_evenly():
     values = torch.arange(5.0, requires_grad=True)
     Ragged(values, torch.tensor([0, 2, 2, 5])).segment_mean().sum().backward()

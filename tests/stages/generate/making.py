@@ -128,6 +128,16 @@ class OutsideVocabulary(Honest):
         yield good(request.index, completion_ids=np.array([5, 320], np.int32))
 
 
+class Negative(Honest):
+    def answers(self, request):
+        yield good(request.index, completion_ids=np.array([5, -1], np.int32))
+
+
+class Square(Honest):
+    def answers(self, request):
+        yield good(request.index, completion_ids=np.array([[5, 2]], np.int32))
+
+
 class Lists(Honest):
     def answers(self, request):
         yield good(request.index, completion_ids=[5, 2])

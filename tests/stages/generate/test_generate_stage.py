@@ -223,18 +223,19 @@ def test_rows_keep_their_places_whatever_order_the_engine_answers_in(store, poli
     assert back == forward
 
 
-def test_an_engine_has_enough_to_do_at_the_end_of_a_shard(store, policy):
+@pytest.mark.parametrize(("size", "most"), [(4, 6), (2, 4)])
+def test_an_engine_has_enough_to_do_at_the_end_of_a_shard(store, policy, size, most):
     """At least three rows are in flight as long as there are so many; of a shard's end without
     `ahead`, one would be."""
     making.Steps.flying.clear()
-    given = config(engine=f"{MAKING}:Steps", rows_per_shard=4, options={})
+    given = config(engine=f"{MAKING}:Steps", rows_per_shard=size, options={})
     ref = run(given, store, prompts=random_prompts(store, 8).ref, policy=policy.ref)
     assert [
         count >= min(3, left)
         for left, count in zip(range(24, 0, -1), making.Steps.flying, strict=True)
     ] == [True] * 24
-    assert max(making.Steps.flying) == 6, "and never two shards before they are needed"
-    assert len(store.open(ref).manifest.files) == 6
+    assert max(making.Steps.flying) == most, "and never two shards before they are needed"
+    assert len(store.open(ref).manifest.files) == 24 // size
 
 
 def test_a_script_of_ones_own(store, policy):
@@ -276,6 +277,8 @@ def test_a_changed_file_of_ones_own_engine_is_other_work(store, policy, tmp_path
         ("NanLogprob", NumericError, "logprob nan"),
         ("PositiveLogprob", NumericError, "logprob 0.5"),
         ("OutsideVocabulary", SchemaError, "id 320 is outside the vocabulary of 320"),
+        ("Negative", SchemaError, "id -1 is outside the vocabulary of 320"),
+        ("Square", SchemaError, r"completion_ids is int32 \[1, 2\], expected a flat array"),
         ("Lists", SchemaError, "completion_ids is list"),
         ("TooLong", SchemaError, "9 ids, max_tokens is 8"),
         ("UnknownReason", SchemaError, "finish_reason 'error'"),
@@ -362,6 +365,7 @@ def test_no_prompt_left_is_a_version_of_no_rows(store, policy):
         )
     )
     assert version.table().num_rows == 0
+    assert version.manifest.metrics["tokens"] == 0
 
 
 def test_foreign_or_empty_prompt_ids(store, policy):

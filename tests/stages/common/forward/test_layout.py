@@ -2,7 +2,7 @@
 
 import torch
 
-from quiver.stages.common.forward.layout import Sequences, make_layout
+from quiver.stages.common.forward.layout import Sequences, make_layout, prompt_numbers
 from quiver.stages.common.forward.packing import make_pieces
 from quiver.stages.common.forward.policy import pieces_of
 from quiver.stages.common.ragged import Ragged
@@ -23,6 +23,7 @@ def test_the_picture_is_what_is_made():
     pieces = make_pieces(range(3), [0, 0, 1], [3, 3, 2], [3, 4, 2], 100)
     layout = make_layout(pieces, sequences, varlen=True)
     assert layout.ids.tolist() == [A + X[:-1] + Y[:-1] + B + Z[:-1]]
+    assert layout.filling == (0, 11)
     assert layout.positions.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2]]
     assert layout.rows.tolist() == [0, 1, 2]
     assert layout.targets.tolist() == X + Y + Z
@@ -37,6 +38,10 @@ def test_the_picture_is_what_is_made():
     assert completions.keys.tolist() == [[0, 1, 2, 5, 6, 7, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]
     queries = torch.cat([block.queries.flatten() for block in layout.blocks])
     assert queries[layout.gather].tolist() == list(range(11))
+
+
+def test_rollouts_of_one_group_share_a_prompt_where_its_ids_are_the_same():
+    assert prompt_numbers(_ragged([A, A, B, A, B]), [7, 7, 7, 8, 7]) == [0, 0, 1, 2, 1]
 
 
 def test_no_mask_spans_the_whole_row():

@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from quiver.stages.common.forward.layout import Sequences, make_layout
-from quiver.stages.common.forward.packing import pack
-from quiver.stages.common.forward.policy import Policy, pieces_of
+from quiver.stages.common.forward.policy import Policy
 from quiver.stages.common.ragged import Ragged
 
 SMALL = {
@@ -84,9 +83,8 @@ def _packed(
     policy: Policy, mode: str, data: Sequences, groups: list[int], budget: int
 ) -> list[torch.Tensor]:
     policy.set_mode(mode)
-    pieces = pieces_of(mode, range(len(groups)), groups, data, budget)
     found = {}
-    for micro in [[piece] for piece in pieces] if mode == "single" else pack(pieces, budget):
+    for micro in policy.microbatches(range(len(groups)), groups, data, budget):
         layout = make_layout(micro, data)
         parts = policy(layout)[0].split(
             [len(data.completions[row]) for row in layout.rows.tolist()]
