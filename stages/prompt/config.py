@@ -33,7 +33,8 @@ class SourceConfig(Base):
     """Column with a chat: a list of {role, content}. Where neither this, `prompt` nor `prompt_ids`
     is set, the first of the columns messages, prompt, prompt_ids that the source has is taken."""
     prompt: str | None = None
-    """Column with plain text; it becomes one user message, unless `raw_text`."""
+    """Column with plain text; it becomes one user message, unless `raw_text`. A chat in it is taken
+    as one."""
     prompt_ids: str | None = None
     """Column with token ids, given to the engine as they are."""
     raw_text: bool = False

@@ -63,12 +63,14 @@ class Renderer:
         dropped. ConfigError, SecurityError."""
         config = self.config
         messages = None
-        if config.messages:
+        # TRL and verl keep chats in a column `prompt`
+        is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
+        if config.messages or is_chat:
             if not isinstance(cell, list) or not cell:
                 raise _bad_row(
                     name,
-                    f"column {config.messages} holds {_type_name(cell)}, expected a list of "
-                    "{role, content}",
+                    f"column {config.messages or config.prompt} holds {_type_name(cell)}, expected "
+                    "a list of {role, content}",
                 )
             messages = [_read_message(name, number, message) for number, message in enumerate(cell)]
         elif config.prompt:

@@ -3,6 +3,8 @@ rollouts."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -58,8 +60,22 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
         },
         "groups": groups(table),
     }
+    if "extra" in table.column_names:
+        columns = zip(names_of(table, "extra"), table["extra"].flatten(), strict=True)
+        metrics["extra"] = {name: means(texts) for name, texts in columns}
     status = {"scored": num_scored, "not_scored": null - num_failed, "failed": num_failed}
     return metrics, status
+
+
+def means(texts: pa.ChunkedArray) -> dict[str, float]:
+    """The mean of every number in the rows' JSON texts, by its name, over the rows that have it."""
+    found: dict[str, list[float]] = {}
+    for text in texts.drop_null().to_pylist():
+        members = json.loads(text)
+        for name, member in members.items() if isinstance(members, dict) else ():
+            if isinstance(member, int | float) and not isinstance(member, bool):
+                found.setdefault(name, []).append(member)
+    return {name: math.fsum(numbers) / len(numbers) for name, numbers in found.items()}
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:

@@ -17,7 +17,7 @@ from .config import Config, pinned
 from .functions import shipped
 from .functions.config import FunctionConfig
 from .pool.calls import describe
-from .scoring import require_columns
+from .pool.habits import require
 
 
 def preview(config: Config, columns: Iterable[str]) -> None:
@@ -28,7 +28,7 @@ def preview(config: Config, columns: Iterable[str]) -> None:
         callee = _callee(function)
         if callee is not None:
             needs = describe(callee, function.name, function.arguments).needs
-            require_columns(f"reward function {function.name}", needs, columns)
+            require(function, needs, columns)
 
 
 def _callee(config: FunctionConfig) -> Any:

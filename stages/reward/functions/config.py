@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from quiver.stages.common import plugins
-from quiver.stages.common.config import Runtime, without_folder
+from quiver.stages.common.config import Added, Runtime, without_folder
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.scoring import ScorerConfig
 from quiver.stages.reward.servers.config import refuse_token, refuse_url
@@ -23,6 +23,16 @@ class FunctionConfig(ScorerConfig):
     `file.py:function` seen from the working directory."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for every call; they come before columns of the same name."""
+    columns: Added[dict[str, str]] = Field(default_factory=dict)
+    """Which column each parameter is given, where it has another name: `{ answer = "solution" }`;
+    `reward_model.ground_truth` is the field of a column. A parameter left out has its own name."""
+    completions: Added[Literal["text", "messages"]] = "text"
+    """What a completion is given as: its text, or a chat of one message, as TRL gives it:
+    `[{"role": "assistant", "content": text}]`."""
+    style: Added[Literal["quiver", "verl"]] = "quiver"
+    """`verl`: one row a call, with the parameters data_source, solution_str, ground_truth and
+    extra_info of rows in verl's layout; the number, or a mapping with it under `score`, comes
+    back."""
     timeout_seconds: Runtime[float] = Field(default=30.0, gt=0)
     """Longest time for one row, in seconds; a row beyond it has failed."""
     concurrency: Runtime[int] = Field(default=64, ge=1)
@@ -46,6 +56,8 @@ class FunctionConfig(ScorerConfig):
             refuse_token(token, "sandbox_token")
             if arguments.get("sandbox_url"):
                 refuse_url(arguments["sandbox_url"], needs_tls=bool(token))
+        if ":" not in section["use"] and section.get("style", "quiver") != "quiver":
+            raise ValueError("style is of a function of yours, module:function or file.py:function")
         return {**section, "name": section.get("name") or section["use"].rpartition(":")[2]}
 
     def key(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.reward.functions import shipped
+from quiver.stages.reward.pool.habits import LOGS, adapted
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
 
 Columns = dict[str, list[Any]]
@@ -55,7 +56,9 @@ class Function(NamedTuple):
         return {**columns, **copy.deepcopy(self.arguments)}
 
 
-def load(use: str, name: str, arguments: dict[str, Any], extra: bool = False) -> Function:
+def load(
+    use: str, name: str, arguments: dict[str, Any], extra: bool = False, style: str = "quiver"
+) -> Function:
     """The function that a recipe names. ConfigError: there is none of that name, or it can not take
     the arguments."""
     source = ""
@@ -67,7 +70,8 @@ def load(use: str, name: str, arguments: dict[str, Any], extra: bool = False) ->
         function = shipped(use).function
         fingerprint = shipped(use).fingerprint(arguments)
     about = describe(function, name, arguments, fingerprint)
-    return Function(function, arguments, about, extra, source)
+    function = adapted(function, style, arguments, extra)
+    return Function(function, {} if style == "verl" else arguments, about, extra, source)
 
 
 def describe(
@@ -90,7 +94,7 @@ def describe(
     defaults = {
         parameter.name: parameter.default
         for parameter in parameters
-        if parameter.kind not in variadic
+        if parameter.kind not in variadic and parameter.name not in LOGS
     }
     takes = sorted(defaults)
     needs = [
@@ -229,6 +233,8 @@ def _raised(error: BaseException, source: str = "") -> Part:
         folder, name = os.path.split(frame.f_code.co_filename)
         if source and folder == os.path.dirname(source):
             place = f" ({printable(name)}:{line})"
+    if isinstance(error, TypeError) and "string indices must be integers" in text:
+        place += '; with completions = "messages" a completion is [{"role", "content"}], not text'
     limit = memory_limit()
     if limit is not None and is_out_of_memory(error):
         return Part(error=f"{text}{place}: {memory_allowance(limit)}")

@@ -188,7 +188,7 @@ class Pool:
         request = {
             "path": list(filter(None, sys.path)),
             "key": id(function),
-            "load": config.model_dump(include={"use", "name", "arguments", "extra"}),
+            "load": config.model_dump(include={"use", "name", "arguments", "extra", "style"}),
         }
         try:
             answer = process.ask(request, LOAD_SECONDS, Loaded)

@@ -9,9 +9,10 @@ from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool import calls
+from quiver.stages.reward.pool.habits import given, require
 from quiver.stages.reward.pool.jobs import Function
 from quiver.stages.reward.pool.pool import Pool
-from quiver.stages.reward.scoring import Batch, Notice, Part, require_columns
+from quiver.stages.reward.scoring import Batch, Notice, Part
 
 
 class FunctionScorer(Function):
@@ -34,7 +35,7 @@ class FunctionScorer(Function):
         """ConfigError unless the function exists, can work here, and everything that it needs is
         offered or among `columns`."""
         about = self._pool.describe(self)
-        require_columns(f"reward function {self.name}", about.needs, columns)
+        require(self.config, about.needs, columns)
         if self.config.is_shipped:
             function = shipped(self.config.use).function
             try:  # on no rows: what can not work here is told before anything is generated
@@ -54,9 +55,4 @@ class FunctionScorer(Function):
         takes = about.takes
         if self.config.is_shipped:  # a column never stands in for one of its settings
             takes = [*about.needs, *shipped(self.config.use).columns]
-        columns = {
-            name: batch[name]
-            for name in batch
-            if (takes is None or name in takes) and name not in self.config.arguments
-        }
-        return self._pool.run(self, columns, batch["rollout_ids"])
+        return self._pool.run(self, given(self.config, takes, batch), batch["rollout_ids"])

@@ -123,6 +123,25 @@ def test_the_manifest_tells_where_answers_begin(store, policy, source, tmp_path)
     assert told == [{"user": header}, {"user": header, "system": header}, {"user": header}, {}]
 
 
+@pytest.mark.parametrize("named", [{}, {"prompt": "prompt"}])
+def test_chats_in_the_column_prompt_are_chats(store, policy, tmp_path, named):
+    """As TRL's conversational datasets and verl's parquet files have them."""
+    chat = [{"content": "Be kind.", "role": "system"}, {"content": "2 + 5?", "role": "user"}]
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": chat,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    pa.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    config = Config(source=str(tmp_path / "train.parquet"), **named)
+    (found,) = rows(store, run(config, store, policy=policy.ref))
+    assert found["messages"] == chat
+    assert found["prompt_text"].endswith("user\n2 + 5?<|im_end|>\n<|im_start|>assistant\n")
+    assert found["columns"]["reward_model"] == row["reward_model"]
+
+
 def test_types_of_all_columns_are_kept(store, policy, tmp_path):
     table = pa.table(
         {

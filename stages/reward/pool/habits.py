@@ -1,0 +1,176 @@
+"""Reward functions that were written for TRL or verl, called as those call them.
+
+verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` is given one row a call
+and may return a mapping with the number under `score`. A function of TRL's may ask for `log_extra`
+and `log_metric`; what it tells them is kept beside the rows' numbers, in `extra`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.reward.functions.config import FunctionConfig
+from quiver.stages.reward.scoring import OFFERED, Batch, require_columns
+
+LOGS = ("log_extra", "log_metric")
+"""Parameters that are no columns: functions, given for the time of a call."""
+VERL_COLUMNS = {
+    "data_source": "data_source",
+    "solution_str": "completions",
+    "ground_truth": "reward_model.ground_truth",
+    "extra_info": "extra_info",
+}
+"""Where verl's parameters come from in rows that are laid out for it."""
+Callee = Callable[..., Any]
+
+
+# -- which columns a function is given
+
+
+def column_of(parameter: str, config: FunctionConfig, columns: Iterable[str]) -> str:
+    """The column that `parameter` is given, `a.b` for the field b of column a."""
+    if parameter in config.columns:
+        return config.columns[parameter]
+    if config.style == "verl" and parameter not in columns:
+        return VERL_COLUMNS.get(parameter, parameter)
+    return parameter
+
+
+def require(config: FunctionConfig, needs: Iterable[str], columns: Iterable[str]) -> None:
+    """ConfigError unless each parameter that the function `needs`, and each column that the recipe
+    names for one, is offered or among `columns`."""
+    columns = list(columns)
+    owner = f"reward function {config.name}"
+    if config.style == "quiver" and "solution_str" in {*needs} - {*columns, *config.columns}:
+        raise ConfigError(
+            owner,
+            "needs solution_str, which verl gives: it is written for one row a call",
+            next='set style = "verl" for it',
+        )
+    parameters = dict.fromkeys([*needs, *config.columns])
+    found = [column_of(parameter, config, columns) for parameter in parameters]
+    named = {*OFFERED, *columns}
+    require_columns(
+        owner,
+        [column if column in named else column.partition(".")[0] for column in found],
+        columns,
+    )
+
+
+def given(config: FunctionConfig, takes: Iterable[str] | None, batch: Batch) -> Batch:
+    """The columns of `batch` by the parameters that they are given to. `takes`: those that the
+    function has; None: any. An argument of the recipe's comes before a column of its name."""
+    if takes is None:
+        known = VERL_COLUMNS if config.style == "verl" else batch
+        takes = [*known, *config.columns]
+    columns = {}
+    for parameter in dict.fromkeys(takes):
+        cells = _find(column_of(parameter, config, batch), batch)
+        if cells is not None and parameter not in config.arguments:
+            columns[parameter] = cells
+    if config.completions == "messages":
+        for parameter in columns:
+            if column_of(parameter, config, batch) == "completions":
+                columns[parameter] = [
+                    [{"role": "assistant", "content": text}] for text in batch["completions"]
+                ]
+    return columns
+
+
+def _find(column: str, batch: Batch) -> list[Any] | None:
+    if column in batch:
+        return batch[column]
+    outer, dot, field = column.rpartition(".")
+    cells = _find(outer, batch) if dot else None
+    if cells is None:
+        return None
+    return [cell.get(field) if isinstance(cell, Mapping) else None for cell in cells]
+
+
+# -- in a worker
+
+
+def adapted(function: Callee, style: str, arguments: dict[str, Any], extra: bool) -> Callee:
+    """`function` as it is called here: with columns by keyword, for one value a row. `extra`: what
+    comes beside the number is kept. A function of verl's has the `arguments` with it."""
+    is_async = inspect.iscoroutinefunction(function)
+    try:
+        logs = [name for name in LOGS if name in inspect.signature(function).parameters]
+    except (TypeError, ValueError):
+        logs = []
+    if logs:
+        function = _with_logs(function, logs, is_async, extra)
+    return _of_rows(function, is_async, arguments, extra) if style == "verl" else function
+
+
+def _of_rows(function: Callee, is_async: bool, arguments: dict[str, Any], extra: bool) -> Callee:
+    """A function of one row as one of columns."""
+
+    def calls(columns: dict[str, list[Any]]) -> list[Any]:
+        rows = zip(*columns.values(), strict=True)
+        return [
+            function(**dict(zip(columns, row, strict=True)), **copy.deepcopy(arguments))
+            for row in rows
+        ]
+
+    def value(returned: Any) -> Any:
+        if not isinstance(returned, Mapping) or "score" not in returned:
+            return returned
+        beside = {name: returned[name] for name in returned if name != "score"}
+        return {**beside, "reward": returned["score"]} if extra else returned["score"]
+
+    def score(**columns: list[Any]) -> list[Any]:
+        return [value(returned) for returned in calls(columns)]
+
+    async def score_async(**columns: list[Any]) -> list[Any]:
+        return [value(await returned) for returned in calls(columns)]
+
+    return score_async if is_async else score
+
+
+def _with_logs(function: Callee, logs: list[str], is_async: bool, extra: bool) -> Callee:
+    """A function that is given `logs`, and returns what it told them beside its numbers."""
+    told: set[str] = set()
+
+    def recorders(beside: dict[str, Any]) -> dict[str, Callee]:
+        def log_extra(column: str, values: Iterable[Any]) -> None:
+            beside[str(column)] = list(values)
+
+        def log_metric(name: str, value: float) -> None:
+            beside[str(name)] = value
+
+        return {name: {"log_extra": log_extra, "log_metric": log_metric}[name] for name in logs}
+
+    def joined(returned: Any, beside: dict[str, Any]) -> Any:
+        if not extra:
+            for name in beside.keys() - told:
+                print(f"{name} is not kept: extra = true keeps what the function logs")
+            told.update(beside)
+            return returned
+        values = returned.tolist() if hasattr(returned, "tolist") else returned
+        if not beside or not isinstance(values, list | tuple):
+            return returned
+        for name, column in beside.items():
+            if isinstance(column, list) and len(column) != len(values):
+                raise ValueError(f"log_extra: {name} has {len(column)} values, {len(values)} rows")
+        rows = []
+        for row, number in enumerate(values):
+            cells = {name: of[row] if isinstance(of, list) else of for name, of in beside.items()}
+            rows.append(
+                {**cells, **(number if isinstance(number, Mapping) else {"reward": number})}
+            )
+        return rows
+
+    def call(**keywords: Any) -> Any:
+        beside: dict[str, Any] = {}
+        return joined(function(**keywords, **recorders(beside)), beside)
+
+    async def call_async(**keywords: Any) -> Any:
+        beside: dict[str, Any] = {}
+        return joined(await function(**keywords, **recorders(beside)), beside)
+
+    return call_async if is_async else call
