@@ -37,6 +37,10 @@ def run(
     first: Annotated[
         str | None, typer.Option("--from", help="do this stage and those after it anew")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="a few rows and a small random model; nothing is kept"),
+    ] = False,
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
@@ -59,7 +63,8 @@ def run(
     from ..preflight import preflight
 
     loaded = preflight(loaded)  # what is refused is refused before a server is started
-    Store(loaded.store)
+    if not dry_run:
+        Store(loaded.store)
     from prefect import tags
 
     from ..abandoned import crash_abandoned, shell_tag
@@ -71,6 +76,11 @@ def run(
     guard_embedded_server()
     crash_abandoned()
     with tagged(loaded), tags(shell_tag()):
+        if dry_run:
+            from ..dry_run import dry_run as rehearse
+
+            say(*rehearse(loaded, recipe))
+            return
         outcome = post_train(loaded, first)
     say(outcome, summary(loaded, recipe, settings, outcome))
     _warn(loaded)

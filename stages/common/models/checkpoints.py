@@ -58,7 +58,7 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-_CARRIED_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "generation_config.json")
+CARRIED_FILES = (*_TOKENIZER_FILES, *_TEMPLATE_FILES, "generation_config.json")
 _FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def resolve(config: PolicyConfig) -> PolicyConfig:
     if from_function.is_function(config.model):
         source_hash = from_function.source_hash(config.model, config.arguments)
     else:
-        path, commit = _locate(config.model, revision)
+        path, commit = locate(config.model, revision)
         revision = commit or revision
         if path.is_dir():
             check_folder(path, config.model)
@@ -155,7 +155,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 if not _makes_model(path):
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
-            path, commit = _locate(config.model, config.revision)
+            path, commit = locate(config.model, config.revision)
             files = _model_files(path)
             _require_hash(config, digest(hash_files(files)))
             if path.is_file():
@@ -183,7 +183,7 @@ def _require_hash(config: PolicyConfig, source_hash: str) -> None:
 # -- models outside the store
 
 
-def _locate(name: str, revision: str | None, field: str = "policy.model") -> tuple[Path, str]:
+def locate(name: str, revision: str | None, field: str = "policy.model") -> tuple[Path, str]:
     """The folder of the model, or its GGUF file; and the commit of a hub model."""
     if name.startswith("package:"):
         package, _, inner_path = name.removeprefix("package:").partition("/")
@@ -224,13 +224,13 @@ def _model_files(path: Path) -> list[Path]:
 
 def _makes_model(path: Path) -> bool:
     has_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
-    return path.is_file() and (has_weights or path.name in ("config.json", *_CARRIED_FILES))
+    return path.is_file() and (has_weights or path.name in ("config.json", *CARRIED_FILES))
 
 
 def find_folder(model: str, revision: str | None, field: str) -> Path:
     """The complete model directory that `field` of a recipe names: a directory, or a hub id.
     ConfigError, SecurityError."""
-    folder, _ = _locate(model, revision, field)
+    folder, _ = locate(model, revision, field)
     if folder.is_file():
         raise ConfigError(
             f"{field} {model}",
@@ -374,7 +374,7 @@ def _end_token_ids(version: Version, name: str) -> list[int] | None:
 def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
     """The checkpoint's own tokenizer with its template; from its folder alone, hashes checked.
     ConfigError."""
-    for name in _CARRIED_FILES:
+    for name in CARRIED_FILES:
         version.verify(name)
     tokenizer = load_folders_tokenizer(version.files.folder, str(version.ref))
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -404,7 +404,7 @@ def save_policy(model: PreTrainedModel, parent: Version, folder: Path) -> None:
     """Write `model` as a model directory; tokenizer, template and generation config are the
     parent's, byte for byte."""
     model.save_pretrained(folder)
-    for name in _CARRIED_FILES:
+    for name in CARRIED_FILES:
         original = parent.files.path(name)
         if original.is_file():
             shutil.copyfile(original, folder / name)

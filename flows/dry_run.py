@@ -1,0 +1,107 @@
+"""A recipe tried from end to end in a minute: the same stages, rows and rewards, with a small and
+random model of the same family in place of the policy, in a store that is removed.
+
+    answer, lines = dry_run(recipe, Path("recipe.toml"))    # its errors are those of the real run
+
+What it can not tell is whether anything is learned, how long it takes, or what fits the memory.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quiver.stages.common.config import parse
+
+from .post_train import post_train
+from .recipe import Recipe
+from .sections import Placement
+
+PROMPTS, TOKENS, ITERATIONS = 4, 16, 2
+SMALL_MODEL = "quiver.stages.common.models.small:make"
+LOT = {"use": "quiver.flows.dry_run:lot", "name": "lot", "weight": 1e-3}
+"""Random models answer nothing right, and of equal rewards nothing is learned."""
+
+
+def lot(rollout_ids: list[str]) -> list[float]:
+    """A number of each rollout that says nothing of it."""
+    return [random.Random(name).random() for name in rollout_ids]
+
+
+def rehearsal(recipe: Recipe, store: str) -> Recipe:
+    """`recipe` as it is tried in `store`: few rows, short answers, the small model, everything on
+    this host."""
+    data = {**recipe.data.model_dump(exclude_unset=True), "limit": _few(recipe.data.limit)}
+    if recipe.data.held_out is not None:
+        limit = _few(recipe.data.held_out.get("limit"))
+        data["held_out"] = {**recipe.data.held_out, "limit": limit}
+    generate = recipe.generate.model_dump(exclude_unset=True)
+    held_out_generate = recipe.evaluate.generate
+    reward = recipe.reward.model_dump(exclude_unset=True)
+    changes = {
+        "store": store,
+        "iterations": min(recipe.iterations, ITERATIONS),
+        "report_url": None,
+        "policy": {
+            "model": SMALL_MODEL,
+            "arguments": {
+                "model": recipe.policy.model,
+                "revision": recipe.policy.revision,
+                "arguments": recipe.policy.arguments,
+            },
+        },
+        "data": data,
+        "generate": {
+            **generate,
+            "engine": "transformers",
+            "options": {},
+            "dtype": "float32",
+            "sampling": _short(generate.get("sampling", {})),
+        },
+        "evaluate": {
+            **recipe.evaluate.model_dump(exclude_unset=True),
+            "generate": {
+                **{key: value for key, value in held_out_generate.items() if key != "dtype"},
+                "engine": "transformers",
+                "options": {},
+                "sampling": _short(held_out_generate.get("sampling", {})),
+            },
+        },
+        "reward": {**reward, "functions": [*reward.get("functions", ()), LOT]},
+        # nearly all of its answers are cut
+        "optimize": {**recipe.optimize.model_dump(exclude_unset=True), "on_length": "keep"},
+        "placement": Placement(python=recipe.placement.python).model_dump(exclude_unset=True),
+    }
+    sections = {**recipe.model_dump(exclude_unset=True), **changes}
+    return parse(Recipe, sections, "--dry-run")
+
+
+def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What is answered of the recipe in `path` after its rehearsal, in JSON and in lines; the store
+    is gone then."""
+    with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store:
+        outcome = post_train(rehearsal(recipe, store))
+    seconds: dict[str, float] = {}
+    for iteration in outcome["iterations"]:
+        for stage, spent in iteration["seconds"].items():
+            seconds[stage] = round(seconds.get(stage, 0.0) + spent, 3)
+    answer = {"dry_run": True, "run": recipe.run, "seconds": seconds}
+    lines = [f"{stage} {spent:.1f} s" for stage, spent in seconds.items()]
+    lines.append(
+        f"{path} runs from end to end, with a small random model in place of "
+        f"{recipe.policy.model}; nothing was kept"
+    )
+    return answer, lines
+
+
+def _short(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a section of sampling, for short answers."""
+    most = min(sampling.get("max_tokens", TOKENS), TOKENS)
+    fewest = min(sampling.get("min_tokens", 0), most)
+    return {**sampling, "max_tokens": most, "min_tokens": fewest}
+
+
+def _few(limit: int | None) -> int:
+    return min(limit or PROMPTS, PROMPTS)

@@ -1,0 +1,115 @@
+"""A model of the same family as another, of random weights and so small that a whole recipe can be
+tried with it in a minute: with its tokenizer, its template and its context.
+
+    make(folder, model="path/to/model")     # the function is the base model of a rehearsal
+
+Not of the spine: `quiver run --dry-run` alone makes one.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quiver.schemas.errors import ConfigError, printable
+
+from . import from_function
+from .checkpoints import CARRIED_FILES, locate
+from .folder import convert_gguf
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LAYERS = 2
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(
+        ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
+        128,
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+        ),
+        4,
+    ),
+    "num_key_value_heads": 2,
+    **dict.fromkeys(("head_dim", "d_kv"), 16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "num_layers",
+            "num_decoder_layers",
+            "encoder_layers",
+            "decoder_layers",
+        ),
+        LAYERS,
+    ),
+}
+"""What families call their sizes, and the most of each."""
+
+
+def make(
+    folder: Path,
+    *,
+    model: str,
+    revision: str | None = None,
+    arguments: dict[str, Any] | None = None,
+) -> None:
+    """Write a small model of the family of `model`, which is named as in policy.model. ConfigError
+    where its family can not be made small."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    with tempfile.TemporaryDirectory() as work:
+        source = _folder_of(model, revision, arguments or {}, Path(work))
+        try:
+            config = AutoConfig.from_pretrained(source)
+            shrink(config)
+            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            torch.manual_seed(0)
+            kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        except Exception as error:  # each family checks its sizes in its own way
+            raise ConfigError(
+                f"--dry-run {printable(model)}",
+                f"no small model of its family can be made: {type(error).__name__}: "
+                f"{printable(error)}",
+                next="run without --dry-run",
+            ) from error
+        for name in CARRIED_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+
+
+def shrink(config: PretrainedConfig) -> None:
+    """Make every size of the config small, and what it lists by layer as short as its layers."""
+    fields = config.to_dict()
+    layers = {fields.get(name) for name, size in _SIZES.items() if size == LAYERS}
+    for name, value in fields.items():
+        if name in _SIZES and isinstance(value, int):
+            setattr(config, name, min(value, _SIZES[name]))
+        elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
+            setattr(config, name, value[:LAYERS])
+
+
+def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:
+    """The folder of the model itself; what is no folder yet is made in `work`."""
+    if from_function.is_function(model):
+        function, _ = from_function.load(model, arguments)
+        from_function.make(model, function, arguments, work)
+        return work
+    path, _ = locate(model, revision)
+    if path.is_file():
+        convert_gguf(path, work, "float32")
+        return work
+    return path

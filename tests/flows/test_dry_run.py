@@ -1,0 +1,74 @@
+"""`quiver run --dry-run`: the recipe from end to end, and nothing is left of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from prefect.testing.utilities import prefect_test_harness
+from transformers import AutoConfig, AutoTokenizer, GPT2Config, Qwen3Config, T5Config
+
+from quiver.flows.commands.running import run
+from quiver.flows.dry_run import rehearsal
+from quiver.flows.recipe import Recipe
+from quiver.schemas.errors import ConfigError, RewardError
+from quiver.stages.common.models import small
+from tests.flows.conftest import write_recipe
+from tests.flows.test_cleaning import QUICK, stay_here
+from tests.tiny import make_folder, tokenizer
+
+SETTINGS = [*QUICK, "data.held_out=null"]
+
+
+@pytest.mark.prefect
+def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(tmp_path, monkeypatch, capfd):
+    stay_here(write_recipe(tmp_path), monkeypatch, [])
+    before = sorted(path.name for path in Path().iterdir())
+    with prefect_test_harness(server_startup_timeout=300):
+        run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
+        said = capfd.readouterr().out
+        assert "recipe.toml runs from end to end" in said
+        Path("rewards.py").write_text("def evenness(completions):\n    return completions[0].x\n")
+        with pytest.raises(RewardError, match="'str' object has no attribute 'x'"):
+            run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
+    assert sorted(path.name for path in Path().iterdir()) == before
+
+
+def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
+    recipe = Recipe.load("deployments/recipes/demo.toml", ["optimize.on_length=mask"])
+    tried = rehearsal(recipe, "elsewhere")
+    assert (tried.store, tried.iterations, tried.data.limit) == ("elsewhere", 2, 4)
+    assert tried.data.held_out == {"arguments": {"split": "held_out"}, "limit": 4}
+    assert (tried.generate.engine, tried.generate.sampling.max_tokens) == ("transformers", 12)
+    assert tried.policy.arguments["model"] == recipe.policy.model
+    assert tried.reward.part_names == ["accuracy", "format", "lot"]
+    assert (tried.optimize.algorithm, tried.optimize.minibatches) == ("grpo", 4)
+    assert tried.optimize.on_length == "keep"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3Config(num_hidden_layers=5, max_window_layers=5, vocab_size=320, hidden_size=96),
+        GPT2Config(n_layer=5, n_embd=96, n_head=6, vocab_size=320),
+        T5Config(num_layers=5, d_model=96, vocab_size=320, decoder_start_token_id=0),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_small_model_has_family_vocabulary_and_tokenizer(tmp_path, config):
+    model, made = tmp_path / "model", tmp_path / "made"
+    make_folder(model)
+    config.save_pretrained(model)
+    made.mkdir()
+    small.make(made, model=str(model))
+    found = AutoConfig.from_pretrained(made)
+    assert (found.model_type, found.vocab_size) == (config.model_type, 320)
+    assert (found.num_hidden_layers, found.hidden_size) == (2, 64)
+    assert AutoTokenizer.from_pretrained(made).encode("7 plus 5") == tokenizer().encode("7 plus 5")
+    assert (made / "model.safetensors").stat().st_size < 2_000_000
+
+
+def test_a_family_that_can_not_be_made_small_is_named(tmp_path):
+    make_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing_of_ours"}))
+    with pytest.raises(ConfigError, match="no small model of its family can be made"):
+        small.make(tmp_path, model=str(tmp_path))
