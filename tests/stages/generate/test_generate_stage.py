@@ -94,7 +94,8 @@ def test_manifest_tells_how_they_were_made(store, policy):
     assert manifest.config["sampling"]["top_p"] == 1.0
     assert manifest.metrics["tokens"] == 3 * 2 + 3 * 8
     assert manifest.metrics["mean_completion_tokens"] == 5.0
-    assert manifest.metrics["engine"]["name"] == "scripted"
+    engine = {"name": "scripted", "script": "echo", "logprobs_mode": "scripted"}
+    assert manifest.metrics["engine"] == engine
     assert manifest.metrics["dropped"] == []
     assert manifest.status == {"length": 3, "stop": 3}
     assert {"load", "generate", "write", "total"} <= set(manifest.seconds)
