@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quiver.schemas.errors import CorruptError, printable
+from quiver.schemas.errors import CorruptError, LineageError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
 from .next_step import complete, options_in
@@ -237,6 +237,9 @@ def tag(
 
 def report(
     run: Annotated[str, typer.Argument(help="the run")],
+    beside: Annotated[
+        str | None, typer.Argument(help="another run, to stand beside it", metavar="[RUN]")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="the file; default: report.html in the run's folder"),
@@ -247,8 +250,31 @@ def report(
     was made of."""
     from quiver.stages.report.stage import write
 
-    path = write(open_store(store), check_name(run, "run"), output)
+    opened = open_store(store)
+    sentences = [] if beside is None else _difference(opened, run, check_name(beside, "run"))
+    path = write(opened, check_name(run, "run"), output, beside, sentences)
     say({"run": run, "file": str(path), "bytes": path.stat().st_size}, [str(path)])
+
+
+def _difference(store: Store, run: str, other: str) -> list[str]:
+    """How the last evaluation of `other` compares with that of `run`, over the same prompts."""
+    from quiver.stages.evaluate.comparison import compare as compare_evaluations
+
+    from .compare import find_evaluation
+
+    try:
+        found = compare_evaluations(
+            store, find_evaluation(store, run), find_evaluation(store, other)
+        )
+    except LineageError as error:
+        return [f"{other} and {run} can not be compared: {error.message}."]
+    score = found["difference"]["score"]
+    low, high = score["interval"] or (math.nan, math.nan)
+    return [
+        f"{found['b']['policy']} scores {score['score']:+.4f} beside {found['a']['policy']} over "
+        f"the same {score['n']} prompts ({found['confidence']:.0%} interval {low:+.4f} … "
+        f"{high:+.4f}): {found['better']} better, {found['worse']} worse, {found['equal']} equal."
+    ]
 
 
 def history(

@@ -78,6 +78,11 @@ class Gathered:
     newest: str
     """What `latest` said of the run."""
 
+    @property
+    def scores(self) -> dict[int, dict[str, Any]]:
+        """The metrics of each measured policy's evaluation, by the policy's number."""
+        return {policy_number(each): each.metrics for each in self.evaluations}
+
 
 class Manifests:
     """The manifests of a store; of a version that is not there the reference is noted in `gone`, of

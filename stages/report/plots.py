@@ -25,10 +25,11 @@ _BOTTOM = 154
 
 class Panel(NamedTuple):
     """One curve: points (x, y, half the length of its error bar), x rising; y None where there is
-    no value."""
+    no value. `beside`: the points of another run, for comparison."""
 
     title: str
     points: Sequence[tuple[int, float | None, float]]
+    beside: Sequence[tuple[int, float | None, float]] = ()
 
 
 class Picture(NamedTuple):
@@ -52,7 +53,9 @@ def step_panels(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> li
 def draw(panels: Sequence[Panel], x_name: str) -> Picture | None:
     """Two panels a row, on a ground of their own, since a page may be dark or light. A panel
     without any value is left out; None where no panel has one."""
-    thinned = [Panel(panel.title, _thinned(panel.points)) for panel in panels]
+    thinned = [
+        Panel(panel.title, _thinned(panel.points), _thinned(panel.beside)) for panel in panels
+    ]
     drawn = [panel for panel in thinned if panel.points]
     if not drawn:
         return None
@@ -83,11 +86,12 @@ def _thinned(points: Sequence[tuple[int, float | None, float]]) -> list[tuple[in
 
 def _chart(panel: Panel) -> dict[str, Any]:
     """What the template draws of one panel, in pixels."""
-    first_x = panel.points[0][0]
-    last_x = panel.points[-1][0]
-    lowest = min(y - error for _, y, error in panel.points)
-    highest = max(y + error for _, y, error in panel.points)
-    margin = (highest - lowest) * 0.05 or 1.0
+    both = [*panel.points, *panel.beside]
+    first_x = min(x for x, _, _ in both)
+    last_x = max(x for x, _, _ in both)
+    lowest = min(y - error for _, y, error in both)
+    highest = max(y + error for _, y, error in both)
+    margin = (highest - lowest) * 0.05 or abs(highest) * 0.05 or 1.0
     floor = lowest - margin
     y_range = highest + margin - floor
 
@@ -98,14 +102,28 @@ def _chart(panel: Panel) -> dict[str, Any]:
     def down(y: float) -> float:
         return round(_BOTTOM - (y - floor) / y_range * (_BOTTOM - _TOP), 1)
 
-    levels = [lowest, (lowest + highest) / 2, highest] if highest > lowest else [lowest]
-    anchors = {first_x: "start", last_x: "end"} if len(panel.points) > 1 else {first_x: "middle"}
     return {
         "title": panel.title,
-        "levels": [(down(y), f"{y:.3g}") for y in levels],
-        "ends": [(across(x), anchor, x) for x, anchor in anchors.items()],
+        "levels": [(down(y), f"{y:.6g}") for y in ticks(floor, floor + y_range, 4)],
+        "marks": [(across(x), round(x)) for x in ticks(first_x, last_x, 6, least_step=1)],
         "error_bars": [
             (across(x), down(y + error), down(y - error)) for x, y, error in panel.points if error
         ],
-        "points": [(across(x), down(y)) for x, y, _ in panel.points],
+        "curves": [
+            [(across(x), down(y)) for x, y, _ in points]
+            for points in (panel.points, panel.beside)
+            if points
+        ],
     }
+
+
+def ticks(low: float, high: float, most: int, least_step: float = 0.0) -> list[float]:
+    """Up to `most` + 1 round numbers from `low` to `high`, a step of 1, 2 or 5 times a power of ten
+    apart, and of at least `least_step`; `low` where they are one."""
+    if high <= low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    steps = (power * factor for factor in (1, 2, 5, 10))
+    step = max(next(step for step in steps if step * most >= high - low), least_step)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]

@@ -3,6 +3,8 @@ hashes, a whole dataset."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,8 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import LineageError
 from quiver.schemas.manifest import Manifest
 from quiver.stages.common.store import Store, Version
+
+from .joined import told_of_prompt
 
 MOST_BYTES = 12 * 1024 * 1024
 ROWS = 10
@@ -23,7 +27,8 @@ class Samples(NamedTuple):
 
     rows: list[dict[str, Any]]
     """Their columns; `prompt`, the last message or the rendered prompt (the group's id where the
-    prompts are gone); and, where rewards were asked for, `reward` and `parts`."""
+    prompts are gone), and its `reference` answer; where rewards were asked for, `reward` and
+    `parts`."""
     candidates: int
     """How many they were chosen from."""
     rows_read: int
@@ -39,10 +44,22 @@ class Compared(NamedTuple):
     """A held-out prompt, answered by two policies."""
 
     prompt: str
+    reference: Any
+    """None: the rows have no such column."""
     before: str
     score_before: float | None
     after: str
     score_after: float | None
+
+
+class Group(NamedTuple):
+    """A prompt with its rollouts, by falling reward."""
+
+    prompt: str
+    reference: Any
+    mean: float
+    """Of those that have a reward."""
+    rows: list[dict[str, Any]]
 
 
 def evenly(store: Store, rollouts: Version) -> Samples:
@@ -54,9 +71,42 @@ def evenly(store: Store, rollouts: Version) -> Samples:
 
 
 def best_and_worst(store: Store, rewards: Version) -> Samples:
-    """Rollouts by falling reward: all, or half of them from each end. LineageError: they are
-    gone."""
+    """Rollouts by falling reward: all, or the best of half as many prompts and the worst of as many
+    others. LineageError: they are gone."""
     rollouts = store.open(rewards.manifest.require_input("rollouts").ref)
+    ranked, row_at, rows_read = _ranked(rollouts, rewards)
+    chosen = list(range(len(ranked)))
+    if len(ranked) > ROWS:
+        best = _of_different_groups(ranked, chosen, ROWS // 2, set())
+        taken = {ranked[place] for place in best}
+        worst = _of_different_groups(ranked, chosen[::-1], ROWS // 2, taken)
+        chosen = sorted({*best, *worst})
+    rows = [row_at(place) for place in chosen]
+    _add_prompts(store, rollouts, rows)
+    return Samples(rows, len(ranked), rows_read)
+
+
+def groups(store: Store, rewards: Version) -> list[Group]:
+    """Up to `ROWS` prompts with all of their rollouts, evenly spaced from the highest mean reward
+    to the lowest. LineageError: they are gone."""
+    rollouts = store.open(rewards.manifest.require_input("rollouts").ref)
+    ranked, row_at, _ = _ranked(rollouts, rewards)
+    places: dict[str, list[int]] = {}
+    for place, group in enumerate(ranked):
+        places.setdefault(group, []).append(place)
+    rows = {group: [row_at(place) for place in places[group]] for group in places}
+    means = {group: fmean(row["reward"] for row in rows[group]) for group in rows}
+    in_order = sorted(means, key=means.__getitem__, reverse=True)
+    chosen = [in_order[index] for index in _evenly_spaced(len(in_order))]
+    told = _prompts(store, rollouts, chosen)
+    return [Group(*told.get(group, (group, None)), means[group], rows[group]) for group in chosen]
+
+
+def _ranked(
+    rollouts: Version, rewards: Version
+) -> tuple[list[str], Callable[[int], dict[str, Any]], int]:
+    """The group of each rollout that has a reward, the highest reward first; what gives the row at
+    a place of these; and how many rows were read."""
     texts = rollouts.head(_TEXTS, MOST_BYTES)
     scores = rewards.head(["rollout_id", "reward", "parts"], MOST_BYTES)
     # by id, never by position
@@ -64,10 +114,29 @@ def best_and_worst(store: Store, rewards: Version) -> Samples:
     values = scores["reward"].to_numpy()
     scored = np.flatnonzero(~np.isnan(values) & text_rows.is_valid().to_numpy())
     ranked = scored[np.argsort(-values[scored], kind="stable")].tolist()
-    chosen = ranked if len(ranked) <= ROWS else ranked[: ROWS // 2] + ranked[-(ROWS // 2) :]
-    rows = [_row(texts, text_rows[index].as_py()) | _row(scores, index) for index in chosen]
-    _add_prompts(store, rollouts, rows)
-    return Samples(rows, len(ranked), min(len(texts), len(scores)))
+    group_ids = texts["group_id"].to_pylist()
+
+    def row_at(place: int) -> dict[str, Any]:
+        index = ranked[place]
+        return _row(texts, text_rows[index].as_py()) | _row(scores, index)
+
+    of_row = text_rows.to_pylist()
+    return [group_ids[of_row[index]] for index in ranked], row_at, min(len(texts), len(scores))
+
+
+def _of_different_groups(
+    group_ids: list[str], places: list[int], count: int, taken: set[str]
+) -> list[int]:
+    """The first `count` of `places` whose groups differ, and are none of those `taken`; others
+    where there are too few."""
+    seen = set(taken)
+    chosen = []
+    for place in places:
+        if group_ids[place] not in seen:
+            seen.add(group_ids[place])
+            chosen.append(place)
+    others = [place for place in places if place not in set(chosen[:count])]
+    return [*chosen[:count], *others[: max(0, count - len(chosen))]]
 
 
 def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Compared]:
@@ -79,7 +148,7 @@ def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Co
     chosen = [both[index] for index in _evenly_spaced(len(both))]
     prompts = _prompts(store, store.open(after.require_input("rollouts").ref), chosen)
     return [
-        Compared(prompts.get(group, group), *answers_before[group], *answers_after[group])
+        Compared(*prompts.get(group, (group, None)), *answers_before[group], *answers_after[group])
         for group in chosen
     ]
 
@@ -87,21 +156,20 @@ def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Co
 def _add_prompts(store: Store, rollouts: Version, rows: list[dict[str, Any]]) -> None:
     prompts = _prompts(store, rollouts, [row["group_id"] for row in rows])
     for row in rows:
-        row["prompt"] = prompts.get(row["group_id"], row["group_id"])
+        row["prompt"], row["reference"] = prompts.get(row["group_id"], (row["group_id"], None))
 
 
-def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, str]:
-    """What these groups were asked; nothing where the prompts are gone."""
-    columns = ["group_id", "messages", "prompt_text"]
+def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, tuple[str, Any]]:
+    """What these groups were asked, and the reference answer; nothing where the prompts are
+    gone."""
+    columns = ["group_id", "messages", "prompt_text", "columns"]
     try:
         table = store.open(rollouts.manifest.require_input("prompts").ref).head(columns, MOST_BYTES)
     except LineageError:
         return {}
     matches = pc.is_in(table["group_id"], value_set=pa.array(groups, pa.string()))
-    return {
-        row["group_id"]: row["messages"][-1]["content"] if row["messages"] else row["prompt_text"]
-        for row in table.filter(matches).to_pylist()
-    }
+    told = {row["group_id"]: told_of_prompt(row) for row in table.filter(matches).to_pylist()}
+    return {group: (about["prompt"], about.get("reference")) for group, about in told.items()}
 
 
 def _first_answers(store: Store, evaluation: Manifest) -> dict[str, tuple[str, float | None]]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printable
 from quiver.stages.common.store import Store, storage
@@ -33,11 +35,19 @@ def path_of(store: Store, run: str) -> Path:
     return store.path / run / FILE
 
 
-def write(store: Store, run: str, path: Path | str | None = None) -> Path:
-    """Write the report of `run` to `path`, whole or not at all; None: `path_of`. ConfigError,
-    LineageError, ResourceError."""
+def write(
+    store: Store,
+    run: str,
+    path: Path | str | None = None,
+    beside: str | None = None,
+    difference: Sequence[str] = (),
+) -> Path:
+    """Write the report of `run` to `path`, whole or not at all; None: `path_of`. `beside`: another
+    run whose curves and iterations stand beside them, `difference`: sentences on how the two
+    compare. ConfigError, LineageError, ResourceError."""
     target = Path(path) if path else path_of(store, run)
-    content = render(store, gather(store, run)).encode()
+    other = gather(store, beside) if beside else None
+    content = render(store, gather(store, run), other, difference).encode()
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -63,32 +73,56 @@ def is_current(store: Store, run: str) -> bool:
         return f'content="{latest(store, run)}"'.encode() in file.read(_HEAD_BYTES)
 
 
-def render(store: Store, gathered: Gathered) -> str:
+def render(
+    store: Store,
+    gathered: Gathered,
+    beside: Gathered | None = None,
+    difference: Sequence[str] = (),
+) -> str:
     """The page as text."""
     evaluations = gathered.evaluations
     last = gathered.iterations[-1] if gathered.iterations else None
     extremes = None
+    groups: list[samples.Group] = []
     if last and last.rollouts and last.rewards:
         with suppress(LineageError):  # their rows expired
-            extremes = samples.best_and_worst(store, store.open(last.rewards.ref))
+            rewards = store.open(last.rewards.ref)
+            extremes = samples.best_and_worst(store, rewards)
+            groups = samples.groups(store, rewards)
     compared = None
     if len(evaluations) > 1:
         with suppress(LineageError):  # the page says that the rollouts are gone
             compared = samples.before_and_after(store, evaluations[0], evaluations[-1])
-    step_rows = [row for iteration in gathered.iterations for row in iteration.steps]
+    curves = [_curves(gathered), step_panels(_steps(gathered), STEP_COLUMNS)]
+    if beside:
+        others = [_curves(beside), step_panels(_steps(beside), STEP_COLUMNS)]
+        curves = [_side_by_side(*panels) for panels in zip(curves, others, strict=True)]
     return templates.render(
         "report.html.j2",
         **vars(gathered),
+        gathered=gathered,
         last=last,
         warnings=warnings(gathered),
-        curves=draw(_curves(gathered), "iteration"),
-        steps=draw(step_panels(step_rows, STEP_COLUMNS), "step"),
-        scores={policy_number(evaluation): evaluation.metrics for evaluation in evaluations},
+        curves=[draw([panel], "iteration") for panel in curves[0]],
+        steps=[draw([panel], "step") for panel in curves[1]],
+        beside=beside,
+        difference=difference,
         compared=compared,
         extremes=extremes,
+        groups=groups,
         versions=[gathered.base, *(last.versions if last else []), *evaluations[-1:]],
         most_parts=_MOST_PARTS,
     )
+
+
+def _steps(gathered: Gathered) -> list[dict[str, Any]]:
+    return [row for iteration in gathered.iterations for row in iteration.steps]
+
+
+def _side_by_side(panels: list[Panel], others: list[Panel]) -> list[Panel]:
+    """The panels, each with the points of the one among `others` that has its title."""
+    points = {panel.title: panel.points for panel in others}
+    return [panel._replace(beside=points.get(panel.title, ())) for panel in panels]
 
 
 def _curves(gathered: Gathered) -> list[Panel]:

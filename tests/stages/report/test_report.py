@@ -1,6 +1,8 @@
 """The report of a run: the numbers are the manifests', foreign text stays text, and what is gone is
 told."""
 
+import dataclasses
+import itertools
 import json
 import shutil
 from functools import partial
@@ -15,8 +17,11 @@ from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.evaluate.stage import Config as EvaluateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
+from quiver.stages.report import samples
 from quiver.stages.report import stage as report
 from quiver.stages.report.gather import gather
+from quiver.stages.report.joined import told_of_prompt
+from quiver.stages.report.plots import ticks
 from quiver.stages.report.words import number, score_of
 from tests.benchmarks.made import (
     make_prompts,
@@ -121,13 +126,13 @@ def test_the_numbers_are_the_manifests(made):
     rows = [
         row
         for row in page.rows
-        if row[1:2] in (["bench/policy@1"], ["bench/policy@2"]) and len(row) == 8
+        if row[1:2] in (["bench/policy@1"], ["bench/policy@2"]) and len(row) == 9
     ]
-    assert [(row[0], row[2], row[5]) for row in rows] == [
+    assert [(row[0], row[2], row[6]) for row in rows] == [
         (str(each), f"bench/rollouts@{each}", number(numbers["approx_kl"]))
         for each, numbers in enumerate(updates, 1)
     ]
-    assert [row[7] for row in page.rows if row[1:2] == ["bench/policy@0"] and len(row) == 8] == [
+    assert [row[8] for row in page.rows if row[1:2] == ["bench/policy@0"] and len(row) == 9] == [
         before
     ]
     assert (
@@ -270,3 +275,63 @@ def test_the_config_and_the_lineage_are_there(made):
     assert json.dumps({"learning_rate": 0.001})[1:-1] in page.words
     made_of = next(row for row in page.rows if row[:2] == ["bench/policy@2", "optimize"])
     assert made_of[2] == "policy bench/policy@1, rollouts bench/rollouts@2, rewards bench/rewards@2"
+
+
+def test_best_and_worst_are_of_different_prompts_with_their_references(store):
+    """Ten places and twelve prompts of two answers each: the best answer of five of them, the worst
+    of five others; a prompt with all of its answers, from the best mean to the worst."""
+    asked = make_prompts(store, 12)
+    rollouts = write_version(
+        store, "rollouts", "generate", rollouts_table(24, 8, 8, 2), {"prompts": asked}, ()
+    )
+    rewards = make_rewards(store, rollouts)
+    rows = samples.best_and_worst(store, rewards).rows
+    assert len(rows) == len({row["group_id"] for row in rows}) == 10
+    values = [row["reward"] for row in rows]
+    assert values == sorted(values, reverse=True)
+    everything = rewards.table().to_pylist()
+    assert values[0] == max(row["reward"] for row in everything)
+    assert values[-1] == min(row["reward"] for row in everything)
+    references = {
+        row["group_id"]: told_of_prompt(row).get("reference") for row in asked.table().to_pylist()
+    }
+    assert [row["reference"] for row in rows] == [references[row["group_id"]] for row in rows]
+    found = samples.groups(store, rewards)
+    means = [group.mean for group in found]
+    assert len(found) == 10 and means == sorted(means, reverse=True)
+    for group in found:
+        (group_id,) = {row["group_id"] for row in group.rows}
+        own = [row["reward"] for row in everything if row["group_id"] == group_id]
+        assert [row["reward"] for row in group.rows] == sorted(own, reverse=True)
+        assert group.mean == pytest.approx(sum(own) / 2)
+
+
+def test_a_second_run_stands_beside_it(made):
+    found = gather(made, "bench")
+    other = dataclasses.replace(found, run="other", iterations=found.iterations[:1])
+    page = Page(report.render(made, found, other, ["other scores less."]))
+    assert "other scores less." in page.words
+    assert [row[0] for row in page.rows if len(row) == 9 and row[0].isdigit()] == [
+        *["0", "1", "2"],
+        *["0", "1"],
+    ]
+    lines = [about["points"].split() for tag, about in page.tags if tag == "polyline"]
+    assert [1, 2] in [[len(a), len(b)] for a, b in itertools.pairwise(lines)]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "most", "expected"),
+    [
+        (0.137, 0.52, 4, [0.2, 0.3, 0.4, 0.5]),
+        (-1, 1, 4, [-1, -0.5, 0, 0.5, 1]),
+        (3e-6, 1.1e-5, 4, [4e-6, 6e-6, 8e-6, 1e-5]),
+        (0, 5000, 6, [0, 1000, 2000, 3000, 4000, 5000]),
+        (7, 7, 6, [7]),
+    ],
+)
+def test_marks_of_an_axis_are_round(low, high, most, expected):
+    assert ticks(low, high, most) == pytest.approx(expected)
+
+
+def test_marks_of_iterations_are_whole():
+    assert ticks(0, 3, 6, least_step=1) == [0, 1, 2, 3]
