@@ -16,8 +16,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,17 +273,6 @@ OPTIONS = {
 """What each surrogate and selection takes, so that a recipe is checked without loading torch."""
 _MORE = {"advantages": "estimators", "losses": "surrogates"}
 """Where the functions lie that are not in the first."""
-CRITIC_OPTIONS = (
-    "critic",
-    "value_coef",
-    "value_clip",
-    "gamma",
-    "gae_lambda",
-    "bootstrap_length",
-    "critic_learning_rate",
-    "critic_warmup_steps",
-)
-"""What only an algorithm with a critic reads."""
 
 
 def check_name(name: str) -> str:
@@ -296,38 +284,6 @@ def check_name(name: str) -> str:
     raise ValueError(
         "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
         f"{hint}"
-    )
-
-
-def check_options(row: Algorithm, options: Iterable[str]) -> None:
-    """ValueError for an option that neither surrogate nor selection of `row`, one of the table,
-    takes. The options of a user's own algorithm are checked when its surrogate is loaded."""
-    accepted = OPTIONS[row.surrogate] + OPTIONS.get(row.selection, ())
-    unknown = sorted(set(options) - set(accepted))
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]} is no option of algorithm {row.name!r}: leave it out; it takes "
-            f"{', '.join(accepted)}"
-        )
-
-
-def check_effect(row: Algorithm, changed: Mapping[str, Any]) -> None:
-    """ValueError for options of a critic where `row` has none.
-
-    `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so a
-    recipe may go through all algorithms with the defaults written out.
-    """
-    if row.critic or not changed:
-        return
-    with_critic = [algorithm.name for algorithm in ALGORITHMS.values() if algorithm.critic]
-    defaults = [
-        f"{name} = {json.dumps(value)}" for name, value in changed.items() if value is not None
-    ]
-    or_default = f" (or at the default: {', '.join(defaults)})" if defaults else ""
-    raise ValueError(
-        f"{', '.join(changed)} would have no effect: algorithm {row.name!r} has no critic. Leave "
-        f"out what has no effect{or_default}, or take an algorithm with a critic: "
-        f"{', '.join(with_critic)}"
     )
 
 

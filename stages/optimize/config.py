@@ -11,6 +11,7 @@ Not of the spine: its fields are looked up by name.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -19,11 +20,22 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import config as base
 from quiver.stages.common.config import Added, Runtime
 
-from . import algorithms
+from . import algorithms, effects
+from .contract import GROUP_ADVANTAGES
 from .lora import Lora
 
 SURROGATE_FIELDS = {name for options in algorithms.OPTIONS.values() for name in options}
 """The fields that are options of a surrogate."""
+Advantage = Literal[
+    "group_normalized",
+    "batch_scaled",
+    "group_centered",
+    "leave_one_out",
+    "batch_normalized",
+    "batch_normalized_baseline",
+    "length_weighted",
+]
+"""Those that need neither a critic nor greedy answers."""
 TIGHT_CLIP = 0.05
 """Clip bounds below this are met by the engine's noise alone, in place of the policy's change."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -69,6 +81,14 @@ class Config(base.Config):
     """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline,
     dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or `module:NAME` of an
     `Algorithm` of your own."""
+    advantage: Added[Advantage | None] = None
+    """What a rollout is worth against the others, in place of the algorithm's own: a function of
+    `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
+    group_normalized, batch_scaled and group_centered. Not for ppo and remax. None: the
+    algorithm's."""
+    advantage_epsilon: Added[float | None] = Field(default=None, ge=0)
+    """Added to the standard deviation that an advantage is divided by, in its unit. None: the
+    advantage's own, 1e-4 of a group, 1e-8 of the batch; of batch_scaled 1e-4."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
@@ -314,14 +334,27 @@ class Config(base.Config):
                 "them out: drop one"
             )
         if row:
-            algorithms.check_options(row, self.surrogate_options())
-            algorithms.check_effect(row, self._defaults_of_changed())
+            effects.check_options(row, self.surrogate_options())
+            self._check_row(row)
         return self
+
+    def _check_row(self, row: algorithms.Algorithm) -> None:
+        """ValueError for a field that has no effect on `row`."""
+        effects.check_effect(row, self._defaults_of_changed())
+        if self.advantage and (row.critic or row.baseline):
+            raise ValueError(
+                f"advantage would leave algorithm {row.name!r} without its "
+                f"{'critic' if row.critic else 'greedy answers'}: leave it out"
+            )
+        advantage = self.advantage or row.advantage
+        effects.check_advantage(
+            "its own" if callable(advantage) else advantage, self.advantage_options()
+        )
 
     def _defaults_of_changed(self) -> dict[str, Any]:
         """The defaults of the critic's fields that have another value. A field that is written out
         at its default, as in a config that travels between processes, is not changed."""
-        changed = self.model_dump(include=set(algorithms.CRITIC_OPTIONS), exclude_defaults=True)
+        changed = self.model_dump(include=set(effects.CRITIC_OPTIONS), exclude_defaults=True)
         return {name: type(self).model_fields[name].default for name in changed}
 
     def key(self) -> dict[str, Any]:
@@ -344,7 +377,7 @@ class Config(base.Config):
         row = algorithms.resolve(self.algorithm)
         try:
             # a user's own algorithm is known only now
-            algorithms.check_effect(row, self._defaults_of_changed())
+            self._check_row(row)
         except ValueError as error:
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
@@ -369,6 +402,11 @@ class Config(base.Config):
         `options`, a name that became a field here later: it goes on as it was."""
         fields = {*SURROGATE_FIELDS, "drop_zero_variance"}
         return fields if is_of_table else fields - base.added(type(self))
+
+    def row(self) -> algorithms.Algorithm:
+        """The algorithm, with the advantage that is set here. ConfigError."""
+        row = algorithms.resolve(self.algorithm)
+        return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
 
     def require_source(self) -> str:
         """The hash of the algorithm's file. ConfigError where it is not `algorithm_source`."""
@@ -401,3 +439,16 @@ class Config(base.Config):
         """The surrogate's options that are set here; they override the algorithm's
         defaults."""
         return {**self.model_dump(include=SURROGATE_FIELDS, exclude_none=True), **self.options}
+
+    def advantage_options(self) -> dict[str, Any]:
+        """The advantage's options that are set here, by the names of its arguments."""
+        fields = effects.ADVANTAGE_FIELDS.items()
+        values = {name: getattr(self, field) for name, field in fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def least_samples(self) -> int:
+        """How many rollouts of one prompt its advantage needs; of a user's own algorithm 1."""
+        row = algorithms.ALGORITHMS.get(self.algorithm)
+        advantage = self.advantage or (row and row.advantage)
+        return 2 if advantage in GROUP_ADVANTAGES else 1

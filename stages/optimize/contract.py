@@ -24,6 +24,7 @@ ADVANTAGE_COLUMNS = ("lengths", "baselines")
 GROUP_ADVANTAGES = {
     "group_normalized",
     "group_centered",
+    "batch_scaled",
     "leave_one_out",
     "length_weighted",
     "batch_normalized_baseline",

@@ -14,6 +14,30 @@ from torch import Tensor
 from .advantages import group_statistics, group_sums
 
 
+def batch_scaled(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4) -> Tensor:
+    """A_i = (R_i − mean_g) / (std_B(R) + epsilon): the group's mean for baseline, and one scale for
+    all groups, the unbiased (n−1) standard deviation of the batch's scored rewards.
+
+    A group of nearly equal rewards is not blown up, as `group_normalized` does. The deviation is of
+    the rewards as they are, so how far prompts are apart counts in it;
+    `batch_normalized_baseline` takes that of R − mean_g. With a single group it is
+    `group_normalized`. TRL's `scale_rewards = "batch"`.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        epsilon: added to the standard deviation, in units of reward.
+    Returns:
+        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        rollouts.
+
+    Reference: Lite PPO, https://arxiv.org/abs/2508.08221.
+    """
+    rewards, counts, sums, comparable = group_statistics(rewards, groups)
+    std = rewards[~rewards.isnan()].std()
+    return torch.where(comparable, (rewards - sums / counts) / (std + epsilon), torch.nan).float()
+
+
 def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:
     """A_i = R_i − Σ_j l_j R_j / Σ_j l_j over the group's scored rollouts, l_j the tokens of each.
 

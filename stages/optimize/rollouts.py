@@ -199,7 +199,7 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
                 "needs greedy answers to the same prompts and their rewards, and none are given",
                 next="name baseline_rollouts and baseline_rewards",
             )
-        advantages = function(rewards, joined.groups, **columns)
+        advantages = function(rewards, joined.groups, **columns, **config.advantage_options())
     if not bool(advantages.isnan().all()):
         return rewards, advantages
     num_scored = int((~joined.rewards.isnan()).sum())

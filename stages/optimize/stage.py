@@ -139,7 +139,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
         accelerator = make_accelerator(config)
     config.require_source()
-    algorithm = algorithms.resolve(config.algorithm)
+    algorithm = config.row()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
     with short_of_memory("optimize", next_step):
         with phase("load"):

@@ -190,3 +190,18 @@ def test_zero_variance_looks_at_scored_rewards_only():
         torch.tensor([0, 0, 0, 1, 1, 2, 3, 3]),
     )
     assert advantages.zero_variance(rewards, groups).tolist() == [True] * 3 + [False] * 5
+
+
+def test_the_batchs_deviation_scales_every_group():
+    """Lite PPO's equation by plain loops over the scored rewards; TRL's scale_rewards = "batch"."""
+    rewards = np.array(REWARDS, np.float32).astype(np.float64)
+    scored = [reward for reward in rewards if not math.isnan(reward)]
+    mean = sum(scored) / len(scored)
+    std = math.sqrt(sum((reward - mean) ** 2 for reward in scored) / (len(scored) - 1))
+    for epsilon in (1e-4, 0.5):
+        found = estimators.batch_scaled(
+            torch.tensor(REWARDS), torch.tensor(GROUPS), epsilon=epsilon
+        )
+        centered = np.array(_expected("group_centered"))
+        np.testing.assert_allclose(found.numpy(), centered / (std + epsilon), rtol=1e-6, atol=1e-7)
+    assert found[-3:].tolist() == [0.0] * 3  # a group of equal rewards

@@ -11,7 +11,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
-from quiver.stages.optimize import algorithms, losses
+from quiver.stages.optimize import algorithms, effects, losses
 from quiver.stages.optimize.algorithms import find_function
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
@@ -351,3 +351,74 @@ def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):
     )
     (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert row["applied"] and row["clip_fraction"] == 0.0 and row["grad_norm"] > 0
+
+
+# -- another advantage than the algorithm's
+
+
+def advantages_of(store, policy, made, **values) -> list[float]:
+    """What the stage saves."""
+    done = world.trained(store, policy, made, world.config(**values))
+    return store.open(done.manifest.metrics["advantages"]).table()["advantage"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    "advantage, epsilon",
+    [(None, 0.5), ("batch_scaled", None), ("batch_scaled", 0.5), ("group_centered", None)],
+)
+def test_the_stage_trains_on_the_advantage_that_is_chosen(store, policy, advantage, epsilon):
+    made = world.make(store, policy, world.even_share)
+    rewards = torch.tensor(made[1].table()["reward"].to_pylist(), dtype=torch.float64).view(4, 4)
+    centered = rewards - rewards.mean(1, keepdim=True)
+    scale = {
+        None: rewards.std(1, keepdim=True) + 0.5,
+        "batch_scaled": rewards.std() + (epsilon or 1e-4),
+        "group_centered": 1.0,
+    }[advantage]
+    found = advantages_of(store, policy, made, advantage=advantage, advantage_epsilon=epsilon)
+    assert found == pytest.approx((centered / scale).flatten().tolist(), rel=1e-5)
+
+
+def test_an_advantage_that_is_not_chosen_is_in_no_key():
+    names = {"advantage", "advantage_epsilon"}
+    assert not names & Config(algorithm="grpo").resolved().key().keys()
+    chosen = Config(advantage="batch_scaled", advantage_epsilon=0.1).resolved()
+    assert names <= chosen.key().keys()
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"algorithm": "ppo", "advantage": "group_centered"}, "without its critic"),
+        ({"algorithm": "remax", "advantage": "group_centered"}, "without its greedy answers"),
+        (
+            {"algorithm": "rloo", "advantage_epsilon": 0.1},
+            "advantage_epsilon would have no effect: the advantage is 'leave_one_out'",
+        ),
+        ({"advantage": "group_centered", "advantage_epsilon": 0.1}, "would have no effect"),
+    ],
+)
+def test_an_advantage_that_can_not_be_is_refused(given, said):
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, given, "optimize")
+    assert said in caught.value.message
+
+
+def test_an_own_advantage_has_no_epsilon(tmp_path):
+    source = OWN.replace("'group_centered'", "lambda rewards, groups: rewards")
+    (tmp_path / "own_algo.py").write_text(source)
+    name = f"{tmp_path}/own_algo.py:MINE"
+    with pytest.raises(ConfigError, match="advantage_epsilon would have no effect"):
+        Config(algorithm=name, advantage_epsilon=0.1).resolved()
+    chosen = Config(algorithm=name, advantage="group_normalized", advantage_epsilon=0.1)
+    assert chosen.resolved().row().advantage == "group_normalized"
+
+
+def test_the_options_of_every_advantage_are_those_of_its_function():
+    for name, options in effects.ADVANTAGE_OPTIONS.items():
+        parameters = inspect.signature(find_function("advantages", name)).parameters
+        assert set(options) <= parameters.keys() and set(options) <= effects.ADVANTAGE_FIELDS.keys()
+    for name in Config.model_fields["advantage"].annotation.__args__[0].__args__:
+        function = find_function("advantages", name)
+        takes = inspect.signature(function).parameters.keys() & effects.ADVANTAGE_FIELDS.keys()
+        assert takes == set(effects.ADVANTAGE_OPTIONS.get(name, ()))
