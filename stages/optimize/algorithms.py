@@ -34,7 +34,8 @@ class Algorithm:
     name: str
     advantage: str | Callable[..., Any]
     """(rewards [B], groups [B]) -> advantages [B]; where it names them, with `lengths` [B] in
-    tokens and `baselines` [B], the rewards of the greedy answers to the same prompts"""
+    tokens, `baselines` [B], the rewards of the greedy answers to the same prompts, and `parts` and
+    `part_weights` [B, P] of the rewards"""
     surrogate: str | Callable[..., Any]
     """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
@@ -97,6 +98,15 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2503.20783",
             "no division by the standard deviation nor by the completion's length",
+        ),
+        Algorithm(
+            "gdpo",
+            "part_normalized",
+            "clipped",
+            "sequence_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2601.05242",
+            "as grpo, but each part of the reward is normalised by itself before the weighted sum",
         ),
         Algorithm(
             "rloo",

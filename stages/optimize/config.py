@@ -29,6 +29,7 @@ SURROGATE_FIELDS = {name for options in algorithms.OPTIONS.values() for name in 
 Advantage = Literal[
     "group_normalized",
     "batch_scaled",
+    "part_normalized",
     "group_centered",
     "leave_one_out",
     "batch_normalized",
@@ -78,14 +79,14 @@ class Config(base.Config):
     """How a policy learns from scored rollouts."""
 
     algorithm: Annotated[str, AfterValidator(algorithms.check_name)] = "grpo"
-    """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline,
-    dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or `module:NAME` of an
-    `Algorithm` of your own."""
+    """grpo, bnpo, dapo, dr_grpo, gdpo, rloo, gspo, cispo, sapo, reinforce_pp,
+    reinforce_pp_baseline, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or
+    `module:NAME` of an `Algorithm` of your own."""
     advantage: Added[Advantage | None] = None
     """What a rollout is worth against the others, in place of the algorithm's own: a function of
     `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
-    group_normalized, batch_scaled and group_centered. Not for ppo and remax. None: the
-    algorithm's."""
+    group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
+    Not for ppo and remax. None: the algorithm's."""
     advantage_epsilon: Added[float | None] = Field(default=None, ge=0)
     """Added to the standard deviation that an advantage is divided by, in its unit. None: the
     advantage's own, 1e-4 of a group, 1e-8 of the batch; of batch_scaled 1e-4."""
@@ -347,6 +348,11 @@ class Config(base.Config):
                 f"{'critic' if row.critic else 'greedy answers'}: leave it out"
             )
         advantage = self.advantage or row.advantage
+        if advantage == "part_normalized" and self.kl_in_reward:
+            raise ValueError(
+                "kl_in_reward would have no effect: 'part_normalized' looks at the parts of the "
+                "reward alone. Leave it out; kl_coef is then of the loss"
+            )
         effects.check_advantage(
             "its own" if callable(advantage) else advantage, self.advantage_options()
         )

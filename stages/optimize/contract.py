@@ -19,12 +19,13 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError
 
-ADVANTAGE_COLUMNS = ("lengths", "baselines")
+ADVANTAGE_COLUMNS = ("lengths", "baselines", "parts", "part_weights")
 """What an advantage of rollouts is given besides, where it names it."""
 GROUP_ADVANTAGES = {
     "group_normalized",
     "group_centered",
     "batch_scaled",
+    "part_normalized",
     "leave_one_out",
     "length_weighted",
     "batch_normalized_baseline",

@@ -17,6 +17,7 @@ from .algorithms import ALGORITHMS, OPTIONS, Algorithm
 ADVANTAGE_OPTIONS = {
     "group_normalized": ("epsilon",),
     "batch_scaled": ("epsilon",),
+    "part_normalized": ("epsilon",),
     "batch_normalized": ("epsilon",),
     "batch_normalized_baseline": ("epsilon",),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .advantages import group_statistics, group_sums
+from .advantages import group_normalized, group_statistics, group_sums
 
 
 def batch_scaled(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4) -> Tensor:
@@ -36,6 +36,49 @@ def batch_scaled(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4) -> T
     rewards, counts, sums, comparable = group_statistics(rewards, groups)
     std = rewards[~rewards.isnan()].std()
     return torch.where(comparable, (rewards - sums / counts) / (std + epsilon), torch.nan).float()
+
+
+def part_normalized(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    parts: Tensor,
+    part_weights: Tensor,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """A_i = S_i / (std_B(S) + epsilon) with S_i = Σ_k w_k (r_ik − mean_g(r_k)) / (std_g(r_k) +
+    epsilon), k over the parts of the reward that rollout i has.
+
+    Each part has the same say in its group before the weights, however large its numbers are, and
+    rollouts of one sum are told apart by what it is made of. The mean of S over the
+    batch is 0 by construction and is not subtracted again, so a group in which every part is equal
+    has exactly 0. With one part and one group it is `group_normalized`, up to epsilon.
+
+    TRL's `multi_objective_aggregation = "normalize_then_sum"` is the same. verl normalises S over
+    tokens, so that a long completion counts more; here each rollout counts once.
+
+    Args:
+        rewards: [B] float; NaN = not scored: the rollout's parts are not looked at.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        parts: [B, P] r_ik before their weights; NaN = part k does not apply.
+        part_weights: [B, P] w_k, the same for all of a group; not read where the part is NaN.
+        epsilon: added to each standard deviation.
+    Returns:
+        [B] float32; NaN where the rollout is not scored, or no part of it can be compared with
+        another rollout's of its group.
+
+    Reference: GDPO, https://arxiv.org/abs/2601.05242.
+    """
+    is_scored = ~rewards.isnan()
+    total = torch.zeros(len(rewards), dtype=torch.float64)
+    comparable = torch.zeros(len(rewards), dtype=torch.bool)
+    for part, weights in zip(parts.unbind(1), part_weights.unbind(1), strict=True):
+        normalized = group_normalized(torch.where(is_scored, part, torch.nan), groups, epsilon)
+        has_part = ~normalized.isnan()
+        total += torch.where(has_part, weights * normalized.double(), 0.0)
+        comparable |= has_part
+    std = total[comparable].std()
+    return torch.where(comparable, total / (std + epsilon), torch.nan).float()
 
 
 def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ scored), `zero_variance`, `length` (masked), `empty` (no token).
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -42,6 +43,8 @@ from .contract import ADVANTAGE_COLUMNS
 from .inputs import sets
 from .losses import log_ratio
 
+SCORERS = ("functions", "models", "servers")
+"""What the config of rewards calls the lists of those that gave the parts."""
 log = logging.getLogger(__name__)
 
 
@@ -88,7 +91,7 @@ def load(
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
     joined = _join(versions, with_next_state=config.bootstrap_length)
     shaped_rewards, advantages = _advantages_of(config, algorithm, joined)
-    reasons = _drop_reasons(config, joined, shaped_rewards, advantages)
+    reasons = _drop_reasons(config, algorithm, joined, shaped_rewards, advantages)
     is_kept = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
     is_masked = torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
     is_masked &= _tensor(pc.list_value_length(joined.table["completion_ids"]), np.int64) > 0
@@ -192,6 +195,8 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
             "baselines": joined.baselines,
         }
         parameters = inspect.signature(function).parameters
+        if {"parts", "part_weights"} & set(parameters):
+            columns |= _parts(config, joined.versions)
         columns = {name: columns[name] for name in ADVANTAGE_COLUMNS if name in parameters}
         if any(column is None for column in columns.values()):
             raise ConfigError(
@@ -220,18 +225,61 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
     )
 
 
+def _parts(config: Config, versions: list[Sampled]) -> dict[str, Tensor]:
+    """[B, P] the parts of all rewards, NaN where there is none, and their weights, as the manifest
+    of their version says, 1 where it says nothing. ConfigError where a person has corrected the
+    sums: their parts are as before."""
+    tables = []
+    for version in versions:
+        manifest = version.inputs["rewards"].manifest
+        if manifest.stage == "override":
+            raise ConfigError(
+                f"optimize.algorithm {config.algorithm}",
+                f"looks at the parts of the rewards, and {manifest.ref} corrects their sums alone",
+                next=f"name {manifest.require_input('rewards').ref}, or take grpo",
+            )
+        scorers = [
+            *itertools.chain(*(manifest.config.get(kind, ()) for kind in SCORERS)),
+            {"name": "overlong", **manifest.config_section("overlong")},
+        ]
+        weights = {scorer["name"]: scorer.get("weight", 1.0) for scorer in scorers}
+        column = version.column("rewards", "parts").combine_chunks()
+        tables.append(
+            {
+                name: (_tensor(pc.struct_field(column, name), np.float64), weights.get(name, 1.0))
+                for name in column.type.names
+            }
+        )
+    names = list(dict.fromkeys(itertools.chain(*tables)))
+    parts = []
+    part_weights = []
+    for version, table in zip(versions, tables, strict=True):
+        absent = torch.full((len(version.table),), torch.nan, dtype=torch.float64)
+        columns = [table.get(name, (absent, 1.0)) for name in names]
+        parts.append(torch.stack([values for values, _ in columns], dim=1))
+        row = torch.tensor([weight for _, weight in columns], dtype=torch.float64)
+        part_weights.append(row.expand_as(parts[-1]))
+    return {"parts": torch.cat(parts), "part_weights": torch.cat(part_weights)}
+
+
 def _drop_reasons(
-    config: Config, joined: _Joined, shaped_rewards: Tensor, advantages: Tensor
+    config: Config,
+    algorithm: Algorithm,
+    joined: _Joined,
+    shaped_rewards: Tensor,
+    advantages: Tensor,
 ) -> list[str | None]:
     """[B] why each rollout is left out: the first reason that holds, None for none."""
     everyone = torch.ones(len(advantages), dtype=torch.bool)
+    is_equal = zero_variance(shaped_rewards, joined.groups)
+    if algorithm.advantage == "part_normalized":
+        is_equal &= advantages == 0  # equal sums of other parts are something to compare
     lengths = pc.list_value_length(joined.table["completion_ids"])
     holds = {
         "abort": _ended_by(joined.table, "abort"),
         "not_scored": shaped_rewards.isnan(),
         "no_baseline" if joined.baselines is not None else "small_group": advantages.isnan(),
-        "zero_variance": zero_variance(shaped_rewards, joined.groups)
-        & bool(config.drop_zero_variance),
+        "zero_variance": is_equal & bool(config.drop_zero_variance),
         "length": _ended_by(joined.table, "length") & (config.on_length == "mask"),
         "empty": _tensor(pc.equal(lengths, 0), bool),
         None: everyone,
@@ -324,6 +372,8 @@ def _ended_by(table: pa.Table, reason: str) -> Tensor:
     return _tensor(pc.equal(table["finish_reason"], reason), bool)
 
 
-def _tensor(column: pa.ChunkedArray, dtype: type) -> Tensor:
+def _tensor(column: pa.ChunkedArray | pa.Array, dtype: type) -> Tensor:
     """[B] of `dtype`; null becomes NaN."""
-    return torch.from_numpy(np.array(column.combine_chunks(), dtype=dtype))
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    return torch.from_numpy(np.array(column, dtype=dtype))

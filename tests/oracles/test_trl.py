@@ -72,7 +72,10 @@ def trainer(policy, tmp_path):
     """(rows, rewards by completion, trl config…) -> a real trainer that is given these rows instead
     of sampling."""
 
-    def make(rows=None, scores=None, kind="GRPO", **config):
+    def scorer(scores):
+        return lambda completion_ids, **_: scores
+
+    def make(rows=None, scores=None, kind="GRPO", parts=None, **config):
         from datasets import Dataset
         from transformers import AutoTokenizer
 
@@ -80,6 +83,7 @@ def trainer(policy, tmp_path):
             {"prompt_ids": [5, 6], "completion_ids": ids, "old_logprobs": [-1.0] * len(ids)}
             for ids in IDS
         ]
+        funcs = [scorer(part) for part in parts] if parts else None
         common = {
             "use_cpu": True,
             "bf16": False,
@@ -98,7 +102,7 @@ def trainer(policy, tmp_path):
             warnings.simplefilter("ignore")
             made = getattr(module, f"{kind}Trainer")(
                 model=load_model(policy, dtype=torch.float32),
-                reward_funcs=lambda completion_ids, **_: scores or [0.0] * len(completion_ids),
+                reward_funcs=funcs or scorer(scores or [0.0] * len(rows)),
                 args=getattr(module, f"{kind}Config")(
                     str(tmp_path / "trl"), **{**common, **sizes, **config}
                 ),
@@ -363,6 +367,29 @@ def test_over_the_batch_trl_takes_the_group_mean_off_and_divides_by_the_std_of_t
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for function in (advantages.batch_normalized, advantages.batch_normalized_baseline):
         assert (function(REWARDS, groups) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_gdpo_is_normalize_then_sum(trainer, missing):
+    parts = torch.stack([REWARDS, noise(15, count=B).float()], dim=1)
+    if missing:
+        parts[1, 0] = torch.nan
+    weights = [1.0, 0.25]
+    made = trainer(
+        parts=[
+            [None if math.isnan(value) else value for value in part.tolist()]
+            for part in parts.unbind(1)
+        ],
+        multi_objective_aggregation="normalize_then_sum",
+        reward_weights=weights,
+    )
+    found = estimators.part_normalized(
+        REWARDS,
+        torch.arange(B) // EACH,
+        parts=parts,
+        part_weights=torch.tensor([weights]).expand(B, 2),
+    )
+    torch.testing.assert_close(found, scored(made)["advantages"].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_cispos_bound_is_0_2_where_nothing_is_set(trainer):

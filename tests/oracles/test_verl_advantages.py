@@ -122,6 +122,35 @@ def test_the_kl_in_the_reward():
     close(found, flat(core.compute_rewards(on_the_last_token(), padded(OLD), padded(REF), 0.3)))
 
 
+def test_gdpo_but_for_the_count_of_tokens():
+    """verl whitens over tokens what is of rollouts: mean and deviation of the parts' sum repeated
+    once a token."""
+    parts = torch.stack([REWARDS, noise(15, count=B).float().double()], dim=1)
+    weights = [1.0, 0.25]
+    config = {"gdpo_reward_keys": ["f", "g"], "gdpo_reward_weights": weights}
+    columns = dict(zip("fg", parts.unbind(1), strict=True))
+    attention = torch.cat([torch.ones(B, 1), MASK], dim=1).long()
+    theirs, _ = core.compute_gdpo_outcome_advantage(
+        on_the_last_token(),
+        MASK,
+        INDEX,
+        config=config,
+        non_tensor_batch=columns,
+        batch={"prompts": torch.ones(B, 1), "attention_mask": attention},
+    )
+    found = estimators.part_normalized(
+        REWARDS,
+        GROUPS,
+        parts=parts,
+        part_weights=torch.tensor([weights]).expand(B, 2),
+        epsilon=1e-6,
+    )
+    once = torch.zeros(N, dtype=torch.int64)
+    of_tokens = advantages.batch_normalized(found.repeat_interleave(LENGTHS), once)
+    torch.testing.assert_close(of_tokens, flat(theirs).float(), rtol=1e-4, atol=1e-5)
+    assert (found - theirs[:, 0]).abs().max() > 1e-2
+
+
 # -- where the definitions part: the table in deployments/docs/algorithms.md
 
 

@@ -205,3 +205,56 @@ def test_the_batchs_deviation_scales_every_group():
         centered = np.array(_expected("group_centered"))
         np.testing.assert_allclose(found.numpy(), centered / (std + epsilon), rtol=1e-6, atol=1e-7)
     assert found[-3:].tolist() == [0.0] * 3  # a group of equal rewards
+
+
+def test_gdpo_normalises_each_part_in_its_group_and_the_sum_over_the_batch():
+    """The paper's three steps by plain loops. One part is missing in places, one rollout has no
+    reward though it has parts."""
+    rewards = np.array([1.0, 1.0, 1.0, NAN, 2.0, 0.0, 1.0, 0.5, 0.1, 0.1])
+    groups = [0, 0, 0, 0, 1, 1, 1, 2, 3, 3]
+    parts = np.array(
+        [
+            [1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [9.0, 9.0], [1.0, NAN], [0.0, 0.3], [1.0, 0.2],
+            [1.0, 1.0], [0.1, 0.1], [0.1, 0.1],
+        ]
+    )  # fmt: skip
+    weights = np.where(np.array(groups)[:, None] == 1, [[2.0, 0.25]], [[1.0, 3.0]])
+
+    def normalized(i: int, k: int) -> float:
+        peers = [
+            parts[j, k]
+            for j, group in enumerate(groups)
+            if group == groups[i] and not math.isnan(rewards[j]) and not math.isnan(parts[j, k])
+        ]
+        mean = sum(peers) / len(peers)
+        std = math.sqrt(sum((peer - mean) ** 2 for peer in peers) / (len(peers) - 1))
+        return (parts[i, k] - mean) / (std + 1e-4)
+
+    sums = [NAN] * len(groups)
+    for i in (0, 1, 2, 4, 5, 6, 8, 9):  # not the unscored one, nor the group of one
+        sums[i] = sum(
+            weights[i, k] * normalized(i, k) for k in range(2) if not math.isnan(parts[i, k])
+        )
+    known = [value for value in sums if not math.isnan(value)]
+    mean = sum(known) / len(known)
+    assert mean == pytest.approx(0.0, abs=1e-12)
+    std = math.sqrt(sum((value - mean) ** 2 for value in known) / (len(known) - 1))
+    found = estimators.part_normalized(
+        torch.tensor(rewards).float(),
+        torch.tensor(groups),
+        parts=torch.tensor(parts),
+        part_weights=torch.tensor(weights),
+    )
+    expected = [value / (std + 1e-4) for value in sums]
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert found[-2:].tolist() == [0.0, 0.0]  # every part equal
+    assert found[0] < -0.1 and found[1] > 0.1  # equal sums of unequal parts
+
+
+def test_gdpo_of_one_part_and_one_group_is_grpo():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, NAN]), torch.zeros(4, dtype=torch.int64)
+    found = estimators.part_normalized(
+        rewards, groups, parts=rewards[:, None], part_weights=torch.full((4, 1), 7.0), epsilon=0.0
+    )
+    expected = advantages.group_normalized(rewards, groups, epsilon=0.0)
+    torch.testing.assert_close(found, expected, equal_nan=True)

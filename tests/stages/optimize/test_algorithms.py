@@ -396,6 +396,10 @@ def test_an_advantage_that_is_not_chosen_is_in_no_key():
             "advantage_epsilon would have no effect: the advantage is 'leave_one_out'",
         ),
         ({"advantage": "group_centered", "advantage_epsilon": 0.1}, "would have no effect"),
+        (
+            {"algorithm": "gdpo", "kl_in_reward": True, "kl_coef": 0.1},
+            "kl_in_reward would have no effect",
+        ),
     ],
 )
 def test_an_advantage_that_can_not_be_is_refused(given, said):

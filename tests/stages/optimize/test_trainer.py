@@ -87,6 +87,10 @@ def _trainer(
     groups = [each["group"] for each in rows]
     columns = {
         "length_weighted": {"lengths": torch.tensor([len(r["completion_ids"]) for r in rows])},
+        "part_normalized": {
+            "parts": torch.tensor([[r["reward"]] for r in rows]),
+            "part_weights": torch.ones(len(rows), 1),
+        },
         "over_baseline": {"baselines": torch.tensor([r["group"] / 10 for r in rows])},
     }.get(row.advantage, {})
     weights = find_function("advantages", row.advantage)(
@@ -140,6 +144,10 @@ def _expected(
     centered = [
         r["reward"] - fmean(p["reward"] for p in rows if p["group"] == r["group"]) for r in rows
     ]
+    normalized = [
+        deviation / (stdev(r["reward"] for r in rows if r["group"] == row["group"]) + 1e-4)
+        for row, deviation in zip(rows, centered, strict=True)
+    ]
     for row in rows:
         peers = [r["reward"] for r in rows if r["group"] == row["group"]]
         mean = sum(peers) / len(peers)
@@ -148,6 +156,7 @@ def _expected(
         std = math.sqrt(sum((x - mean) ** 2 for x in peers) / (len(peers) - 1))
         advantage = {
             **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), row["reward"] - mean),
+            "gdpo": (row["reward"] - mean) / (std + 1e-4) / (stdev(normalized) + 1e-4),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
             "opo": row["reward"] - weighted,
             "remax": row["reward"] - (row["group"] / 10 if algorithm == "remax" else 0),
@@ -156,7 +165,7 @@ def _expected(
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
         weight = {
             **dict.fromkeys(
-                ("grpo", "gspo", "sapo", "gmpo"), 1 / len(rows) / len(row["completion_ids"])
+                ("grpo", "gdpo", "gspo", "sapo", "gmpo"), 1 / len(rows) / len(row["completion_ids"])
             ),
             **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), 1 / len(rows) / MOST),
             "luspo": 1 / len(rows),
