@@ -109,6 +109,15 @@ ALGORITHMS = {
             "as grpo, but each part of the reward is normalised by itself before the weighted sum",
         ),
         Algorithm(
+            "pass_at_k",
+            "pass_at_k",
+            "clipped",
+            "sequence_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2508.10751",
+            "as grpo, but what counts is the best of k answers, in the mean over all choices of k",
+        ),
+        Algorithm(
             "rloo",
             "leave_one_out",
             "clipped",

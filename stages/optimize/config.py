@@ -30,6 +30,7 @@ Advantage = Literal[
     "group_normalized",
     "batch_scaled",
     "part_normalized",
+    "pass_at_k",
     "group_centered",
     "leave_one_out",
     "batch_normalized",
@@ -79,7 +80,7 @@ class Config(base.Config):
     """How a policy learns from scored rollouts."""
 
     algorithm: Annotated[str, AfterValidator(algorithms.check_name)] = "grpo"
-    """grpo, bnpo, dapo, dr_grpo, gdpo, rloo, gspo, cispo, sapo, reinforce_pp,
+    """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
     reinforce_pp_baseline, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or
     `module:NAME` of an `Algorithm` of your own."""
     advantage: Added[Advantage | None] = None
@@ -89,7 +90,10 @@ class Config(base.Config):
     Not for ppo and remax. None: the algorithm's."""
     advantage_epsilon: Added[float | None] = Field(default=None, ge=0)
     """Added to the standard deviation that an advantage is divided by, in its unit. None: the
-    advantage's own, 1e-4 of a group, 1e-8 of the batch; of batch_scaled 1e-4."""
+    advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
+    pass_k: Added[int | None] = Field(default=None, ge=1)
+    """pass_at_k: of how many answers the best one counts; below `generate.samples_per_prompt`.
+    None: 4."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
@@ -457,4 +461,6 @@ class Config(base.Config):
         """How many rollouts of one prompt its advantage needs; of a user's own algorithm 1."""
         row = algorithms.ALGORITHMS.get(self.algorithm)
         advantage = self.advantage or (row and row.advantage)
+        if advantage == "pass_at_k":
+            return (self.pass_k or 4) + 1
         return 2 if advantage in GROUP_ADVANTAGES else 1

@@ -26,6 +26,7 @@ GROUP_ADVANTAGES = {
     "group_centered",
     "batch_scaled",
     "part_normalized",
+    "pass_at_k",
     "leave_one_out",
     "length_weighted",
     "batch_normalized_baseline",

@@ -18,11 +18,12 @@ ADVANTAGE_OPTIONS = {
     "group_normalized": ("epsilon",),
     "batch_scaled": ("epsilon",),
     "part_normalized": ("epsilon",),
+    "pass_at_k": ("k", "epsilon"),
     "batch_normalized": ("epsilon",),
     "batch_normalized_baseline": ("epsilon",),
 }
 """What an advantage takes, of those that take anything."""
-ADVANTAGE_FIELDS = {"epsilon": "advantage_epsilon"}
+ADVANTAGE_FIELDS = {"epsilon": "advantage_epsilon", "k": "pass_k"}
 """The field of each option of an advantage."""
 CRITIC_OPTIONS = (
     "critic",

@@ -8,6 +8,8 @@ Not of the spine: advantages.py shows what an advantage is.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -79,6 +81,55 @@ def part_normalized(
         comparable |= has_part
     std = total[comparable].std()
     return torch.where(comparable, total / (std + epsilon), torch.nan).float()
+
+
+def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1e-8) -> Tensor:
+    """A_i = (mean of max R over the k-subsets of the group that hold i − mean over all of them) /
+    (std over all of them + epsilon), the biased standard deviation.
+
+    What a rollout adds to the best of k answers: once a prompt is often solved its right answers
+    teach little, and wrong ones are not pushed down. Nothing is sampled: with the group's n scored
+    rewards in order, R_0 ≤ … ≤ R_{n−1}, R_j is the best of C(j, k−1) subsets. For rewards of 0 and
+    1, m of them 0, it is the paper's form: the mean is M = 1 − C(m, k) / C(n, k), the deviation
+    √(M (1−M)), the mean of those that hold a wrong answer 1 − C(m−1, k−1) / C(n−1, k−1), and of
+    those that hold a right one 1. With k = 1 it is `group_normalized` with the biased deviation.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        k: ≥ 1.
+        epsilon: added to the standard deviation, in units of reward.
+    Returns:
+        [B] float32; NaN where the rollout is not scored or its group has not more than k scored
+        rollouts (of k there is one subset, and nothing to compare it with).
+
+    Reference: Pass@k Training, https://arxiv.org/abs/2508.10751 (analytical derivation); for other
+    rewards than 0 and 1 the same means over subsets.
+    """
+    advantages = torch.full_like(rewards, torch.nan, dtype=torch.float64)
+    for group in groups.unique():
+        members = ((groups == group) & ~rewards.isnan()).nonzero()[:, 0]
+        n = len(members)
+        if n <= k or n < 2:
+            continue
+        ascending, order = rewards[members].double().sort()
+        ascending = ascending - ascending[-1]  # so that equal rewards give exactly 0
+        ranks = range(n)
+        num_subsets = math.comb(n, k)
+        shares = ascending.new_tensor([math.comb(j, k - 1) / num_subsets for j in ranks])
+        mean = (shares * ascending).sum()
+        std = (shares * (ascending - mean).square()).sum().sqrt()
+        # of the subsets that hold a certain rollout: it is the best itself, or one of rank j is
+        num_others = math.comb(n - 1, k - 1)
+        own_shares = ascending.new_tensor([math.comb(j, k - 1) / num_others for j in ranks])
+        shares_above = ascending.new_tensor(
+            [math.comb(j - 1, k - 2) / num_others if j and k > 1 else 0.0 for j in ranks]
+        )
+        gains = shares_above * ascending
+        gains_above = gains.sum() - gains.cumsum(0)
+        means = own_shares * ascending + gains_above
+        advantages[members[order]] = (means - mean) / (std + epsilon)
+    return advantages.float()
 
 
 def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Advantages against float64 loops written from the papers' formulas, and the relations between
 them."""
 
+import itertools
 import math
 
 import numpy as np
@@ -258,3 +259,55 @@ def test_gdpo_of_one_part_and_one_group_is_grpo():
     )
     expected = advantages.group_normalized(rewards, groups, epsilon=0.0)
     torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_pass_at_k_is_the_mean_over_all_subsets_of_k(k):
+    """Every k of each group's scored rewards is looked at, in groups with ties, of more and of not
+    more than k."""
+    rewards = [0.0, 1.0, 0.0, 0.25, NAN, 2.0, 2.0, -1.0, 0.5, 3.0, 0.1, 0.1, 0.1, 0.1, 0.1, 7.0]
+    groups = [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3]
+    rewards = np.array(rewards, np.float32).astype(np.float64)
+    expected = [NAN] * len(rewards)
+    for group in set(groups):
+        members = [
+            i for i, other in enumerate(groups) if other == group and not math.isnan(rewards[i])
+        ]
+        if len(members) <= k:
+            continue
+        subsets = list(itertools.combinations(members, k))
+        best = {subset: max(rewards[i] for i in subset) for subset in subsets}
+        mean = sum(best.values()) / len(best)
+        std = math.sqrt(sum((value - mean) ** 2 for value in best.values()) / len(best))
+        for i in members:
+            own = [value for subset, value in best.items() if i in subset]
+            expected[i] = (sum(own) / len(own) - mean) / (std + 1e-8)
+    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(2))
+    found = torch.empty(len(rewards))
+    found[order] = estimators.pass_at_k(
+        torch.tensor(rewards).float()[order], torch.tensor(groups)[order], k=k
+    )
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert found[10:15].tolist() == [0.0] * 5 and found[15].isnan()
+    assert k < 4 or found[:5].isnan().all()
+
+
+@pytest.mark.parametrize("wrong", range(9))
+def test_pass_at_k_of_right_and_wrong_answers_is_the_papers_form(wrong):
+    n, k = 8, 4
+    rewards = torch.tensor([0.0] * wrong + [1.0] * (n - wrong))
+    found = estimators.pass_at_k(rewards, torch.zeros(n, dtype=torch.int64), k=k)
+    mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+    std = math.sqrt(mean * (1 - mean))
+    if std == 0:  # always or never solved by k
+        assert found.tolist() == [0.0] * n
+        return
+    of_wrong = 1 - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)
+    expected = [(of_wrong - mean) / std] * wrong + [(1 - mean) / std] * (n - wrong)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_pass_at_1_is_group_normalized_but_for_the_count():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.2]), torch.zeros(4, dtype=torch.int64)
+    expected = advantages.group_normalized(rewards, groups, 0.0) * math.sqrt(4 / 3)
+    torch.testing.assert_close(estimators.pass_at_k(rewards, groups, k=1, epsilon=0.0), expected)

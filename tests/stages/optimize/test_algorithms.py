@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, NumericError
 from quiver.stages.common.config import parse
-from quiver.stages.optimize import algorithms, effects, losses
+from quiver.stages.optimize import algorithms, effects, estimators, losses
 from quiver.stages.optimize.algorithms import find_function
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
@@ -377,6 +377,16 @@ def test_the_stage_trains_on_the_advantage_that_is_chosen(store, policy, advanta
     }[advantage]
     found = advantages_of(store, policy, made, advantage=advantage, advantage_epsilon=epsilon)
     assert found == pytest.approx((centered / scale).flatten().tolist(), rel=1e-5)
+
+
+def test_the_stage_takes_k(store, policy):
+    made = world.make(store, policy, world.even_share)
+    rewards = torch.tensor(made[1].table()["reward"].to_pylist())
+    groups = torch.arange(4).repeat_interleave(4)
+    found = advantages_of(store, policy, made, algorithm="pass_at_k", pass_k=2)
+    assert found == pytest.approx(estimators.pass_at_k(rewards, groups, k=2).tolist())
+    with pytest.raises(NumericError, match="16 of 16 rollouts are scored, no advantage"):
+        advantages_of(store, policy, made, algorithm="pass_at_k")  # of four there is one choice
 
 
 def test_an_advantage_that_is_not_chosen_is_in_no_key():

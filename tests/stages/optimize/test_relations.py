@@ -77,6 +77,7 @@ def trainer(world_of, algorithm: str, inputs=None, **config) -> Trainer:
         "max_completion_tokens": 9,
         "audit": {"enabled": False},
         "drop_zero_variance": False,
+        **({"pass_k": 2} if algorithm == "pass_at_k" else {}),  # groups are of three
         **config,
     }
     config, row = Config(algorithm=algorithm, device="cpu", **given).resolved(), resolve(algorithm)

@@ -2,9 +2,10 @@
 of how the work is cut."""
 
 import copy
+import itertools
 import math
 from functools import partial
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 
 import numpy as np
 import pytest
@@ -91,6 +92,7 @@ def _trainer(
             "parts": torch.tensor([[r["reward"]] for r in rows]),
             "part_weights": torch.ones(len(rows), 1),
         },
+        "pass_at_k": {"k": 2},
         "over_baseline": {"baselines": torch.tensor([r["group"] / 10 for r in rows])},
     }.get(row.advantage, {})
     weights = find_function("advantages", row.advantage)(
@@ -116,6 +118,15 @@ def _config(**values) -> Config:
     return Config(
         **{"device": "cpu", "max_completion_tokens": MOST, "audit": {"enabled": False}, **values}
     )
+
+
+def _of_pairs(reward: float, peers: list[float]) -> float:
+    """The better of two answers: its mean over the pairs that hold this one, against all pairs."""
+    best = [max(pair) for pair in itertools.combinations(peers, 2)]
+    others = [*peers]
+    others.remove(reward)
+    mean_with = fmean(max(reward, other) for other in others)
+    return (mean_with - fmean(best)) / (pstdev(best) + 1e-8)
 
 
 def _expected(
@@ -157,6 +168,7 @@ def _expected(
         advantage = {
             **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), row["reward"] - mean),
             "gdpo": (row["reward"] - mean) / (std + 1e-4) / (stdev(normalized) + 1e-4),
+            "pass_at_k": _of_pairs(row["reward"], peers),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
             "opo": row["reward"] - weighted,
             "remax": row["reward"] - (row["group"] / 10 if algorithm == "remax" else 0),
@@ -165,7 +177,8 @@ def _expected(
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
         weight = {
             **dict.fromkeys(
-                ("grpo", "gdpo", "gspo", "sapo", "gmpo"), 1 / len(rows) / len(row["completion_ids"])
+                ("grpo", "gdpo", "pass_at_k", "gspo", "sapo", "gmpo"),
+                1 / len(rows) / len(row["completion_ids"]),
             ),
             **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), 1 / len(rows) / MOST),
             "luspo": 1 / len(rows),
