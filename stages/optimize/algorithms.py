@@ -39,7 +39,8 @@ class Algorithm:
     surrogate: str | Callable[..., Any]
     """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
-    """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step"""
+    """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step; where it
+    names them, with `groups` [B]"""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     reference: str = ""
     description: str = ""

@@ -145,8 +145,10 @@ class Config(base.Config):
     """kl_cov: weight of |log r| of a selected token. None: the algorithm's."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More options for the surrogate of your own algorithm, by name."""
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] | None = None
-    """What a token weighs. None: the algorithm's."""
+    aggregation: (
+        Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean"] | None
+    ) = None
+    """What a token weighs; `prompt_mean`: each prompt alike. None: the algorithm's."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Divisor of aggregation `constant`. None: what generation allowed, as the rollouts' manifest
     says."""

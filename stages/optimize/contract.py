@@ -21,6 +21,7 @@ from quiver.schemas.errors import ConfigError
 
 ADVANTAGE_COLUMNS = ("lengths", "baselines", "parts", "part_weights")
 """What an advantage of rollouts is given besides, where it names it."""
+_COLUMNS = {"advantage": ADVANTAGE_COLUMNS, "aggregation": ("groups",)}
 GROUP_ADVANTAGES = {
     "group_normalized",
     "group_centered",
@@ -57,8 +58,8 @@ def checked(name: str, role: str, function: Callable) -> Callable:
     signature = inspect.signature(function)
     # which options these take is checked with those that the config gives them
     bind = signature.bind_partial if role in ("surrogate", "selection") else signature.bind
-    if role == "advantage":
-        options = {name: 0 for name in ADVANTAGE_COLUMNS if name in signature.parameters}
+    if role in _COLUMNS:
+        options = {name: 0 for name in _COLUMNS[role] if name in signature.parameters}
     try:
         bind(*[0] * num_arguments, **options)
     except TypeError as error:

@@ -41,6 +41,7 @@ class Objective:
         self.has_bonus = config.entropy_coef > 0 or config.entropy_target is not None
         self.surrogate = find_function("losses", algorithm.surrogate)
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
+        self.weighs_groups = "groups" in inspect.signature(self.aggregate).parameters
         self.options = {**algorithm.defaults, **config.surrogate_options()}
         self.options.pop("drop_zero_variance", None)
         self.selection = None
@@ -78,7 +79,9 @@ class Objective:
         the tokens of other rollouts."""
         lengths, positions = batch.counted_tokens(members)
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
-        weights[positions] = self.aggregate(lengths, batch.max_completion_tokens)
+        groups = torch.tensor(batch.groups, dtype=torch.int64)[members]
+        columns = {"groups": groups} if self.weighs_groups else {}
+        weights[positions] = self.aggregate(lengths, batch.max_completion_tokens, **columns)
         return weights
 
     def select(

@@ -5,6 +5,7 @@ import hashlib
 import inspect
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from quiver.schemas.errors import ConfigError, NumericError
 from quiver.stages.common.config import parse
 from quiver.stages.optimize import algorithms, effects, estimators, losses
 from quiver.stages.optimize.algorithms import find_function
+from quiver.stages.optimize.objective import Objective
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.writing import run_here
@@ -216,6 +218,20 @@ OWN = (
     "from quiver.stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
     "'group_centered', 'clipped', 'constant', {'clip_low': 0.1})\n"
 )
+
+
+def test_an_own_aggregation_may_look_at_groups(tmp_path):
+    source = OWN.replace("'constant'", "lambda lengths, most, groups: groups.double()")
+    (tmp_path / "own_algo.py").write_text(source)
+    row = algorithms.resolve(f"{tmp_path}/own_algo.py:MINE")
+    objective = Objective(Config(clip_high=0.2), row)
+    batch = SimpleNamespace(
+        counted_tokens=lambda members: (torch.ones(len(members), dtype=torch.int64), members),
+        old_logprobs=torch.zeros(3),
+        groups=[5, 5, 7],
+        max_completion_tokens=9,
+    )
+    assert objective.weights(batch, [1, 2]).tolist() == [0.0, 5.0, 7.0]
 
 
 def test_what_is_resolved_is_keyed_without_the_file(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.optimize import audit, losses
+from quiver.stages.optimize import audit, losses, surrogates
 from quiver.stages.optimize.algorithms import find_function
 
 RNG = np.random.default_rng(7)
@@ -288,6 +288,20 @@ def test_aggregations_golden():
     assert losses.constant(lengths, 16).tolist() == pytest.approx([1 / (4 * 16)] * N)
     with pytest.raises(ValueError, match="max_completion_tokens"):
         losses.constant(lengths, None)
+
+
+def test_every_prompt_counts_alike():
+    """Groups of 3 + 5 and of 1 + 2 tokens, whose rollouts stand apart."""
+    lengths, groups = torch.tensor(LENGTHS), torch.tensor([7, 4, 7, 4])
+    found = surrogates.prompt_mean(lengths, groups=groups)
+    expected = [1 / 16] * 3 + [1 / 6] + [1 / 16] * 5 + [1 / 6] * 2
+    assert found.dtype == torch.float64 and found.tolist() == pytest.approx(expected)
+    alone = surrogates.prompt_mean(lengths, groups=torch.arange(4))
+    torch.testing.assert_close(alone, losses.sequence_mean(lengths))
+    together = surrogates.prompt_mean(lengths, groups=torch.zeros(4, dtype=torch.int64))
+    torch.testing.assert_close(together, losses.token_mean(lengths))
+    cut = surrogates.prompt_mean(torch.tensor([3, 0, 0, 0]), groups=groups)
+    assert cut.tolist() == pytest.approx([1 / 6] * 3)  # counted, with no token
 
 
 def test_kl_golden_and_gradients():

@@ -178,6 +178,20 @@ def test_rollouts_in_another_order_in_the_dataset_give_the_same_gradient(world_o
     same(gradient(trainer(world_of, name, inputs)), gradient(trainer(world_of, name)))
 
 
+def test_prompts_count_alike_in_every_cut(world_of):
+    """Two of the groups' rollouts hold 1 + 2 + 3 and 7 + 8 + 9 tokens."""
+    made = trainer(world_of, "grpo", aggregation="prompt_mean")
+    weights = made.objective.weights(made.batch, list(range(9)))
+    of_rollouts = made.batch.sequences.completions.with_values(weights).segment_sum().view(3, 3)
+    tokens = made.batch.sequences.completions.lengths.view(3, 3).double()
+    torch.testing.assert_close(of_rollouts, tokens / tokens.sum(1, keepdim=True) / 3)
+    step = made.objective.weights(made.batch, [0, 1, 2])
+    assert float(step.sum()) == pytest.approx(1.0) and not step[int(tokens[0].sum()) :].any()
+    expected = gradient(made)
+    cut(made, 2, random.Random(3))
+    same(gradient(made), expected)
+
+
 # -- masked tokens
 
 
