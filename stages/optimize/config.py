@@ -58,20 +58,38 @@ class Audit(base.Config):
 class Correction(base.Config):
     """The weight exp(prox − old) of a token's loss, where proximal logprobs are given."""
 
-    mode: Literal["truncate", "mask"] = "truncate"
-    """`truncate`: at most `high`; `mask`: 0 outside [low, high]."""
+    mode: Literal["truncate", "clamp", "mask", "none"] = "truncate"
+    """`truncate`: at most `high`; `clamp`: at least `low` too; `mask`: 0 outside [low, high];
+    `none`: 1."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Of the token, the product over the completion, or its geometric mean."""
     low: float = Field(default=0.0, ge=0)
-    """Lower bound, for `mask`."""
+    """Lower bound, for `mask` and `clamp`."""
     high: float = Field(default=2.0, gt=0)
     """Upper bound."""
+    reject: Added[Literal["ratio", "k2", "k3"] | None] = None
+    """Leave tokens out of the loss that lie too far off, by the ratio exp(prox − old) or by a
+    divergence in nats; they count in the denominators. verl's `rollout_rs`. None: none."""
+    reject_level: Added[Literal["token", "sum", "mean", "max"]] = "mean"
+    """Of the token, or over the completion, which is then left out as a whole; sum and mean of a
+    ratio are of its logarithm."""
+    reject_low: Added[float] = Field(default=0.0, ge=0)
+    """Below this it is left out."""
+    reject_high: Added[float | None] = Field(default=None, gt=0)
+    """Above this it is left out; `reject` needs it."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Correction:
         if self.low >= self.high:
             raise ValueError(
                 f"low must be < high = {self.high:g}, got {self.low:g}: every weight would be 0"
+            )
+        if self.reject is None and (self.reject_low or self.reject_high is not None):
+            raise ValueError("reject_low and reject_high have no effect without reject: set it")
+        if self.reject and (self.reject_high is None or self.reject_low >= self.reject_high):
+            raise ValueError(
+                f"reject needs reject_high, above reject_low = {self.reject_low:g}, got "
+                f"{self.reject_high}"
             )
         return self
 

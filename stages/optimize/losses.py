@@ -399,7 +399,8 @@ def correction(
 
     `level`: `token` as it stands; `sequence` the product over the rollout's tokens; `geometric`
     their geometric mean. The logarithm of that, and not of each token, is clamped to ±20. `mode`:
-    `truncate` sets w to min(w, high); `mask` sets it to 0 outside [low, high] and leaves it inside.
+    `truncate` sets w to min(w, high); `clamp` to the nearest in [low, high]; `mask` to 0 outside
+    [low, high] and leaves it inside.
     Equal policies give 1 everywhere.
 
     Args:
@@ -420,6 +421,6 @@ def correction(
         of_rollout = log_ratios.segment_sum() if level == "sequence" else log_ratios.segment_mean()
         log_weight = of_rollout[log_ratios.segment_ids]
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    if mode == "truncate":
-        return weight.clamp(max=high)
+    if mode != "mask":
+        return weight.clamp(low if mode == "clamp" else 0.0, high)
     return torch.where((weight >= low) & (weight <= high), weight, 0.0)

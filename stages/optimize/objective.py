@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quiver.schemas.errors import ConfigError
 
-from . import losses
+from . import losses, offpolicy
 from .algorithms import Algorithm, find_function
 from .batch import Batch, Step
 from .config import Config
@@ -118,8 +118,8 @@ class Objective:
         tokens = losses.Tokens(logprobs, part.anchor, part.advantages, part.offsets, selected)
         costs, at_bound = self.surrogate(tokens, **self.options)
         if batch.prox_logprobs is not None:
-            costs = costs * losses.correction(
-                part.anchor, part.old_logprobs, part.offsets, **config.correction.model_dump()
+            costs = costs * offpolicy.weight(
+                part.anchor, part.old_logprobs, part.offsets, config.correction
             )
         if step.learns is not None:
             costs = costs * step.learns.to(device)

@@ -286,7 +286,7 @@ def test_kl_in_the_loss_is_k3(trainer, corrected):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("mode", ["truncate", "clamp", "mask"])
 def test_importance_weights_and_the_loss_under_them(trainer, level, mode):
     """`prox` is what TRL scores again, `old` what the sampler reported."""
     rows = [
@@ -294,11 +294,14 @@ def test_importance_weights_and_the_loss_under_them(trainer, level, mode):
         for ids, old in zip(IDS, Ragged(OLD, OFFSETS), strict=True)
     ]
     bounds = {
-        "vllm_importance_sampling_clip_min": 0.7 if mode == "mask" else None,
+        "vllm_importance_sampling_clip_min": None if mode == "truncate" else 0.7,
         "vllm_importance_sampling_clip_max": 1.3,
     }
     made = trainer(
-        rows, loss_type="dapo", vllm_importance_sampling_mode=f"{level}_{mode}", **bounds
+        rows,
+        loss_type="dapo",
+        vllm_importance_sampling_mode=f"{level}_{mode.replace('clamp', 'truncate')}",
+        **bounds,
     )
     made.use_vllm, made._last_loaded_step = True, 0
     made._get_per_token_logps_and_entropies = lambda *_, **__: (padded(REF).float(), None, None)
@@ -307,7 +310,7 @@ def test_importance_weights_and_the_loss_under_them(trainer, level, mode):
     torch.testing.assert_close(
         found.float(), flat(inputs["importance_sampling_ratio"].expand(B, T)), rtol=1e-5, atol=1e-6
     )
-    assert found.unique().numel() > 1 and (found == (1.3 if mode == "truncate" else 0.0)).any()
+    assert found.unique().numel() > 1 and (found == (0.0 if mode == "mask" else 1.3)).any()
     inputs |= {"advantages": ADVANTAGES, "old_per_token_logps": padded(REF)}
     inputs["importance_sampling_ratio"] = inputs["importance_sampling_ratio"].double()
     expected = flat(inputs["importance_sampling_ratio"].expand(B, T))

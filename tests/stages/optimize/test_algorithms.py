@@ -99,6 +99,8 @@ def test_an_option_that_the_surrogate_does_not_know_is_refused(given, said):
     "given, said",
     [
         ({"correction": {"mode": "mask", "low": 3.0}}, "low must be < high = 2, got 3"),
+        ({"correction": {"reject": "k3"}}, "reject needs reject_high, above reject_low = 0"),
+        ({"correction": {"reject_high": 0.1}}, "reject_high have no effect without reject"),
         ({"betas": (0.9, 1.0)}, "betas.1: Input should be less than 1, got 1.0"),
         ({"betas": (-0.1, 0.9)}, "betas.0: Input should be greater than or equal to 0"),
         (

@@ -257,6 +257,26 @@ def test_decoupled_ratio_with_correction(policy, rows):
     )
 
 
+def test_a_token_that_is_rejected_has_no_loss_and_counts(policy, rows):
+    """Each gap is (old − engine's); the others keep their weight, and the denominators stay."""
+    options = {"reject": "ratio", "reject_level": "token", "reject_low": 0.9, "reject_high": 1.1}
+    made = _trainer(policy, rows, _config(correction=options), "grpo", prox=True)
+    plain = _trainer(policy, rows, _config(), "grpo", prox=True)
+    gaps = [
+        now - old for row in rows for now, old in zip(row["old_logprobs"], row["old"], strict=True)
+    ]
+    is_kept = torch.tensor([0.9 <= math.exp(gap) <= 1.1 for gap in gaps])
+    everyone = list(range(len(rows)))
+    weights = plain.objective.weights
+    plain.objective.weights = lambda batch, members: weights(batch, members) * is_kept
+    assert made.accumulate(everyone, everyone)["loss"] == pytest.approx(
+        plain.accumulate(everyone, everyone)["loss"], rel=1e-5
+    )
+    for one, other in zip(made.parameters, plain.parameters, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert 0 < is_kept.sum() < len(gaps)
+
+
 @pytest.mark.parametrize("packing", ["shared", "packed", "single"])
 @pytest.mark.parametrize("budget", [1, 30, 60, None])
 def test_the_cut_into_micro_batches_changes_nothing(policy, rows, packing, budget):
