@@ -13,7 +13,6 @@ hold functions instead of names.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -293,18 +292,6 @@ OPTIONS = {
 """What each surrogate and selection takes, so that a recipe is checked without loading torch."""
 _MORE = {"advantages": "estimators", "losses": "surrogates"}
 """Where the functions lie that are not in the first."""
-
-
-def check_name(name: str) -> str:
-    """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
-    if name in ALGORITHMS or ":" in name:
-        return name
-    nearest = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ValueError(
-        "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
-        f"{hint}"
-    )
 
 
 def resolve(name: str) -> Algorithm:

@@ -97,7 +97,7 @@ class Correction(base.Config):
 class Config(base.Config):
     """How a policy learns from scored rollouts."""
 
-    algorithm: Annotated[str, AfterValidator(algorithms.check_name)] = "grpo"
+    algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
     reinforce_pp_baseline, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or
     `module:NAME` of an `Algorithm` of your own."""
@@ -179,6 +179,18 @@ class Config(base.Config):
     kl_in_reward: bool = False
     """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward
     instead: of each token's with a critic, else of the rollout's."""
+    kl_target: Added[float | None] = Field(default=None, gt=0)
+    """KL to the reference, in nats a token, that `kl_coef` is steered towards over the policy's
+    life: after a step above it the coefficient goes up, else down, in proportion and by a fifth at
+    most. With `kl_in_reward` a training has one coefficient, and the next takes up what its steps
+    say. `kl_coef` is where it begins. None: the coefficient stays."""
+    kl_horizon: Added[int] = Field(default=10_000, ge=1)
+    """Rollouts over which the coefficient would move by that share, with `kl_target`."""
+    nll_coef: Added[float] = Field(default=0.0, ge=0)
+    """Weight of the negative log-likelihood of good answers, mean over their tokens in the step, as
+    in VAPO, which takes 0.1; `policy_loss` holds it. 0: off."""
+    nll_reward: Added[float] = 1.0
+    """With `nll_coef`: an answer is good from this reward on."""
     entropy_coef: Added[float] = Field(default=0.0, ge=0)
     """Weight of the policy's entropy, which the loss then rewards. With `entropy_target` where it
     begins."""
@@ -210,6 +222,9 @@ class Config(base.Config):
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """1: the whole reward to come against the critic's value; 0: one token ahead, the rest by the
     critic."""
+    critic_lambda: Added[float | None] = Field(default=None, ge=0, le=1)
+    """The same for the returns that the critic learns, as in VC-PPO and VAPO, which take 1 here.
+    None: `gae_lambda`."""
     bootstrap_length: bool = False
     """A completion cut by length is worth the critic's value of its last state. False: nothing
     follows it. Not with `on_length = "mask"`, which leaves such completions out."""
@@ -324,6 +339,8 @@ class Config(base.Config):
             )
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_target needs kl_coef > 0, where the coefficient begins")
         if self.trackers and not self.tracker_folder:
             raise ValueError("trackers need tracker_folder, the folder that they write to")
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,15 +60,22 @@ def with_values(
     last_values: Tensor | None,
 ) -> Batch:
     """The batch with its old values [N], returns [N] and whitened advantages [N]. `last_values`
-    [K]: of the cut states."""
-    token_advantages, returns = advantage(
+    [K]: of the cut states. With `critic_lambda` advantages and returns have a λ each: a value that
+    is near to the whole reward to come, under advantages of less variance.
+
+    Reference: VC-PPO, https://arxiv.org/abs/2503.01491 (decoupled GAE).
+    """
+    estimate = partial(
+        advantage,
         token_rewards(config, batch),
         values,
         batch.sequences.completions.offsets,
         gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
         last_values=last_values,
     )
+    token_advantages, returns = estimate(gae_lambda=config.gae_lambda)
+    if config.critic_lambda is not None:
+        _, returns = estimate(gae_lambda=config.critic_lambda)
     positions = batch.positions(batch.active_rows(zero_is_idle=False))
     whitened = torch.zeros(len(token_advantages))
     whitened[positions] = advantages.whitened(token_advantages[positions])

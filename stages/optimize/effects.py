@@ -9,6 +9,7 @@ No torch is loaded here, and no code of a user's runs.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable, Mapping
 
@@ -31,11 +32,24 @@ CRITIC_OPTIONS = (
     "value_clip",
     "gamma",
     "gae_lambda",
+    "critic_lambda",
     "bootstrap_length",
     "critic_learning_rate",
     "critic_warmup_steps",
 )
 """What only an algorithm with a critic reads."""
+
+
+def check_name(name: str) -> str:
+    """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
+    if name in ALGORITHMS or ":" in name:
+        return name
+    nearest = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise ValueError(
+        "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
+        f"{hint}"
+    )
 
 
 def check_options(row: Algorithm, options: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ ranks, or the store. The config's options override the algorithm's defaults.
     objective = Objective(config, resolve("grpo"))
     step = Step(objective.weights(batch, members)).at(batch.positions(layout.rows))
     loss, sums, ratio_max = objective.loss(batch, policy(layout), layout.rows, step)
-    objective.numbers(sums, num_tokens, warming=False, entropy_coef=0.0)
+    objective.numbers(sums, num_tokens, warming=False, step=step)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Objective:
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
         self.config = config
         self.has_critic = algorithm.critic
-        self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
+        self.kl_in_loss = config.kl_coef > 0 and not config.kl_in_reward
         self.has_bonus = config.entropy_coef > 0 or config.entropy_target is not None
         self.surrogate = find_function("losses", algorithm.surrogate)
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
@@ -56,7 +56,9 @@ class Objective:
         self.zero_is_idle = not (
             algorithm.critic
             or not algorithm.zero_is_idle
-            or self.kl_coef
+            or self.kl_in_loss
+            or config.kl_target
+            or config.nll_coef
             or self.options.get("drift_coef")
             or self.has_bonus
             or config.entropy_share < 1
@@ -124,6 +126,8 @@ class Objective:
         if step.learns is not None:
             costs = costs * step.learns.to(device)
         policy_loss = (weights * costs).sum()
+        if step.nll_weights is not None:
+            policy_loss = policy_loss - (step.nll_weights.to(weights) * logprobs).sum()
         weighted_entropy = (weights * entropy).sum()
         zero = torch.zeros((), device=device)
         kl_loss = value_loss = zero
@@ -137,7 +141,7 @@ class Objective:
             )
             value_loss = (weights * value_costs).sum()
             moments = losses.value_moments(values, part.returns)
-        loss = policy_loss + self.kl_coef * kl_loss + config.value_coef * value_loss
+        loss = policy_loss + step.kl_coef * kl_loss + config.value_coef * value_loss
         loss = loss - step.entropy_coef * weighted_entropy if step.entropy_coef else loss
         with torch.no_grad():
             log_ratio = losses.log_ratio(logprobs, part.old_logprobs)
@@ -148,13 +152,13 @@ class Objective:
         return loss, sums, float(log_ratio.max().exp())
 
     def numbers(
-        self, sums: Tensor, num_tokens: int, warming: bool, entropy_coef: float
+        self, sums: Tensor, num_tokens: int, warming: bool, step: Step
     ) -> dict[str, float | None]:
         """Losses and means of a step over `num_tokens` tokens, of the sums over its micro-batches.
         `warming`: the critic learns alone."""
         policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *moments = (total / num_tokens for total in totals)
-        loss = policy_loss + self.kl_coef * kl_loss - entropy_coef * weighted_entropy
+        loss = policy_loss + step.kl_coef * kl_loss - step.entropy_coef * weighted_entropy
         critic_numbers = {"value_loss": None}
         if self.has_critic:
             value_term = self.config.value_coef * value_loss
@@ -165,6 +169,7 @@ class Objective:
             "loss": loss,
             "policy_loss": policy_loss,
             "kl_loss": kl_loss,
+            "kl": kl_loss / float(step.weights.sum()),
             "clip_fraction": clip_fraction,
             "approx_kl": approx_kl,
             "entropy": entropy,

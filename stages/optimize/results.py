@@ -82,7 +82,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         **loaded.summary,
         **{name: updates[-1][name] for name in names if updates},
         "trainable_parameters": trainer.num_trained,
-        **_bonus(trainer),
+        **_coefficients(trainer),
         "step": trainer.step,
         "steps": len(updates),
         "skipped_steps": sum(not row["applied"] for row in updates),
@@ -100,11 +100,16 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
     }
 
 
-def _bonus(trainer: Trainer) -> dict[str, float | None]:
-    """What the next training takes up of the entropy bonus, where there is one."""
-    if not trainer.objective.has_bonus:
-        return {}
-    return {"entropy_coef": trainer.entropy_coef, "last_entropy": trainer.last_entropy}
+def _coefficients(trainer: Trainer) -> dict[str, float | None]:
+    """What the next training takes up of the entropy bonus and of the KL, where they are
+    steered."""
+    coefficients = {}
+    if trainer.objective.has_bonus:
+        coefficients["entropy_coef"] = trainer.entropy_coef
+        coefficients["last_entropy"] = trainer.last_entropy
+    if trainer.config.kl_target is not None:
+        coefficients["kl_coef"] = trainer.kl_coef
+    return coefficients
 
 
 def first_clip_fraction(trainer: Trainer) -> float | None:

@@ -9,7 +9,7 @@ import torch
 
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import advantages, critic, estimators
+from quiver.stages.optimize import advantages, critic, estimators, kl_control
 from quiver.stages.optimize.stage import Config
 from tests.oracles.peers import (
     GROUPS,
@@ -149,6 +149,16 @@ def test_gdpo_but_for_the_count_of_tokens():
     of_tokens = advantages.batch_normalized(found.repeat_interleave(LENGTHS), once)
     torch.testing.assert_close(of_tokens, flat(theirs).float(), rtol=1e-4, atol=1e-5)
     assert (found - theirs[:, 0]).abs().max() > 1e-2
+
+
+def test_the_adaptive_coefficient_of_the_kl():
+    config = Config(kl_coef=0.1, kl_target=0.5, kl_horizon=100)
+    theirs = core.AdaptiveKLController(init_kl_coef=0.1, target_kl=0.5, horizon=100)
+    coef = 0.1
+    for kl, rollouts in ((0.5, 50), (0.55, 50), (9.0, 50), (0.45, 100), (0.0, 100)):
+        theirs.update(kl, rollouts)
+        coef = kl_control.next_coefficient(config, coef, kl, rollouts)
+        assert coef == pytest.approx(theirs.value, rel=1e-12)
 
 
 # -- where the definitions part: the table in deployments/docs/algorithms.md

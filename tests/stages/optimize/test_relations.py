@@ -192,6 +192,17 @@ def test_prompts_count_alike_in_every_cut(world_of):
     same(gradient(made), expected)
 
 
+def test_the_critic_may_have_a_lambda_of_its_own(world_of):
+    """Returns are those of the one, advantages those of the other."""
+    both, low, high = (
+        trainer(world_of, "ppo", gae_lambda=gae_lambda, critic_lambda=critic_lambda).batch
+        for gae_lambda, critic_lambda in ((0.5, 1.0), (0.5, None), (1.0, None))
+    )
+    assert torch.equal(both.advantages, low.advantages) and torch.equal(both.returns, high.returns)
+    assert (low.returns - high.returns).abs().max() > 1e-3
+    assert (low.advantages - high.advantages).abs().max() > 1e-3
+
+
 # -- masked tokens
 
 

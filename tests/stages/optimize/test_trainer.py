@@ -4,6 +4,7 @@ of how the work is cut."""
 import copy
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 from statistics import fmean, pstdev, stdev
 
@@ -248,6 +249,32 @@ def test_entropy_bonus_and_the_tokens_of_highest_entropy(policy, rows, algorithm
     made = _trainer(policy, rows, _config(token_budget=60, **options), algorithm)
     assert len(made.active) == len(rows)  # a token of advantage 0 has an entropy too
     _compare(made, _expected(policy, rows, algorithm, **options))
+
+
+def test_good_answers_are_learned_by_heart(policy, rows):
+    """−coef · mean logprob over the tokens of the answers of reward 0.5 and more, in every cut;
+    those of equal rewards are passed too."""
+    for row in rows[:4]:
+        row["reward"] = 1.0
+    made = _trainer(policy, rows, _config(nll_coef=0.3, nll_reward=0.5, token_budget=60), "grpo")
+    rewards = torch.tensor([row["reward"] for row in rows])
+    made.batch = replace(made.batch, rewards=rewards)
+    assert len(made.active) == len(rows)
+    expected, gradients = _expected(policy, rows, "grpo")
+    model = load_model(policy, dtype=torch.float64)
+    good = [row for row in rows if row["reward"] >= 0.5]
+    assert 4 < len(good) < len(rows)
+    nll = torch.zeros((), dtype=torch.float64)
+    for row in good:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        table = model(input_ids=ids, use_cache=False).logits[0] / row["temperature"]
+        table = table.log_softmax(-1)[len(row["prompt_ids"]) - 1 : -1]
+        nll = nll - table.gather(1, torch.tensor(row["completion_ids"])[:, None]).sum()
+    nll = nll * 0.3 / sum(len(row["completion_ids"]) for row in good)
+    nll.backward()
+    of_nll = {name: p.grad.float() for name, p in model.named_parameters()}
+    summed = {name: gradient + of_nll[name] for name, gradient in gradients.items()}
+    _compare(made, (expected + nll.item(), summed))
 
 
 def test_decoupled_ratio_with_correction(policy, rows):
