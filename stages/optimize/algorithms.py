@@ -52,10 +52,18 @@ class Algorithm:
     baseline: bool = False
     """`advantage` needs `baselines`: greedy answers to the same prompts, generated and scored
     beside the rollouts, and never trained on."""
+    to_go: bool = False
+    """`advantage` is of tokens, without a critic: (rewards [N], offsets [B+1], *, gamma) ->
+    advantages [N], which are then whitened over the batch."""
     critic: bool = False
     """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
     [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
     [N]."""
+
+    @property
+    def of_tokens(self) -> bool:
+        """Each token has an advantage of its own."""
+        return self.critic or self.to_go
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -171,6 +179,17 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2501.03262",
             "reward minus the group's mean, scaled over the batch",
+        ),
+        Algorithm(
+            "reinforce_pp_to_go",
+            "reward_to_go",
+            "clipped",
+            "token_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2501.03262",
+            "as reinforce_pp, but a token answers for the KL and the reward that come after it",
+            zero_is_idle=False,
+            to_go=True,
         ),
         Algorithm(
             "dppo",
@@ -304,7 +323,9 @@ def resolve(name: str) -> Algorithm:
     for role in ("advantage", "surrogate", "aggregation", "selection"):
         function = getattr(row, role)
         if callable(function):
-            kind = "token_advantage" if row.critic and role == "advantage" else role
+            kind = role
+            if role == "advantage" and row.of_tokens:
+                kind = "token_advantage" if row.critic else "to_go"
             functions[role] = contract.checked(f"{name} {role}", kind, function)
     return dataclasses.replace(row, **functions)
 

@@ -37,7 +37,7 @@ Advantage = Literal[
     "batch_normalized_baseline",
     "length_weighted",
 ]
-"""Those that need neither a critic nor greedy answers."""
+"""Those of rollouts that need no greedy answers."""
 TIGHT_CLIP = 0.05
 """Clip bounds below this are met by the engine's noise alone, in place of the policy's change."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -99,13 +99,13 @@ class Config(base.Config):
 
     algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
-    reinforce_pp_baseline, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or
-    `module:NAME` of an `Algorithm` of your own."""
+    reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo,
+    remax, ppo, or `module:NAME` of an `Algorithm` of your own."""
     advantage: Added[Advantage | None] = None
     """What a rollout is worth against the others, in place of the algorithm's own: a function of
     `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
     group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
-    Not for ppo and remax. None: the algorithm's."""
+    Not for ppo, reinforce_pp_to_go and remax. None: the algorithm's."""
     advantage_epsilon: Added[float | None] = Field(default=None, ge=0)
     """Added to the standard deviation that an advantage is divided by, in its unit. None: the
     advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
@@ -218,7 +218,7 @@ class Config(base.Config):
     """How far a value may move from what it was before the first update, in units of reward. None:
     any distance."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of a reward one token later."""
+    """Discount of a reward one token later. Of reinforce_pp_to_go too."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """1: the whole reward to come against the critic's value; 0: one token ahead, the rest by the
     critic."""
@@ -383,10 +383,10 @@ class Config(base.Config):
     def _check_row(self, row: algorithms.Algorithm) -> None:
         """ValueError for a field that has no effect on `row`."""
         effects.check_effect(row, self._defaults_of_changed())
-        if self.advantage and (row.critic or row.baseline):
+        if self.advantage and (row.of_tokens or row.baseline):
+            needs = "greedy answers" if row.baseline else "advantages of tokens"
             raise ValueError(
-                f"advantage would leave algorithm {row.name!r} without its "
-                f"{'critic' if row.critic else 'greedy answers'}: leave it out"
+                f"advantage would leave algorithm {row.name!r} without its {needs}: leave it out"
             )
         advantage = self.advantage or row.advantage
         if advantage == "part_normalized" and self.kl_in_reward:

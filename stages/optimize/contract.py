@@ -42,6 +42,7 @@ _ROLES = {
         _CRITIC_OPTIONS,
         ("advantages", "returns"),
     ),
+    "to_go": ("(rewards, offsets, *, gamma)", 2, {"gamma": 1.0}, ("advantages",)),
     "surrogate": ("(tokens, **options)", 1, {}, ("loss", "clipped")),
     "aggregation": ("(lengths, max_completion_tokens)", 2, {}, ("weights",)),
     "selection": ("(tokens, generator, **options)", 2, {}, ("selected",)),

@@ -1,4 +1,4 @@
-"""What a critic adds to the loop: values before the first update, and from them advantages.
+"""Advantages of tokens: of a critic's values before the first update, or of the reward to go.
 
 Values are taken once, before any weight changes, and stay what they are for all epochs and
 mini-batches. Only completion tokens are steps. Whether the state after the last token is worth
@@ -52,6 +52,21 @@ def token_rewards(config: Config, batch: Batch) -> Tensor:
     return rewards.index_add(0, last_tokens, batch.rewards.double())
 
 
+def with_rewards_to_go(config: Config, advantage: Callable[..., Any], batch: Batch) -> Batch:
+    """The batch with the whitened advantages [N] of an algorithm that has no critic."""
+    rewards = token_rewards(config, batch)
+    to_come = advantage(rewards, batch.sequences.completions.offsets, gamma=config.gamma)
+    return dataclasses.replace(batch, advantages=_whitened(batch, to_come))
+
+
+def _whitened(batch: Batch, token_advantages: Tensor) -> Tensor:
+    """[N] over the tokens that have a loss; 0 for the others."""
+    positions = batch.positions(batch.active_rows(zero_is_idle=False))
+    whitened = torch.zeros(len(token_advantages))
+    whitened[positions] = advantages.whitened(token_advantages[positions])
+    return whitened
+
+
 def with_values(
     config: Config,
     advantage: Callable[..., Any],
@@ -76,12 +91,9 @@ def with_values(
     token_advantages, returns = estimate(gae_lambda=config.gae_lambda)
     if config.critic_lambda is not None:
         _, returns = estimate(gae_lambda=config.critic_lambda)
-    positions = batch.positions(batch.active_rows(zero_is_idle=False))
-    whitened = torch.zeros(len(token_advantages))
-    whitened[positions] = advantages.whitened(token_advantages[positions])
     return dataclasses.replace(
         batch,
-        advantages=whitened,
+        advantages=_whitened(batch, token_advantages),
         old_values=values,
         returns=returns,
     )

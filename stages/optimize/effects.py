@@ -75,11 +75,14 @@ def check_advantage(advantage: str, options: Iterable[str]) -> None:
 
 
 def check_effect(row: Algorithm, changed: Mapping[str, object]) -> None:
-    """ValueError for options of a critic where `row` has none.
+    """ValueError for options of a critic where `row` has none; `gamma` is one of the reward to go
+    too.
 
     `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so a
     recipe may go through all algorithms with the defaults written out.
     """
+    if row.to_go:
+        changed = {name: value for name, value in changed.items() if name != "gamma"}
     if row.critic or not changed:
         return
     with_critic = [algorithm.name for algorithm in ALGORITHMS.values() if algorithm.critic]

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .advantages import group_normalized, group_statistics, group_sums
+from .advantages import gae, group_normalized, group_statistics, group_sums
 
 
 def batch_scaled(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4) -> Tensor:
@@ -130,6 +130,27 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1
         means = own_shares * ascending + gains_above
         advantages[members[order]] = (means - mean) / (std + epsilon)
     return advantages.float()
+
+
+def reward_to_go(rewards: Tensor, offsets: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """A_t = Σ_{k ≥ t} γ^{k−t} r_k over the rollout's tokens from t on.
+
+    What a token can still change: with the KL to the reference in the rewards, that of the tokens
+    before it is not laid on it. It is `gae` under a critic that says 0, with λ = 1; with one reward
+    on the last token and γ = 1 every token has the rollout's reward. The caller whitens it over the
+    batch's tokens, as REINFORCE++ does.
+
+    Args:
+        rewards: [N] of each token; the rollout's own reward stands on its last token.
+        offsets: [B+1] int64.
+        gamma: γ in [0, 1].
+    Returns:
+        [N] float32.
+
+    Reference: REINFORCE++, https://arxiv.org/abs/2501.03262.
+    """
+    to_come, _ = gae(rewards, torch.zeros_like(rewards), offsets, gamma=gamma, gae_lambda=1.0)
+    return to_come
 
 
 def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:

@@ -135,9 +135,9 @@ def first_clip_fraction(trainer: Trainer) -> float | None:
 
 
 def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
-    """advantages/1, one row for each rollout of the dataset, in its order; with a critic one
-    advantage a token. `mean_ratio` is to `old_logprobs`, with proximal logprobs too; the
-    `clip_fraction` of updates/1 is of the ratio to those."""
+    """advantages/1, one row for each rollout of the dataset, in its order; of some
+    algorithms one advantage a token. `mean_ratio` is to `old_logprobs`, with proximal logprobs too;
+    the `clip_fraction` of updates/1 is of the ratio to those."""
     batch = trainer.batch
     completions = batch.sequences.completions
     ratio = log_ratio(trainer.logprobs, batch.old_logprobs).exp()
@@ -148,7 +148,7 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     places = pc.if_else(dropped.is_null(), places, None)
     schema = advantages_kind.SCHEMA
     advantages = pa.array(batch.advantages.numpy())
-    if trainer.algorithm.critic:
+    if trainer.algorithm.of_tokens:
         schema = advantages_kind.PER_TOKEN
         advantages = completions.with_values(batch.advantages).to_arrow()
         advantages = advantages.cast(schema.field("advantage").type)

@@ -40,6 +40,7 @@ from .batch import Batch
 from .checks import Sampled, baselines, biases, check_lineage, require_own_ids
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
+from .critic import with_rewards_to_go
 from .inputs import sets
 from .losses import log_ratio
 
@@ -99,7 +100,10 @@ def load(
     rows = (is_kept | is_masked).nonzero()[:, 0]
     batch = _make_batch(config, algorithm, joined, rows, advantages, is_masked)
     num_kept = int(is_kept.sum())
-    num_idle = 0 if algorithm.critic else int((advantages[is_kept] == 0).sum())
+    if algorithm.to_go:
+        function = find_function("advantages", algorithm.advantage)
+        batch = with_rewards_to_go(config, function, batch)
+    num_idle = 0 if algorithm.of_tokens else int((advantages[is_kept] == 0).sum())
     summary = {
         **_summarize(joined, reasons),
         "zero_advantage": num_idle,
@@ -181,10 +185,10 @@ def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
 
 def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tuple[Tensor, Tensor]:
     """[B] rewards less the KL that is part of them, Σ old − ref over each rollout; and [B]
-    advantages, NaN where there is none. With a critic, which gives values later, the rewards."""
+    advantages, NaN where there is none. Where they are of tokens, which come later, the rewards."""
     rewards = joined.rewards
     advantages = rewards
-    if not algorithm.critic:
+    if not algorithm.of_tokens:
         if config.kl_in_reward:
             old = Ragged.from_arrow(joined.table["old_logprobs"])
             token_kl = log_ratio(old.values, Ragged.from_arrow(joined.table["ref"]).values)
@@ -310,7 +314,7 @@ def _make_batch(
         return Ragged.from_arrow(table[logprobs]).take(rows).values
 
     old_logprobs = take("old_logprobs")
-    if algorithm.critic:
+    if algorithm.of_tokens:
         advantages = torch.full_like(old_logprobs, torch.nan)
     else:
         advantages = advantages[rows]

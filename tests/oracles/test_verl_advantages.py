@@ -151,6 +151,19 @@ def test_gdpo_but_for_the_count_of_tokens():
     assert (found - theirs[:, 0]).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus_of_rewards_to_go(gamma):
+    """With the KL in the reward of every token."""
+    rewards = on_the_last_token() - 0.3 * (padded(OLD) - padded(REF)) * MASK
+    config = types.SimpleNamespace(gamma=gamma)
+    theirs, returns = core.compute_reinforce_plus_plus_outcome_advantage(
+        rewards, MASK, config=config
+    )
+    found = estimators.reward_to_go(flat(rewards), OFFSETS, gamma=gamma)
+    close(found, flat(returns))
+    close(advantages.whitened(found), flat(theirs))
+
+
 def test_the_adaptive_coefficient_of_the_kl():
     config = Config(kl_coef=0.1, kl_target=0.5, kl_horizon=100)
     theirs = core.AdaptiveKLController(init_kl_coef=0.1, target_kl=0.5, horizon=100)

@@ -417,7 +417,7 @@ def test_an_advantage_that_is_not_chosen_is_in_no_key():
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"algorithm": "ppo", "advantage": "group_centered"}, "without its critic"),
+        ({"algorithm": "ppo", "advantage": "group_centered"}, "without its advantages of tokens"),
         ({"algorithm": "remax", "advantage": "group_centered"}, "without its greedy answers"),
         (
             {"algorithm": "rloo", "advantage_epsilon": 0.1},

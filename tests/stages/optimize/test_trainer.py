@@ -41,8 +41,8 @@ import_policy = partial(run_here, "policy")
 
 MOST = 11
 OF_ROLLOUTS = [
-    name for name, row in ALGORITHMS.items() if not row.critic
-]  # a critic's step: test_critic.py
+    name for name, row in ALGORITHMS.items() if not row.of_tokens
+]  # a critic's step: test_critic.py; of rewards to go: test_to_go.py
 
 
 @pytest.fixture(scope="module")
