@@ -106,7 +106,7 @@ class Config(base.Config):
     `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
     group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
     Not for ppo, reinforce_pp_to_go and remax. None: the algorithm's."""
-    advantage_epsilon: Added[float | None] = Field(default=None, ge=0)
+    advantage_epsilon: Added[float | None] = Field(default=None, gt=0)
     """Added to the standard deviation that an advantage is divided by, in its unit. None: the
     advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
     pass_k: Added[int | None] = Field(default=None, ge=1)

@@ -4,11 +4,14 @@ Values are taken once, before any weight changes, and stay what they are for all
 mini-batches. Only completion tokens are steps. Whether the state after the last token is worth
 anything is told by the finish reason, never by the last id: after `stop` nothing follows; after
 `length` the value of the cut state counts only where `bootstrap_length` asks for it.
+
+Not of the spine: columns in, columns out, by the equations of advantages.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -97,3 +100,36 @@ def with_values(
         old_values=values,
         returns=returns,
     )
+
+
+def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:
+    """Σ R, Σ R², Σ (R − V) and Σ (R − V)² over tokens, in float64: micro-batches and ranks add up.
+
+    Args:
+        values: [N] V_t.
+        returns: [N] R_t, what V_t should be.
+    Returns:
+        Four sums, each [], without gradient; divided by N they are the arguments of
+        `explained_variance`.
+    """
+    returns = returns.double()
+    errors = returns - values.detach().double()
+    return [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+
+
+def explained_variance(
+    mean_return: float, mean_square: float, mean_error: float, mean_square_error: float
+) -> float:
+    """1 − Var(R − V) / Var(R): 1 for a critic that is right, 0 for one that says the same
+    everywhere.
+
+    Args:
+        mean_return, mean_square, mean_error, mean_square_error: over tokens, of R, R², R − V and
+            (R − V)².
+    Returns:
+        At most 1; NaN where all returns are equal.
+    """
+    variance = mean_square - mean_return**2
+    if not variance > 1e-12 * max(mean_square, 1e-12):
+        return math.nan
+    return 1.0 - (mean_square_error - mean_error**2) / variance

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quiver.schemas.errors import ConfigError
 
-from . import losses, offpolicy
+from . import critic, losses, offpolicy
 from .algorithms import Algorithm, find_function
 from .batch import Batch, Step
 from .config import Config
@@ -140,7 +140,7 @@ class Objective:
                 values, part.old_values, part.returns, config.value_clip
             )
             value_loss = (weights * value_costs).sum()
-            moments = losses.value_moments(values, part.returns)
+            moments = critic.value_moments(values, part.returns)
         loss = policy_loss + step.kl_coef * kl_loss + config.value_coef * value_loss
         loss = loss - step.entropy_coef * weighted_entropy if step.entropy_coef else loss
         with torch.no_grad():
@@ -163,7 +163,7 @@ class Objective:
         if self.has_critic:
             value_term = self.config.value_coef * value_loss
             loss = value_term if warming else loss + value_term
-            explained_variance = losses.explained_variance(*moments)
+            explained_variance = critic.explained_variance(*moments)
             critic_numbers = {"value_loss": value_loss, "explained_variance": explained_variance}
         return {
             "loss": loss,
