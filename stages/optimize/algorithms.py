@@ -55,6 +55,10 @@ class Algorithm:
     to_go: bool = False
     """`advantage` is of tokens, without a critic: (rewards [N], offsets [B+1], *, gamma) ->
     advantages [N], which are then whitened over the batch."""
+    collisions: bool = False
+    """`advantage` is of tokens, from a pass before the first step: (rewards [N], offsets [B+1],
+    groups [B], logprobs [N], collisions [N]) -> advantages [N]; collisions are Σ p² over the
+    vocabulary."""
     critic: bool = False
     """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
     [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
@@ -63,7 +67,7 @@ class Algorithm:
     @property
     def of_tokens(self) -> bool:
         """Each token has an advantage of its own."""
-        return self.critic or self.to_go
+        return self.critic or self.to_go or self.collisions
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -265,6 +269,17 @@ ALGORITHMS = {
             "reward minus the group's mean weighted by length; for strictly on-policy steps",
         ),
         Algorithm(
+            "otb",
+            "optimal_token_baseline",
+            "clipped",
+            "token_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2602.07078",
+            "a baseline for each token, weighted by what the tokens up to it weigh in the gradient",
+            zero_is_idle=False,
+            collisions=True,
+        ),
+        Algorithm(
             "remax",
             "over_baseline",
             "reinforce",
@@ -325,17 +340,9 @@ def resolve(name: str) -> Algorithm:
         if callable(function):
             kind = role
             if role == "advantage" and row.of_tokens:
-                kind = "token_advantage" if row.critic else "to_go"
+                kind = "critic" if row.critic else "to_go" if row.to_go else "collisions"
             functions[role] = contract.checked(f"{name} {role}", kind, function)
     return dataclasses.replace(row, **functions)
-
-
-def source_hash(name: str) -> str:
-    """Fingerprint of the file behind a dotted path, so that an edited algorithm is not taken for
-    the old one; empty for table rows. No code of a user's runs. ConfigError."""
-    if name in ALGORITHMS:
-        return ""
-    return plugins.fingerprint(plugins.locate(name, "optimize.algorithm", Algorithm.__name__))
 
 
 def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -100,12 +100,12 @@ class Config(base.Config):
     algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
     """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
     reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo,
-    remax, ppo, or `module:NAME` of an `Algorithm` of your own."""
+    otb, remax, ppo, or `module:NAME` of an `Algorithm` of your own."""
     advantage: Added[Advantage | None] = None
     """What a rollout is worth against the others, in place of the algorithm's own: a function of
     `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
     group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
-    Not for ppo, reinforce_pp_to_go and remax. None: the algorithm's."""
+    Not for ppo, otb, reinforce_pp_to_go and remax. None: the algorithm's."""
     advantage_epsilon: Added[float | None] = Field(default=None, gt=0)
     """Added to the standard deviation that an advantage is divided by, in its unit. None: the
     advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
@@ -410,7 +410,7 @@ class Config(base.Config):
         return {
             **super().key(),
             "algorithm": base.without_folder(self.algorithm),
-            "algorithm_source": self.algorithm_source or algorithms.source_hash(self.algorithm),
+            "algorithm_source": self.algorithm_source or effects.source_hash(self.algorithm),
         }
 
     def resolved(self) -> Config:
@@ -457,7 +457,7 @@ class Config(base.Config):
 
     def require_source(self) -> str:
         """The hash of the algorithm's file. ConfigError where it is not `algorithm_source`."""
-        source = algorithms.source_hash(self.algorithm)
+        source = effects.source_hash(self.algorithm)
         if self.algorithm_source not in ("", source):
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}",

@@ -31,18 +31,25 @@ GROUP_ADVANTAGES = {
     "leave_one_out",
     "length_weighted",
     "batch_normalized_baseline",
+    "optimal_token_baseline",
 }
 """Advantages that compare the completions of one prompt with one another."""
 _CRITIC_OPTIONS = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
 _ROLES = {
     "advantage": ("(rewards, groups)", 2, {}, ("advantages",)),
-    "token_advantage": (
+    "critic": (
         "(rewards, values, offsets, *, gamma, gae_lambda, last_values)",
         3,
         _CRITIC_OPTIONS,
         ("advantages", "returns"),
     ),
     "to_go": ("(rewards, offsets, *, gamma)", 2, {"gamma": 1.0}, ("advantages",)),
+    "collisions": (
+        "(rewards, offsets, groups, logprobs, collisions)",
+        5,
+        {},
+        ("advantages",),
+    ),
     "surrogate": ("(tokens, **options)", 1, {}, ("loss", "clipped")),
     "aggregation": ("(lengths, max_completion_tokens)", 2, {}, ("weights",)),
     "selection": ("(tokens, generator, **options)", 2, {}, ("selected",)),

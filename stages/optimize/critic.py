@@ -62,6 +62,29 @@ def with_rewards_to_go(config: Config, advantage: Callable[..., Any], batch: Bat
     return dataclasses.replace(batch, advantages=_whitened(batch, to_come))
 
 
+def with_token_baselines(
+    config: Config,
+    advantage: Callable[..., Any],
+    batch: Batch,
+    logprobs: Tensor,
+    collisions: Tensor,
+) -> Batch:
+    """The batch with advantages [N] over the baselines of its tokens; `logprobs` [N] and
+    `collisions` [N] of the policy as it is, 0 where a rollout is masked, whose tokens count in no
+    baseline."""
+    rows = batch.active_rows(zero_is_idle=False)
+    positions = batch.positions(rows)
+    token_advantages = torch.zeros(len(batch.old_logprobs))
+    token_advantages[positions] = advantage(
+        token_rewards(config, batch)[positions],
+        Ragged.from_lengths(positions, batch.sequences.completions.lengths[rows]).offsets,
+        torch.tensor(batch.groups)[rows],
+        logprobs[positions],
+        collisions[positions],
+    )
+    return dataclasses.replace(batch, advantages=token_advantages)
+
+
 def _whitened(batch: Batch, token_advantages: Tensor) -> Tensor:
     """[N] over the tokens that have a loss; 0 for the others."""
     positions = batch.positions(batch.active_rows(zero_is_idle=False))

@@ -1,5 +1,5 @@
-"""Which fields of `[optimize]` an algorithm reads: any other is refused, since it would have no
-effect.
+"""Which algorithm a name means, and which fields of `[optimize]` it reads: any other is refused,
+since it would have no effect.
 
 No torch is loaded here, and no code of a user's runs.
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+
+from quiver.stages.common import plugins
 
 from .algorithms import ALGORITHMS, OPTIONS, Algorithm
 
@@ -50,6 +52,14 @@ def check_name(name: str) -> str:
         "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
         f"{hint}"
     )
+
+
+def source_hash(name: str) -> str:
+    """Fingerprint of the file behind a dotted path, so that an edited algorithm is not taken for
+    the old one; empty for table rows. No code of a user's runs. ConfigError."""
+    if name in ALGORITHMS:
+        return ""
+    return plugins.fingerprint(plugins.locate(name, "optimize.algorithm", Algorithm.__name__))
 
 
 def check_options(row: Algorithm, options: Iterable[str]) -> None:

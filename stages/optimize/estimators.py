@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from quiver.stages.common.ragged import Ragged
+
 from .advantages import gae, group_normalized, group_statistics, group_sums
 
 
@@ -151,6 +153,53 @@ def reward_to_go(rewards: Tensor, offsets: Tensor, *, gamma: float = 1.0) -> Ten
     """
     to_come, _ = gae(rewards, torch.zeros_like(rewards), offsets, gamma=gamma, gae_lambda=1.0)
     return to_come
+
+
+def optimal_token_baseline(
+    rewards: Tensor,
+    offsets: Tensor,
+    groups: Tensor,
+    logprobs: Tensor,
+    collisions: Tensor,
+    epsilon: float = 1e-8,
+) -> Tensor:
+    """A_t = G_t − Σ_j G_jt W_jt / (Σ_j W_jt + epsilon) over the group's rollouts j that have a
+    token t, with G the reward to go and W_t = Σ_{s ≤ t} (1 − 2 π_s + Σ_v π_v²).
+
+    1 − 2 π_s + Σ π² is the squared norm of the gradient of logprob s by the logits. So W_t stands
+    for how much the rollout's gradient weighs up to there, and the baseline of least variance
+    listens to the rollouts that weigh most. With equal weights, and the reward on the last token,
+    it is `group_centered` of the rollouts that are as long; a token that no other rollout of the
+    group is long enough for has 0.
+
+    verl's `optimal_token_baseline` with `handle_zero_tail` off is the same. On, as by default, a
+    token that no other rollout is long enough for has the raw reward there, as a group of one
+    always has; and where the engine's gap is weighed, its square counts in W.
+
+    Args:
+        rewards: [N] of each token; the rollout's own reward stands on its last token.
+        offsets: [B+1] int64.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        logprobs: [N] log π of each sampled token.
+        collisions: [N] Σ_v π_v² of the distribution that it was drawn from.
+        epsilon: added to the sum of weights.
+    Returns:
+        [N] float32.
+
+    Reference: OTB, https://arxiv.org/abs/2602.07078.
+    """
+    to_come = Ragged(reward_to_go(rewards, offsets).double(), offsets)
+    energies = 1 - 2 * logprobs.double().exp() + collisions.double()
+    before = energies.cumsum(0) - energies
+    starts = offsets[:-1][to_come.segment_ids]
+    weights = energies.cumsum(0) - before[starts]
+    places = torch.arange(len(rewards)) - starts
+    longest = int(to_come.lengths.max()) if len(groups) else 0
+    together = groups[to_come.segment_ids] * longest + places  # one number a group and place
+    counts = group_sums(torch.ones_like(weights), together)
+    centered = to_come.values - group_sums(to_come.values, together) / counts
+    total = group_sums(weights, together) + epsilon
+    return (centered - group_sums(weights * centered, together) / total).float()
 
 
 def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:

@@ -99,11 +99,7 @@ class Objective:
         return selected
 
     def loss(
-        self,
-        batch: Batch,
-        outputs: tuple[Tensor, ...],
-        rows: Tensor,
-        step: Step,
+        self, batch: Batch, outputs: tuple[Tensor, ...], rows: Tensor, step: Step
     ) -> tuple[Tensor, Tensor, float]:
         """Weighted loss of the rollouts `rows` [b], on whose n tokens the policy has the `outputs`
         logprobs, entropy and, with a critic, values; `step` is of these n.

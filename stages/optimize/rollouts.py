@@ -34,7 +34,7 @@ from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
 
-from .advantages import zero_variance
+from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
 from .checks import Sampled, baselines, biases, check_lineage, require_own_ids
@@ -209,6 +209,8 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
                 next="name baseline_rollouts and baseline_rewards",
             )
         advantages = function(rewards, joined.groups, **columns, **config.advantage_options())
+    if algorithm.collisions:
+        advantages = group_centered(rewards, joined.groups)  # for who has one; they come later
     if not bool(advantages.isnan().all()):
         return rewards, advantages
     num_scored = int((~joined.rewards.isnan()).sum())

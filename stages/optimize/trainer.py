@@ -178,6 +178,14 @@ class Trainer:
         audits = self.config.audit.enabled
         if self.algorithm.critic:
             logprobs = self._take_values()
+        elif self.algorithm.collisions:
+            self.policy.collision = True
+            logprobs, _, collisions = self._score_and_judge(self.active, self.batch.sequences)
+            self.policy.collision = False
+            advantage = find_function("advantages", self.algorithm.advantage)
+            self.batch = critic.with_token_baselines(
+                self.config, advantage, self.batch, logprobs, collisions
+            )
         elif audits and self.config.minibatches > 1:
             logprobs = self.score(self.active)
         else:

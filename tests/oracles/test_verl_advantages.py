@@ -164,6 +164,20 @@ def test_reinforce_plus_plus_of_rewards_to_go(gamma):
     close(advantages.whitened(found), flat(theirs))
 
 
+def test_the_optimal_token_baseline():
+    """Rewards on every token."""
+    rewards = noise(10)
+    collisions = (2 * OLD).exp() + 0.1 * noise(16).abs()
+    given = padded(rewards) * MASK, MASK, INDEX, padded(OLD), padded(collisions)
+    theirs, returns = core.compute_optimal_token_baseline_advantage(*given, handle_zero_tail=False)
+    found = estimators.optimal_token_baseline(rewards, OFFSETS, GROUPS, OLD, collisions)
+    close(found, flat(theirs))
+    default, _ = core.compute_optimal_token_baseline_advantage(*given)
+    alone = (flat(default) - flat(theirs)).abs() > 1e-6  # the longest's last tokens
+    assert alone.any() and (found[alone] == 0).all()
+    torch.testing.assert_close(flat(default)[alone], flat(returns)[alone])
+
+
 def test_the_adaptive_coefficient_of_the_kl():
     config = Config(kl_coef=0.1, kl_target=0.5, kl_horizon=100)
     theirs = core.AdaptiveKLController(init_kl_coef=0.1, target_kl=0.5, horizon=100)

@@ -311,3 +311,48 @@ def test_pass_at_1_is_group_normalized_but_for_the_count():
     rewards, groups = torch.tensor([1.0, 0.0, 0.5, 0.2]), torch.zeros(4, dtype=torch.int64)
     expected = advantages.group_normalized(rewards, groups, 0.0) * math.sqrt(4 / 3)
     torch.testing.assert_close(estimators.pass_at_k(rewards, groups, k=1, epsilon=0.0), expected)
+
+
+def test_the_optimal_token_baseline_is_the_mean_weighted_by_the_gradient_so_far():
+    """By plain loops over groups, places and rollouts of 3, 1, 2 and 2, 2 tokens, with a reward on
+    every token; the last group has equal rewards."""
+    lengths, groups = [3, 1, 2, 2, 2], [4, 4, 4, 1, 1]
+    numbers = np.random.default_rng(5)
+    rewards = [numbers.normal(size=n).astype(np.float32).astype(float) for n in lengths[:3]]
+    rewards += [np.array([0.0, 0.1], np.float32).astype(float)] * 2
+    logprobs = [-numbers.exponential(size=n) for n in lengths]
+    collisions = [np.exp(2 * row) + 0.1 * numbers.random(len(row)) for row in logprobs]
+    expected = []
+    for i, length in enumerate(lengths):
+        for t in range(length):
+            total = weighted = 0.0
+            for j, other in enumerate(lengths):
+                if groups[j] == groups[i] and other > t:
+                    weight = sum(
+                        1 - 2 * math.exp(logprobs[j][s]) + collisions[j][s] for s in range(t + 1)
+                    )
+                    total += weight
+                    weighted += weight * sum(rewards[j][t:])
+            expected.append(sum(rewards[i][t:]) - weighted / total)
+    found = estimators.optimal_token_baseline(
+        torch.tensor(np.concatenate(rewards)),
+        torch.tensor([0, 3, 4, 6, 8, 10]),
+        torch.tensor(groups),
+        torch.tensor(np.concatenate(logprobs)),
+        torch.tensor(np.concatenate(collisions)),
+    )
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+    assert found[2] == 0.0 and found[6:].tolist() == [0.0] * 4  # no other is so long; all equal
+
+
+def test_equal_weights_leave_the_mean_of_those_that_are_as_long():
+    """Of 1 + 2 tokens: the first tokens are compared with one another."""
+    found = estimators.optimal_token_baseline(
+        torch.tensor([3.0, 0.0, 1.0]),
+        torch.tensor([0, 1, 3]),
+        torch.tensor([0, 0]),
+        torch.zeros(3) - 30.0,
+        torch.zeros(3),
+    )
+    assert found.tolist() == pytest.approx([1.0, -1.0, 0.0])

@@ -200,7 +200,7 @@ def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
     assert algorithms.resolve(f"{tmp_path}/own_algo.py:MINE").name == "mine"
     monkeypatch.chdir(tmp_path)
     assert algorithms.resolve("own_algo:MINE").name == "mine"
-    assert algorithms.source_hash("own_algo:MINE") == hashlib.sha256(source.encode()).hexdigest()
+    assert effects.source_hash("own_algo:MINE") == hashlib.sha256(source.encode()).hexdigest()
     with pytest.raises(ConfigError, match="has no Algorithm MIN; did you mean MINE"):
         algorithms.resolve("own_algo:MIN")
 
