@@ -31,7 +31,6 @@ from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.algorithms import ALGORITHMS
-from quiver.stages.optimize.contract import GROUP_ADVANTAGES
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
 from quiver.stages.prompt.config import INPUTS, SourceConfig
@@ -144,12 +143,12 @@ class Recipe(Config):
                 f"{self.optimize.max_staleness}: the policies that sampled earlier are that much "
                 "older"
             )
-        algorithm = ALGORITHMS.get(self.optimize.algorithm)
-        needs_group = algorithm is not None and algorithm.advantage in GROUP_ADVANTAGES
-        if needs_group and self.generate.samples_per_prompt < 2:
+        least = self.optimize.least_samples
+        if self.generate.samples_per_prompt < least:
             raise ValueError(
-                f"generate.samples_per_prompt must be >= 2 for algorithm {algorithm.name!r}, got "
-                f"{self.generate.samples_per_prompt}: raise it, or use 'ppo', which needs no group"
+                f"generate.samples_per_prompt must be >= {least} for algorithm "
+                f"{self.optimize.algorithm!r}, got {self.generate.samples_per_prompt}: raise it, "
+                "or use 'ppo', which needs no group"
             )
         return self
 

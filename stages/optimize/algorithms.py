@@ -13,11 +13,9 @@ hold functions instead of names.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +33,13 @@ class Algorithm:
     name: str
     advantage: str | Callable[..., Any]
     """(rewards [B], groups [B]) -> advantages [B]; where it names them, with `lengths` [B] in
-    tokens and `baselines` [B], the rewards of the greedy answers to the same prompts"""
+    tokens, `baselines` [B], the rewards of the greedy answers to the same prompts, and `parts` and
+    `part_weights` [B, P] of the rewards"""
     surrogate: str | Callable[..., Any]
     """(Tokens, **options) -> loss [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
-    """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step"""
+    """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step; where it
+    names them, with `groups` [B]"""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     reference: str = ""
     description: str = ""
@@ -52,10 +52,22 @@ class Algorithm:
     baseline: bool = False
     """`advantage` needs `baselines`: greedy answers to the same prompts, generated and scored
     beside the rollouts, and never trained on."""
+    to_go: bool = False
+    """`advantage` is of tokens, without a critic: (rewards [N], offsets [B+1], *, gamma) ->
+    advantages [N], which are then whitened over the batch."""
+    collisions: bool = False
+    """`advantage` is of tokens, from a pass before the first step: (rewards [N], offsets [B+1],
+    groups [B], logprobs [N], collisions [N]) -> advantages [N]; collisions are Σ p² over the
+    vocabulary."""
     critic: bool = False
     """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
     [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
     [N]."""
+
+    @property
+    def of_tokens(self) -> bool:
+        """Each token has an advantage of its own."""
+        return self.critic or self.to_go or self.collisions
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -98,6 +110,24 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2503.20783",
             "no division by the standard deviation nor by the completion's length",
+        ),
+        Algorithm(
+            "gdpo",
+            "part_normalized",
+            "clipped",
+            "sequence_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2601.05242",
+            "as grpo, but each part of the reward is normalised by itself before the weighted sum",
+        ),
+        Algorithm(
+            "pass_at_k",
+            "pass_at_k",
+            "clipped",
+            "sequence_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2508.10751",
+            "as grpo, but what counts is the best of k answers, in the mean over all choices of k",
         ),
         Algorithm(
             "rloo",
@@ -153,6 +183,17 @@ ALGORITHMS = {
             _CLIP,
             "https://arxiv.org/abs/2501.03262",
             "reward minus the group's mean, scaled over the batch",
+        ),
+        Algorithm(
+            "reinforce_pp_to_go",
+            "reward_to_go",
+            "clipped",
+            "token_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2501.03262",
+            "as reinforce_pp, but a token answers for the KL and the reward that come after it",
+            zero_is_idle=False,
+            to_go=True,
         ),
         Algorithm(
             "dppo",
@@ -228,6 +269,17 @@ ALGORITHMS = {
             "reward minus the group's mean weighted by length; for strictly on-policy steps",
         ),
         Algorithm(
+            "otb",
+            "optimal_token_baseline",
+            "clipped",
+            "token_mean",
+            _CLIP,
+            "https://arxiv.org/abs/2602.07078",
+            "a baseline for each token, weighted by what the tokens up to it weigh in the gradient",
+            zero_is_idle=False,
+            collisions=True,
+        ),
+        Algorithm(
             "remax",
             "over_baseline",
             "reinforce",
@@ -274,61 +326,6 @@ OPTIONS = {
 """What each surrogate and selection takes, so that a recipe is checked without loading torch."""
 _MORE = {"advantages": "estimators", "losses": "surrogates"}
 """Where the functions lie that are not in the first."""
-CRITIC_OPTIONS = (
-    "critic",
-    "value_coef",
-    "value_clip",
-    "gamma",
-    "gae_lambda",
-    "bootstrap_length",
-    "critic_learning_rate",
-    "critic_warmup_steps",
-)
-"""What only an algorithm with a critic reads."""
-
-
-def check_name(name: str) -> str:
-    """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
-    if name in ALGORITHMS or ":" in name:
-        return name
-    nearest = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ValueError(
-        "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
-        f"{hint}"
-    )
-
-
-def check_options(row: Algorithm, options: Iterable[str]) -> None:
-    """ValueError for an option that neither surrogate nor selection of `row`, one of the table,
-    takes. The options of a user's own algorithm are checked when its surrogate is loaded."""
-    accepted = OPTIONS[row.surrogate] + OPTIONS.get(row.selection, ())
-    unknown = sorted(set(options) - set(accepted))
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]} is no option of algorithm {row.name!r}: leave it out; it takes "
-            f"{', '.join(accepted)}"
-        )
-
-
-def check_effect(row: Algorithm, changed: Mapping[str, Any]) -> None:
-    """ValueError for options of a critic where `row` has none.
-
-    `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so a
-    recipe may go through all algorithms with the defaults written out.
-    """
-    if row.critic or not changed:
-        return
-    with_critic = [algorithm.name for algorithm in ALGORITHMS.values() if algorithm.critic]
-    defaults = [
-        f"{name} = {json.dumps(value)}" for name, value in changed.items() if value is not None
-    ]
-    or_default = f" (or at the default: {', '.join(defaults)})" if defaults else ""
-    raise ValueError(
-        f"{', '.join(changed)} would have no effect: algorithm {row.name!r} has no critic. Leave "
-        f"out what has no effect{or_default}, or take an algorithm with a critic: "
-        f"{', '.join(with_critic)}"
-    )
 
 
 def resolve(name: str) -> Algorithm:
@@ -341,17 +338,11 @@ def resolve(name: str) -> Algorithm:
     for role in ("advantage", "surrogate", "aggregation", "selection"):
         function = getattr(row, role)
         if callable(function):
-            kind = "token_advantage" if row.critic and role == "advantage" else role
+            kind = role
+            if role == "advantage" and row.of_tokens:
+                kind = "critic" if row.critic else "to_go" if row.to_go else "collisions"
             functions[role] = contract.checked(f"{name} {role}", kind, function)
     return dataclasses.replace(row, **functions)
-
-
-def source_hash(name: str) -> str:
-    """Fingerprint of the file behind a dotted path, so that an edited algorithm is not taken for
-    the old one; empty for table rows. No code of a user's runs. ConfigError."""
-    if name in ALGORITHMS:
-        return ""
-    return plugins.fingerprint(plugins.locate(name, "optimize.algorithm", Algorithm.__name__))
 
 
 def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[..., Any]:

@@ -131,6 +131,10 @@ class Step:
     """[N] bool: the policy learns from it; None: from all of them"""
     entropy_coef: float = 0.0
     """Of the bonus."""
+    kl_coef: float = 0.0
+    """Of the KL to the reference in the loss."""
+    nll_weights: Tensor | None = None
+    """[N] float64, of the negative log-likelihood of good answers."""
 
     def at(self, positions: Tensor) -> Step:
         """Of the tokens at `positions` [n] alone."""

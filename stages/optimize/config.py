@@ -11,6 +11,7 @@ Not of the spine: its fields are looked up by name.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -19,11 +20,24 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import config as base
 from quiver.stages.common.config import Added, Runtime
 
-from . import algorithms
+from . import algorithms, effects
+from .contract import GROUP_ADVANTAGES
 from .lora import Lora
 
 SURROGATE_FIELDS = {name for options in algorithms.OPTIONS.values() for name in options}
 """The fields that are options of a surrogate."""
+Advantage = Literal[
+    "group_normalized",
+    "batch_scaled",
+    "part_normalized",
+    "pass_at_k",
+    "group_centered",
+    "leave_one_out",
+    "batch_normalized",
+    "batch_normalized_baseline",
+    "length_weighted",
+]
+"""Those of rollouts that need no greedy answers."""
 TIGHT_CLIP = 0.05
 """Clip bounds below this are met by the engine's noise alone, in place of the policy's change."""
 _DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -44,14 +58,25 @@ class Audit(base.Config):
 class Correction(base.Config):
     """The weight exp(prox − old) of a token's loss, where proximal logprobs are given."""
 
-    mode: Literal["truncate", "mask"] = "truncate"
-    """`truncate`: at most `high`; `mask`: 0 outside [low, high]."""
+    mode: Literal["truncate", "clamp", "mask", "none"] = "truncate"
+    """`truncate`: at most `high`; `clamp`: at least `low` too; `mask`: 0 outside [low, high];
+    `none`: 1."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """Of the token, the product over the completion, or its geometric mean."""
     low: float = Field(default=0.0, ge=0)
-    """Lower bound, for `mask`."""
+    """Lower bound, for `mask` and `clamp`."""
     high: float = Field(default=2.0, gt=0)
     """Upper bound."""
+    reject: Added[Literal["ratio", "k2", "k3"] | None] = None
+    """Leave tokens out of the loss that lie too far off, by the ratio exp(prox − old) or by a
+    divergence in nats; they count in the denominators. verl's `rollout_rs`. None: none."""
+    reject_level: Added[Literal["token", "sum", "mean", "max"]] = "mean"
+    """Of the token, or over the completion, which is then left out as a whole; sum and mean of a
+    ratio are of its logarithm."""
+    reject_low: Added[float] = Field(default=0.0, ge=0)
+    """Below this it is left out."""
+    reject_high: Added[float | None] = Field(default=None, gt=0)
+    """Above this it is left out; `reject` needs it."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Correction:
@@ -59,16 +84,34 @@ class Correction(base.Config):
             raise ValueError(
                 f"low must be < high = {self.high:g}, got {self.low:g}: every weight would be 0"
             )
+        if self.reject is None and (self.reject_low or self.reject_high is not None):
+            raise ValueError("reject_low and reject_high have no effect without reject: set it")
+        if self.reject and (self.reject_high is None or self.reject_low >= self.reject_high):
+            raise ValueError(
+                f"reject needs reject_high, above reject_low = {self.reject_low:g}, got "
+                f"{self.reject_high}"
+            )
         return self
 
 
 class Config(base.Config):
     """How a policy learns from scored rollouts."""
 
-    algorithm: Annotated[str, AfterValidator(algorithms.check_name)] = "grpo"
-    """grpo, bnpo, dapo, dr_grpo, rloo, gspo, cispo, sapo, reinforce_pp, reinforce_pp_baseline,
-    dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo, remax, ppo, or `module:NAME` of an
-    `Algorithm` of your own."""
+    algorithm: Annotated[str, AfterValidator(effects.check_name)] = "grpo"
+    """grpo, bnpo, dapo, dr_grpo, gdpo, pass_at_k, rloo, gspo, cispo, sapo, reinforce_pp,
+    reinforce_pp_baseline, reinforce_pp_to_go, dppo, dppo_kl, gmpo, luspo, clip_cov, kl_cov, opo,
+    otb, remax, ppo, or `module:NAME` of an `Algorithm` of your own."""
+    advantage: Added[Advantage | None] = None
+    """What a rollout is worth against the others, in place of the algorithm's own: a function of
+    `advantages.py` or `estimators.py`. TRL's `scale_rewards` "group", "batch" and "none" are
+    group_normalized, batch_scaled and group_centered; its "normalize_then_sum" is part_normalized.
+    Not for ppo, otb, reinforce_pp_to_go and remax. None: the algorithm's."""
+    advantage_epsilon: Added[float | None] = Field(default=None, gt=0)
+    """Added to the standard deviation that an advantage is divided by, in its unit. None: the
+    advantage's own, 1e-4 of a group, 1e-8 of the batch and of pass_at_k; of batch_scaled 1e-4."""
+    pass_k: Added[int | None] = Field(default=None, ge=1)
+    """pass_at_k: of how many answers the best one counts; below `generate.samples_per_prompt`.
+    None: 4."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
@@ -120,8 +163,10 @@ class Config(base.Config):
     """kl_cov: weight of |log r| of a selected token. None: the algorithm's."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More options for the surrogate of your own algorithm, by name."""
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] | None = None
-    """What a token weighs. None: the algorithm's."""
+    aggregation: (
+        Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean"] | None
+    ) = None
+    """What a token weighs; `prompt_mean`: each prompt alike. None: the algorithm's."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Divisor of aggregation `constant`. None: what generation allowed, as the rollouts' manifest
     says."""
@@ -134,6 +179,18 @@ class Config(base.Config):
     kl_in_reward: bool = False
     """Take the KL to the reference (k1, of the logprobs that were sampled with) off the reward
     instead: of each token's with a critic, else of the rollout's."""
+    kl_target: Added[float | None] = Field(default=None, gt=0)
+    """KL to the reference, in nats a token, that `kl_coef` is steered towards over the policy's
+    life: after a step above it the coefficient goes up, else down, in proportion and by a fifth at
+    most. With `kl_in_reward` a training has one coefficient, and the next takes up what its steps
+    say. `kl_coef` is where it begins. None: the coefficient stays."""
+    kl_horizon: Added[int] = Field(default=10_000, ge=1)
+    """Rollouts over which the coefficient would move by that share, with `kl_target`."""
+    nll_coef: Added[float] = Field(default=0.0, ge=0)
+    """Weight of the negative log-likelihood of good answers, mean over their tokens in the step, as
+    in VAPO, which takes 0.1; `policy_loss` holds it. 0: off."""
+    nll_reward: Added[float] = 1.0
+    """With `nll_coef`: an answer is good from this reward on."""
     entropy_coef: Added[float] = Field(default=0.0, ge=0)
     """Weight of the policy's entropy, which the loss then rewards. With `entropy_target` where it
     begins."""
@@ -161,10 +218,13 @@ class Config(base.Config):
     """How far a value may move from what it was before the first update, in units of reward. None:
     any distance."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount of a reward one token later."""
+    """Discount of a reward one token later. Of reinforce_pp_to_go too."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """1: the whole reward to come against the critic's value; 0: one token ahead, the rest by the
     critic."""
+    critic_lambda: Added[float | None] = Field(default=None, ge=0, le=1)
+    """The same for the returns that the critic learns, as in VC-PPO and VAPO, which take 1 here.
+    None: `gae_lambda`."""
     bootstrap_length: bool = False
     """A completion cut by length is worth the critic's value of its last state. False: nothing
     follows it. Not with `on_length = "mask"`, which leaves such completions out."""
@@ -279,6 +339,8 @@ class Config(base.Config):
             )
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_target needs kl_coef > 0, where the coefficient begins")
         if self.trackers and not self.tracker_folder:
             raise ValueError("trackers need tracker_folder, the folder that they write to")
         return self
@@ -314,14 +376,32 @@ class Config(base.Config):
                 "them out: drop one"
             )
         if row:
-            algorithms.check_options(row, self.surrogate_options())
-            algorithms.check_effect(row, self._defaults_of_changed())
+            effects.check_options(row, self.surrogate_options())
+            self._check_row(row)
         return self
+
+    def _check_row(self, row: algorithms.Algorithm) -> None:
+        """ValueError for a field that has no effect on `row`."""
+        effects.check_effect(row, self._defaults_of_changed())
+        if self.advantage and (row.of_tokens or row.baseline):
+            needs = "greedy answers" if row.baseline else "advantages of tokens"
+            raise ValueError(
+                f"advantage would leave algorithm {row.name!r} without its {needs}: leave it out"
+            )
+        advantage = self.advantage or row.advantage
+        if advantage == "part_normalized" and self.kl_in_reward:
+            raise ValueError(
+                "kl_in_reward would have no effect: 'part_normalized' looks at the parts of the "
+                "reward alone. Leave it out; kl_coef is then of the loss"
+            )
+        effects.check_advantage(
+            "its own" if callable(advantage) else advantage, self.advantage_options()
+        )
 
     def _defaults_of_changed(self) -> dict[str, Any]:
         """The defaults of the critic's fields that have another value. A field that is written out
         at its default, as in a config that travels between processes, is not changed."""
-        changed = self.model_dump(include=set(algorithms.CRITIC_OPTIONS), exclude_defaults=True)
+        changed = self.model_dump(include=set(effects.CRITIC_OPTIONS), exclude_defaults=True)
         return {name: type(self).model_fields[name].default for name in changed}
 
     def key(self) -> dict[str, Any]:
@@ -330,7 +410,7 @@ class Config(base.Config):
         return {
             **super().key(),
             "algorithm": base.without_folder(self.algorithm),
-            "algorithm_source": self.algorithm_source or algorithms.source_hash(self.algorithm),
+            "algorithm_source": self.algorithm_source or effects.source_hash(self.algorithm),
         }
 
     def resolved(self) -> Config:
@@ -344,7 +424,7 @@ class Config(base.Config):
         row = algorithms.resolve(self.algorithm)
         try:
             # a user's own algorithm is known only now
-            algorithms.check_effect(row, self._defaults_of_changed())
+            self._check_row(row)
         except ValueError as error:
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}", str(error), next="leave those options out"
@@ -370,9 +450,14 @@ class Config(base.Config):
         fields = {*SURROGATE_FIELDS, "drop_zero_variance"}
         return fields if is_of_table else fields - base.added(type(self))
 
+    def row(self) -> algorithms.Algorithm:
+        """The algorithm, with the advantage that is set here. ConfigError."""
+        row = algorithms.resolve(self.algorithm)
+        return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
+
     def require_source(self) -> str:
         """The hash of the algorithm's file. ConfigError where it is not `algorithm_source`."""
-        source = algorithms.source_hash(self.algorithm)
+        source = effects.source_hash(self.algorithm)
         if self.algorithm_source not in ("", source):
             raise ConfigError(
                 f"optimize.algorithm {self.algorithm}",
@@ -401,3 +486,18 @@ class Config(base.Config):
         """The surrogate's options that are set here; they override the algorithm's
         defaults."""
         return {**self.model_dump(include=SURROGATE_FIELDS, exclude_none=True), **self.options}
+
+    def advantage_options(self) -> dict[str, Any]:
+        """The advantage's options that are set here, by the names of its arguments."""
+        fields = effects.ADVANTAGE_FIELDS.items()
+        values = {name: getattr(self, field) for name, field in fields}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def least_samples(self) -> int:
+        """How many rollouts of one prompt its advantage needs; of a user's own algorithm 1."""
+        row = algorithms.ALGORITHMS.get(self.algorithm)
+        advantage = self.advantage or (row and row.advantage)
+        if advantage == "pass_at_k":
+            return (self.pass_k or 4) + 1
+        return 2 if advantage in GROUP_ADVANTAGES else 1

@@ -19,24 +19,36 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError
 
-ADVANTAGE_COLUMNS = ("lengths", "baselines")
+ADVANTAGE_COLUMNS = ("lengths", "baselines", "parts", "part_weights")
 """What an advantage of rollouts is given besides, where it names it."""
+_COLUMNS = {"advantage": ADVANTAGE_COLUMNS, "aggregation": ("groups",)}
 GROUP_ADVANTAGES = {
     "group_normalized",
     "group_centered",
+    "batch_scaled",
+    "part_normalized",
+    "pass_at_k",
     "leave_one_out",
     "length_weighted",
     "batch_normalized_baseline",
+    "optimal_token_baseline",
 }
 """Advantages that compare the completions of one prompt with one another."""
 _CRITIC_OPTIONS = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
 _ROLES = {
     "advantage": ("(rewards, groups)", 2, {}, ("advantages",)),
-    "token_advantage": (
+    "critic": (
         "(rewards, values, offsets, *, gamma, gae_lambda, last_values)",
         3,
         _CRITIC_OPTIONS,
         ("advantages", "returns"),
+    ),
+    "to_go": ("(rewards, offsets, *, gamma)", 2, {"gamma": 1.0}, ("advantages",)),
+    "collisions": (
+        "(rewards, offsets, groups, logprobs, collisions)",
+        5,
+        {},
+        ("advantages",),
     ),
     "surrogate": ("(tokens, **options)", 1, {}, ("loss", "clipped")),
     "aggregation": ("(lengths, max_completion_tokens)", 2, {}, ("weights",)),
@@ -54,8 +66,8 @@ def checked(name: str, role: str, function: Callable) -> Callable:
     signature = inspect.signature(function)
     # which options these take is checked with those that the config gives them
     bind = signature.bind_partial if role in ("surrogate", "selection") else signature.bind
-    if role == "advantage":
-        options = {name: 0 for name in ADVANTAGE_COLUMNS if name in signature.parameters}
+    if role in _COLUMNS:
+        options = {name: 0 for name in _COLUMNS[role] if name in signature.parameters}
     try:
         bind(*[0] * num_arguments, **options)
     except TypeError as error:

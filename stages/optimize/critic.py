@@ -1,15 +1,19 @@
-"""What a critic adds to the loop: values before the first update, and from them advantages.
+"""Advantages of tokens: of a critic's values before the first update, or of the reward to go.
 
 Values are taken once, before any weight changes, and stay what they are for all epochs and
 mini-batches. Only completion tokens are steps. Whether the state after the last token is worth
 anything is told by the finish reason, never by the last id: after `stop` nothing follows; after
 `length` the value of the cut state counts only where `bootstrap_length` asks for it.
+
+Not of the spine: columns in, columns out, by the equations of advantages.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +55,44 @@ def token_rewards(config: Config, batch: Batch) -> Tensor:
     return rewards.index_add(0, last_tokens, batch.rewards.double())
 
 
+def with_rewards_to_go(config: Config, advantage: Callable[..., Any], batch: Batch) -> Batch:
+    """The batch with the whitened advantages [N] of an algorithm that has no critic."""
+    rewards = token_rewards(config, batch)
+    to_come = advantage(rewards, batch.sequences.completions.offsets, gamma=config.gamma)
+    return dataclasses.replace(batch, advantages=_whitened(batch, to_come))
+
+
+def with_token_baselines(
+    config: Config,
+    advantage: Callable[..., Any],
+    batch: Batch,
+    logprobs: Tensor,
+    collisions: Tensor,
+) -> Batch:
+    """The batch with advantages [N] over the baselines of its tokens; `logprobs` [N] and
+    `collisions` [N] of the policy as it is, 0 where a rollout is masked, whose tokens count in no
+    baseline."""
+    rows = batch.active_rows(zero_is_idle=False)
+    positions = batch.positions(rows)
+    token_advantages = torch.zeros(len(batch.old_logprobs))
+    token_advantages[positions] = advantage(
+        token_rewards(config, batch)[positions],
+        Ragged.from_lengths(positions, batch.sequences.completions.lengths[rows]).offsets,
+        torch.tensor(batch.groups)[rows],
+        logprobs[positions],
+        collisions[positions],
+    )
+    return dataclasses.replace(batch, advantages=token_advantages)
+
+
+def _whitened(batch: Batch, token_advantages: Tensor) -> Tensor:
+    """[N] over the tokens that have a loss; 0 for the others."""
+    positions = batch.positions(batch.active_rows(zero_is_idle=False))
+    whitened = torch.zeros(len(token_advantages))
+    whitened[positions] = advantages.whitened(token_advantages[positions])
+    return whitened
+
+
 def with_values(
     config: Config,
     advantage: Callable[..., Any],
@@ -59,21 +101,58 @@ def with_values(
     last_values: Tensor | None,
 ) -> Batch:
     """The batch with its old values [N], returns [N] and whitened advantages [N]. `last_values`
-    [K]: of the cut states."""
-    token_advantages, returns = advantage(
+    [K]: of the cut states. With `critic_lambda` advantages and returns have a λ each: a value that
+    is near to the whole reward to come, under advantages of less variance.
+
+    Reference: VC-PPO, https://arxiv.org/abs/2503.01491 (decoupled GAE).
+    """
+    estimate = partial(
+        advantage,
         token_rewards(config, batch),
         values,
         batch.sequences.completions.offsets,
         gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
         last_values=last_values,
     )
-    positions = batch.positions(batch.active_rows(zero_is_idle=False))
-    whitened = torch.zeros(len(token_advantages))
-    whitened[positions] = advantages.whitened(token_advantages[positions])
+    token_advantages, returns = estimate(gae_lambda=config.gae_lambda)
+    if config.critic_lambda is not None:
+        _, returns = estimate(gae_lambda=config.critic_lambda)
     return dataclasses.replace(
         batch,
-        advantages=whitened,
+        advantages=_whitened(batch, token_advantages),
         old_values=values,
         returns=returns,
     )
+
+
+def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:
+    """Σ R, Σ R², Σ (R − V) and Σ (R − V)² over tokens, in float64: micro-batches and ranks add up.
+
+    Args:
+        values: [N] V_t.
+        returns: [N] R_t, what V_t should be.
+    Returns:
+        Four sums, each [], without gradient; divided by N they are the arguments of
+        `explained_variance`.
+    """
+    returns = returns.double()
+    errors = returns - values.detach().double()
+    return [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
+
+
+def explained_variance(
+    mean_return: float, mean_square: float, mean_error: float, mean_square_error: float
+) -> float:
+    """1 − Var(R − V) / Var(R): 1 for a critic that is right, 0 for one that says the same
+    everywhere.
+
+    Args:
+        mean_return, mean_square, mean_error, mean_square_error: over tokens, of R, R², R − V and
+            (R − V)².
+    Returns:
+        At most 1; NaN where all returns are equal.
+    """
+    variance = mean_square - mean_return**2
+    if not variance > 1e-12 * max(mean_square, 1e-12):
+        return math.nan
+    return 1.0 - (mean_square_error - mean_error**2) / variance

@@ -8,10 +8,198 @@ Not of the spine: advantages.py shows what an advantage is.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from .advantages import group_statistics, group_sums
+from quiver.stages.common.ragged import Ragged
+
+from .advantages import gae, group_normalized, group_statistics, group_sums
+
+
+def batch_scaled(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-4) -> Tensor:
+    """A_i = (R_i − mean_g) / (std_B(R) + epsilon): the group's mean for baseline, and one scale for
+    all groups, the unbiased (n−1) standard deviation of the batch's scored rewards.
+
+    A group of nearly equal rewards is not blown up, as `group_normalized` does. The deviation is of
+    the rewards as they are, so how far prompts are apart counts in it;
+    `batch_normalized_baseline` takes that of R − mean_g. With a single group it is
+    `group_normalized`. TRL's `scale_rewards = "batch"`.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        epsilon: added to the standard deviation, in units of reward.
+    Returns:
+        [B] float32; NaN where the rollout is not scored or its group has fewer than 2 scored
+        rollouts.
+
+    Reference: Lite PPO, https://arxiv.org/abs/2508.08221.
+    """
+    rewards, counts, sums, comparable = group_statistics(rewards, groups)
+    std = rewards[~rewards.isnan()].std()
+    return torch.where(comparable, (rewards - sums / counts) / (std + epsilon), torch.nan).float()
+
+
+def part_normalized(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    parts: Tensor,
+    part_weights: Tensor,
+    epsilon: float = 1e-4,
+) -> Tensor:
+    """A_i = S_i / (std_B(S) + epsilon) with S_i = Σ_k w_k (r_ik − mean_g(r_k)) / (std_g(r_k) +
+    epsilon), k over the parts of the reward that rollout i has.
+
+    Each part has the same say in its group before the weights, however large its numbers are, and
+    rollouts of one sum are told apart by what it is made of. The mean of S over the
+    batch is 0 by construction and is not subtracted again, so a group in which every part is equal
+    has exactly 0. With one part and one group it is `group_normalized`, up to epsilon.
+
+    TRL's `multi_objective_aggregation = "normalize_then_sum"` is the same. verl normalises S over
+    tokens, so that a long completion counts more; here each rollout counts once.
+
+    Args:
+        rewards: [B] float; NaN = not scored: the rollout's parts are not looked at.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        parts: [B, P] r_ik before their weights; NaN = part k does not apply.
+        part_weights: [B, P] w_k, the same for all of a group; not read where the part is NaN.
+        epsilon: added to each standard deviation.
+    Returns:
+        [B] float32; NaN where the rollout is not scored, or no part of it can be compared with
+        another rollout's of its group.
+
+    Reference: GDPO, https://arxiv.org/abs/2601.05242.
+    """
+    is_scored = ~rewards.isnan()
+    total = torch.zeros(len(rewards), dtype=torch.float64)
+    comparable = torch.zeros(len(rewards), dtype=torch.bool)
+    for part, weights in zip(parts.unbind(1), part_weights.unbind(1), strict=True):
+        normalized = group_normalized(torch.where(is_scored, part, torch.nan), groups, epsilon)
+        has_part = ~normalized.isnan()
+        total += torch.where(has_part, weights * normalized.double(), 0.0)
+        comparable |= has_part
+    std = total[comparable].std()
+    return torch.where(comparable, total / (std + epsilon), torch.nan).float()
+
+
+def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1e-8) -> Tensor:
+    """A_i = (mean of max R over the k-subsets of the group that hold i − mean over all of them) /
+    (std over all of them + epsilon), the biased standard deviation.
+
+    What a rollout adds to the best of k answers: once a prompt is often solved its right answers
+    teach little, and wrong ones are not pushed down. Nothing is sampled: with the group's n scored
+    rewards in order, R_0 ≤ … ≤ R_{n−1}, R_j is the best of C(j, k−1) subsets. For rewards of 0 and
+    1, m of them 0, it is the paper's form: the mean is M = 1 − C(m, k) / C(n, k), the deviation
+    √(M (1−M)), the mean of those that hold a wrong answer 1 − C(m−1, k−1) / C(n−1, k−1), and of
+    those that hold a right one 1. With k = 1 it is `group_normalized` with the biased deviation.
+
+    Args:
+        rewards: [B] float; NaN = not scored.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        k: ≥ 1.
+        epsilon: added to the standard deviation, in units of reward.
+    Returns:
+        [B] float32; NaN where the rollout is not scored or its group has not more than k scored
+        rollouts (of k there is one subset, and nothing to compare it with).
+
+    Reference: Pass@k Training, https://arxiv.org/abs/2508.10751 (analytical derivation); for other
+    rewards than 0 and 1 the same means over subsets.
+    """
+    advantages = torch.full_like(rewards, torch.nan, dtype=torch.float64)
+    for group in groups.unique():
+        members = ((groups == group) & ~rewards.isnan()).nonzero()[:, 0]
+        n = len(members)
+        if n <= k or n < 2:
+            continue
+        ascending, order = rewards[members].double().sort()
+        ascending = ascending - ascending[-1]  # so that equal rewards give exactly 0
+        ranks = range(n)
+        num_subsets = math.comb(n, k)
+        shares = ascending.new_tensor([math.comb(j, k - 1) / num_subsets for j in ranks])
+        mean = (shares * ascending).sum()
+        std = (shares * (ascending - mean).square()).sum().sqrt()
+        # of the subsets that hold a certain rollout: it is the best itself, or one of rank j is
+        num_others = math.comb(n - 1, k - 1)
+        own_shares = ascending.new_tensor([math.comb(j, k - 1) / num_others for j in ranks])
+        shares_above = ascending.new_tensor(
+            [math.comb(j - 1, k - 2) / num_others if j and k > 1 else 0.0 for j in ranks]
+        )
+        gains = shares_above * ascending
+        gains_above = gains.sum() - gains.cumsum(0)
+        means = own_shares * ascending + gains_above
+        advantages[members[order]] = (means - mean) / (std + epsilon)
+    return advantages.float()
+
+
+def reward_to_go(rewards: Tensor, offsets: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """A_t = Σ_{k ≥ t} γ^{k−t} r_k over the rollout's tokens from t on.
+
+    What a token can still change: with the KL to the reference in the rewards, that of the tokens
+    before it is not laid on it. It is `gae` under a critic that says 0, with λ = 1; with one reward
+    on the last token and γ = 1 every token has the rollout's reward. The caller whitens it over the
+    batch's tokens, as REINFORCE++ does.
+
+    Args:
+        rewards: [N] of each token; the rollout's own reward stands on its last token.
+        offsets: [B+1] int64.
+        gamma: γ in [0, 1].
+    Returns:
+        [N] float32.
+
+    Reference: REINFORCE++, https://arxiv.org/abs/2501.03262.
+    """
+    to_come, _ = gae(rewards, torch.zeros_like(rewards), offsets, gamma=gamma, gae_lambda=1.0)
+    return to_come
+
+
+def optimal_token_baseline(
+    rewards: Tensor,
+    offsets: Tensor,
+    groups: Tensor,
+    logprobs: Tensor,
+    collisions: Tensor,
+    epsilon: float = 1e-8,
+) -> Tensor:
+    """A_t = G_t − Σ_j G_jt W_jt / (Σ_j W_jt + epsilon) over the group's rollouts j that have a
+    token t, with G the reward to go and W_t = Σ_{s ≤ t} (1 − 2 π_s + Σ_v π_v²).
+
+    1 − 2 π_s + Σ π² is the squared norm of the gradient of logprob s by the logits. So W_t stands
+    for how much the rollout's gradient weighs up to there, and the baseline of least variance
+    listens to the rollouts that weigh most. With equal weights, and the reward on the last token,
+    it is `group_centered` of the rollouts that are as long; a token that no other rollout of the
+    group is long enough for has 0.
+
+    verl's `optimal_token_baseline` with `handle_zero_tail` off is the same. On, as by default, a
+    token that no other rollout is long enough for has the raw reward there, as a group of one
+    always has; and where the engine's gap is weighed, its square counts in W.
+
+    Args:
+        rewards: [N] of each token; the rollout's own reward stands on its last token.
+        offsets: [B+1] int64.
+        groups: [B] int64; rollouts of one prompt bear one number.
+        logprobs: [N] log π of each sampled token.
+        collisions: [N] Σ_v π_v² of the distribution that it was drawn from.
+        epsilon: added to the sum of weights.
+    Returns:
+        [N] float32.
+
+    Reference: OTB, https://arxiv.org/abs/2602.07078.
+    """
+    to_come = Ragged(reward_to_go(rewards, offsets).double(), offsets)
+    energies = 1 - 2 * logprobs.double().exp() + collisions.double()
+    before = energies.cumsum(0) - energies
+    starts = offsets[:-1][to_come.segment_ids]
+    weights = energies.cumsum(0) - before[starts]
+    places = torch.arange(len(rewards)) - starts
+    longest = int(to_come.lengths.max()) if len(groups) else 0
+    together = groups[to_come.segment_ids] * longest + places  # one number a group and place
+    counts = group_sums(torch.ones_like(weights), together)
+    centered = to_come.values - group_sums(to_come.values, together) / counts
+    total = group_sums(weights, together) + epsilon
+    return (centered - group_sums(weights * centered, together) / total).float()
 
 
 def length_weighted(rewards: Tensor, groups: Tensor, *, lengths: Tensor) -> Tensor:

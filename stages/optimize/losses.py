@@ -14,7 +14,6 @@ More surrogates, and selections, are in surrogates.py.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -317,39 +316,6 @@ def value_loss(
     return 0.5 * torch.maximum(squared_error, (clipped_values - returns).square())
 
 
-def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:
-    """Σ R, Σ R², Σ (R − V) and Σ (R − V)² over tokens, in float64: micro-batches and ranks add up.
-
-    Args:
-        values: [N] V_t.
-        returns: [N] R_t, what V_t should be.
-    Returns:
-        Four sums, each [], without gradient; divided by N they are the arguments of
-        `explained_variance`.
-    """
-    returns = returns.double()
-    errors = returns - values.detach().double()
-    return [returns.sum(), returns.square().sum(), errors.sum(), errors.square().sum()]
-
-
-def explained_variance(
-    mean_return: float, mean_square: float, mean_error: float, mean_square_error: float
-) -> float:
-    """1 − Var(R − V) / Var(R): 1 for a critic that is right, 0 for one that says the same
-    everywhere.
-
-    Args:
-        mean_return, mean_square, mean_error, mean_square_error: over tokens, of R, R², R − V and
-            (R − V)².
-    Returns:
-        At most 1; NaN where all returns are equal.
-    """
-    variance = mean_square - mean_return**2
-    if not variance > 1e-12 * max(mean_square, 1e-12):
-        return math.nan
-    return 1.0 - (mean_square_error - mean_error**2) / variance
-
-
 # -- KL to the reference
 
 
@@ -399,7 +365,8 @@ def correction(
 
     `level`: `token` as it stands; `sequence` the product over the rollout's tokens; `geometric`
     their geometric mean. The logarithm of that, and not of each token, is clamped to ±20. `mode`:
-    `truncate` sets w to min(w, high); `mask` sets it to 0 outside [low, high] and leaves it inside.
+    `truncate` sets w to min(w, high); `clamp` to the nearest in [low, high]; `mask` to 0 outside
+    [low, high] and leaves it inside.
     Equal policies give 1 everywhere.
 
     Args:
@@ -420,6 +387,6 @@ def correction(
         of_rollout = log_ratios.segment_sum() if level == "sequence" else log_ratios.segment_mean()
         log_weight = of_rollout[log_ratios.segment_ids]
     weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    if mode == "truncate":
-        return weight.clamp(max=high)
+    if mode != "mask":
+        return weight.clamp(low if mode == "clamp" else 0.0, high)
     return torch.where((weight >= low) & (weight <= high), weight, 0.0)

@@ -7,7 +7,7 @@ ranks, or the store. The config's options override the algorithm's defaults.
     objective = Objective(config, resolve("grpo"))
     step = Step(objective.weights(batch, members)).at(batch.positions(layout.rows))
     loss, sums, ratio_max = objective.loss(batch, policy(layout), layout.rows, step)
-    objective.numbers(sums, num_tokens, warming=False, entropy_coef=0.0)
+    objective.numbers(sums, num_tokens, warming=False, step=step)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quiver.schemas.errors import ConfigError
 
-from . import losses
+from . import critic, losses, offpolicy
 from .algorithms import Algorithm, find_function
 from .batch import Batch, Step
 from .config import Config
@@ -37,10 +37,11 @@ class Objective:
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
         self.config = config
         self.has_critic = algorithm.critic
-        self.kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
+        self.kl_in_loss = config.kl_coef > 0 and not config.kl_in_reward
         self.has_bonus = config.entropy_coef > 0 or config.entropy_target is not None
         self.surrogate = find_function("losses", algorithm.surrogate)
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
+        self.weighs_groups = "groups" in inspect.signature(self.aggregate).parameters
         self.options = {**algorithm.defaults, **config.surrogate_options()}
         self.options.pop("drop_zero_variance", None)
         self.selection = None
@@ -53,9 +54,11 @@ class Objective:
                 name: self.options.pop(name) for name in names if name in self.options
             }
         self.zero_is_idle = not (
-            algorithm.critic
+            algorithm.of_tokens
             or not algorithm.zero_is_idle
-            or self.kl_coef
+            or self.kl_in_loss
+            or config.kl_target
+            or config.nll_coef
             or self.options.get("drift_coef")
             or self.has_bonus
             or config.entropy_share < 1
@@ -78,7 +81,9 @@ class Objective:
         the tokens of other rollouts."""
         lengths, positions = batch.counted_tokens(members)
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
-        weights[positions] = self.aggregate(lengths, batch.max_completion_tokens)
+        groups = torch.tensor(batch.groups, dtype=torch.int64)[members]
+        columns = {"groups": groups} if self.weighs_groups else {}
+        weights[positions] = self.aggregate(lengths, batch.max_completion_tokens, **columns)
         return weights
 
     def select(
@@ -94,11 +99,7 @@ class Objective:
         return selected
 
     def loss(
-        self,
-        batch: Batch,
-        outputs: tuple[Tensor, ...],
-        rows: Tensor,
-        step: Step,
+        self, batch: Batch, outputs: tuple[Tensor, ...], rows: Tensor, step: Step
     ) -> tuple[Tensor, Tensor, float]:
         """Weighted loss of the rollouts `rows` [b], on whose n tokens the policy has the `outputs`
         logprobs, entropy and, with a critic, values; `step` is of these n.
@@ -115,12 +116,14 @@ class Objective:
         tokens = losses.Tokens(logprobs, part.anchor, part.advantages, part.offsets, selected)
         costs, at_bound = self.surrogate(tokens, **self.options)
         if batch.prox_logprobs is not None:
-            costs = costs * losses.correction(
-                part.anchor, part.old_logprobs, part.offsets, **config.correction.model_dump()
+            costs = costs * offpolicy.weight(
+                part.anchor, part.old_logprobs, part.offsets, config.correction
             )
         if step.learns is not None:
             costs = costs * step.learns.to(device)
         policy_loss = (weights * costs).sum()
+        if step.nll_weights is not None:
+            policy_loss = policy_loss - (step.nll_weights.to(weights) * logprobs).sum()
         weighted_entropy = (weights * entropy).sum()
         zero = torch.zeros((), device=device)
         kl_loss = value_loss = zero
@@ -133,8 +136,8 @@ class Objective:
                 values, part.old_values, part.returns, config.value_clip
             )
             value_loss = (weights * value_costs).sum()
-            moments = losses.value_moments(values, part.returns)
-        loss = policy_loss + self.kl_coef * kl_loss + config.value_coef * value_loss
+            moments = critic.value_moments(values, part.returns)
+        loss = policy_loss + step.kl_coef * kl_loss + config.value_coef * value_loss
         loss = loss - step.entropy_coef * weighted_entropy if step.entropy_coef else loss
         with torch.no_grad():
             log_ratio = losses.log_ratio(logprobs, part.old_logprobs)
@@ -145,23 +148,24 @@ class Objective:
         return loss, sums, float(log_ratio.max().exp())
 
     def numbers(
-        self, sums: Tensor, num_tokens: int, warming: bool, entropy_coef: float
+        self, sums: Tensor, num_tokens: int, warming: bool, step: Step
     ) -> dict[str, float | None]:
         """Losses and means of a step over `num_tokens` tokens, of the sums over its micro-batches.
         `warming`: the critic learns alone."""
         policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *moments = (total / num_tokens for total in totals)
-        loss = policy_loss + self.kl_coef * kl_loss - entropy_coef * weighted_entropy
+        loss = policy_loss + step.kl_coef * kl_loss - step.entropy_coef * weighted_entropy
         critic_numbers = {"value_loss": None}
         if self.has_critic:
             value_term = self.config.value_coef * value_loss
             loss = value_term if warming else loss + value_term
-            explained_variance = losses.explained_variance(*moments)
+            explained_variance = critic.explained_variance(*moments)
             critic_numbers = {"value_loss": value_loss, "explained_variance": explained_variance}
         return {
             "loss": loss,
             "policy_loss": policy_loss,
             "kl_loss": kl_loss,
+            "kl": kl_loss / float(step.weights.sum()),
             "clip_fraction": clip_fraction,
             "approx_kl": approx_kl,
             "entropy": entropy,

@@ -82,7 +82,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         **loaded.summary,
         **{name: updates[-1][name] for name in names if updates},
         "trainable_parameters": trainer.num_trained,
-        **_bonus(trainer),
+        **_coefficients(trainer),
         "step": trainer.step,
         "steps": len(updates),
         "skipped_steps": sum(not row["applied"] for row in updates),
@@ -100,11 +100,16 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
     }
 
 
-def _bonus(trainer: Trainer) -> dict[str, float | None]:
-    """What the next training takes up of the entropy bonus, where there is one."""
-    if not trainer.objective.has_bonus:
-        return {}
-    return {"entropy_coef": trainer.entropy_coef, "last_entropy": trainer.last_entropy}
+def _coefficients(trainer: Trainer) -> dict[str, float | None]:
+    """What the next training takes up of the entropy bonus and of the KL, where they are
+    steered."""
+    coefficients = {}
+    if trainer.objective.has_bonus:
+        coefficients["entropy_coef"] = trainer.entropy_coef
+        coefficients["last_entropy"] = trainer.last_entropy
+    if trainer.config.kl_target is not None:
+        coefficients["kl_coef"] = trainer.kl_coef
+    return coefficients
 
 
 def first_clip_fraction(trainer: Trainer) -> float | None:
@@ -130,9 +135,9 @@ def first_clip_fraction(trainer: Trainer) -> float | None:
 
 
 def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
-    """advantages/1, one row for each rollout of the dataset, in its order; with a critic one
-    advantage a token. `mean_ratio` is to `old_logprobs`, with proximal logprobs too; the
-    `clip_fraction` of updates/1 is of the ratio to those."""
+    """advantages/1, one row for each rollout of the dataset, in its order; of some
+    algorithms one advantage a token. `mean_ratio` is to `old_logprobs`, with proximal logprobs too;
+    the `clip_fraction` of updates/1 is of the ratio to those."""
     batch = trainer.batch
     completions = batch.sequences.completions
     ratio = log_ratio(trainer.logprobs, batch.old_logprobs).exp()
@@ -143,7 +148,7 @@ def advantages_table(loaded: Loaded, trainer: Trainer) -> pa.Table:
     places = pc.if_else(dropped.is_null(), places, None)
     schema = advantages_kind.SCHEMA
     advantages = pa.array(batch.advantages.numpy())
-    if trainer.algorithm.critic:
+    if trainer.algorithm.of_tokens:
         schema = advantages_kind.PER_TOKEN
         advantages = completions.with_values(batch.advantages).to_arrow()
         advantages = advantages.cast(schema.field("advantage").type)

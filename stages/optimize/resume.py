@@ -70,6 +70,8 @@ class _Counters(BaseModel):
     entropy_coef: float | None = None
     """The two of the entropy bonus are left out in notes of before there was one."""
     last_entropy: float | None = None
+    kl_coef: float | None = None
+    """Left out likewise."""
 
 
 class SavedProgress:

@@ -15,6 +15,7 @@ scored), `zero_variance`, `length` (masked), `empty` (no token).
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -33,15 +34,18 @@ from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
 
-from .advantages import zero_variance
+from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
 from .checks import Sampled, baselines, biases, check_lineage, require_own_ids
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
+from .critic import with_rewards_to_go
 from .inputs import sets
 from .losses import log_ratio
 
+SCORERS = ("functions", "models", "servers")
+"""What the config of rewards calls the lists of those that gave the parts."""
 log = logging.getLogger(__name__)
 
 
@@ -88,7 +92,7 @@ def load(
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
     joined = _join(versions, with_next_state=config.bootstrap_length)
     shaped_rewards, advantages = _advantages_of(config, algorithm, joined)
-    reasons = _drop_reasons(config, joined, shaped_rewards, advantages)
+    reasons = _drop_reasons(config, algorithm, joined, shaped_rewards, advantages)
     is_kept = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
     is_masked = torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
     is_masked &= _tensor(pc.list_value_length(joined.table["completion_ids"]), np.int64) > 0
@@ -96,7 +100,10 @@ def load(
     rows = (is_kept | is_masked).nonzero()[:, 0]
     batch = _make_batch(config, algorithm, joined, rows, advantages, is_masked)
     num_kept = int(is_kept.sum())
-    num_idle = 0 if algorithm.critic else int((advantages[is_kept] == 0).sum())
+    if algorithm.to_go:
+        function = find_function("advantages", algorithm.advantage)
+        batch = with_rewards_to_go(config, function, batch)
+    num_idle = 0 if algorithm.of_tokens else int((advantages[is_kept] == 0).sum())
     summary = {
         **_summarize(joined, reasons),
         "zero_advantage": num_idle,
@@ -178,10 +185,10 @@ def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
 
 def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tuple[Tensor, Tensor]:
     """[B] rewards less the KL that is part of them, Σ old − ref over each rollout; and [B]
-    advantages, NaN where there is none. With a critic, which gives values later, the rewards."""
+    advantages, NaN where there is none. Where they are of tokens, which come later, the rewards."""
     rewards = joined.rewards
     advantages = rewards
-    if not algorithm.critic:
+    if not algorithm.of_tokens:
         if config.kl_in_reward:
             old = Ragged.from_arrow(joined.table["old_logprobs"])
             token_kl = log_ratio(old.values, Ragged.from_arrow(joined.table["ref"]).values)
@@ -192,6 +199,8 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
             "baselines": joined.baselines,
         }
         parameters = inspect.signature(function).parameters
+        if {"parts", "part_weights"} & set(parameters):
+            columns |= _parts(config, joined.versions)
         columns = {name: columns[name] for name in ADVANTAGE_COLUMNS if name in parameters}
         if any(column is None for column in columns.values()):
             raise ConfigError(
@@ -199,7 +208,9 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
                 "needs greedy answers to the same prompts and their rewards, and none are given",
                 next="name baseline_rollouts and baseline_rewards",
             )
-        advantages = function(rewards, joined.groups, **columns)
+        advantages = function(rewards, joined.groups, **columns, **config.advantage_options())
+    if algorithm.collisions:
+        advantages = group_centered(rewards, joined.groups)  # for who has one; they come later
     if not bool(advantages.isnan().all()):
         return rewards, advantages
     num_scored = int((~joined.rewards.isnan()).sum())
@@ -220,18 +231,61 @@ def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tup
     )
 
 
+def _parts(config: Config, versions: list[Sampled]) -> dict[str, Tensor]:
+    """[B, P] the parts of all rewards, NaN where there is none, and their weights, as the manifest
+    of their version says, 1 where it says nothing. ConfigError where a person has corrected the
+    sums: their parts are as before."""
+    tables = []
+    for version in versions:
+        manifest = version.inputs["rewards"].manifest
+        if manifest.stage == "override":
+            raise ConfigError(
+                f"optimize.algorithm {config.algorithm}",
+                f"looks at the parts of the rewards, and {manifest.ref} corrects their sums alone",
+                next=f"name {manifest.require_input('rewards').ref}, or take grpo",
+            )
+        scorers = [
+            *itertools.chain(*(manifest.config.get(kind, ()) for kind in SCORERS)),
+            {"name": "overlong", **manifest.config_section("overlong")},
+        ]
+        weights = {scorer["name"]: scorer.get("weight", 1.0) for scorer in scorers}
+        column = version.column("rewards", "parts").combine_chunks()
+        tables.append(
+            {
+                name: (_tensor(pc.struct_field(column, name), np.float64), weights.get(name, 1.0))
+                for name in column.type.names
+            }
+        )
+    names = list(dict.fromkeys(itertools.chain(*tables)))
+    parts = []
+    part_weights = []
+    for version, table in zip(versions, tables, strict=True):
+        absent = torch.full((len(version.table),), torch.nan, dtype=torch.float64)
+        columns = [table.get(name, (absent, 1.0)) for name in names]
+        parts.append(torch.stack([values for values, _ in columns], dim=1))
+        row = torch.tensor([weight for _, weight in columns], dtype=torch.float64)
+        part_weights.append(row.expand_as(parts[-1]))
+    return {"parts": torch.cat(parts), "part_weights": torch.cat(part_weights)}
+
+
 def _drop_reasons(
-    config: Config, joined: _Joined, shaped_rewards: Tensor, advantages: Tensor
+    config: Config,
+    algorithm: Algorithm,
+    joined: _Joined,
+    shaped_rewards: Tensor,
+    advantages: Tensor,
 ) -> list[str | None]:
     """[B] why each rollout is left out: the first reason that holds, None for none."""
     everyone = torch.ones(len(advantages), dtype=torch.bool)
+    is_equal = zero_variance(shaped_rewards, joined.groups)
+    if algorithm.advantage == "part_normalized":
+        is_equal &= advantages == 0  # equal sums of other parts are something to compare
     lengths = pc.list_value_length(joined.table["completion_ids"])
     holds = {
         "abort": _ended_by(joined.table, "abort"),
         "not_scored": shaped_rewards.isnan(),
         "no_baseline" if joined.baselines is not None else "small_group": advantages.isnan(),
-        "zero_variance": zero_variance(shaped_rewards, joined.groups)
-        & bool(config.drop_zero_variance),
+        "zero_variance": is_equal & bool(config.drop_zero_variance),
         "length": _ended_by(joined.table, "length") & (config.on_length == "mask"),
         "empty": _tensor(pc.equal(lengths, 0), bool),
         None: everyone,
@@ -262,7 +316,7 @@ def _make_batch(
         return Ragged.from_arrow(table[logprobs]).take(rows).values
 
     old_logprobs = take("old_logprobs")
-    if algorithm.critic:
+    if algorithm.of_tokens:
         advantages = torch.full_like(old_logprobs, torch.nan)
     else:
         advantages = advantages[rows]
@@ -324,6 +378,8 @@ def _ended_by(table: pa.Table, reason: str) -> Tensor:
     return _tensor(pc.equal(table["finish_reason"], reason), bool)
 
 
-def _tensor(column: pa.ChunkedArray, dtype: type) -> Tensor:
+def _tensor(column: pa.ChunkedArray | pa.Array, dtype: type) -> Tensor:
     """[B] of `dtype`; null becomes NaN."""
-    return torch.from_numpy(np.array(column.combine_chunks(), dtype=dtype))
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    return torch.from_numpy(np.array(column, dtype=dtype))

@@ -32,7 +32,7 @@ from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
-from . import algorithms
+from . import algorithms, kl_control
 from .checks import check_schedule, check_trackers
 from .config import Audit, Config, Correction
 from .inputs import open_inputs, require_state
@@ -126,7 +126,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """
     from quiver.stages.common.models.loading import short_of_memory
 
-    config = plan.config
+    config = kl_control.carried(plan)
     loads_state = config.load_optimizer and has_moments(config.lora, plan.inputs["policy"])
     if loads_state:
         require_state(plan.inputs)
@@ -139,7 +139,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
         accelerator = make_accelerator(config)
     config.require_source()
-    algorithm = algorithms.resolve(config.algorithm)
+    algorithm = config.row()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
     with short_of_memory("optimize", next_step):
         with phase("load"):
@@ -178,7 +178,7 @@ def _load_trainer(
     from .trainer import Trainer
 
     policy = plan.inputs["policy"]
-    config = plan.config
+    config = kl_control.carried(plan)
     critic = config.critic if algorithm.critic else None
     if config.lora:
         check_installed()

@@ -1,5 +1,5 @@
-"""Surrogates beside those of losses.py, of the same form, and the selections that some of them go
-by: pure functions.
+"""Surrogates beside those of losses.py, of the same form, the selections that some of them go by,
+and an aggregation that looks at prompts: pure functions.
 
 A selection sees all tokens of the optimizer step at once, under the policy as it is, and picks
 some; its surrogate finds them in `Tokens.selected`. So what is picked does not change with
@@ -243,3 +243,31 @@ def covariance_highest(
     covariance = covariances(tokens)
     highest = covariance.topk(int(cov_share * len(covariance))).indices
     return torch.zeros(len(covariance), dtype=torch.bool).index_fill(0, highest, True)
+
+
+# -- aggregations: what a token of the optimizer step weighs
+
+
+def prompt_mean(
+    lengths: Tensor, max_completion_tokens: int | None = None, *, groups: Tensor
+) -> Tensor:
+    """1 / (P L_g) for each token of a group with L_g tokens: mean over the step's P prompts of the
+    mean over all tokens of a prompt's completions.
+
+    A prompt that is answered at length counts no more than another, as with `sequence_mean`; within
+    its group long completions count more, as with `token_mean`. With one rollout a prompt it is
+    `sequence_mean`, with one prompt `token_mean`.
+
+    Args:
+        lengths: [B] int64, tokens of each of the step's completions.
+        max_completion_tokens: not used.
+        groups: [B] int64; rollouts of one prompt bear one number.
+    Returns:
+        [N] float64.
+
+    Reference: ScaleRL, https://arxiv.org/abs/2510.13786 (prompt average).
+    """
+    numbers, positions = groups.unique(return_inverse=True)
+    tokens_of_group = torch.zeros(len(numbers), dtype=torch.int64).index_add(0, positions, lengths)
+    weights = 1.0 / (len(numbers) * tokens_of_group[positions].double())
+    return weights.repeat_interleave(lengths)

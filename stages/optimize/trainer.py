@@ -30,7 +30,7 @@ from quiver.stages.common.forward.policy import Policy, score_and_judge, token_b
 from quiver.stages.common.forward.precision import narrow, resolve
 from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 
-from . import bf16, critic, entropy
+from . import bf16, critic, entropy, imitation, kl_control
 from .algorithms import Algorithm, find_function
 from .audit import audit
 from .batch import Batch, Step
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MAX_SKIPPED = 3
-_COUNTERS = ("step", "updates", "audit_report", "padding", "places", "entropy_coef", "last_entropy")
+_COUNTERS = ("step", "updates", "audit_report", "padding", "places")
+_COUNTERS += ("entropy_coef", "last_entropy", "kl_coef")
 """What a trainer counts besides its tensors."""
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
@@ -109,6 +110,8 @@ class Trainer:
         """As the next step has it, above the target too; see entropy.py."""
         self.last_entropy: float | None = None
         """Mean over the tokens of the step before, of an earlier training of this policy too."""
+        self.kl_coef = config.kl_coef
+        """As the next step has it, in the reward too; see kl_control.py."""
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
         """Critic, packing, dtypes, attention kernel and optimizer, in the order in which each needs
@@ -175,6 +178,14 @@ class Trainer:
         audits = self.config.audit.enabled
         if self.algorithm.critic:
             logprobs = self._take_values()
+        elif self.algorithm.collisions:
+            self.policy.collision = True
+            logprobs, _, collisions = self._score_and_judge(self.active, self.batch.sequences)
+            self.policy.collision = False
+            advantage = find_function("advantages", self.algorithm.advantage)
+            self.batch = critic.with_token_baselines(
+                self.config, advantage, self.batch, logprobs, collisions
+            )
         elif audits and self.config.minibatches > 1:
             logprobs = self.score(self.active)
         else:
@@ -379,9 +390,7 @@ class Trainer:
         rank_max = torch.tensor([ratio_max], device=self.accelerator.device)
         num_tokens = len(positions)
         return {
-            **self.objective.numbers(
-                self._sum_over_ranks(sums), num_tokens, self.warming, step.entropy_coef
-            ),
+            **self.objective.numbers(self._sum_over_ranks(sums), num_tokens, self.warming, step),
             "ratio_max": float(self.accelerator.gather(rank_max).max()),
             "tokens": num_tokens,
             "prompt_tokens": int(sequences.prompts.lengths[active].sum()),
@@ -394,7 +403,12 @@ class Trainer:
         scored first."""
         weights = self.objective.weights(self.batch, members)
         coef = entropy.bonus(self.config, self.entropy_coef, self.last_entropy)
-        step = Step(weights, entropy_coef=coef)
+        step = Step(
+            weights,
+            entropy_coef=coef,
+            kl_coef=self.kl_coef if self.objective.kl_in_loss else 0.0,
+            nll_weights=imitation.weights(self.config, self.batch, members),
+        )
         share = self.config.entropy_share
         if self.objective.selection is None and share == 1:
             return step
@@ -441,6 +455,9 @@ class Trainer:
             self.last_entropy = update["entropy"]
             self.entropy_coef = entropy.next_coefficient(
                 self.config, self.entropy_coef, self.last_entropy
+            )
+            self.kl_coef = kl_control.next_coefficient(
+                self.config, self.kl_coef, update["kl"], update["rollouts"]
             )
         else:
             log.warning(

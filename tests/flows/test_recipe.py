@@ -64,6 +64,10 @@ def recipe(tmp_path):
             "generate.samples_per_prompt=1",
             "generate.samples_per_prompt must be >= 2 for algorithm 'grpo', got 1",
         ),
+        (
+            "optimize={algorithm='pass_at_k', pass_k=16}",
+            "generate.samples_per_prompt must be >= 17 for algorithm 'pass_at_k', got 4",
+        ),
         ("generate.sampling.top_p=0.9", "allow_biased_sampling"),
         ("generate.sampling.temperature=0", "temperature"),
         ("logprobs.role=ref", "unknown key logprobs.role"),

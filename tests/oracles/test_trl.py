@@ -18,7 +18,7 @@ import torch
 
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import advantages, entropy, losses
+from quiver.stages.optimize import advantages, entropy, estimators, losses
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import ALGORITHMS, resolve
@@ -72,7 +72,10 @@ def trainer(policy, tmp_path):
     """(rows, rewards by completion, trl config…) -> a real trainer that is given these rows instead
     of sampling."""
 
-    def make(rows=None, scores=None, kind="GRPO", **config):
+    def scorer(scores):
+        return lambda completion_ids, **_: scores
+
+    def make(rows=None, scores=None, kind="GRPO", parts=None, **config):
         from datasets import Dataset
         from transformers import AutoTokenizer
 
@@ -80,6 +83,7 @@ def trainer(policy, tmp_path):
             {"prompt_ids": [5, 6], "completion_ids": ids, "old_logprobs": [-1.0] * len(ids)}
             for ids in IDS
         ]
+        funcs = [scorer(part) for part in parts] if parts else None
         common = {
             "use_cpu": True,
             "bf16": False,
@@ -98,7 +102,7 @@ def trainer(policy, tmp_path):
             warnings.simplefilter("ignore")
             made = getattr(module, f"{kind}Trainer")(
                 model=load_model(policy, dtype=torch.float32),
-                reward_funcs=lambda completion_ids, **_: scores or [0.0] * len(completion_ids),
+                reward_funcs=funcs or scorer(scores or [0.0] * len(rows)),
                 args=getattr(module, f"{kind}Config")(
                     str(tmp_path / "trl"), **{**common, **sizes, **config}
                 ),
@@ -282,7 +286,7 @@ def test_kl_in_the_loss_is_k3(trainer, corrected):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("mode", ["truncate", "clamp", "mask"])
 def test_importance_weights_and_the_loss_under_them(trainer, level, mode):
     """`prox` is what TRL scores again, `old` what the sampler reported."""
     rows = [
@@ -290,11 +294,14 @@ def test_importance_weights_and_the_loss_under_them(trainer, level, mode):
         for ids, old in zip(IDS, Ragged(OLD, OFFSETS), strict=True)
     ]
     bounds = {
-        "vllm_importance_sampling_clip_min": 0.7 if mode == "mask" else None,
+        "vllm_importance_sampling_clip_min": None if mode == "truncate" else 0.7,
         "vllm_importance_sampling_clip_max": 1.3,
     }
     made = trainer(
-        rows, loss_type="dapo", vllm_importance_sampling_mode=f"{level}_{mode}", **bounds
+        rows,
+        loss_type="dapo",
+        vllm_importance_sampling_mode=f"{level}_{mode.replace('clamp', 'truncate')}",
+        **bounds,
     )
     made.use_vllm, made._last_loaded_step = True, 0
     made._get_per_token_logps_and_entropies = lambda *_, **__: (padded(REF).float(), None, None)
@@ -303,7 +310,7 @@ def test_importance_weights_and_the_loss_under_them(trainer, level, mode):
     torch.testing.assert_close(
         found.float(), flat(inputs["importance_sampling_ratio"].expand(B, T)), rtol=1e-5, atol=1e-6
     )
-    assert found.unique().numel() > 1 and (found == (1.3 if mode == "truncate" else 0.0)).any()
+    assert found.unique().numel() > 1 and (found == (0.0 if mode == "mask" else 1.3)).any()
     inputs |= {"advantages": ADVANTAGES, "old_per_token_logps": padded(REF)}
     inputs["importance_sampling_ratio"] = inputs["importance_sampling_ratio"].double()
     expected = flat(inputs["importance_sampling_ratio"].expand(B, T))
@@ -359,12 +366,33 @@ def test_over_the_batch_trl_takes_the_group_mean_off_and_divides_by_the_std_of_t
 ):
     groups = torch.arange(B) // EACH
     expected = scored(trainer(scores=REWARDS.tolist(), scale_rewards="batch"))["advantages"]
-    centered = advantages.group_centered(REWARDS, groups)
-    torch.testing.assert_close(
-        expected, centered / (REWARDS.std() + 1e-4).float(), rtol=1e-5, atol=1e-6
-    )
+    found = estimators.batch_scaled(REWARDS, groups)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for function in (advantages.batch_normalized, advantages.batch_normalized_baseline):
         assert (function(REWARDS, groups) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_gdpo_is_normalize_then_sum(trainer, missing):
+    parts = torch.stack([REWARDS, noise(15, count=B).float()], dim=1)
+    if missing:
+        parts[1, 0] = torch.nan
+    weights = [1.0, 0.25]
+    made = trainer(
+        parts=[
+            [None if math.isnan(value) else value for value in part.tolist()]
+            for part in parts.unbind(1)
+        ],
+        multi_objective_aggregation="normalize_then_sum",
+        reward_weights=weights,
+    )
+    found = estimators.part_normalized(
+        REWARDS,
+        torch.arange(B) // EACH,
+        parts=parts,
+        part_weights=torch.tensor([weights]).expand(B, 2),
+    )
+    torch.testing.assert_close(found, scored(made)["advantages"].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_cispos_bound_is_0_2_where_nothing_is_set(trainer):

@@ -9,7 +9,7 @@ import torch
 
 from quiver.stages.common.forward.layout import Sequences
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import advantages, critic, estimators
+from quiver.stages.optimize import advantages, critic, estimators, kl_control
 from quiver.stages.optimize.stage import Config
 from tests.oracles.peers import (
     GROUPS,
@@ -120,6 +120,72 @@ def test_the_kl_in_the_reward():
     )
     found = critic.token_rewards(Config(kl_in_reward=True, kl_coef=0.3), batch)
     close(found, flat(core.compute_rewards(on_the_last_token(), padded(OLD), padded(REF), 0.3)))
+
+
+def test_gdpo_but_for_the_count_of_tokens():
+    """verl whitens over tokens what is of rollouts: mean and deviation of the parts' sum repeated
+    once a token."""
+    parts = torch.stack([REWARDS, noise(15, count=B).float().double()], dim=1)
+    weights = [1.0, 0.25]
+    config = {"gdpo_reward_keys": ["f", "g"], "gdpo_reward_weights": weights}
+    columns = dict(zip("fg", parts.unbind(1), strict=True))
+    attention = torch.cat([torch.ones(B, 1), MASK], dim=1).long()
+    theirs, _ = core.compute_gdpo_outcome_advantage(
+        on_the_last_token(),
+        MASK,
+        INDEX,
+        config=config,
+        non_tensor_batch=columns,
+        batch={"prompts": torch.ones(B, 1), "attention_mask": attention},
+    )
+    found = estimators.part_normalized(
+        REWARDS,
+        GROUPS,
+        parts=parts,
+        part_weights=torch.tensor([weights]).expand(B, 2),
+        epsilon=1e-6,
+    )
+    once = torch.zeros(N, dtype=torch.int64)
+    of_tokens = advantages.batch_normalized(found.repeat_interleave(LENGTHS), once)
+    torch.testing.assert_close(of_tokens, flat(theirs).float(), rtol=1e-4, atol=1e-5)
+    assert (found - theirs[:, 0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus_of_rewards_to_go(gamma):
+    """With the KL in the reward of every token."""
+    rewards = on_the_last_token() - 0.3 * (padded(OLD) - padded(REF)) * MASK
+    config = types.SimpleNamespace(gamma=gamma)
+    theirs, returns = core.compute_reinforce_plus_plus_outcome_advantage(
+        rewards, MASK, config=config
+    )
+    found = estimators.reward_to_go(flat(rewards), OFFSETS, gamma=gamma)
+    close(found, flat(returns))
+    close(advantages.whitened(found), flat(theirs))
+
+
+def test_the_optimal_token_baseline():
+    """Rewards on every token."""
+    rewards = noise(10)
+    collisions = (2 * OLD).exp() + 0.1 * noise(16).abs()
+    given = padded(rewards) * MASK, MASK, INDEX, padded(OLD), padded(collisions)
+    theirs, returns = core.compute_optimal_token_baseline_advantage(*given, handle_zero_tail=False)
+    found = estimators.optimal_token_baseline(rewards, OFFSETS, GROUPS, OLD, collisions)
+    close(found, flat(theirs))
+    default, _ = core.compute_optimal_token_baseline_advantage(*given)
+    alone = (flat(default) - flat(theirs)).abs() > 1e-6  # the longest's last tokens
+    assert alone.any() and (found[alone] == 0).all()
+    torch.testing.assert_close(flat(default)[alone], flat(returns)[alone])
+
+
+def test_the_adaptive_coefficient_of_the_kl():
+    config = Config(kl_coef=0.1, kl_target=0.5, kl_horizon=100)
+    theirs = core.AdaptiveKLController(init_kl_coef=0.1, target_kl=0.5, horizon=100)
+    coef = 0.1
+    for kl, rollouts in ((0.5, 50), (0.55, 50), (9.0, 50), (0.45, 100), (0.0, 100)):
+        theirs.update(kl, rollouts)
+        coef = kl_control.next_coefficient(config, coef, kl, rollouts)
+        assert coef == pytest.approx(theirs.value, rel=1e-12)
 
 
 # -- where the definitions part: the table in deployments/docs/algorithms.md

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.optimize import audit, losses
+from quiver.stages.optimize import audit, losses, offpolicy
 from quiver.stages.optimize.algorithms import ALGORITHMS, find_function
 from tests.oracles.peers import (
     ADVANTAGES,
@@ -298,16 +298,22 @@ def test_importance_weights(level, mode, bounds):
     assert (ours == (1.3 if mode == "truncate" else 0.0)).any() and ours.unique().numel() > 2
 
 
-def test_verl_has_no_geometric_weight_but_rejects_by_it():
-    """Our geometric mask keeps the weight of what it keeps; verl's `seq_mean_k1` keeps or drops.
-    Its k1 is old − prox, so its bounds are the inverse of ours."""
-    low, high = 0.9, 1.05
-    ours = losses.correction(REF, OLD, OFFSETS, mode="mask", level="geometric", low=low, high=high)
-    kept, _ = helper.compute_rollout_rejection_mask(
-        padded(REF) - padded(OLD), MASK, "seq_mean_k1", f"{1 / high}_{1 / low}"
-    )
-    assert torch.equal((ours > 0).double(), flat(kept))
-    assert 0 < flat(kept).sum() < N and (ours[ours > 0] != 1).all()
+@pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
+@pytest.mark.parametrize("measure", ["ratio", "k2", "k3"])
+def test_rejection(measure, level):
+    """Its k1 is old − prox, so its bounds are the inverse of ours; it has no maximum of it."""
+    if (measure, level) == ("ratio", "max"):
+        pytest.skip("verl has no seq_max_k1")
+    low, high = 0.0, {"token": 0.05, "sum": 0.2, "mean": 0.04, "max": 0.1}[level]
+    bounds, name = f"{high}", measure
+    if measure == "ratio":
+        low, high, name = (0.5, 1.5, "k1") if level == "sum" else (0.9, 1.05, "k1")
+        bounds = f"{1 / high}_{1 / low}"
+    ours = offpolicy.kept(REF, OLD, OFFSETS, measure=measure, level=level, low=low, high=high)
+    option = f"token_{name}" if level == "token" else f"seq_{level}_{name}"
+    kept, _ = helper.compute_rollout_rejection_mask(padded(REF) - padded(OLD), MASK, option, bounds)
+    assert torch.equal(ours.double(), flat(kept))
+    assert 0 < flat(kept).sum() < N
 
 
 def test_the_audits_estimates():

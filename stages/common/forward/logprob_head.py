@@ -66,6 +66,7 @@ def completion_logprobs(
     offset: Tensor | None = None,
     *,
     entropy_gradient: bool = False,
+    collision: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature)[target] and the entropy of that distribution, for each
     position.
@@ -79,6 +80,8 @@ def completion_logprobs(
         offset: [V] added to the logits before the shaping, such as BART's `final_logits_bias`; None
             for none.
         entropy_gradient: entropy has a gradient too; its backward pass needs one tile more.
+        collision: Σ p² of the distribution stands in place of its entropy: the probability that two
+            draws are the same id. Not with `entropy_gradient`.
     Returns:
         logprobs [n] float32, with gradient for hidden, weight and bias; entropy [n] float32 in
         nats, without unless asked for.
@@ -96,6 +99,7 @@ def completion_logprobs(
         shaping or Shaping(),
         kept_bytes,
         entropy_gradient,
+        collision,
     )
 
 
@@ -104,7 +108,16 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, targets, temperature, shaping, kept_bytes, entropy_gradient
+        ctx,
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        shaping,
+        kept_bytes,
+        entropy_gradient,
+        collision,
     ):
         dtype = product_dtype(hidden)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -124,8 +137,11 @@ class _Head(torch.autograd.Function):
                 table = F.log_softmax(shaped, -1)
                 logprobs[rows] = table.gather(1, targets[rows, None])[:, 0]
                 probabilities = torch.exp(table, out=shaped)
-                # not a product of vectors: autocast would round it to bfloat16
-                entropy[rows] = -table.mul_(probabilities).sum(-1)
+                # not products of vectors: autocast would round them to bfloat16
+                if collision:
+                    entropy[rows] = torch.mul(probabilities, probabilities, out=table).sum(-1)
+                else:
+                    entropy[rows] = -table.mul_(probabilities).sum(-1)
                 if keep:
                     tile.copy_(probabilities)
             if keep:
@@ -184,7 +200,7 @@ class _Head(torch.autograd.Function):
                 (grad_hidden, grad_weight, grad_bias), ctx.dtypes, strict=True
             )
         ]
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def _chunks(hidden: Tensor, vocabulary: int) -> list[slice]:

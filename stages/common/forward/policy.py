@@ -64,6 +64,8 @@ class Policy(nn.Module):
         """Attend by the kernel for sequences of any lengths; see `choose_kernel` in verify.py."""
         self.entropy_gradient = False
         """The entropy has a gradient too."""
+        self.collision = False
+        """Σ p² stands in place of the entropy; see `completion_logprobs`."""
         self._projections: list[Group] = []
 
     @property
@@ -158,7 +160,8 @@ class Policy(nn.Module):
                     layout.temperature,
                     self.shaping,
                     None if logits_bias is None else logits_bias.flatten(),
-                    entropy_gradient=self.entropy_gradient,
+                    entropy_gradient=self.entropy_gradient and not self.collision,
+                    collision=self.collision,
                 )
             if self.value_head is None:
                 return logprobs, entropy, None

@@ -5,14 +5,16 @@ import hashlib
 import inspect
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, NumericError
 from quiver.stages.common.config import parse
-from quiver.stages.optimize import algorithms, losses
+from quiver.stages.optimize import algorithms, effects, estimators, losses
 from quiver.stages.optimize.algorithms import find_function
+from quiver.stages.optimize.objective import Objective
 from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.writing import run_here
@@ -97,6 +99,8 @@ def test_an_option_that_the_surrogate_does_not_know_is_refused(given, said):
     "given, said",
     [
         ({"correction": {"mode": "mask", "low": 3.0}}, "low must be < high = 2, got 3"),
+        ({"correction": {"reject": "k3"}}, "reject needs reject_high, above reject_low = 0"),
+        ({"correction": {"reject_high": 0.1}}, "reject_high have no effect without reject"),
         ({"betas": (0.9, 1.0)}, "betas.1: Input should be less than 1, got 1.0"),
         ({"betas": (-0.1, 0.9)}, "betas.0: Input should be greater than or equal to 0"),
         (
@@ -196,7 +200,7 @@ def test_an_algorithm_in_a_file(tmp_path, monkeypatch):
     assert algorithms.resolve(f"{tmp_path}/own_algo.py:MINE").name == "mine"
     monkeypatch.chdir(tmp_path)
     assert algorithms.resolve("own_algo:MINE").name == "mine"
-    assert algorithms.source_hash("own_algo:MINE") == hashlib.sha256(source.encode()).hexdigest()
+    assert effects.source_hash("own_algo:MINE") == hashlib.sha256(source.encode()).hexdigest()
     with pytest.raises(ConfigError, match="has no Algorithm MIN; did you mean MINE"):
         algorithms.resolve("own_algo:MIN")
 
@@ -216,6 +220,20 @@ OWN = (
     "from quiver.stages.optimize.algorithms import Algorithm\nMINE = Algorithm('mine', "
     "'group_centered', 'clipped', 'constant', {'clip_low': 0.1})\n"
 )
+
+
+def test_an_own_aggregation_may_look_at_groups(tmp_path):
+    source = OWN.replace("'constant'", "lambda lengths, most, groups: groups.double()")
+    (tmp_path / "own_algo.py").write_text(source)
+    row = algorithms.resolve(f"{tmp_path}/own_algo.py:MINE")
+    objective = Objective(Config(clip_high=0.2), row)
+    batch = SimpleNamespace(
+        counted_tokens=lambda members: (torch.ones(len(members), dtype=torch.int64), members),
+        old_logprobs=torch.zeros(3),
+        groups=[5, 5, 7],
+        max_completion_tokens=9,
+    )
+    assert objective.weights(batch, [1, 2]).tolist() == [0.0, 5.0, 7.0]
 
 
 def test_what_is_resolved_is_keyed_without_the_file(tmp_path):
@@ -294,7 +312,7 @@ def test_a_cap_inside_the_clip_bound_is_refused():
 
 CRITICS = {
     "critic": "model", "value_coef": 0.5, "value_clip": None, "gamma": 0.9, "gae_lambda": 0.5, "bootstrap_length": True,
-    "critic_learning_rate": 1e-3, "critic_warmup_steps": 3,
+    "critic_learning_rate": 1e-3, "critic_warmup_steps": 3, "critic_lambda": 1.0,
 }  # fmt: skip
 
 
@@ -351,3 +369,88 @@ def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):
     )
     (row,) = store.open(done.manifest.metrics["updates"]).table().to_pylist()
     assert row["applied"] and row["clip_fraction"] == 0.0 and row["grad_norm"] > 0
+
+
+# -- another advantage than the algorithm's
+
+
+def advantages_of(store, policy, made, **values) -> list[float]:
+    """What the stage saves."""
+    done = world.trained(store, policy, made, world.config(**values))
+    return store.open(done.manifest.metrics["advantages"]).table()["advantage"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    "advantage, epsilon",
+    [(None, 0.5), ("batch_scaled", None), ("batch_scaled", 0.5), ("group_centered", None)],
+)
+def test_the_stage_trains_on_the_advantage_that_is_chosen(store, policy, advantage, epsilon):
+    made = world.make(store, policy, world.even_share)
+    rewards = torch.tensor(made[1].table()["reward"].to_pylist(), dtype=torch.float64).view(4, 4)
+    centered = rewards - rewards.mean(1, keepdim=True)
+    scale = {
+        None: rewards.std(1, keepdim=True) + 0.5,
+        "batch_scaled": rewards.std() + (epsilon or 1e-4),
+        "group_centered": 1.0,
+    }[advantage]
+    found = advantages_of(store, policy, made, advantage=advantage, advantage_epsilon=epsilon)
+    assert found == pytest.approx((centered / scale).flatten().tolist(), rel=1e-5)
+
+
+def test_the_stage_takes_k(store, policy):
+    made = world.make(store, policy, world.even_share)
+    rewards = torch.tensor(made[1].table()["reward"].to_pylist())
+    groups = torch.arange(4).repeat_interleave(4)
+    found = advantages_of(store, policy, made, algorithm="pass_at_k", pass_k=2)
+    assert found == pytest.approx(estimators.pass_at_k(rewards, groups, k=2).tolist())
+    with pytest.raises(NumericError, match="16 of 16 rollouts are scored, no advantage"):
+        advantages_of(store, policy, made, algorithm="pass_at_k")  # of four there is one choice
+
+
+def test_an_advantage_that_is_not_chosen_is_in_no_key():
+    names = {"advantage", "advantage_epsilon"}
+    assert not names & Config(algorithm="grpo").resolved().key().keys()
+    chosen = Config(advantage="batch_scaled", advantage_epsilon=0.1).resolved()
+    assert names <= chosen.key().keys()
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"algorithm": "ppo", "advantage": "group_centered"}, "without its advantages of tokens"),
+        ({"algorithm": "remax", "advantage": "group_centered"}, "without its greedy answers"),
+        (
+            {"algorithm": "rloo", "advantage_epsilon": 0.1},
+            "advantage_epsilon would have no effect: the advantage is 'leave_one_out'",
+        ),
+        ({"advantage": "group_centered", "advantage_epsilon": 0.1}, "would have no effect"),
+        (
+            {"algorithm": "gdpo", "kl_in_reward": True, "kl_coef": 0.1},
+            "kl_in_reward would have no effect",
+        ),
+    ],
+)
+def test_an_advantage_that_can_not_be_is_refused(given, said):
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, given, "optimize")
+    assert said in caught.value.message
+
+
+def test_an_own_advantage_has_no_epsilon(tmp_path):
+    source = OWN.replace("'group_centered'", "lambda rewards, groups: rewards")
+    (tmp_path / "own_algo.py").write_text(source)
+    name = f"{tmp_path}/own_algo.py:MINE"
+    with pytest.raises(ConfigError, match="advantage_epsilon would have no effect"):
+        Config(algorithm=name, advantage_epsilon=0.1).resolved()
+    chosen = Config(algorithm=name, advantage="group_normalized", advantage_epsilon=0.1)
+    assert chosen.resolved().row().advantage == "group_normalized"
+
+
+def test_the_options_of_every_advantage_are_those_of_its_function():
+    for name, options in effects.ADVANTAGE_OPTIONS.items():
+        parameters = inspect.signature(find_function("advantages", name)).parameters
+        assert set(options) <= parameters.keys() and set(options) <= effects.ADVANTAGE_FIELDS.keys()
+    for name in Config.model_fields["advantage"].annotation.__args__[0].__args__:
+        function = find_function("advantages", name)
+        takes = inspect.signature(function).parameters.keys() & effects.ADVANTAGE_FIELDS.keys()
+        assert takes == set(effects.ADVANTAGE_OPTIONS.get(name, ()))

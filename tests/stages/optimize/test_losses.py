@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.optimize import audit, losses
+from quiver.stages.optimize import audit, losses, offpolicy, surrogates
 from quiver.stages.optimize.algorithms import find_function
+from quiver.stages.optimize.config import Correction
 
 RNG = np.random.default_rng(7)
 LENGTHS = [3, 1, 5, 2]
@@ -293,6 +294,20 @@ def test_aggregations_golden():
         assert weigh(none).tolist() == []
 
 
+def test_every_prompt_counts_alike():
+    """Groups of 3 + 5 and of 1 + 2 tokens, whose rollouts stand apart."""
+    lengths, groups = torch.tensor(LENGTHS), torch.tensor([7, 4, 7, 4])
+    found = surrogates.prompt_mean(lengths, groups=groups)
+    expected = [1 / 16] * 3 + [1 / 6] + [1 / 16] * 5 + [1 / 6] * 2
+    assert found.dtype == torch.float64 and found.tolist() == pytest.approx(expected)
+    alone = surrogates.prompt_mean(lengths, groups=torch.arange(4))
+    torch.testing.assert_close(alone, losses.sequence_mean(lengths))
+    together = surrogates.prompt_mean(lengths, groups=torch.zeros(4, dtype=torch.int64))
+    torch.testing.assert_close(together, losses.token_mean(lengths))
+    cut = surrogates.prompt_mean(torch.tensor([3, 0, 0, 0]), groups=groups)
+    assert cut.tolist() == pytest.approx([1 / 6] * 3)  # counted, with no token
+
+
 def test_kl_golden_and_gradients():
     ref = NOW + RNG.normal(0, 0.3, N)
     for name, formula in {
@@ -334,7 +349,7 @@ def test_the_unbiased_gradient_is_that_of_the_true_kl():
     assert (gradients[False] - true).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("mode", ["truncate", "clamp", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_correction_golden(mode, level):
     prox, low, high = OLD + RNG.normal(0, 0.5, N), 0.5, 1.5
@@ -356,12 +371,59 @@ def test_correction_golden(mode, level):
                 "geometric": sum(gaps) / len(gaps),
             }[level]
             weight = math.exp(power)
-            expected = (
-                min(weight, high)
-                if mode == "truncate"
-                else (weight if low <= weight <= high else 0.0)
-            )
+            expected = {
+                "truncate": min(weight, high),
+                "clamp": max(min(weight, high), low),
+                "mask": weight if low <= weight <= high else 0.0,
+            }[mode]
             assert found[t].item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("measure", ["ratio", "k2", "k3"])
+@pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
+@pytest.mark.parametrize("mode", ["truncate", "none"])
+def test_rejection_golden(measure, level, mode):
+    """Of every token or rollout by plain loops, beside the weight."""
+    prox = OLD + np.random.default_rng(3).normal(0, 0.5, N)
+    low, high = {
+        ("ratio", "token"): (0.7, 1.4),
+        ("ratio", "sum"): (0.5, 2.0),
+        ("ratio", "mean"): (0.8, 1.2),
+        ("ratio", "max"): (0.0, 1.6),
+    }.get((measure, level), (0.0, {"token": 0.1, "sum": 0.4, "mean": 0.12, "max": 0.3}[level]))
+    correction = Correction(
+        mode=mode, reject=measure, reject_level=level, reject_low=low, reject_high=high
+    )
+    found = offpolicy.weight(
+        torch.tensor(prox), torch.tensor(OLD), torch.tensor(OFFSETS), correction
+    )
+    expected = []
+    for start, end in itertools.pairwise(OFFSETS):
+        gaps = [prox[t] - OLD[t] for t in range(start, end)]
+        distances = [
+            {"ratio": gap, "k2": gap**2 / 2, "k3": math.exp(gap) - gap - 1}[measure] for gap in gaps
+        ]
+        of_rollout = {
+            "token": None,
+            "sum": sum(distances),
+            "mean": sum(distances) / len(distances),
+            "max": max(distances),
+        }[level]
+        for gap, distance in zip(gaps, distances, strict=True):
+            measured = distance if of_rollout is None else of_rollout
+            measured = math.exp(measured) if measure == "ratio" else measured
+            weight = min(math.exp(gap), 2.0) if mode == "truncate" else 1.0
+            expected.append(weight if low <= measured <= high else 0.0)
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert 0 < expected.count(0.0) < N
+
+
+def test_without_rejection_the_weight_is_the_correction():
+    prox, old, offsets = torch.tensor(NOW), torch.tensor(OLD), torch.tensor(OFFSETS)
+    for mode in ("truncate", "clamp", "mask"):
+        options = {"mode": mode, "low": 0.9, "high": 1.1}
+        found = offpolicy.weight(prox, old, offsets, Correction(**options))
+        assert torch.equal(found, losses.correction(prox, old, offsets, **options))
 
 
 def test_single_gaps_are_summed_before_they_are_clamped():

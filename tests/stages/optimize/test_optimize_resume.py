@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import shutil
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -28,6 +29,7 @@ CASES = {
     "critic": {"algorithm": "ppo", "max_staleness": 1},
     "critic model": {"algorithm": "ppo", "critic": "model"},
     "entropy target": {"entropy_target": 6.0, "entropy_coef_step": 0.5},
+    "kl target": {"kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 16},
     "lora": {"lora": {"rank": 2}, "learning_rate": 1e-2},
 }
 
@@ -76,13 +78,18 @@ def assert_equal(store, one, other) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_five_a_kill_and_five_bit_for_bit(store, policy, made, steps, case):
     chosen = config(**{**TEN_STEPS, **CASES[case]})
-    whole = trained(store, policy, made, chosen, into="whole")
+    refs = {}
+    if chosen.kl_coef:
+        off = [[old - 0.3 for old in row] for row in made[0].table()["old_logprobs"].to_pylist()]
+        refs["ref_logprobs"] = world.write_logprobs(store, made[0], off, "ref", policy).ref
+    train = partial(trained, store, policy, made, chosen, **refs)
+    whole = train(into="whole")
     assert steps.count == 10
     steps.count, steps.dies_after = 0, 7
     with pytest.raises(KeyboardInterrupt):
-        trained(store, policy, made, chosen, into="killed")
+        train(into="killed")
     steps.count, steps.dies_after = 0, None
-    resumed = trained(store, policy, made, chosen, into="killed")
+    resumed = train(into="killed")
     assert steps.count == 5, "the two after the fifth are made again, no more"
     assert_equal(store, whole, resumed)
     assert not list(store.path.glob("killed/policy/.staging/*")), "it goes with the staging place"

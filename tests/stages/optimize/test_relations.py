@@ -77,6 +77,7 @@ def trainer(world_of, algorithm: str, inputs=None, **config) -> Trainer:
         "max_completion_tokens": 9,
         "audit": {"enabled": False},
         "drop_zero_variance": False,
+        **({"pass_k": 2} if algorithm == "pass_at_k" else {}),  # groups are of three
         **config,
     }
     config, row = Config(algorithm=algorithm, device="cpu", **given).resolved(), resolve(algorithm)
@@ -91,6 +92,7 @@ def trainer(world_of, algorithm: str, inputs=None, **config) -> Trainer:
     if made.critic:
         with torch.no_grad():
             made.policy.value_head.weight.copy_(torch.linspace(-0.3, 0.3, 32))
+    if row.critic or row.collisions:
         made.prepare()
     return made
 
@@ -175,6 +177,31 @@ def test_rollouts_in_another_order_in_the_dataset_give_the_same_gradient(world_o
         )
     name = world_of.own if algorithm == "own" else algorithm
     same(gradient(trainer(world_of, name, inputs)), gradient(trainer(world_of, name)))
+
+
+def test_prompts_count_alike_in_every_cut(world_of):
+    """Two of the groups' rollouts hold 1 + 2 + 3 and 7 + 8 + 9 tokens."""
+    made = trainer(world_of, "grpo", aggregation="prompt_mean")
+    weights = made.objective.weights(made.batch, list(range(9)))
+    of_rollouts = made.batch.sequences.completions.with_values(weights).segment_sum().view(3, 3)
+    tokens = made.batch.sequences.completions.lengths.view(3, 3).double()
+    torch.testing.assert_close(of_rollouts, tokens / tokens.sum(1, keepdim=True) / 3)
+    step = made.objective.weights(made.batch, [0, 1, 2])
+    assert float(step.sum()) == pytest.approx(1.0) and not step[int(tokens[0].sum()) :].any()
+    expected = gradient(made)
+    cut(made, 2, random.Random(3))
+    same(gradient(made), expected)
+
+
+def test_the_critic_may_have_a_lambda_of_its_own(world_of):
+    """Returns are those of the one, advantages those of the other."""
+    both, low, high = (
+        trainer(world_of, "ppo", gae_lambda=gae_lambda, critic_lambda=critic_lambda).batch
+        for gae_lambda, critic_lambda in ((0.5, 1.0), (0.5, None), (1.0, None))
+    )
+    assert torch.equal(both.advantages, low.advantages) and torch.equal(both.returns, high.returns)
+    assert (low.returns - high.returns).abs().max() > 1e-3
+    assert (low.advantages - high.advantages).abs().max() > 1e-3
 
 
 # -- masked tokens

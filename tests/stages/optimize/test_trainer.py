@@ -2,9 +2,11 @@
 of how the work is cut."""
 
 import copy
+import itertools
 import math
+from dataclasses import replace
 from functools import partial
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 
 import numpy as np
 import pytest
@@ -39,8 +41,8 @@ import_policy = partial(run_here, "policy")
 
 MOST = 11
 OF_ROLLOUTS = [
-    name for name, row in ALGORITHMS.items() if not row.critic
-]  # a critic's step: test_critic.py
+    name for name, row in ALGORITHMS.items() if not row.of_tokens
+]  # a critic's step: test_critic.py; of rewards to go: test_to_go.py
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,11 @@ def _trainer(
     groups = [each["group"] for each in rows]
     columns = {
         "length_weighted": {"lengths": torch.tensor([len(r["completion_ids"]) for r in rows])},
+        "part_normalized": {
+            "parts": torch.tensor([[r["reward"]] for r in rows]),
+            "part_weights": torch.ones(len(rows), 1),
+        },
+        "pass_at_k": {"k": 2},
         "over_baseline": {"baselines": torch.tensor([r["group"] / 10 for r in rows])},
     }.get(row.advantage, {})
     weights = find_function("advantages", row.advantage)(
@@ -112,6 +119,15 @@ def _config(**values) -> Config:
     return Config(
         **{"device": "cpu", "max_completion_tokens": MOST, "audit": {"enabled": False}, **values}
     )
+
+
+def _of_pairs(reward: float, peers: list[float]) -> float:
+    """The better of two answers: its mean over the pairs that hold this one, against all pairs."""
+    best = [max(pair) for pair in itertools.combinations(peers, 2)]
+    others = [*peers]
+    others.remove(reward)
+    mean_with = fmean(max(reward, other) for other in others)
+    return (mean_with - fmean(best)) / (pstdev(best) + 1e-8)
 
 
 def _expected(
@@ -140,6 +156,10 @@ def _expected(
     centered = [
         r["reward"] - fmean(p["reward"] for p in rows if p["group"] == r["group"]) for r in rows
     ]
+    normalized = [
+        deviation / (stdev(r["reward"] for r in rows if r["group"] == row["group"]) + 1e-4)
+        for row, deviation in zip(rows, centered, strict=True)
+    ]
     for row in rows:
         peers = [r["reward"] for r in rows if r["group"] == row["group"]]
         mean = sum(peers) / len(peers)
@@ -148,6 +168,8 @@ def _expected(
         std = math.sqrt(sum((x - mean) ** 2 for x in peers) / (len(peers) - 1))
         advantage = {
             **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), row["reward"] - mean),
+            "gdpo": (row["reward"] - mean) / (std + 1e-4) / (stdev(normalized) + 1e-4),
+            "pass_at_k": _of_pairs(row["reward"], peers),
             "rloo": row["reward"] - (sum(peers) - row["reward"]) / (len(peers) - 1),
             "opo": row["reward"] - weighted,
             "remax": row["reward"] - (row["group"] / 10 if algorithm == "remax" else 0),
@@ -156,7 +178,8 @@ def _expected(
         }.get(algorithm, (row["reward"] - mean) / (std + 1e-4))
         weight = {
             **dict.fromkeys(
-                ("grpo", "gspo", "sapo", "gmpo"), 1 / len(rows) / len(row["completion_ids"])
+                ("grpo", "gdpo", "pass_at_k", "gspo", "sapo", "gmpo"),
+                1 / len(rows) / len(row["completion_ids"]),
             ),
             **dict.fromkeys(("dr_grpo", "dppo", "dppo_kl"), 1 / len(rows) / MOST),
             "luspo": 1 / len(rows),
@@ -228,11 +251,57 @@ def test_entropy_bonus_and_the_tokens_of_highest_entropy(policy, rows, algorithm
     _compare(made, _expected(policy, rows, algorithm, **options))
 
 
+def test_good_answers_are_learned_by_heart(policy, rows):
+    """−coef · mean logprob over the tokens of the answers of reward 0.5 and more, in every cut;
+    those of equal rewards are passed too."""
+    for row in rows[:4]:
+        row["reward"] = 1.0
+    made = _trainer(policy, rows, _config(nll_coef=0.3, nll_reward=0.5, token_budget=60), "grpo")
+    rewards = torch.tensor([row["reward"] for row in rows])
+    made.batch = replace(made.batch, rewards=rewards)
+    assert len(made.active) == len(rows)
+    expected, gradients = _expected(policy, rows, "grpo")
+    model = load_model(policy, dtype=torch.float64)
+    good = [row for row in rows if row["reward"] >= 0.5]
+    assert 4 < len(good) < len(rows)
+    nll = torch.zeros((), dtype=torch.float64)
+    for row in good:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        table = model(input_ids=ids, use_cache=False).logits[0] / row["temperature"]
+        table = table.log_softmax(-1)[len(row["prompt_ids"]) - 1 : -1]
+        nll = nll - table.gather(1, torch.tensor(row["completion_ids"])[:, None]).sum()
+    nll = nll * 0.3 / sum(len(row["completion_ids"]) for row in good)
+    nll.backward()
+    of_nll = {name: p.grad.float() for name, p in model.named_parameters()}
+    summed = {name: gradient + of_nll[name] for name, gradient in gradients.items()}
+    _compare(made, (expected + nll.item(), summed))
+
+
 def test_decoupled_ratio_with_correction(policy, rows):
     _compare(
         _trainer(policy, rows, _config(), "grpo", prox=True),
         _expected(policy, rows, "grpo", prox=True),
     )
+
+
+def test_a_token_that_is_rejected_has_no_loss_and_counts(policy, rows):
+    """Each gap is (old − engine's); the others keep their weight, and the denominators stay."""
+    options = {"reject": "ratio", "reject_level": "token", "reject_low": 0.9, "reject_high": 1.1}
+    made = _trainer(policy, rows, _config(correction=options), "grpo", prox=True)
+    plain = _trainer(policy, rows, _config(), "grpo", prox=True)
+    gaps = [
+        now - old for row in rows for now, old in zip(row["old_logprobs"], row["old"], strict=True)
+    ]
+    is_kept = torch.tensor([0.9 <= math.exp(gap) <= 1.1 for gap in gaps])
+    everyone = list(range(len(rows)))
+    weights = plain.objective.weights
+    plain.objective.weights = lambda batch, members: weights(batch, members) * is_kept
+    assert made.accumulate(everyone, everyone)["loss"] == pytest.approx(
+        plain.accumulate(everyone, everyone)["loss"], rel=1e-5
+    )
+    for one, other in zip(made.parameters, plain.parameters, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+    assert 0 < is_kept.sum() < len(gaps)
 
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "single"])

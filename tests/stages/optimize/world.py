@@ -14,7 +14,9 @@ import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
 
+from quiver.schemas import fields
 from quiver.schemas import logprobs as logprobs_kind
+from quiver.schemas import prompts as prompts_kind
 from quiver.schemas import rewards as rewards_kind
 from quiver.schemas import rollouts as rollouts_kind
 from quiver.stages.common.config import Config
@@ -131,9 +133,14 @@ def sample(
 
 
 def write_rollouts(
-    store: Store, policy: Version, rows: list[dict], run: str = "tiny", **settings
+    store: Store,
+    policy: Version,
+    rows: list[dict],
+    run: str = "tiny",
+    prompts: Version | None = None,
+    **settings,
 ) -> Version:
-    """rollouts/1 that say they were sampled by `policy`."""
+    """rollouts/1 that say they were sampled by `policy`, of `prompts`."""
     config = Settings(**settings)
     table = pa.Table.from_pylist(rows, schema=rollouts_kind.SCHEMA)
     models = (as_model("policy", policy),)
@@ -141,7 +148,7 @@ def write_rollouts(
         "stage": "generate",
         "stage_version": 1,
         "config": config,
-        "inputs": {},
+        "inputs": {"prompts": prompts} if prompts else {},
         "models": models,
         "force": True,
     }
@@ -154,14 +161,38 @@ def write_rollouts(
         return work.commit()
 
 
+def write_prompts(store: Store, rows: list[dict], run: str = "tiny") -> Version:
+    """prompts/1 of the rollouts `rows`, without a column of a user's but their number."""
+    asked = {row["group_id"]: row["prompt_ids"] for row in rows}
+    schema = fields.with_struct(prompts_kind.SCHEMA, columns=pa.struct({"n": pa.int64()}))
+    table = pa.Table.from_pylist(
+        [
+            {
+                "group_id": group,
+                "messages": None,
+                "prompt_text": group,
+                "prompt_ids": ids,
+                "columns": {"n": number},
+            }
+            for number, (group, ids) in enumerate(asked.items())
+        ],
+        schema=schema,
+    )
+    about = {"stage": "prompt", "stage_version": 1, "config": Settings(), "inputs": {}}
+    with begin(store, run, "prompts", **about, force=True) as work:
+        work.write(0, table)
+        return work.commit()
+
+
 def write_rewards(
     store: Store,
     rollouts: Version,
     score: Callable[[dict], float | None] | list[dict],
     run: str = "tiny",
     inputs: dict[str, Version] | None = None,
+    names: Sequence[str] = ("f",),
 ) -> Version:
-    """rewards/1 by a function of the rollout's row, or as given. `inputs`: what its manifest says
+    """rewards/1 by a function of the rollout's row, or as given, with parts of these `names`. `inputs`: what its manifest says
     instead of `rollouts`."""
     rows = score
     if callable(score):
@@ -174,8 +205,9 @@ def write_rewards(
             }
             for row in rollouts.table().to_pylist()
         ]
-    rows = [{"parts": {"f": None}, **row, "errors": {"f": None}} for row in rows]
-    table = pa.Table.from_pylist(rows, schema=rewards_kind.schema_for(["f"]))
+    none = dict.fromkeys(names)
+    rows = [{"parts": none, **row, "errors": none} for row in rows]
+    table = pa.Table.from_pylist(rows, schema=rewards_kind.schema_for(list(names)))
     inputs = {"rollouts": rollouts} if inputs is None else inputs
     about = {
         "stage": "reward",

@@ -75,6 +75,30 @@ def test_the_entropy_has_its_own_gradient_where_it_is_asked_for(monkeypatch, sha
     assert torch.equal(plain[1], outputs[1]) and not plain[1].requires_grad
 
 
+@pytest.mark.parametrize("shaping", [Shaping(), Shaping(scale=1.5, softcap=3.0)])
+def test_the_probability_that_two_draws_are_one_stands_in_place_of_the_entropy(
+    monkeypatch, shaping
+):
+    """In several chunks and tiles; logprobs and their gradient stay."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 5 * V * 4)
+    monkeypatch.setattr(module, "TILE_BYTES", 2 * V * 4)
+    torch.manual_seed(4)
+    layer = nn.Linear(D, V)
+    hidden, targets = torch.randn(N, D, requires_grad=True), torch.randint(V, (N,))
+    temperature = torch.rand(N) + 0.5
+    plain, _ = completion_logprobs(hidden, layer, targets, temperature, shaping)
+    found, collisions = completion_logprobs(
+        hidden, layer, targets, temperature, shaping, collision=True
+    )
+    expected = [
+        _naive(hidden, layer, torch.full((N,), v), temperature, shaping)[0].exp() for v in range(V)
+    ]
+    torch.testing.assert_close(collisions, sum(p.detach() ** 2 for p in expected))
+    assert torch.equal(found, plain) and not collisions.requires_grad
+    gradients = [torch.autograd.grad(each.sum(), hidden)[0] for each in (found, plain)]
+    assert torch.equal(*gradients)
+
+
 def test_a_vocabulary_of_which_much_is_impossible_has_a_finite_entropy_gradient():
     layer = nn.Linear(2, 4, bias=False)
     layer.weight.data = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-1e4, 0.0], [-1e4, 0.0]])

@@ -1,0 +1,107 @@
+"""Which algorithm a name means, and which fields of `[optimize]` it reads: any other is refused,
+since it would have no effect.
+
+No torch is loaded here, and no code of a user's runs.
+
+    check_options(ALGORITHMS["grpo"], {"clip_high": 0.3})
+    check_advantage("pass_at_k", {"k": 4})
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+
+from quiver.stages.common import plugins
+
+from .algorithms import ALGORITHMS, OPTIONS, Algorithm
+
+ADVANTAGE_OPTIONS = {
+    "group_normalized": ("epsilon",),
+    "batch_scaled": ("epsilon",),
+    "part_normalized": ("epsilon",),
+    "pass_at_k": ("k", "epsilon"),
+    "batch_normalized": ("epsilon",),
+    "batch_normalized_baseline": ("epsilon",),
+}
+"""What an advantage takes, of those that take anything."""
+ADVANTAGE_FIELDS = {"epsilon": "advantage_epsilon", "k": "pass_k"}
+"""The field of each option of an advantage."""
+CRITIC_OPTIONS = (
+    "critic",
+    "value_coef",
+    "value_clip",
+    "gamma",
+    "gae_lambda",
+    "critic_lambda",
+    "bootstrap_length",
+    "critic_learning_rate",
+    "critic_warmup_steps",
+)
+"""What only an algorithm with a critic reads."""
+
+
+def check_name(name: str) -> str:
+    """`name` if it is in the table or a dotted path; ValueError naming the nearest otherwise."""
+    if name in ALGORITHMS or ":" in name:
+        return name
+    nearest = difflib.get_close_matches(name, ALGORITHMS, 1, 0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise ValueError(
+        "expected a name that quiver algorithms lists, or module:NAME or file.py:NAME of your own"
+        f"{hint}"
+    )
+
+
+def source_hash(name: str) -> str:
+    """Fingerprint of the file behind a dotted path, so that an edited algorithm is not taken for
+    the old one; empty for table rows. No code of a user's runs. ConfigError."""
+    if name in ALGORITHMS:
+        return ""
+    return plugins.fingerprint(plugins.locate(name, "optimize.algorithm", Algorithm.__name__))
+
+
+def check_options(row: Algorithm, options: Iterable[str]) -> None:
+    """ValueError for an option that neither surrogate nor selection of `row`, one of the table,
+    takes. The options of a user's own algorithm are checked when its surrogate is loaded."""
+    accepted = OPTIONS[row.surrogate] + OPTIONS.get(row.selection, ())
+    unknown = sorted(set(options) - set(accepted))
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]} is no option of algorithm {row.name!r}: leave it out; it takes "
+            f"{', '.join(accepted)}"
+        )
+
+
+def check_advantage(advantage: str, options: Iterable[str]) -> None:
+    """ValueError for an option that this `advantage` does not take."""
+    for name in sorted(set(options) - set(ADVANTAGE_OPTIONS.get(advantage, ()))):
+        takers = [other for other, names in ADVANTAGE_OPTIONS.items() if name in names]
+        raise ValueError(
+            f"{ADVANTAGE_FIELDS[name]} would have no effect: the advantage is {advantage!r}. "
+            f"Leave it out, or take one of {', '.join(takers)}"
+        )
+
+
+def check_effect(row: Algorithm, changed: Mapping[str, object]) -> None:
+    """ValueError for options of a critic where `row` has none; `gamma` is one of the reward to go
+    too.
+
+    `changed` maps each of the `CRITIC_OPTIONS` that differs from its default to that default, so a
+    recipe may go through all algorithms with the defaults written out.
+    """
+    if row.to_go:
+        changed = {name: value for name, value in changed.items() if name != "gamma"}
+    if row.critic or not changed:
+        return
+    with_critic = [algorithm.name for algorithm in ALGORITHMS.values() if algorithm.critic]
+    defaults = [
+        f"{name} = {json.dumps(value)}" for name, value in changed.items() if value is not None
+    ]
+    or_default = f" (or at the default: {', '.join(defaults)})" if defaults else ""
+    raise ValueError(
+        f"{', '.join(changed)} would have no effect: algorithm {row.name!r} has no critic. Leave "
+        f"out what has no effect{or_default}, or take an algorithm with a critic: "
+        f"{', '.join(with_critic)}"
+    )

@@ -1,0 +1,65 @@
+"""otb: the baseline of each token, by what the policy says of the whole vocabulary before the first
+step."""
+
+import pytest
+import torch
+
+from quiver.schemas.errors import NumericError
+from quiver.stages.common.models.loading import load_model
+from tests.stages.optimize import world
+
+
+@pytest.mark.parametrize("packing", ["shared", "single"])
+def test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from(store, policy, packing):
+    """Σ p² and p by a plain pass in float64 at each rollout's temperature; a rollout without a
+    reward and one that is masked count in no baseline."""
+    start = load_model(policy, dtype=torch.float32)
+    rows = world.sample(start, world.prompts(2), 4, temperature=0.8)
+    for row in rows:
+        row["finish_reason"] = "length" if row["rollout_id"] == "r-001-2" else "stop"
+    rollouts = world.write_rollouts(store, policy, rows)
+    rewards = world.write_rewards(
+        store,
+        rollouts,
+        lambda row: None if row["rollout_id"] == "r-000-1" else world.even_share(row),
+    )
+    config = world.config(
+        algorithm="otb", on_length="mask", mask_counted=True, epochs=2, packing=packing
+    )
+    done = world.trained(store, policy, (rollouts, rewards), config)
+    model = load_model(policy, dtype=torch.float64)
+    members = [row for row in rows if row["rollout_id"] not in ("r-000-1", "r-001-2")]
+    weights = {}
+    for row in members:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1]
+        table = (logits / 0.8).softmax(-1)
+        sampled = table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
+        weights[row["rollout_id"]] = (1 - 2 * sampled + table.square().sum(-1)).cumsum(0).tolist()
+    found = {
+        row["rollout_id"]: row["advantage"]
+        for row in store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+        if row["kept"]
+    }
+    assert found.keys() == weights.keys()
+    for row in members:
+        expected = []
+        for t in range(len(row["completion_ids"])):
+            peers = [
+                (weights[peer["rollout_id"]][t], world.even_share(peer))
+                for peer in members
+                if peer["group_id"] == row["group_id"] and len(peer["completion_ids"]) > t
+            ]
+            baseline = sum(w * reward for w, reward in peers) / sum(w for w, _ in peers)
+            expected.append(world.even_share(row) - baseline)
+        assert found[row["rollout_id"]] == pytest.approx(expected, abs=1e-5)
+    assert done.manifest.metrics["audit"]["mean_gap"] < 1e-4
+
+
+def test_it_needs_a_group(store, policy):
+    made = world.make(store, policy, world.even_share, groups=1, each=4)
+    rewards = world.write_rewards(
+        store, made[0], lambda row: 1.0 if row["rollout_id"] == "r-000-0" else None
+    )
+    with pytest.raises(NumericError, match="no advantage can be computed"):
+        world.trained(store, policy, (made[0], rewards), world.config(algorithm="otb"))
