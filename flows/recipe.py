@@ -55,7 +55,7 @@ from .sections import (
     put_setting,
 )
 
-_UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
+_UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
 """Options of sampling for which logprobs are corrected, or that only end a completion."""
 
 
