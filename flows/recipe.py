@@ -146,6 +146,7 @@ class Recipe(Config):
             )
         algorithm = ALGORITHMS.get(self.optimize.algorithm)
         needs_group = algorithm is not None and algorithm.advantage in GROUP_ADVANTAGES
+        self.data.check_refill(has_groups=needs_group or algorithm is None)
         if needs_group and self.generate.samples_per_prompt < 2:
             raise ValueError(
                 f"generate.samples_per_prompt must be >= 2 for algorithm {algorithm.name!r}, got "
@@ -266,7 +267,7 @@ class Recipe(Config):
             "reserve_tokens": sampling.max_tokens,
             **self.prompt.model_dump(exclude_defaults=True),
         }
-        return PromptConfig(**source.model_dump(exclude={"held_out"}), **fields)
+        return PromptConfig(**source.model_dump(exclude={"held_out", "refill"}), **fields)
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
         """The generate stage's config in this iteration, counted from 1, or for evaluation: the
@@ -302,6 +303,8 @@ class Recipe(Config):
     def optimize_config(self) -> OptimizeConfig:
         """The optimize stage's config."""
         section = self.optimize.model_dump(exclude={"replay"}, exclude_defaults=True)
+        if self.data.refill is not None:
+            section = {"drop_zero_variance": True, **section}
         return OptimizeConfig(**{"seed": self.seed, **section})
 
     def logprobs_config(self, role: str) -> LogprobsConfig:

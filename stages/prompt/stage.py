@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -33,6 +32,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import sources
 from .config import INPUTS, Config
+from .order import choose
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -122,29 +122,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         },
         status={"kept": prompts.num_rows, "dropped": len(dropped)},
     )
-
-
-def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]:
-    """Positions that `iteration` takes: the next `limit` of seeded shuffles that follow one
-    another, none of them twice.
-
-    Where an iteration goes over the end of an epoch, the next shuffle's first rows are those that
-    it does not hold yet. The generator is numpy's legacy one, whose stream is frozen: the same seed
-    means the same rows on every version.
-    """
-    if limit is None:
-        return list(range(rows))
-    size = min(limit, rows)
-    order: list[int] = []
-    for epoch in range((iteration + 1) * size // rows + 1):
-        shuffle = np.random.RandomState([seed % 2**32, epoch]).permutation(rows).tolist()
-        num_open = len(order) % size  # rows of an iteration that the epoch before began
-        if num_open:
-            open_rows = set(order[-num_open:])
-            completing = [row for row in shuffle if row not in open_rows][: size - num_open]
-            shuffle = list(dict.fromkeys(completing + shuffle))
-        order += shuffle
-    return order[iteration * size : (iteration + 1) * size]
 
 
 def _fill_in(config: Config, source: sources.Source) -> Config:
