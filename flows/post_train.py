@@ -40,6 +40,7 @@ from quiver.stages.common.runtime.runner import Outcome
 from quiver.stages.reward.stage import pinned
 
 from .ahead import run_ahead
+from .curriculum import measured_before
 from .evaluation import measure, numbers
 from .greedy import answer_greedily
 from .pages import link_report
@@ -185,7 +186,8 @@ def improve(
     iteration, while the next one is sampled where the recipe says `overlap`.
     """
     iterations: list[Iteration] = []
-    sampled = sample(recipe, policy, first, first_round or first, forced, prompts)
+    rounds: list[Sampled] = []
+    sampled = sample(recipe, policy, first, forced, rounds, prompts, first_round)
     reference = None
     for number in range(first, recipe.iterations + 1):
         starts = [policy, *(iteration.policy for iteration in iterations)]
@@ -193,10 +195,11 @@ def improve(
         references = [base] if recipe.reference.rule == "fixed" else starts
         reference = choose_reference(recipe, references, number, reference)
         newest_first = iterations[::-1][: recipe.optimize.replay]
-        next_round = sampled.rounds[-1].round + 1
+        rounds += sampled.rounds
+        sample_next = partial(sample, recipe, iteration=number + 1, forced=forced, earlier=rounds)
         overlap = nullcontext()
         if recipe.overlap and not is_last:
-            overlap = run_ahead(partial(sample, recipe, starts[-1], number + 1, next_round, forced))
+            overlap = run_ahead(partial(sample_next, policy=starts[-1]))
         with overlap as ahead:
             iteration = update(recipe, starts[-1], reference, sampled, forced, newest_first)
             iterations.append(iteration)
@@ -206,7 +209,7 @@ def improve(
             if ahead is not None:
                 sampled = ahead.result()
             elif not is_last:
-                sampled = sample(recipe, iteration.policy, number + 1, next_round, forced)
+                sampled = sample_next(policy=iteration.policy)
     return iterations
 
 
@@ -224,15 +227,16 @@ def make_prompts(
     iteration: int,
     forced: Collection[str],
     round: int | None = None,
+    earlier: Sequence[Sampled] = (),
 ) -> Outcome:
     """The prompts of one round of an iteration, rendered for `policy`; ConfigError when the rewards
-    could not score them, or this machine not train."""
+    could not score them, or this machine not train. `earlier`: the rounds before it."""
     round = round or iteration
     prompts = perform(
         recipe,
         "prompt",
         recipe.prompt_config(round),
-        {"policy": policy},
+        {"policy": policy, **measured_before(recipe, iteration, earlier)},
         force="prompt" in forced,
         iteration=iteration,
         round=round,
@@ -249,14 +253,20 @@ def sample(
     recipe: Recipe,
     policy: str,
     iteration: int,
-    round: int,
-    forced: Collection[str] = (),
+    forced: Collection[str],
+    earlier: Sequence[Sampled],
     prompts: Outcome | None = None,
+    first_round: int | None = None,
 ) -> Sampled:
-    """What iteration `iteration` learns from, by `policy`: its first round, of number `round`, and
-    with [data] refill as many more as it takes."""
+    """What iteration `iteration` learns from, by `policy`: one round, which comes after the
+    `earlier` ones of the iterations before, and with [data] refill as many more as it takes.
+
+    `prompts`: those of the first round, where they are there. `first_round`: its number, where none
+    is earlier, and it is not the iteration's.
+    """
+    round = earlier[-1].round + 1 if earlier else first_round or iteration
     sample_next = partial(sample_round, recipe, policy, iteration, forced)
-    return fill_up(recipe, sample_next(round, prompts), sample_next)
+    return fill_up(recipe, sample_next(round, earlier, prompts), earlier, sample_next)
 
 
 def sample_round(
@@ -265,12 +275,13 @@ def sample_round(
     iteration: int,
     forced: Collection[str],
     round: int,
+    earlier: Sequence[Sampled],
     prompts: Outcome | None = None,
 ) -> Sampled:
     """One round by `policy`: prompts (unless they are there already), rollouts, rewards and, where
     the recipe asks for them, proximal logprobs and a baseline."""
     run = partial(perform, iteration=iteration, round=round)
-    prompts = prompts or make_prompts(recipe, policy, iteration, forced, round)
+    prompts = prompts or make_prompts(recipe, policy, iteration, forced, round, earlier)
     rollouts = run(
         recipe,
         "generate",

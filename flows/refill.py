@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("quiver")
 
 
-def fill_up(recipe: Recipe, first: Sampled, sample_round: Callable[[int], Sampled]) -> Sampled:
-    """`first`, the first round of an iteration, with the further rounds that it takes, each made by
-    `sample_round(number)`; as it is where the recipe has no [data] refill."""
+def fill_up(
+    recipe: Recipe,
+    first: Sampled,
+    earlier: Sequence[Sampled],
+    sample_round: Callable[[int, Sequence[Sampled]], Sampled],
+) -> Sampled:
+    """`first`, the first round of an iteration, with the further rounds that it takes; as it is
+    where the recipe has no [data] refill. `sample_round` makes the round of a number, which comes
+    after all rounds that it is given; `earlier` are those of the iterations before."""
     refill = recipe.data.refill
     if refill is None:
         return first
@@ -43,7 +49,9 @@ def fill_up(recipe: Recipe, first: Sampled, sample_round: Callable[[int], Sample
     reward_sum = 0.0
     seconds: Counter[str] = Counter()
     while num_contrast < refill.groups and len(rounds) < refill.max_rounds:
-        sampled = sample_round(first.round + len(rounds)) if rounds else first
+        sampled = first
+        if rounds:
+            sampled = sample_round(rounds[-1].round + 1, [*earlier, *rounds])
         manifest = store.open(sampled.rewards).manifest
         groups = manifest.metrics["groups"]
         sampled = replace(sampled, contrast_groups=groups_with_contrast(groups))

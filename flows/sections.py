@@ -30,7 +30,13 @@ StageName = Literal[
 
 
 class Refill(Config):
-    """When an iteration samples further prompts, since too few groups can teach anything."""
+    """Sample the next `data.limit` rows too, in the same iteration and by the same policy, until
+    enough groups have contrast, and learn from those of all rounds together.
+
+    It is the dynamic sampling of DAPO. The next iteration goes on behind the last row that was
+    asked. Groups without contrast are left out of the loss, unless `optimize.drop_zero_variance =
+    false`.
+    """
 
     groups: int = Field(ge=1)
     """How many groups with contrast (scored rewards that are not all equal) are enough."""
@@ -42,11 +48,8 @@ class Data(SourceConfig):
     """The training rows, and what is different for the held-out ones."""
 
     refill: Refill | None = None
-    """Sample the next `limit` rows too, in the same iteration and by the same policy, until
-    `groups` groups have different rewards, and learn from those of all rounds together (DAPO's
-    dynamic sampling). The next iteration goes on behind the last row that was asked; groups without
-    contrast are left out of the loss, unless `optimize.drop_zero_variance = false`. None: each
-    iteration has one round."""
+    """Sample further prompts until enough groups have contrast. None: each iteration has one
+    round."""
     held_out: dict[str, Any] | None = None
     """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`.
     Without it: no evaluation. It must name other rows: another source, split, name or arguments."""
@@ -54,7 +57,9 @@ class Data(SourceConfig):
     def for_evaluation(self) -> SourceConfig:
         """The held-out source: [data] with the keys of [data.held_out] put over it. It has no limit
         unless [data.held_out] sets one."""
-        train = self.model_dump(exclude={"held_out", "limit", "refill", "source_sha256"})
+        train = self.model_dump(
+            exclude={"curriculum", "held_out", "limit", "refill", "source_sha256"}
+        )
         return parse(
             SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True
         )

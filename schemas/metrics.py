@@ -91,8 +91,8 @@ _BY_KIND: dict[str, type[_Metrics]] = {
 def groups_with_contrast(groups: dict[str, Any]) -> int:
     """How many groups of a rewards version have different rewards, by what its metrics say of
     `groups`: at least two are scored, and not all are equal."""
-    num_scored = groups["count"] - groups["too_small"]
-    return num_scored - round(num_scored * (groups["zero_variance"] or 0.0))
+    num_scored = groups["count"] - groups.get("too_small", 0)
+    return num_scored - round(num_scored * (groups.get("zero_variance") or 0.0))
 
 
 def problem(kind: str, metrics: dict[str, Any]) -> str:

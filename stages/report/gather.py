@@ -66,8 +66,8 @@ class Iteration:
     @property
     def contrast(self) -> tuple[int, int] | None:
         """How many groups of all rounds have different rewards, and how many there are."""
-        groups = [metric(rewards, "groups") for rewards in self.of_kind("rewards")]
-        if not groups or not all(groups):
+        groups = [metric(rewards, "groups") or {} for rewards in self.of_kind("rewards")]
+        if not groups or not all("count" in each for each in groups):
             return None
         return sum(map(groups_with_contrast, groups)), sum(each["count"] for each in groups)
 

@@ -12,6 +12,7 @@ from quiver.flows.nightly import begin
 from quiver.flows.pages.iterations import page
 from quiver.flows.placement import stage_call
 from quiver.flows.recipe import load
+from quiver.flows.tasks import tagged
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.common.runtime import runner
@@ -52,8 +53,8 @@ def write(folder):
 
 
 class Stages:
-    """Runs the stages of a flow in this process, without Prefect around them. After `calls` of them
-    the flow is stopped."""
+    """Runs the stages of a flow in this process, without Prefect around them, and finds what is
+    finished as it does. After `calls` of them the flow is stopped."""
 
     def __init__(self, calls: int = 1000) -> None:
         self.calls = calls
@@ -63,8 +64,8 @@ class Stages:
         if not self.calls:
             raise KeyboardInterrupt
         self.calls -= 1
-        call = stage_call(recipe, stage, config, refs, into=into, force=force)
-        outcome = runner.perform(call.runner_call, Store(recipe.store))
+        call = stage_call(recipe, stage, config, refs, into=into, force=force).runner_call
+        outcome = runner.find(call, expired=True) or runner.perform(call, Store(recipe.store))
         self.num_made += not outcome.cached
         return outcome
 
@@ -75,8 +76,10 @@ def improve(monkeypatch, folder, *settings, stages=None, **about) -> list[dict]:
     stages = stages or Stages()
     monkeypatch.setattr(post_train, "perform", stages.perform)
     recipe = load("recipe.toml", [*SETTINGS, *settings]).resolved()
-    base = stages.perform(recipe, "policy", recipe.policy, {}).ref
-    return [each.to_json() for each in post_train.improve(recipe, base, base, **about)]
+    with tagged(recipe, expired=True):
+        base = stages.perform(recipe, "policy", recipe.policy, {}).ref
+        iterations = post_train.improve(recipe, base, base, **about)
+    return [iteration.to_json() for iteration in iterations]
 
 
 @pytest.fixture(scope="module")

@@ -121,13 +121,13 @@ def test_the_numbers_are_the_manifests(made):
     rows = [
         row
         for row in page.rows
-        if row[1:2] in (["bench/policy@1"], ["bench/policy@2"]) and len(row) == 8
+        if row[1:2] in (["bench/policy@1"], ["bench/policy@2"]) and len(row) == 9
     ]
-    assert [(row[0], row[2], row[5]) for row in rows] == [
+    assert [(row[0], row[2], row[6]) for row in rows] == [
         (str(each), f"bench/rollouts@{each}", number(numbers["approx_kl"]))
         for each, numbers in enumerate(updates, 1)
     ]
-    assert [row[7] for row in page.rows if row[1:2] == ["bench/policy@0"] and len(row) == 8] == [
+    assert [row[8] for row in page.rows if row[1:2] == ["bench/policy@0"] and len(row) == 9] == [
         before
     ]
     assert (
