@@ -8,12 +8,9 @@ iteration k+1 is sampled while k optimizes, when k is scored. A night looks at i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from .recipe import Recipe
-
-if TYPE_CHECKING:
-    from .post_train import Sampled
+from .sampled import Sampled
 
 
 def measured_before(

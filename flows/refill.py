@@ -16,15 +16,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.common.store import Store
 
 from .recipe import Recipe
-
-if TYPE_CHECKING:
-    from .post_train import Sampled
+from .sampled import Sampled
 
 log = logging.getLogger("quiver")
 
