@@ -51,6 +51,8 @@ class Night:
     store: Store
     first: int
     """number of its first iteration"""
+    first_round: int
+    """number of its first round: it goes on behind the last row that a decided night asked"""
 
     @property
     def key(self) -> str:
@@ -91,7 +93,9 @@ def nightly(recipe: Recipe, night: str | None = None) -> dict[str, Any]:
             base = import_policy(tonight.recipe)
             in_use = _policy_in_use(tonight, base)
             baseline = measure(tonight.recipe, in_use, tonight.first - 1)
-            iterations = improve(tonight.recipe, in_use, base, first=tonight.first)
+            iterations = improve(
+                tonight.recipe, in_use, base, first=tonight.first, first_round=tonight.first_round
+            )
             entry = _decide(tonight, in_use, baseline.ref, iterations[-1])
         link_report(recipe)
         clean_up(recipe.store, recipe.run, recipe.retention)
@@ -120,13 +124,18 @@ def begin(recipe: Recipe, name: str) -> Night:
     recipe.optimize_config().resolved()
     store = Store(recipe.store)
     entries = store.history(recipe.run, recipe.promotion.tag)
-    first = 1 + max((entry.about.get("iteration", 0) for entry in entries), default=0)
+    iterations = [entry.about.get("iteration", 0) for entry in entries]
+    rounds = [
+        entry.about.get("round", number) for entry, number in zip(entries, iterations, strict=True)
+    ]
+    first = 1 + max(iterations, default=0)
     update = {
         "iterations": first + recipe.iterations - 1,
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),  # the night's end is measured
         "overlap": 0,  # a night goes one iteration after another
     }
-    return Night(name, recipe.for_night(name).model_copy(update=update), store, first)
+    recipe = recipe.for_night(name).model_copy(update=update)
+    return Night(name, recipe, store, first, 1 + max(rounds, default=0))
 
 
 def _policy_in_use(night: Night, base: str) -> str:
@@ -195,6 +204,8 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         "evaluation": candidate.evaluation,
         **candidate.judgement.numbers,
     }
+    if recipe.data.refill is not None:
+        about["round"] = last.rounds[-1].round
     why = candidate.judgement.why
     if answer is not None:
         word = "yes" if answer.approve else "no"

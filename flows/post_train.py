@@ -37,10 +37,10 @@ from prefect import flow
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import Config
 from quiver.stages.common.runtime.runner import Outcome
-from quiver.stages.logprobs.average import Config as AverageConfig
 from quiver.stages.reward.stage import pinned
 
 from .ahead import run_ahead
+from .curriculum import measured_before
 from .evaluation import measure, numbers
 from .greedy import answer_greedily
 from .pages import link_report
@@ -48,33 +48,14 @@ from .pages.iterations import Curve
 from .placement import STAGES, check_placement, stage_call, trained_here
 from .proximal import score_behaviour, score_start
 from .recipe import Recipe
+from .reference import choose_reference
+from .refill import fill_up, with_rounds
 from .retention import clean_up
+from .sampled import Sampled
 from .tasks import check_stages, perform, tagged
 
 _LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs", "baseline_rollouts", "baseline_rewards")
 """What optimize is given of `Sampled`, under the same names."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What one iteration learns from, by one policy."""
-
-    iteration: int
-    """Counted from 1."""
-    prompts: str
-    """Reference, as those below."""
-    rollouts: str
-    rewards: str
-    prox_logprobs: str | None
-    """With the trainer's numerics, for the ratio's denominator (see `proximal`). None: nothing asks
-    for them, or not yet."""
-    baseline_rollouts: str | None
-    """Greedy answers of the sampling policy (see `greedy`). None: the algorithm asks for none."""
-    baseline_rewards: str | None
-    """Of these."""
-    reward_mean: float | None
-    seconds: dict[str, float]
-    """By stage."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +72,12 @@ class Iteration(Sampled):
     def to_json(self) -> dict[str, Any]:
         """As `quiver run --json` prints it: what nobody asked for is left out."""
         optional = ("prox_logprobs", "ref_logprobs", "baseline_rollouts", "baseline_rewards")
-        return {
+        fields = {
             name: field
             for name, field in asdict(self).items()
             if field is not None or name not in optional
         }
+        return with_rounds(fields)
 
 
 @flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
@@ -157,6 +139,7 @@ def improve(
     base: str,
     *,
     first: int = 1,
+    first_round: int | None = None,
     forced: Collection[str] = (),
     prompts: Outcome | None = None,
     finish: Callable[[Iteration], None] = lambda iteration: None,
@@ -165,11 +148,13 @@ def improve(
     `policy`.
 
     A fixed reference is `base`; replay, and a reference that moves, begin with the first iteration.
-    `prompts`: those of the first iteration, where they are there. `finish` is called with each
+    `first_round`: the number of its first round, where that is not its own. `prompts`: those of the
+    first iteration, where they are there. `finish` is called with each
     iteration, while the next one is sampled where the recipe says `overlap`.
     """
     iterations: list[Iteration] = []
-    sampled = sample(recipe, policy, first, forced, prompts)
+    rounds: list[Sampled] = []
+    sampled = sample(recipe, policy, first, forced, rounds, prompts, first_round)
     reference = None
     for number in range(first, recipe.iterations + 1):
         starts = [policy, *(iteration.policy for iteration in iterations)]
@@ -177,9 +162,11 @@ def improve(
         references = [base] if recipe.reference.rule == "fixed" else starts
         reference = choose_reference(recipe, references, number, reference)
         newest_first = iterations[::-1][: recipe.optimize.replay]
+        rounds += sampled.rounds
+        sample_next = partial(sample, recipe, iteration=number + 1, forced=forced, earlier=rounds)
         overlap = nullcontext()
         if recipe.overlap and not is_last:
-            overlap = run_ahead(partial(sample, recipe, starts[-1], number + 1, forced))
+            overlap = run_ahead(partial(sample_next, policy=starts[-1]))
         with overlap as ahead:
             iteration = update(recipe, starts[-1], reference, sampled, forced, newest_first)
             iterations.append(iteration)
@@ -189,7 +176,7 @@ def improve(
             if ahead is not None:
                 sampled = ahead.result()
             elif not is_last:
-                sampled = sample(recipe, iteration.policy, number + 1, forced)
+                sampled = sample_next(policy=iteration.policy)
     return iterations
 
 
@@ -201,18 +188,27 @@ def import_policy(recipe: Recipe) -> str:
     return perform(recipe, "policy", recipe.policy, {}, label="import policy").ref
 
 
-def make_prompts(recipe: Recipe, policy: str, iteration: int, forced: Collection[str]) -> Outcome:
-    """The prompts of one iteration, rendered for `policy`; ConfigError when the rewards could not
-    score them, or this machine not train."""
+def make_prompts(
+    recipe: Recipe,
+    policy: str,
+    iteration: int,
+    forced: Collection[str],
+    round: int | None = None,
+    earlier: Sequence[Sampled] = (),
+) -> Outcome:
+    """The prompts of one round of an iteration, rendered for `policy`; ConfigError when the rewards
+    could not score them, or this machine not train. `earlier`: the rounds before it."""
+    round = round or iteration
     prompts = perform(
         recipe,
         "prompt",
-        recipe.prompt_config(iteration),
-        {"policy": policy},
+        recipe.prompt_config(round),
+        {"policy": policy, **measured_before(recipe, iteration, earlier)},
         force="prompt" in forced,
         iteration=iteration,
+        round=round,
     )
-    config = recipe.generate_config(iteration)
+    config = recipe.generate_config(round)
     refs = {"prompts": prompts.ref, "policy": policy}
     call = stage_call(recipe, "generate", config, refs, force="generate" in forced)
     configs = {"reward": recipe.reward, **trained_here(recipe)}
@@ -224,30 +220,52 @@ def sample(
     recipe: Recipe,
     policy: str,
     iteration: int,
-    forced: Collection[str] = (),
+    forced: Collection[str],
+    earlier: Sequence[Sampled],
+    prompts: Outcome | None = None,
+    first_round: int | None = None,
+) -> Sampled:
+    """What iteration `iteration` learns from, by `policy`: one round, which comes after the
+    `earlier` ones of the iterations before, and with [data] refill as many more as it takes.
+
+    `prompts`: those of the first round, where they are there. `first_round`: its number, where none
+    is earlier, and it is not the iteration's.
+    """
+    round = earlier[-1].round + 1 if earlier else first_round or iteration
+    sample_next = partial(sample_round, recipe, policy, iteration, forced)
+    return fill_up(recipe, sample_next(round, earlier, prompts), earlier, sample_next)
+
+
+def sample_round(
+    recipe: Recipe,
+    policy: str,
+    iteration: int,
+    forced: Collection[str],
+    round: int,
+    earlier: Sequence[Sampled],
     prompts: Outcome | None = None,
 ) -> Sampled:
-    """What iteration `iteration` learns from, by `policy`: prompts (unless they are there already),
-    rollouts, rewards and, where the recipe asks for them, proximal logprobs and a baseline."""
-    prompts = prompts or make_prompts(recipe, policy, iteration, forced)
-    rollouts = perform(
+    """One round by `policy`: prompts (unless they are there already), rollouts, rewards and, where
+    the recipe asks for them, proximal logprobs and a baseline."""
+    run = partial(perform, iteration=iteration, round=round)
+    prompts = prompts or make_prompts(recipe, policy, iteration, forced, round, earlier)
+    rollouts = run(
         recipe,
         "generate",
-        recipe.generate_config(iteration),
+        recipe.generate_config(round),
         {"prompts": prompts.ref, "policy": policy},
         force="generate" in forced,
-        iteration=iteration,
         next_configs={} if recipe.overlap else {"optimize": recipe.optimize_config()},
     )
     refs = {"rollouts": rollouts.ref}
-    force = "reward" in forced
-    rewards = perform(recipe, "reward", recipe.reward, refs, force=force, iteration=iteration)
+    rewards = run(recipe, "reward", recipe.reward, refs, force="reward" in forced)
     outcomes = {"prompt": prompts, "generate": rollouts, "reward": rewards}
-    prox = score_behaviour(recipe, rollouts.ref, policy, iteration, forced)
-    greedy = answer_greedily(recipe, prompts.ref, policy, partial(perform, iteration=iteration))
+    prox = score_behaviour(recipe, rollouts.ref, policy, run, forced)
+    greedy = answer_greedily(recipe, prompts.ref, policy, run)
     outcomes |= prox | greedy
     return Sampled(
         iteration=iteration,
+        round=round,
         prompts=prompts.ref,
         rollouts=rollouts.ref,
         rewards=rewards.ref,
@@ -256,6 +274,8 @@ def sample(
         baseline_rewards=greedy["reward greedy"].ref if greedy else None,
         reward_mean=rewards.metrics.get("reward_mean"),
         seconds={name: outcome.seconds for name, outcome in outcomes.items()},
+        contrast_groups=None,
+        more=(),
     )
 
 
@@ -273,22 +293,20 @@ def update(
     What `earlier` iterations sampled is trained on again, beside this one's, scored under the
     present reference.
     """
-    sources = score_start(recipe, policy, [sampled, *earlier], forced)
+    rounds = [each for iteration in (sampled, *earlier) for each in iteration.rounds]
+    sources = score_start(recipe, policy, rounds, forced)
     sampled = sources[0]
     scored: list[Outcome] = []
     for source in sources if reference else ():
         config = recipe.logprobs_config("ref")
         refs = {"rollouts": source.rollouts, "policy": reference}
         number = source.iteration
-        if source is sampled:
-            about = {"force": "logprobs" in forced}
+        if number == sampled.iteration:
+            about = {"force": "logprobs" in forced, "round": source.round}
         else:
             about = {"label": f"logprobs of {number}/{recipe.iterations}"}
         scored.append(perform(recipe, "logprobs", config, refs, iteration=number, **about))
-    refs = {
-        "policy": policy,
-        "ref_logprobs": [outcome.ref for outcome in scored],
-    }
+    refs = {"policy": policy, "ref_logprobs": [outcome.ref for outcome in scored]}
     for role in _LEARNED_FROM:
         versions = [getattr(source, role) for source in sources]
         refs[role] = [version for version in versions if version is not None]
@@ -320,26 +338,3 @@ def configs_after(recipe: Recipe, iteration: int) -> dict[str, Config]:
     if recipe.is_measured(iteration):
         return {"generate": recipe.generate_config(0, evaluation=True)}
     return {} if is_last else {"generate": recipe.generate_config(iteration + 1)}
-
-
-def choose_reference(
-    recipe: Recipe, policies: Sequence[str], iteration: int, previous: str | None
-) -> str | None:
-    """What the KL term of this iteration holds on to: one of `policies` (the starting policy of
-    every iteration so far), or their moving average, made of the `previous` iteration's. None where
-    there is no such term."""
-    rule = recipe.reference
-    if recipe.optimize.kl_coef == 0:
-        return None
-    if rule.rule != "ema" or previous is None:
-        return policies[rule.start(len(policies)) - 1]
-    average = perform(
-        recipe,
-        "average",
-        AverageConfig(rate=rule.rate),
-        {"reference": previous, "policy": policies[-1]},
-        label=f"reference {iteration}/{recipe.iterations}",
-        into=f"{recipe.run}.ref",
-        iteration=iteration,
-    )
-    return average.ref

@@ -5,14 +5,14 @@ Under `prox_of = "behaviour"` rollouts are scored as soon as they are sampled, u
 sampled. Under `"start"` all that an iteration learns from, replayed rollouts too, is scored under
 the policy that its training starts from.
 
-    outcomes = score_behaviour(recipe, rollouts.ref, policy, 3, forced=())
+    outcomes = score_behaviour(recipe, rollouts.ref, policy, perform, forced=())
     sources = score_start(recipe, policy, [sampled, *earlier], forced=())
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quiver.stages.common.runtime.runner import Outcome
@@ -43,25 +43,27 @@ def proximal_config(
 
 
 def score_behaviour(
-    recipe: Recipe, rollouts: str, policy: str, iteration: int, forced: Collection[str]
+    recipe: Recipe,
+    rollouts: str,
+    policy: str,
+    perform: Callable[..., Outcome],
+    forced: Collection[str],
 ) -> dict[str, Outcome]:
     """The proximal logprobs of `rollouts`, which `policy` sampled, by the name of the step; none
-    where nothing asks for them, or where they are another policy's, who is yet to come."""
-    from .tasks import perform
-
+    where nothing asks for them, or where they are another policy's, who is yet to come. `perform`
+    runs a stage, as `tasks.perform` does."""
     config = proximal_config(recipe, [recipe.generate.sampling.model_dump()])
     if config is None or not config.is_of_sampler:
         return {}
     refs = {"rollouts": rollouts, "policy": policy}
-    force = "logprobs" in forced
-    outcome = perform(recipe, "logprobs", config, refs, force=force, iteration=iteration)
+    outcome = perform(recipe, "logprobs", config, refs, force="logprobs" in forced)
     return {"logprobs prox": outcome}
 
 
 def score_start(
     recipe: Recipe, policy: str, sources: Sequence[_Source], forced: Collection[str]
 ) -> list[_Source]:
-    """The `sources`, what each of some iterations sampled, the present one first; under `prox_of =
+    """The `sources`, rounds of some iterations, those of the present one first; under `prox_of =
     "start"` with their proximal logprobs under `policy`, which is about to be trained."""
     from .tasks import perform
 
@@ -70,8 +72,8 @@ def score_start(
     config = proximal_config(recipe, ())
     scored = []
     for source in sources:
-        about: dict[str, Any] = {"force": "logprobs" in forced}
-        if scored:
+        about: dict[str, Any] = {"force": "logprobs" in forced, "round": source.round}
+        if source.iteration != sources[0].iteration:
             about = {"label": f"logprobs of {source.iteration}/{recipe.iterations}"}
         refs = {"rollouts": source.rollouts, "policy": policy}
         outcome = perform(recipe, "logprobs", config, refs, iteration=source.iteration, **about)

@@ -54,7 +54,7 @@ from .sections import (
     put_setting,
 )
 
-_UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "ignore_eos"}
+_UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
 """Options of sampling for which logprobs are corrected, or that only end a completion."""
 
 
@@ -144,6 +144,8 @@ class Recipe(Config):
                 "older"
             )
         least = self.optimize.least_samples
+        is_own = self.optimize.algorithm not in ALGORITHMS
+        self.data.check_refill(has_groups=least > 1 or is_own)
         if self.generate.samples_per_prompt < least:
             raise ValueError(
                 f"generate.samples_per_prompt must be >= {least} for algorithm "
@@ -265,7 +267,7 @@ class Recipe(Config):
             "reserve_tokens": sampling.max_tokens,
             **self.prompt.model_dump(exclude_defaults=True),
         }
-        return PromptConfig(**source.model_dump(exclude={"held_out"}), **fields)
+        return PromptConfig(**source.model_dump(exclude={"held_out", "refill"}), **fields)
 
     def generate_config(self, iteration: int, *, evaluation: bool = False) -> GenerateConfig:
         """The generate stage's config in this iteration, counted from 1, or for evaluation: the
@@ -301,6 +303,8 @@ class Recipe(Config):
     def optimize_config(self) -> OptimizeConfig:
         """The optimize stage's config."""
         section = self.optimize.model_dump(exclude={"replay"}, exclude_defaults=True)
+        if self.data.refill is not None:
+            section = {"drop_zero_variance": True, **section}
         return OptimizeConfig(**{"seed": self.seed, **section})
 
     def logprobs_config(self, role: str) -> LogprobsConfig:

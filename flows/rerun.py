@@ -31,7 +31,7 @@ from .proximal import proximal_config
 from .recipe import Recipe
 
 ROLES = {
-    "prompt": ("policy",),
+    "prompt": ("policy", "rewards"),
     "generate": ("prompts", "policy"),
     "reward": ("rollouts", "retry"),
     "logprobs": ("rollouts", "policy"),
@@ -46,7 +46,7 @@ _MAKERS = {"prompts": "quiver prompt RECIPE", "rollouts": "quiver generate RECIP
 References = Mapping[str, str | list[str] | None]
 """What the caller names, by role."""
 RefLists = dict[str, list[str]]
-"""Resolved references by role; only optimize takes several of a role."""
+"""Resolved references by role; only optimize and prompt take several of a role."""
 log = logging.getLogger("quiver")
 
 
@@ -86,8 +86,9 @@ def rerun(
     """Run `stage` with the given references; one that is not given is found (see `find_refs`).
     LineageError where there is none.
 
-    Only optimize takes several rollouts and rewards, as lists. `perform` runs a stage, as
-    `tasks.perform` does. `overrides`: which rewards the stage `override` replaces.
+    Only optimize takes several rollouts and rewards, as lists, and prompt several rewards, by which
+    its curriculum chooses. `perform` runs a stage, as `tasks.perform` does. `overrides`: which
+    rewards the stage `override` replaces.
     """
     run = partial(perform, recipe, iteration=iteration)
     if stage != "override":  # which runs here, wherever the others do
@@ -95,7 +96,7 @@ def rerun(
     store = Store(recipe.store)
     refs = _resolve(recipe, store, stage, references)
     for role in _SEARCH_ORDER:
-        if role in ROLES[stage] and role not in refs:
+        if role in ROLES[stage] and role not in refs and (stage, role) != ("prompt", "rewards"):
             refs[role] = find_refs(recipe, store, stage, role, refs, run)
     if stage == "evaluate":
         from .evaluation import measure, require_held_out
@@ -153,7 +154,7 @@ def _resolve(recipe: Recipe, store: Store, stage: str, references: References) -
                     next=f"quiver ls {recipe.run}",
                 )
         refs[role] = [str(store.resolve(ref)) for ref in parsed]
-        if len(parsed) > 1 and stage != "optimize":
+        if len(parsed) > 1 and stage not in ("optimize", "prompt"):
             raise ConfigError(
                 f"--{role}",
                 f"{command} takes one, got {len(parsed)}",

@@ -29,9 +29,27 @@ StageName = Literal[
 ]
 
 
+class Refill(Config):
+    """Sample the next `data.limit` rows too, in the same iteration and by the same policy, until
+    enough groups have contrast, and learn from those of all rounds together.
+
+    It is the dynamic sampling of DAPO. The next iteration goes on behind the last row that was
+    asked. Groups without contrast are left out of the loss, unless `optimize.drop_zero_variance =
+    false`.
+    """
+
+    groups: int = Field(ge=1)
+    """How many groups with contrast (scored rewards that are not all equal) are enough."""
+    max_rounds: int = Field(4, ge=1)
+    """Most rounds of `data.limit` prompts an iteration, the first one included."""
+
+
 class Data(SourceConfig):
     """The training rows, and what is different for the held-out ones."""
 
+    refill: Refill | None = None
+    """Sample further prompts until enough groups have contrast. None: each iteration has one
+    round."""
     held_out: dict[str, Any] | None = None
     """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`.
     Without it: no evaluation. It must name other rows: another source, split, name or arguments."""
@@ -39,10 +57,32 @@ class Data(SourceConfig):
     def for_evaluation(self) -> SourceConfig:
         """The held-out source: [data] with the keys of [data.held_out] put over it. It has no limit
         unless [data.held_out] sets one."""
-        train = self.model_dump(exclude={"held_out", "limit", "source_sha256"})
+        train = self.model_dump(
+            exclude={"curriculum", "held_out", "limit", "refill", "source_sha256"}
+        )
         return parse(
             SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True
         )
+
+    def check_refill(self, *, has_groups: bool) -> None:
+        """ValueError where `refill` could never do what it says. `has_groups`: the algorithm
+        compares the answers to one prompt."""
+        refill = self.refill
+        if refill is None:
+            return
+        if self.limit is None:
+            raise ValueError("data.refill takes the next rows of the data: set data.limit")
+        most = self.limit * refill.max_rounds
+        if refill.groups > most:
+            raise ValueError(
+                f"data.refill.groups is {refill.groups}, and {refill.max_rounds} rounds of "
+                f"data.limit = {self.limit} prompts have {most}: lower it, or raise max_rounds"
+            )
+        if not has_groups:
+            raise ValueError(
+                "data.refill counts groups whose rewards differ, which optimize.algorithm does not "
+                "compare: leave it out, or take an algorithm with groups, such as dapo"
+            )
 
 
 class Schedule(Config):

@@ -119,6 +119,7 @@ def perform(
     into: str | None = None,
     force: bool = False,
     iteration: int | None = None,
+    round: int | None = None,
     next_configs: Mapping[str, Config] = MappingProxyType({}),
     readable: bool = False,
 ) -> Outcome:
@@ -135,11 +136,15 @@ def perform(
         force: Do it anew, even where a finished version exists. A forced stage is not retried,
             since what it made before it failed would be made again.
         iteration: What the task is tagged with.
+        round: Told in the label where [data] refill makes several an iteration.
         next_configs: Of the stages that come next; their processes import what they need while this
             one runs.
         readable: A version whose files expired is no answer: somebody has to read them.
     """
-    label = label or f"{stage} {iteration}/{recipe.iterations}"
+    if not label:
+        label = f"{stage} {iteration}/{recipe.iterations}"
+        if round is not None and recipe.data.refill is not None:
+            label += f" round {round}"
     run = _RUN.get() or _Run()
     expired = run.expired and not readable
     call = stage_call(

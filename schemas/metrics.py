@@ -54,6 +54,8 @@ class _Function(_Metrics):
 
 
 class _Groups(_Metrics):
+    count: int = 0
+    too_small: int = 0
     zero_variance: Number = None
 
 
@@ -84,6 +86,13 @@ _BY_KIND: dict[str, type[_Metrics]] = {
     "policy": _Policy,
     "evaluations": _Evaluations,
 }
+
+
+def groups_with_contrast(groups: dict[str, Any]) -> int:
+    """How many groups of a rewards version have different rewards, by what its metrics say of
+    `groups`: at least two are scored, and not all are equal."""
+    num_scored = groups["count"] - groups.get("too_small", 0)
+    return num_scored - round(num_scored * (groups.get("zero_variance") or 0.0))
 
 
 def problem(kind: str, metrics: dict[str, Any]) -> str:

@@ -39,8 +39,8 @@ class Completion(NamedTuple):
     float32 of those ids.
 
     `logprobs` are of the distribution that was sampled from (after temperature and all else of
-    `Sampling`). `finish_reason` is stop, length or abort; `stop_reason` the id that stopped it,
-    where one did.
+    `Sampling`). `finish_reason` is stop, length or abort; `stop_reason` the id that stopped it, or
+    the stop string that the last id completes, where one did.
     """
 
     index: int
@@ -57,7 +57,8 @@ class Setup:
     policy: Version
     sampling: Sampling
     stop_ids: tuple[int, ...]
-    """Every id that ends a completion; engines look at nothing else for that."""
+    """Every id that ends a completion; beside these only the texts of `sampling.stop` do (see
+    `stopping`)."""
     max_model_len: int
     """Most ids of prompt and completion together that the engine has to take."""
     dtype: str = "auto"

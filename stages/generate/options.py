@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from quiver.stages.common.config import Config, Runtime
+from quiver.stages.common.config import Added, Config, Runtime
 
 _SET_BY_ENGINE = {
     "block_size", "code_revision", "dtype", "enable_chunked_prefill", "enable_lora",
@@ -55,8 +55,18 @@ class Sampling(Config):
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a completion, beside the model's own end tokens; the sampled one stays as the
     last id."""
+    stop: Added[tuple[str, ...]] = ()
+    """Texts that end a completion, such as `["</answer>"]`; the ids stay up to the one that
+    completes the text, which may bring more text with it."""
     ignore_eos: bool = False
     """The model's own end tokens do not end a completion."""
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, strings: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in strings:
+            raise ValueError("an empty text would end a completion at once: leave it out")
+        return strings
 
     @model_validator(mode="after")
     def _fits(self) -> Sampling:

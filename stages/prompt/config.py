@@ -11,10 +11,34 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from quiver.stages.common.config import Added, Runtime, without_folder
 from quiver.stages.common.config import Config as Base
-from quiver.stages.common.config import Runtime, without_folder
 
 INPUTS = ("messages", "prompt", "prompt_ids")
+
+
+class Curriculum(Base):
+    """Which rows are asked again, by the mean reward that each had when it was asked last.
+
+    First come rows that were not asked in the last `iterations` iterations, in the usual order;
+    then those whose mean lies within the bounds, and, where these do not fill `limit`, the others:
+    of each those that were not asked for the longest time.
+    """
+
+    low: float
+    """Rows with a lower mean reward are too hard for now."""
+    high: float
+    """Rows with a higher one are too easy."""
+    iterations: Runtime[int] = Field(ge=1)
+    """How many earlier iterations of the run are looked at. What a row measured before them is
+    forgotten, so a row that was too hard gets its turn again: two epochs (2 · rows / limit) let it
+    miss one."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low:g} is above high {self.high:g}: no row lies between")
+        return self
 
 
 class SourceConfig(Base):
@@ -48,6 +72,8 @@ class SourceConfig(Base):
     limit: int | None = Field(default=None, ge=1)
     """Rows an iteration. Each iteration takes the next ones of a shuffle that is drawn anew every
     epoch. None: all, in order."""
+    curriculum: Added[Curriculum | None] = None
+    """Choose rows by their difficulty. None: only by their turn."""
     source_sha256: str = ""
     """Filled in by the stage: hash of the file, or of the rows where there is no file. If set, the
     source must have it."""
@@ -71,6 +97,8 @@ class SourceConfig(Base):
             raise ValueError(f"{' and '.join(named)} exclude each other: name one column")
         if self.raw_text and (self.messages or self.prompt_ids):
             raise ValueError(f"raw_text goes with prompt, not with {named[0]}")
+        if self.curriculum is not None and self.limit is None:
+            raise ValueError("curriculum chooses `limit` rows an iteration: set limit")
         return self
 
 

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -33,6 +32,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import sources
 from .config import INPUTS, Config
+from .order import choose_rows, open_rewards
 
 STAGE_VERSION = 1
 _MOST_LISTED = 10_000
@@ -52,8 +52,8 @@ def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """The prompts that `config` names, for the tokenizer of `policy`. The source is read only where
-    `config` is not resolved. ConfigError."""
+    """The prompts that `config` names, for the tokenizer of `policy`, chosen by `rewards` where it
+    has a curriculum. The source is read only where `config` is not resolved. ConfigError."""
     policy = store.open(refs["policy"])
     if not config.source_sha256 or config.input is None:
         config = resolve(config)
@@ -72,6 +72,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         config=config.model_copy(update=filled_in),
         run=into or policy.ref.run,
         kinds=("prompts",),
+        inputs=open_rewards(config, store, refs.get("rewards")),
         models=(model,),
     )
 
@@ -85,7 +86,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     source = sources.read(config)
     _fill_in(config, source)  # refuses a source that is not the planned one
     group_ids = _group_ids(config, source)
-    chosen = choose(len(group_ids), config.limit, config.seed, config.iteration)
+    chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
     policy = plan.store.open(plan.models[0].ref)
     with (
@@ -119,32 +120,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             "source_rows": source.table.num_rows,
             "dropped_group_ids": dropped[:_MOST_LISTED],
             "assistant_starts": answer_starts,
+            **({"curriculum": counts} if counts else {}),
         },
         status={"kept": prompts.num_rows, "dropped": len(dropped)},
     )
-
-
-def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]:
-    """Positions that `iteration` takes: the next `limit` of seeded shuffles that follow one
-    another, none of them twice.
-
-    Where an iteration goes over the end of an epoch, the next shuffle's first rows are those that
-    it does not hold yet. The generator is numpy's legacy one, whose stream is frozen: the same seed
-    means the same rows on every version.
-    """
-    if limit is None:
-        return list(range(rows))
-    size = min(limit, rows)
-    order: list[int] = []
-    for epoch in range((iteration + 1) * size // rows + 1):
-        shuffle = np.random.RandomState([seed % 2**32, epoch]).permutation(rows).tolist()
-        num_open = len(order) % size  # rows of an iteration that the epoch before began
-        if num_open:
-            open_rows = set(order[-num_open:])
-            completing = [row for row in shuffle if row not in open_rows][: size - num_open]
-            shuffle = list(dict.fromkeys(completing + shuffle))
-        order += shuffle
-    return order[iteration * size : (iteration + 1) * size]
 
 
 def _fill_in(config: Config, source: sources.Source) -> Config:

@@ -19,6 +19,7 @@ from typing import Any
 
 from quiver.schemas.errors import LineageError, QuiverError, printable
 from quiver.schemas.manifest import Manifest, line_of
+from quiver.schemas.metrics import groups_with_contrast
 from quiver.schemas.refs import parse
 from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store
@@ -29,25 +30,55 @@ _UPDATES_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Iteration:
-    """One policy that optimize made, and the newest of what it learned from."""
+    """One policy that optimize made, and the newest of what it learned from: of several rounds of
+    sampling the first one."""
 
     policy: Manifest
     prompts: Manifest | None
     rollouts: Manifest | None
     rewards: Manifest | None
+    more: list[Manifest]
+    """Prompts, rollouts and rewards of further rounds, as far as they are there."""
     steps: list[dict[str, Any]]
     """The rows of its updates: `step` and `STEP_COLUMNS`."""
 
     @property
     def versions(self) -> list[Manifest]:
         """Those that are there, in the order in which they were made."""
-        versions = (self.prompts, self.rollouts, self.rewards, self.policy)
+        versions = (self.prompts, self.rollouts, self.rewards, *self.more, self.policy)
         return [manifest for manifest in versions if manifest]
+
+    def of_kind(self, kind: str) -> list[Manifest]:
+        """The versions of this kind, one a round."""
+        return [manifest for manifest in self.versions if manifest.kind == kind]
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Over the scored rollouts of all rounds."""
+        total = 0.0
+        num_scored = 0
+        for rewards in self.of_kind("rewards"):
+            scored = rewards.status.get("scored", 0)
+            total += (rewards.metrics.get("reward_mean") or 0.0) * scored
+            num_scored += scored
+        return total / num_scored if num_scored else metric(self.rewards, "reward_mean")
+
+    @property
+    def contrast(self) -> tuple[int, int] | None:
+        """How many groups of all rounds have different rewards, and how many there are."""
+        groups = [metric(rewards, "groups") or {} for rewards in self.of_kind("rewards")]
+        if not groups or not all("count" in each for each in groups):
+            return None
+        return sum(map(groups_with_contrast, groups)), sum(each["count"] for each in groups)
 
     @property
     def seconds(self) -> dict[str, float]:
         """By stage."""
-        return {manifest.stage: manifest.seconds.get("total", 0.0) for manifest in self.versions}
+        seconds: dict[str, float] = {}
+        for manifest in self.versions:
+            before = seconds.get(manifest.stage, 0.0)
+            seconds[manifest.stage] = before + manifest.seconds.get("total", 0.0)
+        return seconds
 
     @property
     def length_share(self) -> float | None:
@@ -165,14 +196,29 @@ def gather(store: Store, run: str) -> Gathered:
     manifests = Manifests(store)
     policies = list(manifests.line(store.open(f"{run}/policy@latest").manifest))
     iterations = []
+    learned_from: set[str] = set()
     for policy in reversed(policies):
         if policy.stage == "optimize":
             rollouts = manifests.input(policy, "rollouts")
+            more = []
+            for entry in policy.inputs:
+                role, _, number = entry.role.partition(".")
+                # what an earlier policy learned from is replay
+                if role == "rollouts" and number and entry.ref not in learned_from:
+                    further = manifests.open(entry.ref)
+                    rewards = policy.input(f"rewards.{number}")
+                    more += [
+                        manifests.input(further, "prompts"),
+                        further,
+                        manifests.open(rewards.ref if rewards else None),
+                    ]
+            learned_from.update(entry.ref for entry in policy.inputs)
             iteration = Iteration(
                 policy=policy,
                 prompts=manifests.input(rollouts, "prompts"),
                 rollouts=rollouts,
                 rewards=manifests.input(policy, "rewards"),
+                more=[manifest for manifest in more if manifest],
                 steps=manifests.steps(policy),
             )
             iterations.append(iteration)

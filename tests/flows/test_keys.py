@@ -22,6 +22,7 @@ from quiver.stages.optimize.config import Audit, Correction
 from quiver.stages.optimize.lora import Lora
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt.config import Config as PromptConfig
+from quiver.stages.prompt.config import Curriculum
 from quiver.stages.reward.config import Config as RewardConfig
 from quiver.stages.reward.config import FunctionConfig, ModelConfig, Overlong, ServerConfig
 from tests.flows.conftest import RECIPE, quiver_each
@@ -32,6 +33,7 @@ ENTRIES = {key.name: key for section in keys.sections() for key in section.keys}
 SECTIONS = {section.name for section in keys.sections() if section.name}
 BASES: dict[str, Config] = {
     "data": PromptConfig(source="rows.jsonl", limit=4),
+    "data.curriculum": Curriculum(low=0.1, high=0.9, iterations=9),
     "prompt": PromptConfig(source="rows.jsonl", limit=4),
     "generate": GenerateConfig(),
     "generate.sampling": Sampling(),

@@ -86,6 +86,11 @@ def test_what_is_wrong_is_said(recipe, setting, said):
     assert caught.value.exit_code == 2
 
 
+def test_a_stop_string_leaves_the_sampled_distribution_as_it_is(recipe):
+    loaded = load(recipe, ['generate.sampling.stop=["</answer>"]'])
+    assert loaded.generate_config(1).sampling.stop == ("</answer>",)
+
+
 def test_ppo_needs_no_group(recipe):
     loaded = load(recipe, ["generate.samples_per_prompt=1", "optimize.algorithm=ppo"])
     assert (

@@ -9,10 +9,11 @@ Three kinds of versions are roots:
 
 A version that stays keeps the versions that it was made of, except that a policy which is no root
 itself keeps only the base that its adapter is relative to, and prompts keep no policy, since its
-weights took no part. So rewards can be joined with their rollouts, rollouts be scored again and
-trained on by the policy that sampled them, evaluations be shown with their answers; and a policy
-that is a root can be gone on with: with the rollouts that are replayed, and the reference that its
-KL term holds on to. What is older expires: lineage shows it as `expired`.
+weights took no part, and of the rewards that they were chosen by not what was scored. So rewards
+can be joined with their rollouts, rollouts be scored again and trained on by the policy that
+sampled them, evaluations be shown with their answers; and a policy that is a root can be gone on
+with: with the rollouts that are replayed, and the reference that its KL term holds on to. What is
+older expires: lineage shows it as `expired`.
 
 The optimizer state of a policy is of use only to who goes on from it. It stays for the last
 `moments` policies of each run, and for those that are tagged or that a stage at work reads.
@@ -113,13 +114,20 @@ def find_kept(store: Store, keep: int | None, moments: int | None) -> Kept:
     if keep is None:
         kept.versions = roots | kept.in_use
         return kept
+    chosen_by: set[Ref] = set()
     waiting = [*roots, *kept.in_use]
     while waiting:
         ref = waiting.pop()
         if ref in kept.versions or not store.exists(ref):
             continue
         kept.versions.add(ref)
-        waiting += _sources(_manifest(store, ref), is_root=ref in roots)
+        manifest = _manifest(store, ref)
+        sources = _sources(manifest, is_root=ref in roots)
+        if manifest.kind == "prompts":
+            chosen_by.update(filter(store.exists, sources))
+        else:
+            waiting += sources
+    kept.versions |= chosen_by
     return kept
 
 

@@ -22,8 +22,10 @@ import numpy as np
 
 from quiver.stages.common import plugins
 from quiver.stages.common.config import parse
+from quiver.stages.common.models import checkpoints
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import ScriptedOptions
+from quiver.stages.generate.stopping import StopStrings
 
 
 def echo(prompt_ids: list[int], seed: int) -> list[int]:
@@ -47,6 +49,9 @@ class ScriptedEngine:
         self.options = parse(ScriptedOptions, setup.options, "generate.options")
         script = self.options.script
         self.info = {"name": "scripted", "script": script, "logprobs_mode": "scripted"}
+        self._tokenizer = None
+        if setup.sampling.stop:
+            self._tokenizer = checkpoints.load_tokenizer(setup.policy)
         shipped = {"echo": echo, "sample": sample, "fixed": self._fixed}
         if script in shipped:
             self._answer = shipped[script]
@@ -61,10 +66,19 @@ class ScriptedEngine:
         max_tokens = self.setup.sampling.max_tokens
         for request in requests:
             time.sleep(self.options.seconds_per_row)
-            ids = self._answer(request.prompt_ids.tolist(), request.seed)[:max_tokens]
+            prompt_ids = request.prompt_ids.tolist()
+            ids = self._answer(prompt_ids, request.seed)[:max_tokens]
             finish_reason = "length"
             stop_reason = None
-            if self.setup.stop_ids and len(ids) < max_tokens:
+            if self._tokenizer is not None:
+                stops = StopStrings(self._tokenizer, self.setup.sampling, prompt_ids)
+                for length, token in enumerate(ids, 1):
+                    stop_reason = stops.add(token)
+                    if stop_reason is not None:
+                        finish_reason = "stop"
+                        ids = ids[:length]
+                        break
+            if stop_reason is None and self.setup.stop_ids and len(ids) < max_tokens:
                 ids = [*ids, self.setup.stop_ids[0]]
                 finish_reason = "stop"
                 stop_reason = str(ids[-1])

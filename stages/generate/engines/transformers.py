@@ -24,10 +24,12 @@ from torch.nn.utils.rnn import pad_sequence
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import parse
 from quiver.stages.common.forward.precision import products
+from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.loading import decoder_start_id, load_model, short_of_memory
 from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import TransformersOptions
 from quiver.stages.generate.sampling import draw, processed_logprobs
+from quiver.stages.generate.stopping import StopStrings
 
 _WINDOW = 8  # batches whose requests are sorted by length together
 
@@ -47,6 +49,7 @@ class _Batch:
     counts: torch.Tensor | None = None  # [B, V]: how often in the completion, likewise
     encoded: Any = None
     cache: Any = None
+    stops: list[StopStrings] | None = None  # [B]: where there are stop strings
 
     def append(self, ids: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Each row has one id more, [B], drawn from `logprobs` [B, V]."""
@@ -61,6 +64,8 @@ class _Batch:
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all rows but these, everywhere."""
         self.requests = [self.requests[row] for row in rows.tolist()]
+        if self.stops is not None:
+            self.stops = [self.stops[row] for row in rows.tolist()]
         for name in ("uniforms", "ids", "logprobs", "mask", "seen", "counts"):
             tensor = getattr(self, name)
             if tensor is not None:
@@ -69,14 +74,23 @@ class _Batch:
         if self.encoded is not None:
             self.encoded.last_hidden_state = self.encoded.last_hidden_state[rows]
 
-    def completions(self, rows: Iterable[int], finish_reason: str) -> Iterator[Completion]:
-        """What these rows have become."""
-        for row in rows:
-            ids = self.ids[row].cpu().numpy().astype(np.int32)
-            logprobs = self.logprobs[row].float().cpu().numpy()
-            stop_reason = str(ids[-1]) if finish_reason == "stop" else None
-            index = self.requests[row].index
-            yield Completion(index, ids, logprobs, finish_reason, stop_reason)
+    def stop_reasons(self, stop_ids: torch.Tensor) -> dict[int, str]:
+        """By row, of those whose last id ends them: the stop string that it completes, or else the
+        id itself."""
+        last_ids = self.ids[:, -1].tolist()
+        ended_rows = torch.isin(self.ids[:, -1], stop_ids).nonzero()[:, 0].tolist()
+        reasons = {row: str(last_ids[row]) for row in ended_rows}
+        for row, stops in enumerate(self.stops or ()):
+            string = stops.add(last_ids[row])
+            if string is not None:
+                reasons[row] = string
+        return reasons
+
+    def completion(self, row: int, finish_reason: str, stop_reason: str | None) -> Completion:
+        """What a row has become."""
+        ids = self.ids[row].cpu().numpy().astype(np.int32)
+        logprobs = self.logprobs[row].float().cpu().numpy()
+        return Completion(self.requests[row].index, ids, logprobs, finish_reason, stop_reason)
 
 
 class TransformersEngine:
@@ -108,6 +122,8 @@ class TransformersEngine:
             attn_implementation=self.options.attn_implementation,
         )
         self.stop_ids = torch.tensor(setup.stop_ids, dtype=torch.long, device=self.device)
+        if setup.sampling.stop:
+            self.tokenizer = checkpoints.load_tokenizer(setup.policy)
         self.info = {
             "name": "transformers",
             "version": transformers.__version__,
@@ -161,6 +177,9 @@ class TransformersEngine:
             if not has_encoder:
                 prompt_counts.scatter_add_(1, input_ids, mask)
             batch.seen = prompt_counts > 0
+        if sampling.stop:
+            before = [[] if has_encoder else request.prompt_ids.tolist() for request in requests]
+            batch.stops = [StopStrings(self.tokenizer, sampling, ids) for ids in before]
         if has_encoder:
             batch.encoded = self.model.get_encoder()(input_ids=input_ids, attention_mask=mask)
             start_id = decoder_start_id(self.model)
@@ -181,15 +200,17 @@ class TransformersEngine:
             )
             ids = draw(logprobs, batch.uniforms[:, step], sampling.temperature)
             batch.append(ids, logprobs)
-            has_ended = torch.isin(ids, self.stop_ids)
-            yield from batch.completions(has_ended.nonzero()[:, 0].tolist(), "stop")
-            unended_rows = (~has_ended).nonzero()[:, 0]
-            if not len(unended_rows):
+            reasons = batch.stop_reasons(self.stop_ids)
+            for row, reason in reasons.items():
+                yield batch.completion(row, "stop", reason)
+            if len(reasons) == len(ids):
                 return
-            if len(unended_rows) < len(ids):
-                batch.keep(unended_rows)
+            if reasons:
+                unended_rows = [row for row in range(len(ids)) if row not in reasons]
+                batch.keep(torch.tensor(unended_rows, device=self.device))
             batch.input_ids = batch.ids[:, -1:]
-        yield from batch.completions(range(len(batch.requests)), "length")
+        for row in range(len(batch.requests)):
+            yield batch.completion(row, "length", None)
 
     def _logits(self, batch: _Batch, *, is_first: bool) -> torch.Tensor:
         """Logits of the next id, [B, V]."""

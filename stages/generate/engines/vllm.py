@@ -166,6 +166,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self.setup.sampling.model_dump(exclude={"stop_token_ids", "ignore_eos"})
+        sampling["stop"] = list(self.setup.sampling.stop)
         prompts = [
             TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests
         ]
@@ -175,7 +176,9 @@ class VllmEngine:
                 seed=request.seed,
                 logprobs=0,
                 flat_logprobs=True,
-                detokenize=False,
+                # text is only looked at for stop strings, whose ids stay
+                detokenize=bool(sampling["stop"]),
+                include_stop_str_in_output=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 **sampling,
                 # every id that ends a completion is named, the model's own among them

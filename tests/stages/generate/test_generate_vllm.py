@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
+from quiver.stages.generate.engine import Setup
+from quiver.stages.generate.engines.transformers import TransformersEngine
 from tests.stages.generate.making import make_prompts
-from tests.stages.generate.vllm_checks import STOPS
-from tests.tiny import make_policy
+from tests.stages.generate.vllm_checks import GREEDY, PIECES, STOPS, answers
+from tests.tiny import make_policy, tokenizer
 
 pytestmark = pytest.mark.vllm
 
@@ -37,6 +39,7 @@ def answered(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     out = json.loads(done.stdout.splitlines()[-1])
+    out["folder"] = folder
     out["model"] = AutoModelForCausalLM.from_pretrained(
         Store(folder).open("tiny/policy@0").files.folder, dtype=torch.float32
     ).eval()
@@ -90,6 +93,32 @@ def test_end_tokens_are_kept_as_the_last_id(answered):
         ) + [ended]
         assert row["stop_reason"] == (str(row["completion_ids"][-1]) if ended else None)
         assert ended or len(row["completion_ids"]) == 48
+
+
+@pytest.mark.parametrize("name", ["stopped", "stopped late"])
+def test_a_stop_string_ends_a_row_at_the_same_id_as_in_transformers(answered, name):
+    policy = Store(answered["folder"]).open("tiny/policy@0")
+    engine = TransformersEngine(Setup(policy, GREEDY[name], STOPS, 128, "float32", "cpu"))
+    rows = answered["small"]["rows"]
+    expected = answers(engine, rows, list(range(0, len(rows), 2)))
+    for index, row in expected.items():
+        for field in ("completion_ids", "finish_reason", "stop_reason"):
+            assert answered[name][str(index)][field] == row[field]
+    reasons = {row["stop_reason"] for row in answered[name].values()}
+    assert reasons >= ({*PIECES} if name == "stopped" else {"us us", "ɽɽ"})
+
+
+def test_a_stop_strings_ids_and_logprobs_are_those_without_it(answered):
+    for index, row in answered["stopped"].items():
+        whole = answered["greedy"][index]
+        length = len(row["completion_ids"])
+        assert row["completion_ids"] == whole["completion_ids"][:length]
+        assert row["old_logprobs"] == pytest.approx(whole["old_logprobs"][:length], abs=1e-5)
+        if row["stop_reason"] in PIECES:
+            text = tokenizer().decode(row["completion_ids"])
+            assert row["finish_reason"] == "stop"
+            assert row["stop_reason"] in text
+            assert row["stop_reason"] not in tokenizer().decode(row["completion_ids"][:-1])
 
 
 def test_the_models_own_generation_config_does_not_apply(answered):

@@ -20,6 +20,13 @@ from tests.stages.generate.making import random_prompts
 from tests.tiny import EOS, make_folder
 
 STOPS = (EOS, *range(280, 300))
+PIECES = ("hW", "Th T", "us us", "]hhh", "ɽɽ", "Zal")
+GREEDY = {
+    "greedy": Sampling(temperature=0, max_tokens=48),
+    # pieces of what is answered greedily, most of them over the border of two ids
+    "stopped": Sampling(temperature=0, max_tokens=48, stop=PIECES),
+    "stopped late": Sampling(temperature=0, max_tokens=48, stop=PIECES, min_tokens=9),
+}
 HIDDEN = {
     "do_sample": True,
     "temperature": 0.05,
@@ -85,6 +92,7 @@ def answers(engine, rows: list[dict], indices: list[int]) -> dict[int, dict]:
             "completion_ids": done.completion_ids.tolist(),
             "old_logprobs": done.logprobs.tolist(),
             "finish_reason": done.finish_reason,
+            "stop_reason": done.stop_reason,
         }
         for done in engine.generate(requests)
     }
@@ -107,6 +115,9 @@ def main() -> None:
     )
     out["warm"] = answers(engine, rows, everything)
     out["alone"] = answers(engine, rows, [11])
+    for name, sampling in GREEDY.items():
+        engine.setup = dataclasses.replace(engine.setup, sampling=sampling)
+        out[name] = answers(engine, rows, everything[::2])
     engine.close()
     print(json.dumps(out))
 

@@ -14,7 +14,8 @@ from quiver.schemas.errors import ConfigError, SecurityError
 from quiver.stages.common.config import parse
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
-from quiver.stages.prompt.stage import Config, choose, resolve
+from quiver.stages.prompt.order import choose
+from quiver.stages.prompt.stage import Config, resolve
 from tests import tiny
 
 SUMS = [{"question": f"What is {n} plus 5?", "answer": n + 5, "key": f"sum-{n}"} for n in range(8)]

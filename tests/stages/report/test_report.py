@@ -126,13 +126,13 @@ def test_the_numbers_are_the_manifests(made):
     rows = [
         row
         for row in page.rows
-        if row[1:2] in (["bench/policy@1"], ["bench/policy@2"]) and len(row) == 9
+        if row[1:2] in (["bench/policy@1"], ["bench/policy@2"]) and len(row) == 10
     ]
-    assert [(row[0], row[2], row[6]) for row in rows] == [
+    assert [(row[0], row[2], row[7]) for row in rows] == [
         (str(each), f"bench/rollouts@{each}", number(numbers["approx_kl"]))
         for each, numbers in enumerate(updates, 1)
     ]
-    assert [row[8] for row in page.rows if row[1:2] == ["bench/policy@0"] and len(row) == 9] == [
+    assert [row[9] for row in page.rows if row[1:2] == ["bench/policy@0"] and len(row) == 10] == [
         before
     ]
     assert (
@@ -311,7 +311,7 @@ def test_a_second_run_stands_beside_it(made):
     other = dataclasses.replace(found, run="other", iterations=found.iterations[:1])
     page = Page(report.render(made, found, other, ["other scores less."]))
     assert "other scores less." in page.words
-    assert [row[0] for row in page.rows if len(row) == 9 and row[0].isdigit()] == [
+    assert [row[0] for row in page.rows if len(row) == 10 and row[0].isdigit()] == [
         *["0", "1", "2"],
         *["0", "1"],
     ]

@@ -1,0 +1,93 @@
+"""[data] refill: an iteration samples further prompts, round after round, until enough groups have
+contrast; the dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2).
+
+A group has contrast where its scored rewards are not all equal; only such a group teaches anything.
+Each round is a version of prompts, rollouts and rewards of its own, by the same policy. It takes
+the next `limit` rows of the data, and optimize learns from the rounds of the iteration together.
+
+Rounds are counted over the whole run, and their number decides rows and seeds: where iteration 1
+took rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all are, and a
+run that is started again walks the same way, by the manifests alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quiver.schemas.metrics import groups_with_contrast
+from quiver.stages.common.store import Store
+
+from .recipe import Recipe
+from .sampled import Sampled
+
+log = logging.getLogger("quiver")
+
+
+def fill_up(
+    recipe: Recipe,
+    first: Sampled,
+    earlier: Sequence[Sampled],
+    sample_round: Callable[[int, Sequence[Sampled]], Sampled],
+) -> Sampled:
+    """`first`, the first round of an iteration, with the further rounds that it takes; as it is
+    where the recipe has no [data] refill. `sample_round` makes the round of a number, which comes
+    after all rounds that it is given; `earlier` are those of the iterations before."""
+    refill = recipe.data.refill
+    if refill is None:
+        return first
+    store = Store(recipe.store).with_expired()
+    rounds: list[Sampled] = []
+    num_groups = 0
+    num_contrast = 0
+    num_scored = 0
+    reward_sum = 0.0
+    seconds: Counter[str] = Counter()
+    while num_contrast < refill.groups and len(rounds) < refill.max_rounds:
+        sampled = first
+        if rounds:
+            sampled = sample_round(rounds[-1].round + 1, [*earlier, *rounds])
+        manifest = store.open(sampled.rewards).manifest
+        groups = manifest.metrics["groups"]
+        sampled = replace(sampled, contrast_groups=groups_with_contrast(groups))
+        rounds.append(sampled)
+        num_groups += groups["count"]
+        num_contrast += sampled.contrast_groups
+        num_scored += manifest.status["scored"]
+        reward_sum += (sampled.reward_mean or 0.0) * manifest.status["scored"]
+        seconds.update(sampled.seconds)
+    is_short = num_contrast < refill.groups
+    log.log(
+        logging.WARNING if is_short else logging.INFO,
+        "%-22s %d of %d groups have contrast after %d of at most %d rounds%s",
+        f"refill {first.iteration}/{recipe.iterations}",
+        num_contrast,
+        num_groups,
+        len(rounds),
+        refill.max_rounds,
+        f"; data.refill asks for {refill.groups}" if is_short else "",
+    )
+    return replace(
+        rounds[0],
+        more=tuple(rounds[1:]),
+        reward_mean=reward_sum / num_scored if num_scored else None,
+        seconds=dict(seconds),
+    )
+
+
+def with_rounds(iteration: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an iteration as `quiver run --json` prints them: with [data] refill each round
+    by its number, references and groups with contrast, else nothing of rounds."""
+    rounds = [iteration, *iteration["more"]]
+    names = ("round", "prompts", "rollouts", "rewards", "contrast_groups")
+    printed = {
+        name: field
+        for name, field in iteration.items()
+        if name not in ("round", "contrast_groups", "more")
+    }
+    if iteration["contrast_groups"] is not None:
+        printed["rounds"] = [{name: each[name] for name in names} for each in rounds]
+    return printed

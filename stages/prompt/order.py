@@ -1,0 +1,121 @@
+"""Which rows of the source an iteration takes: the next ones of seeded shuffles, or, with a
+curriculum, those whose difficulty is right by what earlier rewards measured.
+
+    choose(rows=8, limit=4, seed=7, iteration=1)       # positions of the second four
+    choose_rows(config, group_ids, rewards, store)     # positions, and how the curriculum chose
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.store import Store, Version
+
+from .config import Config
+
+NEVER = "not asked"
+WITHIN = "within"
+OUTSIDE = "outside"
+
+
+def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]:
+    """Positions that `iteration` takes: the next `limit` of seeded shuffles that follow one
+    another, none of them twice."""
+    if limit is None:
+        return list(range(rows))
+    size = min(limit, rows)
+    return _shuffled(rows, size, seed, (iteration + 1) * size)[iteration * size :][:size]
+
+
+def _shuffled(rows: int, size: int, seed: int, length: int) -> list[int]:
+    """At least `length` positions of shuffles that follow one another, each of all rows.
+
+    Where an iteration of `size` rows goes over the end of an epoch, the next shuffle's first rows
+    are those that it does not hold yet. The generator is numpy's legacy one, whose stream is
+    frozen: the same seed means the same rows on every version.
+    """
+    order: list[int] = []
+    for epoch in range(length // rows + 1):
+        shuffle = np.random.RandomState([seed % 2**32, epoch]).permutation(rows).tolist()
+        num_open = len(order) % size  # rows of an iteration that the epoch before began
+        if num_open:
+            open_rows = set(order[-num_open:])
+            completing = [row for row in shuffle if row not in open_rows][: size - num_open]
+            shuffle = list(dict.fromkeys(completing + shuffle))
+        order += shuffle
+    return order
+
+
+def choose_rows(
+    config: Config, group_ids: Sequence[str], rewards: Sequence[Version], store: Store
+) -> tuple[list[int], dict[str, int]]:
+    """Positions that the iteration of `config` takes of the rows with these ids; and of how many of
+    them the curriculum says what, nothing without one. `rewards`: what earlier rounds measured,
+    oldest first. LineageError where these are of another source.
+
+    First come rows that none of the `rewards` has, in the order of `choose`, beginning with those
+    that it takes; then rows whose last mean reward lies within the curriculum's bounds, and last
+    the others: of each those that were not asked for the longest time.
+    """
+    num_rows = len(group_ids)
+    curriculum = config.curriculum
+    if curriculum is None or config.limit is None:
+        return choose(num_rows, config.limit, config.seed, config.iteration), {}
+    measured: dict[str, tuple[str, int]] = {}
+    for age, version in enumerate(rewards):
+        _require_same_source(config, version, store)
+        table = version.table(["group_id", "reward"])
+        for row in table.group_by("group_id").aggregate([("reward", "mean")]).to_pylist():
+            mean = row["reward_mean"]
+            # a row that could not be scored is neither too easy nor too hard
+            is_within = mean is None or curriculum.low <= mean <= curriculum.high
+            measured[row["group_id"]] = WITHIN if is_within else OUTSIDE, age
+    size = min(config.limit, num_rows)
+    start = config.iteration * size
+    in_turn = dict.fromkeys(_shuffled(num_rows, size, config.seed, start + 2 * num_rows)[start:])
+    judged = {row: measured.get(group_ids[row], (NEVER, 0)) for row in in_turn}
+    places = (NEVER, WITHIN, OUTSIDE)
+    order = sorted(in_turn, key=lambda row: (places.index(judged[row][0]), judged[row][1]))
+    counts = Counter(judged[row][0] for row in order[:size])
+    return order[:size], {place: counts[place] for place in places}
+
+
+def open_rewards(config: Config, store: Store, refs: str | list[str] | None) -> dict[str, Version]:
+    """The rewards that a curriculum goes by, by role: `rewards`, `rewards.2`, … ConfigError where
+    there are some and no curriculum."""
+    names = [refs] if isinstance(refs, str) else refs or []
+    if names and config.curriculum is None:
+        raise ConfigError(
+            "data.curriculum",
+            "rewards are given, and nothing says which rows they make right",
+            next="quiver keys data.curriculum",
+        )
+    return {
+        f"rewards.{number}" if number > 1 else "rewards": store.open(name)
+        for number, name in enumerate(names, 1)
+    }
+
+
+def _require_same_source(config: Config, rewards: Version, store: Store) -> None:
+    """LineageError where `rewards` are of prompts of another source, whose group ids mean other
+    rows."""
+    with_expired = store.with_expired()  # a manifest is enough
+    manifest = rewards.manifest
+    for role in ("rollouts", "prompts"):
+        source = manifest.input(role)
+        if source is None:
+            break
+        manifest = with_expired.open(source.ref).manifest
+    names = ("source_sha256", "group_id", "group_prefix")
+    expected = {name: getattr(config, name) for name in names}
+    if {name: manifest.config.get(name) for name in names} != expected:
+        raise LineageError(
+            str(rewards.ref),
+            f"measured rows of {manifest.config.get('source', 'no prompts that are known')}, not "
+            f"those of {config.source} as it is now",
+            next="name rewards of the same rows, or none",
+        )

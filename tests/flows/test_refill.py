@@ -1,0 +1,326 @@
+"""[data] refill: rounds of sampling until enough groups have contrast. Which rows each asks, what is
+learned from, and that a run that was stopped goes on to the same end."""
+
+import json
+from collections import defaultdict
+
+import pyarrow as pa
+import pytest
+
+from quiver.flows import post_train
+from quiver.flows.nightly import begin
+from quiver.flows.pages.iterations import page
+from quiver.flows.placement import stage_call
+from quiver.flows.recipe import load
+from quiver.flows.tasks import tagged
+from quiver.schemas.errors import ConfigError
+from quiver.schemas.metrics import groups_with_contrast
+from quiver.stages.common.runtime import runner
+from quiver.stages.common.store import Store
+from quiver.stages.prompt.order import choose
+from quiver.stages.report.gather import gather
+from quiver.stages.report.stage import render
+from quiver.stages.reward.measures import groups
+from tests.flows.conftest import RECIPE, quiver, write_recipe
+from tests.tiny import make_folder
+
+ROWS = 24
+CONTRAST = '''
+def third(completion_ids, answer, **_):
+    """Different rewards for the answers to every third question, else equal ones."""
+    return [
+        sum(t % 2 == 0 for t in ids) / len(ids) if number % 3 == 0 else 0.5
+        for ids, number in zip(completion_ids, answer)
+    ]
+'''
+SETTINGS = (
+    "data.held_out=null",
+    "data.refill={groups=3,max_rounds=3}",
+    "reward.functions=[{use='rewards.py:third'}]",
+)
+
+
+def write(folder):
+    """The recipe with all that it names."""
+    if not folder.exists():
+        folder.mkdir()
+        make_folder(folder / "model")
+    (folder / "recipe.toml").write_text(RECIPE)
+    rows = [{"question": f"What is {a} plus 5?", "answer": a} for a in range(ROWS)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(CONTRAST)
+    return folder
+
+
+class Stages:
+    """Runs the stages of a flow in this process, without Prefect around them, and finds what is
+    finished as it does. After `calls` of them the flow is stopped."""
+
+    def __init__(self, calls: int = 1000) -> None:
+        self.calls = calls
+        self.num_made = 0
+
+    def perform(self, recipe, stage, config, refs, *, into=None, force=False, **_):
+        if not self.calls:
+            raise KeyboardInterrupt
+        self.calls -= 1
+        call = stage_call(recipe, stage, config, refs, into=into, force=force).runner_call
+        outcome = runner.find(call, expired=True) or runner.perform(call, Store(recipe.store))
+        self.num_made += not outcome.cached
+        return outcome
+
+
+def improve(monkeypatch, folder, *settings, stages=None, **about) -> list[dict]:
+    """The iterations of a recipe in `folder`, as `quiver run` prints them."""
+    monkeypatch.chdir(folder)
+    stages = stages or Stages()
+    monkeypatch.setattr(post_train, "perform", stages.perform)
+    recipe = load("recipe.toml", [*SETTINGS, *settings]).resolved()
+    with tagged(recipe, expired=True):
+        base = stages.perform(recipe, "policy", recipe.policy, {}).ref
+        iterations = post_train.improve(recipe, base, base, **about)
+    return [iteration.to_json() for iteration in iterations]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder in which a run was stopped after each of its stages, up to the second round of its
+    second iteration."""
+    folder = write(tmp_path_factory.mktemp("refill") / "work")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for calls in range(1, 14):
+            with pytest.raises(KeyboardInterrupt):
+                improve(monkeypatch, folder, stages=Stages(calls))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(folder) -> list[dict]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return improve(monkeypatch, folder)
+
+
+def contrast_of(store: Store, rewards: str) -> set[str]:
+    """The groups of a rewards version whose rewards are not all equal."""
+    found = defaultdict(set)
+    for row in store.open(rewards).table().to_pylist():
+        found[row["group_id"]].add(row["reward"])
+    return {group for group, values in found.items() if len(values) > 1}
+
+
+def test_rounds_follow_until_enough_groups_have_contrast(folder, done):
+    store = Store(folder / "store")
+    counts = []
+    for iteration in done:
+        found = [len(contrast_of(store, each["rewards"])) for each in iteration["rounds"]]
+        assert [each["contrast_groups"] for each in iteration["rounds"]] == found
+        assert sum(found[:-1]) < 3
+        assert sum(found) >= 3 or len(found) == 3
+        assert iteration["prompts"] == iteration["rounds"][0]["prompts"]
+        counts.append(len(found))
+    assert max(counts) > 1
+    assert store.numbers("tiny", "rollouts") == list(range(1, sum(counts) + 1))
+
+
+def test_each_round_asks_the_next_rows(folder, done):
+    store = Store(folder / "store")
+    rounds = [each for iteration in done for each in iteration["rounds"]]
+    assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
+    asked = []
+    for number, each in enumerate(rounds):
+        rows = store.open(each["prompts"]).table()["group_id"].to_pylist()
+        assert rows == [f"{row:06d}" for row in choose(ROWS, 4, 7, number)]
+        asked += rows
+    assert len(set(asked)) == len(asked), "no row is asked twice before all were"
+
+
+def test_the_policy_learns_from_the_contrast_of_all_rounds(folder, done):
+    store = Store(folder / "store")
+    for number, iteration in enumerate(done, 1):
+        policy = store.open(iteration["policy"])
+        inputs = {entry.role: entry.ref for entry in policy.manifest.inputs}
+        for position, each in enumerate(iteration["rounds"], 1):
+            suffix = f".{position}" if position > 1 else ""
+            assert inputs.pop(f"rollouts{suffix}") == each["rollouts"]
+            assert inputs.pop(f"rewards{suffix}") == each["rewards"]
+            sampler = store.open(each["rollouts"]).manifest.model("policy").ref
+            assert sampler == f"tiny/policy@{number - 1}"
+        assert inputs == {"policy": f"tiny/policy@{number - 1}"}
+        table = store.open(policy.manifest.metrics["advantages"]).table().to_pylist()
+        kept = {row["rollout_id"] for row in table if row["kept"]}
+        expected = set()
+        for each in iteration["rounds"]:
+            groups = contrast_of(store, each["rewards"])
+            rows = store.open(each["rollouts"]).table().to_pylist()
+            expected |= {row["rollout_id"] for row in rows if row["group_id"] in groups}
+        assert kept == expected
+        assert {row["drop_reason"] for row in table} == {None, "zero_variance"}
+
+
+def test_the_mean_reward_is_that_of_all_rounds(folder, done):
+    store = Store(folder / "store")
+    for iteration in done:
+        rewards = [
+            reward
+            for each in iteration["rounds"]
+            for reward in store.open(each["rewards"]).table()["reward"].to_pylist()
+        ]
+        mean = sum(rewards) / len(rewards)
+        assert iteration["reward_mean"] == pytest.approx(mean, abs=1e-6)
+        (gathered,) = [
+            each
+            for each in gather(store, "tiny").iterations
+            if each.policy.ref == iteration["policy"]
+        ]
+        assert gathered.reward_mean == pytest.approx(mean, abs=1e-6)
+
+
+def test_again_and_further(folder, done, monkeypatch):
+    """What is finished is found; one more iteration begins with the next round."""
+    store = Store(folder / "store")
+    stages = Stages()
+    again = improve(monkeypatch, folder, stages=stages)
+    assert stages.num_made == 0
+    assert without_seconds(again) == without_seconds(done)
+    before = {str(version.ref) for version in store.versions()}
+    longer = improve(monkeypatch, folder, "iterations=3")
+    assert without_seconds(longer[:2]) == without_seconds(done)
+    last = done[-1]["rounds"][-1]["round"]
+    added = [each["round"] for each in longer[2]["rounds"]]
+    assert added == list(range(last + 1, last + 1 + len(added)))
+    refs = {str(version.ref) for version in store.versions()} - before
+    assert len(refs) == 3 * len(added) + 3
+
+
+def without_seconds(iterations: list[dict]) -> list[dict]:
+    return [{**iteration, "seconds": None} for iteration in iterations]
+
+
+def test_an_undisturbed_run_makes_the_same(folder, done, tmp_path, monkeypatch):
+    other = improve(monkeypatch, write(tmp_path / "other"))
+    assert without_seconds(other) == without_seconds(done)
+    one, two = Store(folder / "store"), Store(tmp_path / "other/store")
+    for ref in (done[-1]["policy"], done[-1]["rounds"][-1]["rewards"]):
+        assert one.open(ref).manifest.content_hash == two.open(ref).manifest.content_hash
+
+
+def test_with_overlap_all_rounds_of_an_iteration_are_one_policy_behind(folder, done, monkeypatch):
+    behind = improve(monkeypatch, folder, "overlap=1", "optimize.max_staleness=1", "run=behind")
+    rounds = [each for iteration in behind for each in iteration["rounds"]]
+    assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
+    store = Store(folder / "store")
+    for iteration, number in zip(behind, (0, 0), strict=True):
+        samplers = {
+            store.open(each["rollouts"]).manifest.model("policy").ref
+            for each in iteration["rounds"]
+        }
+        assert samplers == {f"behind/policy@{number}"}
+
+
+def test_replay_takes_all_rounds_and_the_report_tells_them_apart(folder, done, monkeypatch):
+    replayed = improve(
+        monkeypatch, folder, "optimize.replay=1", "optimize.max_staleness=1", "run=replayed"
+    )
+    store = Store(folder / "store")
+    policy = store.open(replayed[1]["policy"]).manifest
+    rounds = [each["rollouts"] for iteration in replayed[::-1] for each in iteration["rounds"]]
+    entries = [entry for entry in policy.inputs if entry.role.startswith("rollouts")]
+    assert [entry.ref for entry in entries] == rounds
+    iterations = gather(store, "replayed").iterations
+    for iteration, gathered in zip(replayed, iterations, strict=True):
+        refs = [manifest.ref for manifest in gathered.of_kind("rollouts")]
+        assert refs == [each["rollouts"] for each in iteration["rounds"]]
+
+
+def test_a_night_goes_on_behind_the_last_round_of_a_decided_one(folder, done, monkeypatch):
+    monkeypatch.chdir(folder)
+    settings = [SETTINGS[1], "data.held_out={source='questions.jsonl',split='test'}", "run=night"]
+    recipe = load("recipe.toml", settings)
+    store = Store(recipe.store)
+    assert (begin(recipe, "1").first, begin(recipe, "1").first_round) == (1, 1)
+    about = {"decision": "kept", "iteration": 2, "round": 5}
+    store.tag("night", "prod", "tiny/policy@0", expected=None, why="no", key="night 1", about=about)
+    assert (begin(recipe, "2").first, begin(recipe, "2").first_round) == (3, 6)
+    iterations = improve(monkeypatch, folder, "run=night", "iterations=3", first=3, first_round=6)
+    assert iterations[0]["rounds"][0]["round"] == 6
+
+
+@pytest.mark.prefect
+def test_from_the_shell(folder, done, tmp_path):
+    """All of it is found by the command, which prints the same."""
+    (write_recipe(tmp_path / "other") / "prefect").rename(folder / "prefect")
+    options = [part for setting in SETTINGS for part in ("--set", setting)]
+    answer = quiver(folder, "run", "recipe.toml", *options)
+    assert without_seconds(answer["iterations"]) == without_seconds(done)
+    assert "rounds of sampling" in (folder / "store/tiny/report.html").read_text()
+
+
+def test_page_and_report_tell_of_the_rounds(folder, done):
+    store = Store(folder / "store")
+    gathered = gather(store, "tiny")
+    for iteration, each in zip(done, gathered.iterations, strict=False):
+        num_contrast = sum(one["contrast_groups"] for one in iteration["rounds"])
+        num_groups = 4 * len(iteration["rounds"])
+        assert each.contrast == (num_contrast, num_groups)
+        assert f"<td>{num_contrast} of {num_groups}</td>" in render(store, gathered)
+        refs = ", ".join(one["rollouts"] for one in iteration["rounds"])
+        assert f"<td>{refs}</td>" in render(store, gathered)
+        table = page("tiny", done, None)["markdown"]
+        assert f" | {len(iteration['rounds'])} | {num_contrast} |" in table
+    assert "rounds of sampling" in render(store, gathered)
+
+
+def test_a_run_without_it_has_the_rounds_of_before(folder, done, monkeypatch):
+    """Its first iteration finds what the first round of the filled up one is."""
+    plain = improve(monkeypatch, folder, "data.refill=null", "iterations=1")
+    assert plain[0]["rewards"] == done[0]["rewards"]
+    assert "rounds" not in plain[0] and "more" not in plain[0] and "round" not in plain[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.limit=null"], "data.refill takes the next rows of the data: set data.limit"),
+        (["data.refill={groups=13,max_rounds=3}"], "3 rounds of data.limit = 4 prompts have 12"),
+        (["optimize.algorithm=ppo"], "which optimize.algorithm does not compare"),
+        (["optimize.algorithm=remax"], "which optimize.algorithm does not compare"),
+        (["data.refill={groups=0}"], "data.refill.groups"),
+        (["data.refill={max_rounds=2}"], "data.refill.groups is missing"),
+    ],
+)
+def test_what_could_never_be_filled_up_is_refused(tmp_path, settings, said):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "recipe.toml", [*SETTINGS[:2], *settings])
+    assert said in caught.value.message
+
+
+def test_groups_without_contrast_are_left_out_unless_the_recipe_says_otherwise(tmp_path):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    path = tmp_path / "recipe.toml"
+    assert load(path).optimize_config().drop_zero_variance is None
+    assert load(path, SETTINGS).optimize_config().drop_zero_variance is True
+    kept = load(path, [*SETTINGS, "optimize.drop_zero_variance=false"])
+    assert kept.optimize_config().drop_zero_variance is False
+    assert not hasattr(load(path, SETTINGS).prompt_config(3), "refill")
+    assert load(path, SETTINGS).prompt_config(3).key() == load(path).prompt_config(3).key()
+
+
+def test_groups_with_contrast_are_those_whose_scored_rewards_differ():
+    rewards = {
+        "a": [1.0, 1.0],
+        "b": [0.0, 1.0],
+        "c": [None, 1.0],
+        "d": [0.0, None, 1.0],
+        "e": [2.0] * 3,
+    }
+    rows = [(group, reward) for group, values in rewards.items() for reward in values]
+    table = pa.table(
+        {
+            "rollout_id": [str(number) for number in range(len(rows))],
+            "group_id": [group for group, _ in rows],
+            "reward": pa.array([reward for _, reward in rows], pa.float32()),
+        }
+    )
+    assert groups_with_contrast(groups(table)) == 2
+    assert groups_with_contrast(groups(table.slice(0, 0))) == 0

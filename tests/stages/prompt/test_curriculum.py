@@ -1,0 +1,168 @@
+"""[data] curriculum: which rows are asked by what earlier rewards measured of them."""
+
+import json
+
+import pytest
+
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.common.config import parse
+from quiver.stages.common.runtime.runner import run_stage
+from quiver.stages.prompt.order import NEVER, OUTSIDE, WITHIN, choose
+from quiver.stages.prompt.stage import Config
+from tests.stages.optimize.world import write_rewards
+
+ROWS = 8
+MIDDLE = {"low": 0.25, "high": 0.75, "iterations": 9}
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write(tmp_path / "rows.jsonl", "What is {} plus 5?")
+
+
+def write(path, question):
+    rows = [{"question": question.format(number)} for number in range(ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prompts_of(store, source, iteration, *rewards, curriculum=MIDDLE, **fields):
+    """The prompts version of an iteration that takes four rows."""
+    about = {"source": source, "prompt": "question", "limit": 4, "seed": 7, "iteration": iteration}
+    config = Config(**{**about, "curriculum": curriculum, **fields})
+    refs = {"rewards": [str(version.ref) for version in rewards]} if rewards else {}
+    ref = run_stage("prompt", config, store, in_process=True, policy="tiny/policy@0", **refs)
+    return store.open(ref)
+
+
+def score(store, prompts, *means):
+    """Rewards of two answers to each prompt, by the row's number: of these means; None: no
+    answer is scored."""
+    config = {"engine": "scripted", "samples_per_prompt": 2, "sampling": {"max_tokens": 8}}
+    refs = {"prompts": prompts.ref, "policy": "tiny/policy@0"}
+    rollouts = store.open(run_stage("generate", config, store, in_process=True, **refs))
+
+    def reward(row):
+        mean = means[int(row["group_id"]) % len(means)]
+        return mean if mean is None else mean + 0.1 * (-1) ** row["sample_index"]
+
+    return write_rewards(store, rollouts, reward)
+
+
+def rows_of(prompts) -> list[int]:
+    return [int(group) for group in prompts.table()["group_id"].to_pylist()]
+
+
+def counts(prompts) -> tuple[int, ...]:
+    """Of how many rows it is said that they were not asked, lie within, lie outside."""
+    found = prompts.manifest.metrics["curriculum"]
+    return tuple(found[name] for name in (NEVER, WITHIN, OUTSIDE))
+
+
+def test_rows_that_were_never_asked_come_in_their_usual_order(store, policy, source):
+    first = prompts_of(store, source, 0)
+    assert rows_of(first) == choose(ROWS, 4, 7, 0)
+    second = prompts_of(store, source, 1, score(store, first, 0.5))
+    assert rows_of(second) == choose(ROWS, 4, 7, 1)
+    assert counts(first) == counts(second) == (4, 0, 0)
+
+
+def test_then_those_within_the_bounds_and_the_longest_unasked_first(store, policy, source):
+    first = prompts_of(store, source, 0)
+    second = prompts_of(store, source, 1, scored := score(store, first, 0.5, 1.0))
+    others = score(store, second, 0.5, 0.0)
+    third = prompts_of(store, source, 2, scored, others)
+    even = [row for version in (first, second) for row in rows_of(version) if row % 2 == 0]
+    assert len(even) == 4
+    assert set(rows_of(third)) == set(even)
+    asked_first = {row for row in rows_of(first) if row % 2 == 0}
+    assert set(rows_of(third)[: len(asked_first)]) == asked_first
+    assert counts(third) == (0, 4, 0)
+
+
+def test_where_too_few_lie_within_the_others_fill_the_iteration(store, policy, source):
+    first = prompts_of(store, source, 0)
+    scored = score(store, first, 1.0)
+    others = score(store, prompts_of(store, source, 1, scored), 0.5, *[0.0] * 7)
+    third = prompts_of(store, source, 2, scored, others)
+    assert counts(third) == ((0, 1, 3) if 0 not in rows_of(first) else (0, 0, 4))
+    outside = rows_of(third)[counts(third)[1] :]
+    assert set(outside) <= set(rows_of(first)), "those that were asked first wait the longest"
+
+
+def test_bounds_are_within(store, policy, source):
+    first = prompts_of(store, source, 0)
+    scored = score(store, first, 0.25, 0.75)
+    config = {**MIDDLE, "low": 0.25, "high": 0.75}
+    whole = prompts_of(store, source, 1, scored, curriculum=config, limit=8)
+    assert counts(whole) == (4, 4, 0)
+
+
+def test_the_last_mean_counts_and_what_is_not_given_is_forgotten(store, policy, source):
+    first = prompts_of(store, source, 0)
+    hard = score(store, first, 0.0)
+    right = score(store, first, 0.5)
+    whole = {"limit": 8}
+    assert counts(prompts_of(store, source, 1, hard, right, **whole)) == (4, 4, 0)
+    assert counts(prompts_of(store, source, 1, right, hard, **whole)) == (4, 0, 4)
+    second = score(store, prompts_of(store, source, 1, hard), 0.5)
+    third = prompts_of(store, source, 2, second)
+    assert set(rows_of(third)) == set(rows_of(first)), "what was too hard has its turn again"
+    assert counts(third) == (4, 0, 0)
+
+
+def test_a_row_that_could_not_be_scored_is_neither_too_easy_nor_too_hard(store, policy, source):
+    scored = score(store, prompts_of(store, source, 0), None)
+    assert counts(prompts_of(store, source, 1, scored, limit=8)) == (4, 4, 0)
+
+
+def test_the_lineage_and_the_key_name_the_rewards(store, policy, source):
+    first = prompts_of(store, source, 0)
+    one, two = score(store, first, 0.5), score(store, first, 0.4)
+    chosen = prompts_of(store, source, 1, one, two)
+    inputs = {entry.role: entry.ref for entry in chosen.manifest.inputs}
+    assert inputs == {"rewards": str(one.ref), "rewards.2": str(two.ref)}
+    assert prompts_of(store, source, 1, one, two).ref == chosen.ref
+    assert prompts_of(store, source, 1, two, one).ref != chosen.ref
+    longer = {**MIDDLE, "iterations": 50}
+    assert prompts_of(store, source, 1, one, two, curriculum=longer).ref == chosen.ref
+    assert prompts_of(store, source, 1, one, two, curriculum={**MIDDLE, "low": 0}).ref != chosen.ref
+
+
+def test_keys_of_before_do_not_move(source):
+    plain = Config(source=source, prompt="question", limit=4)
+    assert "curriculum" not in plain.key()
+    chosen = plain.model_copy(
+        update={
+            "curriculum": parse(
+                Config, {"source": source, "limit": 4, "curriculum": MIDDLE}, "data"
+            ).curriculum
+        }
+    )
+    assert chosen.key() == {**plain.key(), "curriculum": {"low": 0.25, "high": 0.75}}
+
+
+def test_rewards_of_other_rows_are_refused(store, policy, source, tmp_path):
+    scored = score(store, prompts_of(store, source, 0), 0.5)
+    other = write(tmp_path / "other.jsonl", "How much is {}?")
+    with pytest.raises(LineageError, match=r"measured rows of .*rows.jsonl"):
+        prompts_of(store, other, 1, scored)
+    with pytest.raises(LineageError, match="measured rows of"):
+        prompts_of(store, source, 1, scored, group_prefix="b-")
+    with pytest.raises(ConfigError, match="nothing says which rows they make right"):
+        prompts_of(store, source, 1, scored, curriculum=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"limit": None}, "set limit"),
+        ({"curriculum": {**MIDDLE, "low": 0.8}}, "low 0.8 is above high 0.75"),
+        ({"curriculum": {"low": 0.0, "high": 1.0}}, "curriculum.iterations is missing"),
+    ],
+)
+def test_what_could_choose_nothing_is_refused(fields, said):
+    given = {"source": "rows.jsonl", "limit": 4, "curriculum": MIDDLE, **fields}
+    with pytest.raises(ConfigError) as caught:
+        parse(Config, given, "data", is_section=True)
+    assert said in caught.value.message
