@@ -271,10 +271,12 @@ def set_mode(model: nn.Module, mode: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    has_caps = any(getattr(config, "attn_logit_softcapping", None) for config in configs)
     if mode != "single":
         implementation = NAME
-    elif getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        implementation = "eager"  # sdpa would leave the cap out, in silence
+    elif has_caps or not model._supports_sdpa:
+        implementation = "eager"  # sdpa would leave the caps out, in silence
     else:
-        implementation = "sdpa" if model._supports_sdpa else "eager"
+        implementation = "sdpa"
     model.set_attn_implementation(implementation)

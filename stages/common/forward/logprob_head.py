@@ -46,13 +46,17 @@ class Shaping:
     @classmethod
     def of(cls, config) -> Shaping:
         """From a model's config: Gemma's `final_logit_softcapping` (RecurrentGemma and xLSTM have
-        other names for it), Cohere's `logit_scale`, Granite's `logits_scaling`, and T5's d_model ** -0.5, which it takes only where the head is
-        (or once was) the embedding itself."""
+        other names for it), Cohere's `logit_scale`, Granite's `logits_scaling`, Inkling's
+        `logits_mup_width_multiplier`, and T5's d_model ** -0.5, which it takes only where the head
+        is (or once was) the embedding itself."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1.0
         for name in ("logits_scaling", "logits_mup_width_multiplier"):
             scale /= getattr(text, name, None) or 1.0
-        tied = getattr(text, "tie_word_embeddings", False) and text.model_type in ("umt5", "switch_transformers")
+        tied = getattr(text, "tie_word_embeddings", False) and text.model_type in (
+            "umt5",
+            "switch_transformers",
+        )
         if getattr(text, "scale_decoder_outputs", tied):
             scale *= text.d_model**-0.5
         for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):

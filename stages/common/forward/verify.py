@@ -1,9 +1,9 @@
 """What is tried out on real rollouts before a stage relies on it: the packing and the attention
 kernel.
 
-`choose_mode` asks `judge` (architecture.py) which way of packing suits the architecture, compares it
-on real rollouts with the model's own forward pass, one rollout at a time, and takes the fastest
-that agrees; so an architecture that the block attention does not suit costs speed, never
+`choose_mode` asks `judge` (architecture.py) which ways of packing suit the architecture, compares
+them on real rollouts with the model's own forward pass, one rollout at a time, and takes the
+fastest that agrees; so an architecture that the block attention does not suit costs speed, never
 correctness. `choose_kernel` measures, on a GPU in bfloat16, torch's fused kernels on
 blocks against one kernel for sequences of any lengths, on what attention is really given for the
 first micro-batch: the faster one is taken, if it gives the numbers of attention in float32.
@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.models.folder import says_no_memory
 
 from .architecture import FAILURES, judge, own_logprobs
@@ -75,16 +75,17 @@ def choose_mode(
     policy.autocast = policy.fast = False
     try:
         policy.set_mode("single")
-        expected = [
-            own_logprobs(
-                policy.model,
-                sequences.prompts[row],
-                sequences.completions[row][:_MOST_TOKENS],
-                float(sequences.temperature[row]),
-                policy.decoder_start_id,
-            ).cpu()
-            for row in range(len(rows))
-        ]
+        with _forward_errors(policy.model):
+            expected = [
+                own_logprobs(
+                    policy.model,
+                    sequences.prompts[row],
+                    sequences.completions[row][:_MOST_TOKENS],
+                    float(sequences.temperature[row]),
+                    policy.decoder_start_id,
+                ).cpu()
+                for row in range(len(rows))
+            ]
         for mode in MODES[MODES.index(preferred) :]:
             gap = largest_gap(policy, mode, sequences, prompt_numbers, expected)
             if gap <= TOLERANCE:
@@ -103,6 +104,22 @@ def choose_mode(
         next="use an architecture whose logits are output_embedding(last hidden state), scaled or "
         "soft-capped at most",
     )
+
+
+@contextmanager
+def _forward_errors(model: nn.Module) -> Iterator[None]:
+    """Turn what modeling code raises at plain rows of text into ConfigError about the model."""
+    try:
+        yield
+    except FAILURES as error:
+        if says_no_memory(error):
+            raise
+        raise ConfigError(
+            f"model {type(model).__name__}",
+            f"its forward pass over one row of ids fails: {type(error).__name__}: "
+            f"{printable(error)}",
+            next="name a causal language model",
+        ) from error
 
 
 def depends_on_length(config) -> bool:
