@@ -256,13 +256,16 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
-    """`model` without its head. Some models name another part than they have as their base."""
+    """`model` without its head. Llama 4 names another part than it has as its base: then it is the
+    part with the embeddings."""
     from transformers import PreTrainedModel
 
-    if model.base_model is model:
+    is_whole = model.base_model is model and model.get_output_embeddings() is not None
+    if is_whole and not model.config.is_encoder_decoder:
+        embeddings = model.get_input_embeddings()
         for part in model.children():
-            if isinstance(part, PreTrainedModel):
-                return part
+            if isinstance(part, PreTrainedModel) and embeddings in part.modules():
+                return trunk_of(part)
     return model.base_model
 
 
