@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.common.forward import attention
 from quiver.stages.common.store import Version
 
 from . import optimizer as adamw
@@ -46,9 +47,10 @@ def trunk_of(model: nn.Module) -> nn.Module:
     """`model` without its output embedding, which no value needs: each weight that is left has a
     gradient."""
     # T5 and its kin hold encoder, decoder and output embedding side by side
-    if model.base_model is model:
+    trunk = attention.trunk_of(model)
+    if trunk is model:
         model.set_output_embeddings(None)
-    return model.base_model
+    return trunk
 
 
 def with_trunk(head: ValueHead, trunk: nn.Module | None) -> nn.Module:

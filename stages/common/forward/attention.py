@@ -27,6 +27,9 @@ kernel."""
 _KEPT_ITEMS = 6 * 1024 * 1024
 """The most attention weights of one block that a CPU keeps in bfloat16 however long it is: the
 fused kernel takes twice the time."""
+_WITHOUT_EFFECT = ("dropout", "is_causal", "output_attentions", "position_ids", "use_cache")
+"""Options of transformers' interface that change nothing here: no dropout is left on, and attention
+is causal."""
 _ROWS = 128
 """Queries that a CPU computes at once where later keys are hidden from all of them."""
 
@@ -44,16 +47,15 @@ def block_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
-    **_,
+    **options,
 ) -> tuple[Tensor, None]:
     """Attention of transformers' interface over one row: queries [1, H, N, e], keys and values
     [1, h, N, e] -> [1, N, H, e]."""
-    refused = (attention_mask, softcap, s_aux, position_bias)
-    if any(option is not None for option in refused):
-        raise NotImplementedError(
-            "block attention knows no masks, logit caps, sinks or position biases of the model's "
-            "own"
-        )
+    options |= {"masks": attention_mask, "logit caps": softcap, "sinks": s_aux}
+    options["position biases"] = position_bias
+    for name, option in options.items():
+        if option is not None and name not in _WITHOUT_EFFECT:
+            raise NotImplementedError(f"block attention knows no {name}")
     queries, keys, values = (states[0].transpose(0, 1) for states in (queries, keys, values))
     if layout.runs is not None:
         return attend_runs(queries, keys, values, layout.runs, sliding_window, scaling)[None], None
@@ -249,8 +251,22 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
     options = {}
     if not single:
         options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
-    output = model.base_model(input_ids=layout.ids, use_cache=False, **options)
+    output = trunk_of(model)(input_ids=layout.ids, use_cache=False, **options)
     return F.embedding(layout.predictors, output.last_hidden_state[0])
+
+
+def trunk_of(model: nn.Module) -> nn.Module:
+    """`model` without its head. Llama 4 names another part than it has as its base: then it is the
+    part with the embeddings."""
+    from transformers import PreTrainedModel
+
+    is_whole = model.base_model is model and model.get_output_embeddings() is not None
+    if is_whole and not model.config.is_encoder_decoder:
+        embeddings = model.get_input_embeddings()
+        for part in model.children():
+            if isinstance(part, PreTrainedModel) and embeddings in part.modules():
+                return trunk_of(part)
+    return model.base_model
 
 
 def set_mode(model: nn.Module, mode: str) -> None:
@@ -258,10 +274,12 @@ def set_mode(model: nn.Module, mode: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    has_caps = any(getattr(config, "attn_logit_softcapping", None) for config in configs)
     if mode != "single":
         implementation = NAME
-    elif getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        implementation = "eager"  # sdpa would leave the cap out, in silence
+    elif has_caps or not model._supports_sdpa:
+        implementation = "eager"  # sdpa would leave the caps out, in silence
     else:
         implementation = "sdpa"
     model.set_attn_implementation(implementation)

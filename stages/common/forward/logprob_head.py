@@ -45,16 +45,24 @@ class Shaping:
 
     @classmethod
     def of(cls, config) -> Shaping:
-        """From a model's config: Gemma's `final_logit_softcapping`, Cohere's `logit_scale`,
-        Granite's `logits_scaling`, and T5's d_model ** -0.5, which it takes only where the head is
-        (or once was) the embedding itself."""
+        """From a model's config: Gemma's `final_logit_softcapping` (RecurrentGemma and xLSTM have
+        other names for it), Cohere's `logit_scale`, Granite's `logits_scaling`, Inkling's
+        `logits_mup_width_multiplier`, and T5's d_model ** -0.5, which it takes only where the head
+        is (or once was) the embedding itself."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or 1.0
-        scale /= getattr(text, "logits_scaling", None) or 1.0
-        tied = text.tie_word_embeddings and text.model_type in ("umt5", "switch_transformers")
+        for name in ("logits_scaling", "logits_mup_width_multiplier"):
+            scale /= getattr(text, name, None) or 1.0
+        tied = getattr(text, "tie_word_embeddings", False) and text.model_type in (
+            "umt5",
+            "switch_transformers",
+        )
         if getattr(text, "scale_decoder_outputs", tied):
             scale *= text.d_model**-0.5
-        return cls(scale, getattr(text, "final_logit_softcapping", None))
+        for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+            if getattr(text, name, None):
+                return cls(scale, getattr(text, name))
+        return cls(scale)
 
 
 def completion_logprobs(

@@ -1,9 +1,10 @@
 """What is tried out on real rollouts before a stage relies on it: the packing and the attention
 kernel.
 
-`choose_mode` compares each way of packing with the model's own forward pass, one rollout at a time,
-and takes the fastest that agrees; so an architecture that the block attention does not suit costs
-speed, never correctness. `choose_kernel` measures, on a GPU in bfloat16, torch's fused kernels on
+`choose_mode` asks `judge` (architecture.py) which ways of packing suit the architecture, compares
+them on real rollouts with the model's own forward pass, one rollout at a time, and takes the
+fastest that agrees; so an architecture that the block attention does not suit costs speed, never
+correctness. `choose_kernel` measures, on a GPU in bfloat16, torch's fused kernels on
 blocks against one kernel for sequences of any lengths, on what attention is really given for the
 first micro-batch: the faster one is taken, if it gives the numbers of attention in float32.
 Everywhere else there are only blocks.
@@ -19,10 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.models.folder import says_no_memory
 
+from .architecture import FAILURES, judge, own_logprobs
 from .attention import MODES, NAME, block_attention
 from .layout import Layout, Sequences, make_layout
 from .packing import Piece
@@ -54,6 +57,11 @@ def choose_mode(
     The comparison is in float32, whatever the precision of the passes to come; so weights must
     still be.
     """
+    verdict = judge(policy.model.config)
+    verdict.require(f"model {type(policy.model).__name__}")
+    if MODES.index(preferred) < MODES.index(verdict.mode):
+        log.warning("packing %r is not used: %s", preferred, verdict.reason)
+        preferred = verdict.mode
     if preferred != "single" and policy.is_causal and depends_on_length(policy.model.config):
         log.warning(
             "packing: the model's positions depend on the length of the row, so one rollout runs "
@@ -67,7 +75,17 @@ def choose_mode(
     policy.autocast = policy.fast = False
     try:
         policy.set_mode("single")
-        expected = [_own_logprobs(policy, sequences, row) for row in range(len(rows))]
+        with _forward_errors(policy.model):
+            expected = [
+                own_logprobs(
+                    policy.model,
+                    sequences.prompts[row],
+                    sequences.completions[row][:_MOST_TOKENS],
+                    float(sequences.temperature[row]),
+                    policy.decoder_start_id,
+                ).cpu()
+                for row in range(len(rows))
+            ]
         for mode in MODES[MODES.index(preferred) :]:
             gap = largest_gap(policy, mode, sequences, prompt_numbers, expected)
             if gap <= TOLERANCE:
@@ -86,6 +104,22 @@ def choose_mode(
         next="use an architecture whose logits are output_embedding(last hidden state), scaled or "
         "soft-capped at most",
     )
+
+
+@contextmanager
+def _forward_errors(model: nn.Module) -> Iterator[None]:
+    """Turn what modeling code raises at plain rows of text into ConfigError about the model."""
+    try:
+        yield
+    except FAILURES as error:
+        if says_no_memory(error):
+            raise
+        raise ConfigError(
+            f"model {type(model).__name__}",
+            f"its forward pass over one row of ids fails: {type(error).__name__}: "
+            f"{printable(error)}",
+            next="name a causal language model",
+        ) from error
 
 
 def depends_on_length(config) -> bool:
@@ -118,24 +152,6 @@ def _probe(sequences: Sequences, prompt_numbers: Sequence[int]) -> list[int]:
     return rows + rows_of_another[:1]
 
 
-def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
-    """Logprobs of one rollout's first tokens, [_MOST_TOKENS] at most, from the logits that the
-    whole model gives; on the CPU."""
-    model = policy.model
-    prompt = sequences.prompts[row].long().to(model.device)
-    completion = sequences.completions[row][:_MOST_TOKENS].long().to(model.device)
-    if policy.is_causal:
-        ids = torch.cat([prompt, completion[:-1]])[None]
-        output = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion))
-    else:
-        start = torch.tensor([policy.decoder_start_id], device=model.device)
-        ids = torch.cat([start, completion[:-1]])[None]
-        output = model(input_ids=prompt[None], decoder_input_ids=ids, use_cache=False)
-    logits = output.logits[0, -len(completion) :].float()
-    logprobs = (logits / sequences.temperature[row]).log_softmax(-1)
-    return logprobs.gather(1, completion[:, None])[:, 0].cpu()
-
-
 def largest_gap(
     policy: Policy,
     mode: str,
@@ -149,7 +165,9 @@ def largest_gap(
     microbatches = policy.microbatches(range(len(expected)), prompt_numbers, sequences, 1 << 30)
     try:
         logprobs = sequences.completions.with_values(score(policy, microbatches, sequences))
-    except (NotImplementedError, TypeError) as error:
+    except FAILURES as error:
+        if says_no_memory(error):
+            raise
         log.warning("packing %r: %s", mode, error)
         return float("inf")
     gaps = [

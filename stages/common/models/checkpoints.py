@@ -25,6 +25,7 @@ from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.stages.common.config import Config as Base
 from quiver.stages.common.models import from_function
+from quiver.stages.common.models.families import require_trainable
 from quiver.stages.common.models.folder import (
     check_folder,
     convert_gguf,
@@ -115,6 +116,7 @@ def resolve(config: PolicyConfig) -> PolicyConfig:
         revision = commit or revision
         if path.is_dir():
             check_folder(path, config.model)
+            require_trainable(path, config.model)
         source_hash = digest(hash_files(_model_files(path), remembered=True))
     _require_hash(config, source_hash)
     return config.model_copy(update={"source_hash": source_hash, "revision": revision})
@@ -164,6 +166,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 for file in files:
                     shutil.copyfile(file, writer.folder / file.name)
             check_folder(writer.folder, config.model)
+        require_trainable(writer.folder, config.model)
     metrics: dict[str, Any] = {"parameters": count_parameters(writer.folder)}
     if commit:
         metrics["commit"] = commit

@@ -50,7 +50,8 @@ def load_model(
     attn_implementation: str = "sdpa",
 ) -> PreTrainedModel:
     """The model of a policy version in eval mode with every dropout at 0; hashes are checked first.
-    ConfigError where its files are not a model's.
+    A model without `sdpa` is loaded with the attention that it has. ConfigError where its files are
+    not a model's.
 
     Dropout is off in training too: the ratio π_θ / π_old must be 1 before the first update.
     """
@@ -60,7 +61,9 @@ def load_model(
     make_first_calls()
     verify_model(version)
     loader = AutoModelForSeq2SeqLM if is_encoder_decoder(version) else AutoModelForCausalLM
-    options = {"dtype": dtype, "attn_implementation": attn_implementation}
+    # None: sdpa where the model has it, eager elsewhere
+    attention = None if attn_implementation == "sdpa" else attn_implementation
+    options = {"dtype": dtype, "attn_implementation": attention}
     model = load_pretrained(loader, version.files.folder, str(version.ref), **options)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):

@@ -1,0 +1,323 @@
+"""Which architectures can be trained, and how: tried on a tiny model with random weights.
+
+The tiny model has every kind of layer and windows of a few tokens (shrink.py), so what goes wrong
+only in long rows, or hides behind weights that hardly use it, shows in rows of 42 tokens. Each way
+of packing must give the logprobs and the gradients of the model's own pass over one row. Which
+tokens a logprob depends on is tried too: a model that reads later ones is refused.
+
+    verdict = judge(model.config)     # mode "shared", "packed" or "single"; None: refused
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.models.folder import says_no_memory
+from quiver.stages.common.models.shrink import VOCABULARY, shrink
+from quiver.stages.common.ragged import Ragged
+
+from .attention import MODES, hidden_states, set_mode
+from .encoder_decoder import decoder_states, make_pairs, pack_pairs
+from .layout import Sequences, make_layout
+from .logprob_head import Shaping, completion_logprobs
+from .packing import Piece, make_pieces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+TOLERANCE = 1e-3
+"""Nats: the largest difference of logprobs that is rounding."""
+_GRADIENT_TOLERANCE = 1e-2
+"""The same of a gradient, as a share of its norm."""
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What modeling code raises at inputs that it is not made for."""
+_DIFFERENCES = {
+    "shared": "rollouts that share their prompt's tokens have other {}",
+    "packed": "rollouts behind each other in a row have other {}",
+    "single": "output embedding times last hidden state gives other {} than the model",
+}
+_verdicts: dict[str, Verdict] = {}
+"""Of each config that was judged by this process."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tiny model says of its architecture."""
+
+    mode: str | None
+    """The widest way of packing that is right: `shared`, `packed` or `single`. None: none is."""
+    reason: str = ""
+    """Why it is no wider one."""
+    advice: str = "name a causal language model"
+    """What to do where it is refused."""
+    tried: bool = True
+    """False: no tiny model could be made, so `single` is the careful choice."""
+
+    def require(self, title: str) -> None:
+        """ConfigError about `title` where the architecture is refused."""
+        if self.mode is None:
+            raise ConfigError(title, f"can not be trained: {self.reason}", next=self.advice)
+
+
+def judge(config: PreTrainedConfig) -> Verdict:
+    """What can be done with the architecture of `config`; tried once a process."""
+    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if key not in _verdicts:
+        _verdicts[key] = _judge(config)
+    return _verdicts[key]
+
+
+def _judge(config: PreTrainedConfig) -> Verdict:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if type(config) not in loader._model_mapping:
+        return Verdict(None, f"transformers has no text model of type {config.model_type}")
+    with _quiet(), _one_thread(), torch.enable_grad():
+        try:
+            model = make_tiny(loader.from_config, config)
+            trial = Trial(model)
+        except ImportError as error:
+            problem = " ".join(str(error).split())
+            return Verdict(None, printable(problem, 120), "install what it needs")
+        except FAILURES as error:
+            if says_no_memory(error):
+                raise
+            problem = f"no tiny model of it runs ({type(error).__name__}: {printable(error, 120)})"
+            return Verdict("single", problem, tried=False)
+        return trial.verdict()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other at products this small take longest by far."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers has to say of a tiny model is of no use to anybody."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+def make_tiny(make: Callable[..., nn.Module], config: PreTrainedConfig) -> nn.Module:
+    """A tiny model like `config`'s by `make`, in float32 and eval mode; the same weights each time,
+    large enough that every part of it counts."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make(shrink(config), dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.15)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return model
+
+
+class Trial:
+    """A tiny model, five rollouts of three prompts, and what the model's own pass over each rollout
+    gives: logprobs, and gradients of their weighted sum."""
+
+    prompt_numbers = (0, 0, 1, 2, 1)
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.is_causal = not model.config.is_encoder_decoder
+        self.start = (
+            0 if self.is_causal else (getattr(model.config, "decoder_start_token_id", None) or 0)
+        )
+        vocabulary = min(VOCABULARY, model.get_input_embeddings().weight.shape[0])
+        draw = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(vocabulary, (length,), generator=draw) for length in (7, 19, 3)]
+        lengths = torch.tensor([9, 23, 5, 17, 12])
+        ids = torch.randint(vocabulary, (int(lengths.sum()),), generator=draw)
+        chosen = [prompts[number] for number in self.prompt_numbers]
+        self.sequences = Sequences(
+            Ragged.from_lengths(torch.cat(chosen), torch.tensor([len(row) for row in chosen])),
+            Ragged.from_lengths(ids, lengths),
+            torch.linspace(0.7, 1.3, len(lengths)),
+        )
+        self.weights = torch.randn(len(ids), generator=draw)
+        set_mode(model, "single")
+        # the longest prompt first: BigBird changes its attention for good at a short one
+        own = {row: self.own(row) for row in (2, 4, 0, 1, 3)}
+        self.logprobs = torch.cat([own[row] for row in range(len(lengths))])
+        self.gradients: list[Tensor] = []
+
+    def own(self, row: int, length: int | None = None) -> Tensor:
+        """[T] logprobs of rollout `row`, of its first `length` tokens alone, by the whole model."""
+        completion = self.sequences.completions[row][:length]
+        return own_logprobs(
+            self.model,
+            self.sequences.prompts[row],
+            completion,
+            float(self.sequences.temperature[row]),
+            None if self.is_causal else self.start,
+        )
+
+    def verdict(self) -> Verdict:
+        """The widest way of packing that is right, or why the architecture is refused."""
+        with torch.no_grad():
+            longest = self.sequences.completions.lengths.argmax().item()
+            whole = self.logprobs.split(self.sequences.completions.lengths.tolist())[longest]
+            for length in (1, 11):
+                gap = (self.own(longest, length) - whole[:length]).abs().max()
+                if not gap <= TOLERANCE:
+                    return self._refuse_later_tokens()
+        try:
+            self.gradients = self._gradients(self.logprobs)
+        except FAILURES as error:
+            return Verdict(None, f"it has no gradients: {printable(error, 120)}")
+        reason = ""
+        modes = MODES
+        if self.is_causal and self.model._is_stateful:
+            modes = ("single",)
+            reason = "its state runs on from token to token, and would into the next rollout"
+        for mode in modes:
+            problem = self.problem(mode)
+            if not problem:
+                return Verdict(mode, reason)
+            reason = problem
+        return Verdict(None, problem)
+
+    def _refuse_later_tokens(self) -> Verdict:
+        problem = "a token's logprob depends on later tokens"
+        for name in ("is_decoder", "causal"):
+            if self.is_causal and getattr(self.model.config, name, None) is False:
+                advice = f"set {name} = true in its config.json, if it was trained so"
+                return Verdict(None, problem, advice)
+        return Verdict(None, problem)
+
+    def problem(self, mode: str) -> str:
+        """What is wrong with `mode`; empty where nothing is."""
+        try:
+            logprobs = self.packed(mode)
+            gap = float((logprobs - self.logprobs).detach().abs().max())
+            if not gap <= TOLERANCE:
+                return _DIFFERENCES[mode].format("logprobs")
+            gap = self._gradient_gap(self._gradients(logprobs))
+            return "" if gap <= _GRADIENT_TOLERANCE else _DIFFERENCES[mode].format("gradients")
+        except NotImplementedError as error:
+            return printable(error, 120)
+        except FAILURES as error:
+            if says_no_memory(error):
+                raise
+            return f"it does not run so: {type(error).__name__}: {printable(error, 120)}"
+
+    def packed(self, mode: str) -> Tensor:
+        """[N] logprobs of all rollouts as `mode` has them, in as few rows as it can."""
+        set_mode(self.model, mode if self.is_causal else "single")
+        rows = range(len(self.prompt_numbers))
+        numbers = self.prompt_numbers if mode == "shared" else rows
+        lengths = self.sequences.completions.lengths
+        if not self.is_causal:
+            microbatches = pack_pairs(rows, numbers, self.sequences, 1 << 30)
+            if mode == "single":
+                microbatches = [[Piece((row,), 0)] for row in rows]
+        else:
+            pieces = make_pieces(
+                rows, numbers, self.sequences.prompts.lengths.tolist(), lengths.tolist(), 1 << 30
+            )
+            microbatches = [[piece] for piece in pieces] if mode == "single" else [pieces]
+        logprobs = torch.zeros(len(self.weights))
+        for pieces in microbatches:
+            if self.is_causal:
+                layout = make_layout(pieces, self.sequences)
+                hidden = hidden_states(self.model, layout, single=mode == "single")
+            else:
+                layout = make_pairs(pieces, self.sequences, self.start)
+                hidden = decoder_states(self.model, layout)
+            offset = getattr(self.model, "final_logits_bias", None)
+            places = self.sequences.completions.positions(layout.rows)
+            logprobs = logprobs.index_copy(
+                0,
+                places,
+                completion_logprobs(
+                    hidden,
+                    self.model.get_output_embeddings(),
+                    layout.targets,
+                    layout.temperature,
+                    Shaping.of(self.model.config),
+                    None if offset is None else offset.flatten(),
+                )[0],
+            )
+        return logprobs
+
+    def _gradients(self, logprobs: Tensor) -> list[Tensor]:
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        gradients = torch.autograd.grad(
+            (self.weights * logprobs).sum(), parameters, allow_unused=True
+        )
+        return [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+
+    def _gradient_gap(self, gradients: Sequence[Tensor]) -> float:
+        """The largest difference of a parameter's gradient, as a share of its norm."""
+        total = torch.stack([gradient.norm() for gradient in self.gradients]).norm()
+        gaps = [
+            (gradient - own).norm() / (own.norm() + TOLERANCE * total)
+            for gradient, own in zip(gradients, self.gradients, strict=True)
+        ]
+        return float(torch.stack(gaps).max())
+
+
+def own_logprobs(
+    model: nn.Module,
+    prompt: Tensor,
+    completion: Tensor,
+    temperature: float,
+    start: int | None = None,
+) -> Tensor:
+    """[T] float32 logprobs of `completion` [T] after `prompt`, from the logits that the whole model
+    gives for this row alone. `start`: the first id of an encoder-decoder's decoder."""
+    prompt = prompt.long().to(model.device)
+    completion = completion.long().to(model.device)
+    if start is None:
+        ids = torch.cat([prompt, completion[:-1]])[None]
+        output = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion))
+    else:
+        ids = torch.cat([prompt.new_tensor([start]), completion[:-1]])[None]
+        # some models take ids that are the pad's for filling
+        output = model(
+            input_ids=prompt[None],
+            attention_mask=torch.ones_like(prompt[None]),
+            decoder_input_ids=ids,
+            decoder_attention_mask=torch.ones_like(ids),
+            use_cache=False,
+        )
+    logits = output.logits[0, -len(completion) :].float()
+    table = (logits / temperature).log_softmax(-1)
+    return table.gather(1, completion[:, None])[:, 0]
