@@ -2,7 +2,8 @@
 and the table of what came of it is a document.
 
     python -m tests.architectures gpt_oss bert     # rows of the table, tried now
-    python -m tests.architectures --update         # all of them: the document, and families.TRAINED
+    python -m tests.architectures --update         # all of them, or those named: the document, and
+                                                   # families.TRAINED
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _train(family: str, policy: Version, store: Store) -> Row:
     # the other kernels leave logit caps out
     plain = loader.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     start = plain.config.decoder_start_token_id if is_encoder_decoder(policy) else None
-    sequences, groups = _rollouts(plain.get_input_embeddings().weight.shape[0])
+    sequences, groups = _rollouts(plain.get_output_embeddings().weight.shape[0])
     own = [
         own_logprobs(plain, sequences.prompts[row], sequences.completions[row], 1.0, start)
         for row in range(len(groups))
@@ -309,7 +310,9 @@ def main(arguments: list[str]) -> None:
         gaps = "{:.1e} {:.1e}".format(*rows[-1].gaps)
         print(f"| {family} | {rows[-1].how} | {rows[-1].why} | {gaps}", flush=True)
     if "--update" in arguments:
-        update(rows)
+        known = documented() if DOCUMENT.exists() else {}
+        known.update((row.family, row) for row in rows)
+        update([known[family] for family in FAMILIES if family in known])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ _NAMES = {
     512: "max_position_embeddings n_positions n_ctx max_seq_len",
     16: """
         q_lora_rank kv_lora_rank hidden_size_per_layer_input mamba_d_state state_size
-        ssm_state_size adapter_rank linear_key_head_dim linear_value_head_dim linear_head_dim
+        ssm_state_size adapter_rank d_head linear_key_head_dim linear_value_head_dim linear_head_dim
     """,
     8: """
         num_experts num_local_experts n_routed_experts moe_num_experts chunk_size mamba_chunk_size

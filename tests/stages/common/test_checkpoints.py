@@ -241,8 +241,8 @@ def test_a_config_that_is_not_that_of_its_weights_is_told(store, folder, changes
     """With more layers than weights transformers draws the others at random, anew each time."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
     with pytest.raises(ConfigError, match=said):
+        version = store.open(run(PolicyConfig(model=str(folder)), store, into="a"))
         load_model(version, dtype=torch.float32)
 
 
