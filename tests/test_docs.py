@@ -64,7 +64,9 @@ def test_what_a_document_names_exists(path):
         assert command in COMMANDS, f"{path.name} names quiver {command}"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"\bmake ([a-z]+)[`\s]", re.sub(r"(?s)```python.*?```", "", text)):
-        assert target in {*targets, "it", "a", "the", "room", "sure"}, f"{path.name} names make {target}"
+        assert target in {*targets, "it", "a", "the", "room", "sure"}, (
+            f"{path.name} names make {target}"
+        )
     for name in re.findall(r"`((?:schemas|stages|flows|deployments|tests)/[\w./-]+\.\w+)`", text):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
     others = r"(?m)(?<![\w/])(?:prefect|docker|pip) [^`\n]*"  # command lines of other programs
