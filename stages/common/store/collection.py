@@ -26,7 +26,7 @@ from quiver.schemas.refs import KINDS, Ref
 from . import trash
 from .leases import SECONDS_TO_LIVE, Leases
 from .ledger import OPTIMIZER_FOLDER, Ledger
-from .retention import QUARANTINE, Kept, find_kept
+from .retention import QUARANTINE, Kept, find_kept, folders_of
 from .storage import Storage, storage_errors
 from .versions import Store, Version
 
@@ -99,8 +99,11 @@ class Collected:
 
 def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     """Clean the store up by `rule`, or only say what would go. CorruptError where a tag can not be
-    read, or a manifest of what stays; BusyError where another process is at it."""
+    read, or a manifest of what stays, or where a folder is none; BusyError where another process is
+    at it."""
     storage = store.storage
+    for key in folders_of(store):
+        storage.list(key)
     kept = find_kept(store, rule.keep, rule.moments)
     places = [trash.places_of(storage, ref) for ref in kept.in_use if not store.exists(ref)]
     needed = tuple(place for of_one in places for place in of_one)
