@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from itertools import product
 
 from quiver.schemas import refs
-from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError
+from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError, printable
 from quiver.schemas.manifest import Manifest, Model, content_hash
 from quiver.schemas.refs import Ref
 from quiver.stages.common.models.checkpoints import as_model
@@ -113,8 +113,8 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
     listed = {*version.files.names, "manifest.json"}
     for name in store.storage.list_files(ref.folder):
         if name not in listed:
-            error = version.corrupt(name, "is no file of this version")
-            error.next = shlex.join(["rm", str(version.files.path(name))])
+            error = version.corrupt(printable(name), "is no file of this version")
+            error.next = shlex.join(["rm", printable(version.files.path(name), 4096)])
             raise error
     if manifest.content_hash != content_hash(manifest.kind_schema, manifest.files):
         raise version.corrupt("manifest.json", "content_hash is not that of its files")
@@ -177,8 +177,9 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
     if not isinstance(ref.version, int):
         problem = f"is made of {ref}, which names no version by its number"
         raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
-    if store.exists(ref):
-        return store.open(ref).manifest
+    with storage_errors(ref):
+        if store.exists(ref):
+            return store.open(ref).manifest
     if store.ledger(ref.run, ref.kind).tombstone(ref.version):
         return None
     raise LineageError(
