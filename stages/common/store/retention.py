@@ -44,6 +44,7 @@ from quiver.schemas.refs import KINDS, NAME, Ref, as_version, parse
 from . import tags, trash
 from .leases import Leases
 from .notes import SOURCES, read_note
+from .reserve import reserve_for_deleting
 from .storage import make_folder, storage_errors
 from .versions import Store
 
@@ -198,19 +199,20 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     target = store.resolve(ref)
     _require_unused(store, target)
     ledger = store.ledger(target.run, target.kind)
-    with storage_errors(target), trash.open_trash(store.storage) as turn:
-        commit_id = ""
-        with suppress(CorruptError):
-            commit_id = store.version(target).manifest.commit_id
-        ledger.note_missing([target.version])
-        ledger.expire(target.version, why, commit_id=commit_id)
-        try:
-            _require_unused(store, target)
-        except QuiverError:
-            ledger.take_back(target.version)
-            raise
-        turn.take(target)
-    trash.delete(store.storage, f"{turn.folder}/{target.run}")
+    with storage_errors(target), reserve_for_deleting(store):
+        with trash.open_trash(store.storage) as turn:
+            commit_id = ""
+            with suppress(CorruptError):
+                commit_id = store.version(target).manifest.commit_id
+            ledger.note_missing([target.version])
+            ledger.expire(target.version, why, commit_id=commit_id)
+            try:
+                _require_unused(store, target)
+            except QuiverError:
+                ledger.take_back(target.version)
+                raise
+            turn.take(target)
+        trash.delete(store.storage, f"{turn.folder}/{target.run}")
     return target, users_of(store, target)[1]
 
 
