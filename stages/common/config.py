@@ -52,9 +52,7 @@ def _without_truth(schema: Any) -> Any:
     if schema.get("type") in ("int", "float"):
         return core_schema.no_info_before_validator_function(_not_truth, schema)
     kept = ("default", "metadata", "serialization")
-    return {
-        name: part if name in kept else _without_truth(part) for name, part in schema.items()
-    }
+    return {name: part if name in kept else _without_truth(part) for name, part in schema.items()}
 
 
 def _not_truth(number: Any) -> Any:
