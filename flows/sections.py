@@ -278,7 +278,10 @@ def put_setting(section: dict[str, Any], setting: str) -> None:
                 next="correct the key",
             )
     try:
-        section[field] = tomllib.loads(f"v = {text}")["v"]
+        values = tomllib.loads(f"v = {text}")
+        if len(values) > 1:
+            raise ValueError("a line of its own would be left out")
+        section[field] = values["v"]
     except (ValueError, RecursionError):
         try:
             section[field] = json.loads(text)

@@ -99,6 +99,12 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
             )
         return path
     spec = _find_spec(_current_name(holder))
+    if spec is not None and not spec.has_location and spec.loader is not None:
+        raise ConfigError(
+            f"{field} {printable(name)}",
+            f"{holder} is a part of Python itself, with no source file to keep the hash of",
+            next=f"write a {kind_name} of your own that calls it, and name that",
+        )
     if spec is None or not spec.has_location:
         raise _not_importable(holder, ModuleNotFoundError(f"No module named {holder!r}"), field)
     return Path(spec.origin).absolute()
