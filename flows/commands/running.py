@@ -206,7 +206,8 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         else:
             outcome = rerun(loaded, name, references, iteration, force)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        say(asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {seconds}"])
+        rows = f"{outcome.rows} rows  " if outcome.rows else ""  # a policy has none
+        say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])
 
     command.__name__ = name
     command.__doc__ = help
