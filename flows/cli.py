@@ -78,10 +78,13 @@ def _say_stopped() -> None:
 def _run() -> int:
     """Run the command; its exit code. An error is told on stderr, and on stdout with --json."""
     try:
-        return get_command(app).main(standalone_mode=False) or 0
+        code = get_command(app).main(standalone_mode=False) or 0
+        if code == 128 + signal.SIGINT:  # typer's answer to Ctrl-C inside a command
+            _say_stopped()
+        return code
     except (typer.Abort, KeyboardInterrupt):
         _say_stopped()
-        return 130
+        return 128 + signal.SIGINT
     except SystemExit as leaving:
         if leaving.code == 128 + signal.SIGTERM:
             _say_stopped()
