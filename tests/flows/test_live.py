@@ -28,6 +28,11 @@ from pathlib import Path
 def evenness(completion_ids, **_):
     time.sleep(600)
 """
+PATIENT = """
+from quiver.flows import cli, stopping
+stopping.STOP_SECONDS = 600
+cli.main()
+"""
 HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
 PROGRAM = """
 import logging, sys, time
@@ -111,7 +116,7 @@ def test_a_stage_has_a_bar_with_rows_speed_and_no_line_for_each_count(tmp_path):
 @pytest.mark.prefect
 def test_a_run_shows_its_stages_and_ctrl_c_leaves_the_terminal_as_it_was(workplace):
     (workplace / "rewards.py").write_text(REWARDS)
-    command = [sys.executable, "-m", "quiver.flows.cli", "run", "recipe.toml", *SCRIPTED]
+    command = [sys.executable, "-c", PATIENT, "run", "recipe.toml", *SCRIPTED]
     terminal = Terminal(command, workplace, command_environment(workplace))
     terminal.read_until("getting ready")
     assert terminal.text.startswith("tiny: 1 iterations, store store")
