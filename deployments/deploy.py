@@ -41,7 +41,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 
 from .automations import HEARTBEAT_SECONDS, TAG, install, on_event, silent_runs
-from .paths import check_visible, resolve
+from .paths import check_runnable, check_visible, resolve
 from .server import check_api
 
 _STRATEGIES = {
@@ -258,6 +258,8 @@ def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -
     resolved, paths = resolve(
         recipe, f"work pool {next(iter(pools))}", folder=folder, must_exist=not containers
     )
+    if not containers:
+        check_runnable(resolved, paths)
     for pool in containers:
         # a container sees the host's folder under the same path where its volume says `PATH:PATH`
         volumes = [str(volume).split(":") for volume in _default(pool, "volumes") or []]

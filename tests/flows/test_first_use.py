@@ -204,8 +204,9 @@ def test_which_store_is_meant(folder):
     ):
         answer = quiver(folder, *check, *options, QUIVER_STORE="by-variable")
         assert answer["store"] == expected
-    error = quiver(folder, "ls", code=2, QUIVER_STORE="by-variable")["error"]
-    assert error["object"] == f"store {folder / 'by-variable'}"
+    for value, expected in (("by-variable", "by-variable"), ("", "store")):
+        error = quiver(folder, "ls", code=2, QUIVER_STORE=value)["error"]
+        assert error["object"] == f"store {folder / expected}"
 
 
 def test_a_kind_alone_is_its_latest_version_where_nothing_is_changed(tmp_path):
