@@ -137,7 +137,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         from .accelerator import make_accelerator
         from .resume import SavedProgress
 
-        accelerator = make_accelerator(config)
+        accelerator = make_accelerator(config, plan)
     config.require_source()
     algorithm = config.row()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
