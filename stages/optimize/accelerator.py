@@ -27,7 +27,7 @@ def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
     of processes, or another way to distribute than plain ranks."""
     from accelerate import Accelerator
 
-    check_trackers(config.trackers)
+    check_trackers(config.trackers, config.tracker_folder)
     cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -105,7 +105,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
     """ConfigError where adapters can not be trained here, or a tracker is not installed."""
-    check_trackers(config.trackers)
+    check_trackers(config.trackers, config.tracker_folder)
     if config.lora:
         check_installed()
 

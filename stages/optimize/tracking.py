@@ -69,12 +69,12 @@ def open_trackers(
     """accelerate's trackers by name, started; those that write files do it in `folder`. ConfigError
     for one that does not start."""
     place = Path(folder).absolute()
-    place.mkdir(parents=True, exist_ok=True)
     identity = f"{run}-{store.id[:8]}"
     opened = []
     for name in trackers:
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         try:
+            place.mkdir(parents=True, exist_ok=True)
             if name == "tensorboard":
                 tracker = tracker_class(run, place)
             elif name == "wandb":
