@@ -75,7 +75,7 @@ def test_trackers_have_rewards_lengths_and_evaluations_at_the_step_of_the_policy
     """Beside the numbers of each optimizer step, which come after the policy that is measured."""
     events = EventAccumulator(str(workplace / "logs" / "tiny")).Reload()
     curves = {
-        name: [(point.step, point.value) for point in sorted(events.Scalars(name))]
+        name: sorted((point.step, point.value) for point in events.Scalars(name))
         for name in events.Tags()["scalars"]
     }
     assert [step for step, _ in curves["loss"]] == [1, 2]
