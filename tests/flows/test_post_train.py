@@ -72,13 +72,13 @@ def test_the_contract_of_run(workplace, result):
 
 
 def test_trackers_have_rewards_lengths_and_evaluations_at_the_step_of_the_policy(workplace, result):
-    """Beside the numbers of each optimizer step, which come after the policy that is measured."""
+    """Beside the numbers of the optimizer step that begins with it."""
     events = EventAccumulator(str(workplace / "logs" / "tiny")).Reload()
     curves = {
         name: sorted((point.step, point.value) for point in events.Scalars(name))
         for name in events.Tags()["scalars"]
     }
-    assert [step for step, _ in curves["loss"]] == [1, 2]
+    assert [step for step, _ in curves["loss"]] == [0, 1]
     store = Store(workplace / "store")
     expected = {"reward/mean": [], "completion_tokens/mean": [], "completion_tokens/truncated": []}
     for step, done in enumerate(result["iterations"]):

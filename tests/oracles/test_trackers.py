@@ -105,7 +105,7 @@ def test_two_trainings_and_an_evaluation_are_one_run(
     for _, piece in runs:
         for key, points in piece.items():
             curves.setdefault(key, []).extend(points)
-    assert [step for step, _ in curves["loss"]] == [1, 2]
+    assert [step for step, _ in curves["loss"]] == [0, 1]
     cut = made[0].table()["finish_reason"].to_pylist().count("length") / made[0].manifest.rows
     assert curves["completion_tokens/truncated"] == [(0, pytest.approx(cut))] * 2
     score = store.open(ref).manifest.metrics["score"]
