@@ -49,8 +49,15 @@ ORACLES := 'trl==1.16.*' 'verl==0.9.1' 'tensordict==0.10.*' ray msgpack omegacon
 	rm -rf .oracles/tests .oracles/scripts
 	touch $@
 
-oracle: .oracles/verl
-	PYTHONPATH=.oracles $(PYTEST) -m oracle tests/oracles
+# The trackers that nothing else here needs, each with what it needs
+TRACKERS := wandb==0.31.0 cwevals mlflow-skinny==3.17.2 databricks-sdk GitPython gitdb smmap 'importlib_metadata<10' zipp \
+	sqlparse google-auth pyasn1 pyasn1_modules trackio==0.43.0 gradio_client brotli pillow distro
+.trackers/wandb: $(STAMP)
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .trackers $(TRACKERS)
+	touch $@
+
+oracle: .oracles/verl .trackers/wandb
+	PYTHONPATH=.oracles:.trackers $(PYTEST) -m oracle tests/oracles
 
 # Small bugs in a copy of the code: what the tests caught once they must catch again. An hour or so
 mutants: setup

@@ -85,6 +85,12 @@ WRONG = [
         "did you mean tensorboard?",
         "correct optimize.trackers",
     ),
+    (
+        "optimize={trackers=['tensorboard'], tracker_folder='recipe.toml'}",
+        "optimize.tracker_folder recipe.toml",
+        "is a file, not a folder",
+        "name another folder",
+    ),
     ("learning_rate=1e-5", "recipe", "mean optimize.learning_rate?", "keys optimize.learning_rate"),
     ("store=questions.jsonl", "store", "is a file, not a folder", "name a folder in --store"),
 ]
