@@ -77,7 +77,7 @@ def test_what_a_document_names_exists(path):
     for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", re.sub(others, "", text)):
         known = {
             o.lstrip("-")
-            for c in get_command(app).commands.values()
+            for c in (get_command(app), *get_command(app).commands.values())
             for p in c.params
             for o in p.opts
         }

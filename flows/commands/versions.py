@@ -14,6 +14,7 @@ import typer
 from quiver.schemas.errors import CorruptError, LineageError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
+from . import completion
 from .next_step import complete, options_in
 from .shared import (
     CALLED,
@@ -32,29 +33,37 @@ Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
 
 
 def ls(
-    run: Annotated[str | None, typer.Argument(help="only this run")] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="only this run", autocompletion=completion.runs)
+    ] = None,
     store: StorePath = None,
     size: Annotated[
         bool, typer.Option("--size", help="bytes of each run and of the store")
     ] = False,
 ) -> None:
     """List the versions: score or reward, tags, size, rows, time."""
+    from quiver.stages.common.store.readable import readable_entries
+
     opened = open_store(store)
     if size:
         _say_sizes(opened, run)
         return
-    entries = list(opened.entries(run))
+    entries, unreadable = readable_entries(opened, run)
     rows = [
         {"ref": str(ref), "error": entry.error}
         if entry.error
         else {"ref": str(ref), "rows": entry.rows, "stage": entry.stage, "created": entry.created}
         for ref, entry in entries
     ]
+    rows += [
+        {"ref": error.object, "error": f"{error.code}: {error.message}"} for error in unreadable
+    ]
     lines = []
     if entries and not answers_in_json():
         from quiver.stages.report.listing import lines_of
 
         lines = lines_of(opened, entries)
+    lines += [f"{error.code} {error.object}: {error.message}" for error in unreadable]
     say({"versions": rows}, lines)
 
 
@@ -62,11 +71,12 @@ def _say_sizes(store: Store, run: str | None) -> None:
     """What the versions of each run take, as their manifests say, and what lies on the disk below
     its folder, with staging and trash."""
     from quiver.stages.common.store.collection import size
+    from quiver.stages.common.store.readable import readable_entries
     from quiver.stages.report import words
 
     rows = []
     for name in [run] if run else store.runs():
-        entries = [entry for _, entry in store.entries(name)]
+        entries = [entry for _, entry in readable_entries(store, name)[0]]
         num_bytes = sum(entry.bytes for entry in entries)
         on_disk = size(store.storage, name)
         rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
@@ -147,8 +157,14 @@ def diff(
 
 
 def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help=Compared)],
-    second: Annotated[str, typer.Argument(metavar="B", help=Compared)],
+    first: Annotated[
+        str,
+        typer.Argument(metavar="A", help=Compared, autocompletion=completion.runs_and_references),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="B", help=Compared, autocompletion=completion.runs_and_references),
+    ],
     store: StorePath = None,
 ) -> None:
     """How much better B scores than A, prompt by prompt."""
@@ -187,7 +203,12 @@ def compare(
 
 def verify(
     context: typer.Context,
-    ref: Annotated[str | None, typer.Argument(help="only this version", metavar="[REF]")] = None,
+    ref: Annotated[
+        str | None,
+        typer.Argument(
+            help="only this version", metavar="[REF]", autocompletion=completion.references
+        ),
+    ] = None,
     store: StorePath = None,
 ) -> None:
     """Check every byte. Sizes, hashes, schemas, and that no input is missing."""
@@ -236,9 +257,14 @@ def tag(
 
 
 def report(
-    run: Annotated[str, typer.Argument(help="the run")],
+    run: Annotated[str, typer.Argument(help="the run", autocompletion=completion.runs)],
     beside: Annotated[
-        str | None, typer.Argument(help="another run, to stand beside it", metavar="[RUN]")
+        str | None,
+        typer.Argument(
+            help="another run, to stand beside it",
+            metavar="[RUN]",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -278,7 +304,14 @@ def _difference(store: Store, run: str, other: str) -> list[str]:
 
 
 def history(
-    name: Annotated[str, typer.Argument(help="the tag, as RUN/KIND@TAG", metavar="RUN/KIND@TAG")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="the tag, as RUN/KIND@TAG",
+            metavar="RUN/KIND@TAG",
+            autocompletion=completion.tags,
+        ),
+    ],
     store: StorePath = None,
 ) -> None:
     """What a tag pointed at, when and why; also refusals."""
