@@ -64,10 +64,14 @@ def test_what_a_document_names_exists(path):
         assert command in COMMANDS, f"{path.name} names quiver {command}"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"\bmake ([a-z]+)[`\s]", re.sub(r"(?s)```python.*?```", "", text)):
-        assert target in {*targets, "it", "a", "the", "room"}, f"{path.name} names make {target}"
+        assert target in {*targets, "it", "a", "the", "room", "sure"}, (
+            f"{path.name} names make {target}"
+        )
     for name in re.findall(r"`((?:schemas|stages|flows|deployments|tests)/[\w./-]+\.\w+)`", text):
         assert (ROOT / name).exists(), f"{path.name} names {name}"
-    others = r"(?m)(?<![\w/])(?:prefect|docker|pip) [^`\n]*"  # command lines of other programs
+    others = (
+        r"(?m)(?<![\w/])(?:prefect|docker|pip|python -m) [^`\n]*"  # command lines of other programs
+    )
     served = re.findall(r'"--([a-z-]+)"', (ROOT / "deployments/reward_server.py").read_text())
     for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", re.sub(others, "", text)):
         known = {

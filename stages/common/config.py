@@ -71,7 +71,10 @@ class Config(BaseModel):
             name
             for name, field in fields.items()
             if _RUNTIME in field.metadata
-            or (name in added(type(self)) and getattr(self, name) == field.get_default())
+            or (
+                name in added(type(self))
+                and getattr(self, name) == field.get_default(call_default_factory=True)
+            )
         }
         dumped = self.model_dump(mode="json", exclude=left_out)
         for name in dumped:

@@ -102,7 +102,7 @@ def _require_ledger(store: Store, run: str, kind: str) -> None:
             "is missing: which numbers were given to versions that are gone can not be told",
             state="the versions that are there are not touched by this.",
             next=f"restore {store.storage.path(folder)}/.ledger from a copy; without one, "
-            "quiver ls notes what is there",
+            "what is there is noted when the versions are listed",
         )
 
 

@@ -57,6 +57,8 @@ class Batch:
     """What generation allowed, for aggregation `constant`."""
     rewards: Tensor | None = None
     """[K] float32, for a critic"""
+    reward_scale: float = 1.0
+    """What a critic's rewards are multiplied with; see reward_scaling.py."""
     cut: Tensor | None = None
     """[K] bool: ended by `length`, for a critic"""
     old_values: Tensor | None = None

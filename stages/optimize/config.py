@@ -225,6 +225,9 @@ class Config(base.Config):
     critic_lambda: Added[float | None] = Field(default=None, ge=0, le=1)
     """The same for the returns that the critic learns, as in VC-PPO and VAPO, which take 1 here.
     None: `gae_lambda`."""
+    reward_scaling: Added[Literal["none", "running"]] = "none"
+    """`running`: a critic is given the reward over the standard deviation of all rewards of the
+    policy's trainings, this one's too, so values and `value_clip` are in such units."""
     bootstrap_length: bool = False
     """A completion cut by length is worth the critic's value of its last state. False: nothing
     follows it. Not with `on_length = "mask"`, which leaves such completions out."""

@@ -35,6 +35,7 @@ CRITIC_OPTIONS = (
     "gamma",
     "gae_lambda",
     "critic_lambda",
+    "reward_scaling",
     "bootstrap_length",
     "critic_learning_rate",
     "critic_warmup_steps",

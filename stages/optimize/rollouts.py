@@ -19,7 +19,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
 
+from . import reward_scaling
 from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
@@ -100,6 +101,11 @@ def load(
     rows = (is_kept | is_masked).nonzero()[:, 0]
     batch = _make_batch(config, algorithm, joined, rows, advantages, is_masked)
     num_kept = int(is_kept.sum())
+    moments = None
+    if config.reward_scaling == "running":
+        before = inputs["policy"].manifest.metrics.get("reward_moments")
+        moments = reward_scaling.go_on(before, joined.rewards)
+        batch = replace(batch, reward_scale=reward_scaling.scale(moments))
     if algorithm.to_go:
         function = find_function("advantages", algorithm.advantage)
         batch = with_rewards_to_go(config, function, batch)
@@ -109,6 +115,7 @@ def load(
         "zero_advantage": num_idle,
         "all_advantages_zero": num_idle == num_kept,
         "biased_sampling": list(dict.fromkeys(allowed_biases)),
+        **({"reward_moments": moments} if moments else {}),
     }
     if not num_kept:
         dropped = ", ".join(f"{reason}: {n}" for reason, n in summary["dropped"].items())

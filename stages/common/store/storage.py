@@ -121,10 +121,10 @@ class Storage:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
         path = self.path(prefix)
-        while path != self.root and not os.path.lexists(path):
+        while not os.path.lexists(path):
             path = path.parent
-        if os.path.lexists(path) and not path.is_dir():
-            raise _not_a(str(path.relative_to(self.root)), "folder", path)
+        if not path.is_dir():
+            raise _not_a(os.path.relpath(path, self.root), "folder", path)
         return []
 
     def list_numbers(self, prefix: str) -> list[int]:

@@ -78,6 +78,7 @@ def test_a_field_that_came_later_is_in_no_key_while_it_has_its_default():
 
     class Newer(Older):
         slope: Added[float] = 2.0
+        names: Added[dict[str, str]] = Field(default_factory=dict)
 
     assert Newer().key() == Older().key() == Newer(slope=2.0).key()
     assert Newer(slope=3.0).key() == {"rate": 1.0, "slope": 3.0}

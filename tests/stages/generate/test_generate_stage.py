@@ -24,6 +24,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from quiver.stages.generate import stage
+from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.rows import Rows, row_seed
 from quiver.stages.generate.stage import Config
 from tests.stages.generate import making
@@ -372,8 +373,26 @@ def test_no_prompt_left_is_a_version_of_no_rows(store, policy):
 def test_foreign_or_empty_prompt_ids(store, policy):
     with pytest.raises(SchemaError, match="id 320 is outside the vocabulary"):
         run(config(), store, prompts=make_prompts(store, [[5], [320]]).ref, policy=policy.ref)
-    with pytest.raises(SchemaError, match="g1: prompt_ids is empty"):
-        run(config(), store, prompts=make_prompts(store, [[5], []]).ref, policy=policy.ref)
+    for ids, group in ([[5], []], "g1"), ([[], []], "g0"):
+        with pytest.raises(SchemaError, match=f"{group}: prompt_ids is empty"):
+            run(config(), store, prompts=make_prompts(store, ids).ref, policy=policy.ref)
+
+
+def test_an_encoder_and_its_decoder_have_a_context_each(store):
+    """The tiny model's context is 256: prompt and completion of 200 tokens fit, of 257 not."""
+    policy = make_policy(store, "seq2seq", "bart")
+    prompts = make_prompts(store, [[5] * 200, [6] * 257])
+    given = config(sampling={"max_tokens": 200}, overlong="drop")
+    kept, dropped, longest = select_prompts(given, prompts, policy)
+    assert kept["group_id"].to_pylist() == ["g0"] and dropped == ["g1"] and longest == 200
+    given = config(sampling={"max_tokens": 257}, overlong="drop")
+    assert select_prompts(given, prompts, policy)[1] == ["g0", "g1"]
+
+
+def test_every_id_of_the_vocabulary_is_allowed(store, policy):
+    """0 … 319; the first and the last."""
+    given = config(sampling={"max_tokens": 8, "stop_token_ids": [0, 319]})
+    assert select_prompts(given, make_prompts(store, [[0, 319]]), policy)[0].num_rows == 1
 
 
 @pytest.mark.parametrize("token", [320, -1])

@@ -313,6 +313,7 @@ def test_a_cap_inside_the_clip_bound_is_refused():
 CRITICS = {
     "critic": "model", "value_coef": 0.5, "value_clip": None, "gamma": 0.9, "gae_lambda": 0.5, "bootstrap_length": True,
     "critic_learning_rate": 1e-3, "critic_warmup_steps": 3, "critic_lambda": 1.0,
+    "reward_scaling": "running",
 }  # fmt: skip
 
 

@@ -155,6 +155,7 @@ def test_rewards_stand_on_the_last_token_and_the_kl_on_each():
         old_logprobs=old,
         ref_logprobs=ref,
         rewards=torch.tensor([4.0, 8.0]),
+        reward_scale=1.0,
     )
     plain = critic.token_rewards(Config(), batch)
     assert plain.tolist() == [4.0, 0.0, 8.0]

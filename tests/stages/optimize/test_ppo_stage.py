@@ -4,6 +4,7 @@ causal and encoder-decoder."""
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +14,7 @@ from quiver.schemas.errors import ConfigError, CorruptError, NumericError, Schem
 from quiver.stages.common.config import parse
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.optimize import reward_scaling
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import resolve
@@ -207,6 +209,34 @@ def test_a_critic_that_is_carried_is_one_that_never_stopped(store, made):
         _tensors(forgotten, "value_head/state.safetensors"),
         _tensors(second, "value_head/state.safetensors"),
     )
+
+
+def test_rewards_over_their_deviation_so_far(store, policy):
+    """The head starts at 0, so the first value loss is of the rewards alone, and goes with their
+    square. The next training counts the rewards of the one before."""
+    trainings = []
+    for number in range(2):
+        rollouts = sampled(store, policy, groups=6, each=2, seed=number)
+        rewards = world.write_rewards(store, rollouts, lambda row: 3 + 2 * world.even_share(row))
+        trainings.append((policy, rollouts, rewards))
+    rewards = [version.table()["reward"].to_numpy() for _, _, version in trainings]
+    plain = _run(store, trainings[0], _config())
+    scaling = _config(reward_scaling="running", max_staleness=1, audit={"enabled": False})
+    first = _run(store, trainings[0], scaling)
+    losses = [
+        store.open(done.manifest.metrics["updates"]).table()["value_loss"][0].as_py()
+        for done in (plain, first)
+    ]
+    assert losses[1] / losses[0] == pytest.approx(1 / rewards[0].std(ddof=1) ** 2, rel=1e-4)
+    second = _run(store, trainings[1], scaling, policy=first)
+    for done, seen in (first, rewards[0]), (second, np.concatenate(rewards)):
+        moments = done.manifest.metrics["reward_moments"]
+        assert moments["count"] == len(seen)
+        assert moments["mean"] == pytest.approx(seen.mean(), rel=1e-6)
+        assert moments["squares"] == pytest.approx(seen.var() * len(seen), rel=1e-5)
+    assert reward_scaling.scale(moments) == pytest.approx(1 / np.concatenate(rewards).std(ddof=1))
+    equal = reward_scaling.go_on(None, torch.tensor([2.0, 2.0, torch.nan]))
+    assert equal["count"] == 2 and reward_scaling.scale(equal) == 1.0
 
 
 def test_while_the_critic_warms_up_the_policy_rests(store, made):

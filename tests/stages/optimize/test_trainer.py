@@ -398,8 +398,35 @@ def test_rollouts_of_advantage_zero_need_no_pass_but_count(policy, rows):
     whole.accumulate(everyone, everyone)
     numbers = made.accumulate(everyone, everyone[4:])
     assert numbers["rollouts"] == 12
+    assert made.places < whole.places
     for one, other in zip(made.parameters, whole.parameters, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_divides_by_the_idle_rollouts_too(policy, rows):
+    """Through `train`: the loss of twelve rollouts over the weights of all sixteen."""
+    for row in rows[:4]:
+        row["reward"] = 1.0
+    made = _trainer(policy, rows, _config(), "grpo")
+    made.train()
+    (update,) = made.updates
+    assert update["rollouts"] == 12
+    assert update["loss"] == pytest.approx(_expected(policy, rows, "grpo")[0], abs=1e-6)
+
+
+def test_seed_and_step_decide_which_groups_are_taken_together(policy, rows):
+    """Half of the groups in each mini-batch; the same wherever the same step is taken."""
+    taken = {}
+    for seed, step in itertools.product(range(3), range(3)):
+        first, second = _trainer(policy, rows, _config(minibatches=2, seed=seed), "grpo")._members(
+            step
+        )
+        assert sorted(first + second) == list(range(len(rows)))
+        taken[seed, step] = frozenset(first), frozenset(second)
+    assert len({taken[seed, 0] for seed in range(3)}) > 1
+    assert len({taken[0, step] for step in range(3)}) > 1
+    again = _trainer(policy, rows, _config(minibatches=2, seed=1), "grpo")
+    assert tuple(map(frozenset, again._members(2))) == taken[1, 2]
 
 
 def test_numbers_of_a_step(policy, rows):
