@@ -11,6 +11,7 @@ schedule's next runs or what a person paused meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator
@@ -26,10 +27,10 @@ from prefect.client.schemas.objects import (
     WorkPool,
 )
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron, Schedule
+from prefect.server.schemas.schedules import CronSchedule
 from pydantic import ValidationError
 
 from quiver.flows.post_train import post_train
@@ -40,7 +41,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 
 from .automations import HEARTBEAT_SECONDS, TAG, install, on_event, silent_runs
-from .paths import check_visible, resolve
+from .paths import check_runnable, check_visible, resolve
 from .server import check_api
 
 _STRATEGIES = {
@@ -187,7 +188,8 @@ def _schedules(where: Where) -> list[Schedule]:
         return []
     try:
         # Prefect checks some of it only as it registers
-        CronSchedule(cron=where.cron, timezone=timezone)
+        schedule = CronSchedule(cron=where.cron, timezone=timezone)
+        asyncio.run(schedule.get_dates(1))  # 30 February never comes
     except ValueError as error:  # pydantic's is one too
         raise ConfigError(
             f"--cron {printable(where.cron)} --timezone {printable(timezone)}",
@@ -256,6 +258,8 @@ def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -
     resolved, paths = resolve(
         recipe, f"work pool {next(iter(pools))}", folder=folder, must_exist=not containers
     )
+    if not containers:
+        check_runnable(resolved, paths)
     for pool in containers:
         # a container sees the host's folder under the same path where its volume says `PATH:PATH`
         volumes = [str(volume).split(":") for volume in _default(pool, "volumes") or []]

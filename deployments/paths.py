@@ -18,9 +18,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from quiver.flows.preflight import preflight
 from quiver.flows.recipe import NIGHT, Recipe
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import parse
@@ -59,6 +61,15 @@ def resolve(
                     next=f"correct {name}",
                 )
     return parse(Recipe, data, f"recipe {recipe.run}"), paths
+
+
+def check_runnable(recipe: Recipe, paths: Paths) -> None:
+    """What `quiver run` refuses before anything runs; `recipe` and `paths` are those of `resolve`.
+
+    Nothing is looked at where a file is named after a night: it may be yet to come.
+    """
+    if not any(NIGHT in str(path) for path in paths.values()):
+        preflight(recipe.for_night(f"{datetime.now(UTC):%Y-%m-%d}"))
 
 
 def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:

@@ -26,7 +26,7 @@ from quiver.schemas.errors import ConfigError, printable
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs
 from .deploy import Where, described, each_time, flow_of, parameters_of, start_run
-from .paths import resolve
+from .paths import check_runnable, resolve
 from .server import check_api, own_server
 
 log = logging.getLogger("quiver")
@@ -46,7 +46,7 @@ def serve(
             f"no server is started: PREFECT_API_URL names one, {printable(PREFECT_API_URL.value())}"
         )
         raise ConfigError(f"--port {port}", what, next="leave --port out, or unset PREFECT_API_URL")
-    resolved, _ = resolve(recipe, "a served run")
+    resolved, paths = resolve(recipe, "a served run")
     parameters = parameters_of(resolved)
     flow = flow_of(recipe, where)
     deployment = described(flow, recipe.run, where, parameters=parameters, paused=False)
@@ -58,6 +58,7 @@ def serve(
             )
             stack.enter_context(own_server(port or PREFECT_SERVER_API_PORT.value()))
         url = check_api()
+        check_runnable(resolved, paths)
         runner = Runner(name=f"quiver-{recipe.run}", heartbeat_seconds=HEARTBEAT_SECONDS)
         runner.add_deployment(deployment)
         with get_client(sync_client=True) as client:

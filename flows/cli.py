@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from typing import Annotated
@@ -20,7 +21,7 @@ from quiver import flows
 from quiver.schemas.errors import UNCHANGED, ConfigError, QuiverError, for_terminal, unexpected
 
 from .commands import cleaning, health, listing, placing, running, versions, viewing
-from .commands.next_step import complete, options_in
+from .commands.next_step import command_line, complete, options_in
 from .commands.shared import CALLED, keep_stdout, say, with_options
 from .stopping import leave_if_told, watch_signals
 
@@ -62,16 +63,32 @@ for _command in COMMANDS:
     app.command()(with_options(_command))
 
 
+def _say_stopped() -> None:
+    """Say what a command that was told to stop leaves, and what goes on from there."""
+    if CALLED.recipe is None or "--dry-run" in sys.argv:
+        print("stopped", file=sys.stderr)
+        return
+    versions = {0: "", 1: "one new version and "}.get(
+        CALLED.num_made, f"{CALLED.num_made} new versions and "
+    )
+    print(f"stopped; {versions}the finished shards of what was under way are kept", file=sys.stderr)
+    print(f"go on from there: {command_line()}", file=sys.stderr)
+
+
 def _run() -> int:
     """Run the command; its exit code. An error is told on stderr, and on stdout with --json."""
     try:
-        return get_command(app).main(standalone_mode=False) or 0
+        code = get_command(app).main(standalone_mode=False) or 0
+        if code == 128 + signal.SIGINT:  # typer's answer to Ctrl-C inside a command
+            _say_stopped()
+        return code
     except (typer.Abort, KeyboardInterrupt):
-        print(
-            "stopped; what is finished is kept: the same command goes on from there",
-            file=sys.stderr,
-        )
-        return 130
+        _say_stopped()
+        return 128 + signal.SIGINT
+    except SystemExit as leaving:
+        if leaving.code == 128 + signal.SIGTERM:
+            _say_stopped()
+        raise
     except _UsageError as usage_error:
         words = ["quiver", "--help"]
         if usage_error.ctx and usage_error.ctx.parent:

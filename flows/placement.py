@@ -27,6 +27,7 @@ from quiver.stages.common.runtime.stage import Refs, load
 from quiver.stages.common.store import Store
 
 from .ahead import is_stopped
+from .live import followed
 from .recipe import Recipe
 from .slots import slots
 
@@ -175,7 +176,11 @@ def run_here(
     on_line: Callable[[str], None] | None = None,
 ) -> Outcome:
     """In a child process of this one, once there is a slot for it."""
-    with slots(call.runner_call, call.label, call.slots, call.limit) as env:
+    on_line = on_line or logging.getLogger(f"quiver.{call.stage}").info
+    with (
+        followed(call.label, call.config, on_line) as on_line,
+        slots(call.runner_call, call.label, call.slots, call.limit) as env,
+    ):
         # with an environment of their own, processes know only later which devices they have
         if not env:
             for following in upcoming:
@@ -185,7 +190,7 @@ def run_here(
             python=call.python,
             timeout=call.timeout_seconds,
             online=call.online,
-            on_line=on_line or logging.getLogger(f"quiver.{call.stage}").info,
+            on_line=on_line,
             env=env,
             stopped=is_stopped,
         )

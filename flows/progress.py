@@ -10,7 +10,6 @@ does not hold up the stage, and a stage that is done sooner than that leaves no 
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,11 +24,10 @@ from quiver.stages.report.templates import quoted
 
 from .pages.failures import attempt
 from .pages.text import key
+from .stage_progress import StageProgress
 
 SECONDS_BETWEEN = 5.0
 _GRACE_SECONDS = 2.0
-_SHARDS = re.compile(r"(?:generate|prompts|rewards|logprobs): (?:shard )?(\d+) of (\d+)\b")
-_STEP = re.compile(r"step (\d+): (?:(\d+) of (\d+) micro-batches|loss)")
 
 
 @contextmanager
@@ -68,45 +66,36 @@ class Bar:
 
     def __init__(self, call: Call) -> None:
         self._name = key(f"progress-{call.stage}", call.into or "run")
-        self._steps = call.config.get("epochs", 1) * call.config.get("minibatches", 1)
-        self._first_step: int | None = None
-        self.percent = 0.0
-        self._line = ""
-        self._posted = (self.percent, self._line)
+        self._stage = StageProgress(call.config)
+        self._is_over = False
+        self._posted = (self.percent, self._stage.line)
         self._id: UUID | None = None
 
     def hear(self, line: str) -> None:
         """Take in a line; one that tells nothing of progress is passed over."""
-        shards = _SHARDS.match(line)
-        step = _STEP.match(line)
-        if shards:
-            done, total = map(int, shards.groups())
-        elif step:
-            number = int(step[1])
-            if self._first_step is None:
-                self._first_step = number
-            share = int(step[2]) / int(step[3]) if step[2] else 1
-            done = number - self._first_step + share
-            total = self._steps
-        else:
-            return
-        self.percent = min(100.0, 100.0 * done / max(total, 1))
-        self._line = line
+        self._stage.hear(line)
+
+    @property
+    def percent(self) -> float:
+        """Of the stage, by the last line that told."""
+        if self._is_over:
+            return 100.0
+        return min(100.0, 100.0 * self._stage.done / max(self._stage.total or 1, 1))
 
     def finish(self) -> None:
         """The stage came to its end: said where it was shown at all."""
         if self._id is not None:
-            self.percent = 100.0
+            self._is_over = True
             self.post()
 
     def post(self) -> None:
         """Make or renew the artifact where there is news. Never raises."""
-        news = (self.percent, self._line)
+        news = (self.percent, self._stage.line)
         if news == self._posted:
             return
         with attempt(f"the progress of {self._name}"):
             percent = round(self.percent, 1)
-            text = quoted(self._line)
+            text = quoted(self._stage.line)
             if self._id is None:
                 self._id = create_progress_artifact(percent, key=self._name, description=text)
             else:

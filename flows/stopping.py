@@ -80,6 +80,7 @@ def _watch(reader: int) -> None:
 
 
 def _end(why: str) -> None:
-    line = f"quiver {why}: it ends at once; what is finished is kept\n"
+    cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live bar hides it
+    line = f"{cursor}quiver {why}: it ends at once; what is finished is kept\n"
     os.write(sys.stderr.fileno(), line.encode())
     os._exit(128 + _told[-1])

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from . import completion
 from .shared import StorePath, open_store, say
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -26,7 +27,12 @@ def gc(
         float, typer.Option(help="how long what goes can be brought back", min=0)
     ] = 24,
     restore: Annotated[
-        str | None, typer.Option(help="bring this version back instead", metavar="REF")
+        str | None,
+        typer.Option(
+            help="bring this version back instead",
+            metavar="REF",
+            autocompletion=completion.references,
+        ),
     ] = None,
     store: StorePath = None,
 ) -> None:

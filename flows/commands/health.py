@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import completion
 from .cleaning import in_words
 from .next_step import complete, default_store, options_in
 from .placing import room_above
@@ -23,7 +24,12 @@ _BESIDES = {
 def doctor(
     context: typer.Context,
     quarantine: Annotated[
-        str | None, typer.Option(help="put this damaged version aside", metavar="REF")
+        str | None,
+        typer.Option(
+            help="put this damaged version aside",
+            metavar="REF",
+            autocompletion=completion.references,
+        ),
     ] = None,
     store: StorePath = None,
 ) -> None:

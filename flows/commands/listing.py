@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import completion
 from .shared import say
 
 
@@ -29,6 +30,7 @@ def keys(
         typer.Argument(
             help="a section (optimize) with its keys, or one key (optimize.learning_rate)",
             metavar="[SECTION | KEY]",
+            autocompletion=completion.sections_and_keys,
         ),
     ] = None,
 ) -> None:

@@ -36,7 +36,12 @@ def program() -> str:
 
 def default_store() -> str:
     """The store of commands that are given none."""
-    return os.environ.get("QUIVER_STORE", "store")
+    return os.environ.get("QUIVER_STORE") or "store"
+
+
+def command_line() -> str:
+    """The command that runs now, as a shell takes it."""
+    return shlex.join([program(), *sys.argv[1:]])
 
 
 def set_options(settings: Iterable[str]) -> list[str]:

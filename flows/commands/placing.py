@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from . import completion
 from .shared import RecipeFile, Settings, StorePath, read_recipe, say
 
 Cron = Annotated[str | None, typer.Option(help='when, as cron says it, e.g. "0 2 * * *"')]
@@ -23,7 +24,8 @@ On = Annotated[
     list[str] | None,
     typer.Option(
         help="RUN/KIND: each new version there starts a run; RUN/policy@TAG: each move of the "
-        "tag; may stand twice"
+        "tag; may stand twice",
+        autocompletion=completion.datasets,
     ),
 ]
 Now = Annotated[bool, typer.Option("--now", help="start a run at once, too")]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,30 +59,35 @@ def run(
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
     log.info("%s: %d iterations, store %s", loaded.run, loaded.iterations, loaded.store)
-    from quiver.stages.common.store import Store
+    from ..live import shown_live
 
-    from ..preflight import preflight
+    with shown_live():
+        from quiver.stages.common.store import Store
 
-    loaded = preflight(loaded)  # what is refused is refused before a server is started
-    if not dry_run:
-        Store(loaded.store)
-    from prefect import tags
+        from ..preflight import preflight
 
-    from ..abandoned import crash_abandoned, shell_tag
-    from ..embedded import guard_embedded_server
-    from ..post_train import post_train
-    from ..tasks import tagged
-    from .summary import summary
+        loaded = preflight(loaded)  # what is refused is refused before a server is started
+        if not dry_run:
+            Store(loaded.store)
+        from prefect import tags
 
-    guard_embedded_server()
-    crash_abandoned()
-    with tagged(loaded), tags(shell_tag()):
-        if dry_run:
-            from ..dry_run import dry_run as rehearse
+        from ..abandoned import crash_abandoned, shell_tag
+        from ..dry_run import dry_run as rehearse
+        from ..embedded import guard_embedded_server
+        from ..post_train import post_train
+        from ..tasks import tagged
+        from .summary import summary
 
-            say(*rehearse(loaded, recipe))
-            return
-        outcome = post_train(loaded, first)
+        guard_embedded_server()
+        crash_abandoned()
+        with tagged(loaded), tags(shell_tag()):
+            if dry_run:
+                answer, lines = rehearse(loaded, recipe)
+            else:
+                outcome = post_train(loaded, first)
+    if dry_run:
+        say(answer, lines)
+        return
     say(outcome, summary(loaded, recipe, settings, outcome))
     _warn(loaded)
 
@@ -134,24 +140,26 @@ def nightly(
 ) -> None:
     """One night: train on new prompts, promote what is better. It improves the policy in use;
     what is decided stays so."""
+    from ..live import shown_live
     from ..preflight import preflight
 
     loaded = read_recipe(recipe, settings, store)
     log.info("%s: night %s, store %s", loaded.run, night or _today(), loaded.store)
-    # what is refused is refused before a server is started
-    preflight(loaded.for_night(night or _today()))
-    from prefect import tags
+    with shown_live():
+        # what is refused is refused before a server is started
+        preflight(loaded.for_night(night or _today()))
+        from prefect import tags
 
-    from ..abandoned import crash_abandoned, shell_tag
-    from ..embedded import guard_embedded_server
-    from ..nightly import begin
-    from ..nightly import nightly as flow
+        from ..abandoned import crash_abandoned, shell_tag
+        from ..embedded import guard_embedded_server
+        from ..nightly import begin
+        from ..nightly import nightly as flow
 
-    begin(loaded, night or _today())
-    guard_embedded_server()
-    crash_abandoned()
-    with tags(shell_tag()):
-        outcome = flow(loaded, night)
+        begin(loaded, night or _today())
+        guard_embedded_server()
+        crash_abandoned()
+        with tags(shell_tag()):
+            outcome = flow(loaded, night)
     decision = f"{outcome['decision']}: {outcome['tag']} is {outcome['in_use']}"
     say(outcome, [decision, printable(outcome["why"], 1000)])
 
@@ -186,6 +194,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         store: StorePath = None,
         settings: Settings = None,
     ) -> None:
+        from ..live import shown_live
         from ..rerun import rerun
 
         references = {
@@ -202,11 +211,14 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
 
             del references["override"]
             overrides = load(override)
-            outcome = rerun(loaded, "override", references, force=force, overrides=overrides)
+            run_it = partial(rerun, loaded, "override", references, overrides=overrides)
         else:
-            outcome = rerun(loaded, name, references, iteration, force)
+            run_it = partial(rerun, loaded, name, references, iteration)
+        with shown_live():
+            outcome = run_it(force=force)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        say(asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {seconds}"])
+        rows = f"{outcome.rows} rows  " if outcome.rows else ""  # a policy has none
+        say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])
 
     command.__name__ = name
     command.__doc__ = help

@@ -16,6 +16,7 @@ import typer
 
 from quiver.schemas.errors import for_terminal
 
+from . import completion
 from .next_step import Called, default_store
 
 if TYPE_CHECKING:
@@ -27,7 +28,10 @@ CALLED = Called()
 """The recipe, settings and store of the command that runs, for what its error says to do next."""
 _stdout: TextIO | None = None
 RecipeFile = Annotated[Path, typer.Argument(help="the recipe, a TOML file", metavar="RECIPE")]
-Reference = Annotated[str, typer.Argument(help="run/kind@version", metavar="REF")]
+Reference = Annotated[
+    str,
+    typer.Argument(help="run/kind@version", metavar="REF", autocompletion=completion.references),
+]
 
 
 def or_latest(ref: str) -> str:
@@ -38,14 +42,21 @@ def or_latest(ref: str) -> str:
 ReadReference = Annotated[
     str,
     typer.Argument(
-        help="run/kind@version; run/kind is its latest", metavar="REF", callback=or_latest
+        help="run/kind@version; run/kind is its latest",
+        metavar="REF",
+        callback=or_latest,
+        autocompletion=completion.references,
     ),
 ]
 """Of commands that change nothing."""
 StorePath = Annotated[str | None, typer.Option("--store", help="folder of the store")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", help="KEY=VALUE over the recipe's, e.g. optimize.learning_rate=1e-6"),
+    typer.Option(
+        "--set",
+        help="KEY=VALUE over the recipe's, e.g. optimize.learning_rate=1e-6",
+        autocompletion=completion.settings,
+    ),
 ]
 Force = Annotated[
     bool, typer.Option("--force", help="do it anew, even where a finished version exists")
@@ -55,10 +66,13 @@ _EVERY = {
     "debug": "traceback of an error",
 }
 """Options that every command takes, and their help; `main` sees to them."""
-NamedVersion = typer.Option(help="run/kind@version; default: the run's latest")
+NamedVersion = typer.Option(
+    help="run/kind@version; default: the run's latest", autocompletion=completion.references
+)
 NamedVersions = typer.Option(
     help="run/kind@version; default: the run's latest. For optimize it may stand several times "
-    "(replay)"
+    "(replay)",
+    autocompletion=completion.references,
 )
 
 

@@ -14,6 +14,7 @@ import typer
 from quiver.schemas.errors import CorruptError, LineageError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
+from . import completion
 from .next_step import complete, options_in
 from .shared import (
     CALLED,
@@ -32,7 +33,9 @@ Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
 
 
 def ls(
-    run: Annotated[str | None, typer.Argument(help="only this run")] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="only this run", autocompletion=completion.runs)
+    ] = None,
     store: StorePath = None,
     size: Annotated[
         bool, typer.Option("--size", help="bytes of each run and of the store")
@@ -154,8 +157,14 @@ def diff(
 
 
 def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help=Compared)],
-    second: Annotated[str, typer.Argument(metavar="B", help=Compared)],
+    first: Annotated[
+        str,
+        typer.Argument(metavar="A", help=Compared, autocompletion=completion.runs_and_references),
+    ],
+    second: Annotated[
+        str,
+        typer.Argument(metavar="B", help=Compared, autocompletion=completion.runs_and_references),
+    ],
     store: StorePath = None,
 ) -> None:
     """How much better B scores than A, prompt by prompt."""
@@ -194,7 +203,12 @@ def compare(
 
 def verify(
     context: typer.Context,
-    ref: Annotated[str | None, typer.Argument(help="only this version", metavar="[REF]")] = None,
+    ref: Annotated[
+        str | None,
+        typer.Argument(
+            help="only this version", metavar="[REF]", autocompletion=completion.references
+        ),
+    ] = None,
     store: StorePath = None,
 ) -> None:
     """Check every byte. Sizes, hashes, schemas, and that no input is missing."""
@@ -243,9 +257,14 @@ def tag(
 
 
 def report(
-    run: Annotated[str, typer.Argument(help="the run")],
+    run: Annotated[str, typer.Argument(help="the run", autocompletion=completion.runs)],
     beside: Annotated[
-        str | None, typer.Argument(help="another run, to stand beside it", metavar="[RUN]")
+        str | None,
+        typer.Argument(
+            help="another run, to stand beside it",
+            metavar="[RUN]",
+            autocompletion=completion.runs,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
@@ -285,7 +304,14 @@ def _difference(store: Store, run: str, other: str) -> list[str]:
 
 
 def history(
-    name: Annotated[str, typer.Argument(help="the tag, as RUN/KIND@TAG", metavar="RUN/KIND@TAG")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="the tag, as RUN/KIND@TAG",
+            metavar="RUN/KIND@TAG",
+            autocompletion=completion.tags,
+        ),
+    ],
     store: StorePath = None,
 ) -> None:
     """What a tag pointed at, when and why; also refusals."""

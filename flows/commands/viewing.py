@@ -11,17 +11,26 @@ import typer
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import check_name
 
+from . import completion
 from .shared import StorePath, answers_in_json, open_store, or_latest, say
 
 
 def view(
     ref: Annotated[
         str | None,
-        typer.Argument(help="run/kind@version, or a run; default: all versions", metavar="[REF]"),
+        typer.Argument(
+            help="run/kind@version, or a run; default: all versions",
+            metavar="[REF]",
+            autocompletion=completion.runs_and_references,
+        ),
     ] = None,
     beside: Annotated[
         str | None,
-        typer.Argument(help="a second version, shown side by side", metavar="[REF]"),
+        typer.Argument(
+            help="a second version, shown side by side",
+            metavar="[REF]",
+            autocompletion=completion.references,
+        ),
     ] = None,
     sort: Annotated[
         str, typer.Option(help="reward, score, tokens, advantage, change, random, …")

@@ -118,7 +118,8 @@ class Shards:
         self._counted.add(index)
         self._note_seconds()
         self._writer.write(index, table)
-        log.info("rewards: shard %d of %d", index + 1, len(self._starts))
+        num_done = self._starts[index] + table.num_rows
+        log.info("rewards: %d of %d rows", num_done, len(self._rollouts))
 
     def _note_seconds(self) -> None:
         self._writer.notes["scorers"] = {scorer.name: scorer.seconds for scorer in self._scorers}

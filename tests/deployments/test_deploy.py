@@ -264,6 +264,7 @@ def test_a_container_gets_its_image(client):
         (Where("containers"), ELSEWHERE, "work pool containers", "--image"),
         (Where("containers", image="quiver"), [], "store", "put it where every host sees it"),
         (Where("box", cron="at night"), [], "--cron at night --timezone UTC", "0 2 * * *"),
+        (Where("box", cron="0 0 31 2 *"), [], "--cron 0 0 31 2 * --timezone UTC", "0 2 * * *"),
         (
             Where("box", cron="0 2 * * *", timezone="Mars/Base"),
             [],
@@ -273,6 +274,12 @@ def test_a_container_gets_its_image(client):
         (Where("box", on=("tiny/prompts",)), [], "--on tiny/prompts", "name another run"),
         (Where("box", on=("feed",)), [], "--on feed", "--on feed/prompts"),
         (Where("box"), ["data.source=gone.jsonl"], "data.source", "correct data.source"),
+        (
+            Where("box"),
+            ["data.prompt=answr"],
+            "data.prompt answr",
+            "set data.prompt to one of them",
+        ),
         (Where("box", image="quiver:cpu"), [], "--image quiver:cpu", "leave --image out"),
     ],
 )
@@ -311,13 +318,20 @@ def test_an_image_is_for_those_of_several_pools_that_take_one(client, place):
             "--cron",
         ),
         (
+            ["serve", "recipe.toml", "--set", "data.prompt=answr"],
+            "data.prompt answr",
+            "set data.prompt to one of them",
+        ),
+        (
             ["deploy", "recipe.toml", "--pool", "box", "--timezone", "Europe/Berlin"],
             "--timezone Europe/Berlin",
             "--cron",
         ),
     ],
 )
-def test_an_option_that_would_do_nothing_is_refused(place, client, arguments, object, next):
+def test_an_option_that_would_do_nothing_or_a_recipe_that_can_not_run_is_refused(
+    place, client, arguments, object, next
+):
     command = [
         sys.executable,
         "-m",

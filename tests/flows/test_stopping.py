@@ -1,6 +1,8 @@
 """A command that is told to stop ends in time and leaves nobody behind; see `test_post_train` for
 what it finds when it is started again."""
 
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -174,4 +176,13 @@ def test_a_stage_in_the_middle_of_a_step_ends_with_the_command(workplace):
     running = begun(workplace, "optimize.epochs=1000000", file=steps)
     time.sleep(1)
     running.send_signal(signal.SIGINT)
-    assert ended(running, workplace) == (130, True, [])
+    _, stderr = running.communicate(timeout=120)
+    assert (running.returncode, left_behind(workplace)) == (130, [])
+    *_, kept, next_step = stderr.splitlines()
+    assert re.fullmatch(
+        r"stopped; (one new version and |\d new versions and )?"
+        r"the finished shards of what was under way are kept",
+        kept,
+    )
+    command = shlex.split(next_step.removeprefix("go on from there: "))
+    assert command == ["quiver", *running.args[3:]]

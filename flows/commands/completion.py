@@ -1,0 +1,124 @@
+"""What a shell offers for a word that is not finished: references, runs, tags, keys.
+
+A completer only reads, and offers nothing where it can not. `quiver --install-completion` makes the
+shell ask.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from quiver.schemas.errors import QuiverError
+
+from .next_step import default_store
+
+if TYPE_CHECKING:
+    from quiver.stages.common.store import Store
+
+_MOST_VERSIONS = 50
+
+
+def references(context: typer.Context, incomplete: str) -> list[str]:
+    """`arith/rollouts` while run or kind are typed; then its versions: `arith/rollouts@latest`, the
+    newest numbers, and the tags that hold one of them."""
+    return _offered(context, incomplete, with_versions=True)
+
+
+def datasets(context: typer.Context, incomplete: str) -> list[str]:
+    """Only `arith/rollouts`: what versions are added to."""
+    return _offered(context, incomplete, with_versions=False)
+
+
+def runs(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of runs."""
+    return [run for run in _runs(_store(context)) if run.startswith(incomplete)]
+
+
+def runs_and_references(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of runs until a slash is typed, then as `references`."""
+    return (references if "/" in incomplete else runs)(context, incomplete)
+
+
+def tags(context: typer.Context, incomplete: str) -> list[str]:
+    """`arith/policy@prod`."""
+    offered = []
+    with suppress(QuiverError):
+        store = _store(context)
+        for run in _runs(store):
+            for name in store.tag_names(run):
+                kind = (store.tagged(run, name) or "").rpartition("@")[0]
+                offered.append(f"{kind}@{name}")
+    return [name for name in offered if name.startswith(incomplete)]
+
+
+def settings(incomplete: str) -> list[str]:
+    """`optimize.learning_rate=`, for --set."""
+    return [f"{name}=" for name in _keys() if name.startswith(incomplete)]
+
+
+def sections_and_keys(incomplete: str) -> list[str]:
+    """`optimize` and `optimize.learning_rate`."""
+    from .. import keys
+
+    names = [section.name for section in keys.sections() if section.name]
+    return [name for name in dict.fromkeys([*names, *_keys()]) if name.startswith(incomplete)]
+
+
+def _offered(context: typer.Context, incomplete: str, *, with_versions: bool) -> list[str]:
+    from quiver.schemas.refs import KINDS
+
+    offered: list[str] = []
+    with suppress(QuiverError):
+        store = _store(context)
+        for run in _runs(store):
+            for kind in KINDS:
+                dataset = f"{run}/{kind}"
+                is_typed = incomplete.startswith(dataset) and with_versions
+                if not (is_typed or dataset.startswith(incomplete)):
+                    continue
+                numbers = store.numbers(run, kind)[::-1][:_MOST_VERSIONS]
+                versions: list[str | int] = ["latest", *numbers] if numbers else []
+                if is_typed:
+                    versions += [
+                        name
+                        for name in store.tag_names(run)
+                        if (store.tagged(run, name) or "").startswith(f"{dataset}@")
+                    ]
+                    offered += [f"{dataset}@{version}" for version in versions]
+                elif numbers:
+                    offered.append(dataset)
+    return [name for name in offered if name.startswith(incomplete)]
+
+
+def _runs(store: Store | None) -> list[str]:
+    return store.runs() if store else []
+
+
+def _store(context: typer.Context) -> Store | None:
+    """The store that the command will read, as far as the words before this one tell; None where
+    there is none."""
+    from quiver.stages.common.store import Store
+
+    path = context.params.get("store") or os.environ.get("QUIVER_STORE")
+    # behind an option that has no value yet, what stood before it was not assigned
+    recipe = context.params.get("recipe") or next(iter(context.args), None)
+    with suppress(QuiverError, OSError, ValueError):
+        if recipe and not path and "recipe" in context.params:
+            path = tomllib.loads(Path(recipe).read_text()).get("store")
+        return Store(path or default_store(), create=False)
+    return None
+
+
+def _keys() -> Iterator[str]:
+    """Every key of a recipe, with its section."""
+    from .. import keys
+
+    for section in keys.sections():
+        yield from (key.name for key in section.keys)
