@@ -1,5 +1,6 @@
 # Two commands matter: `make demo` and `make test`. Each installs what it needs into .venv on first use.
 PYTHON ?= python3
+PYTHONS := 3.11 3.12 3.13
 LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.lock; else echo requirements-cpu.lock; fi)
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
@@ -9,12 +10,18 @@ PYTEST := .venv/bin/python -m pytest
 setup: $(STAMP)
 
 # --no-deps: the lock file is the whole list, resolved without the wheels that break beside torch's CPU build (pyproject.toml, [tool.uv])
+PIP := .venv/bin/python -m pip install --no-deps --progress-bar off
+TORCH = $(shell grep '^torch==' $(LOCK))
+# PyPI has no CPU build of torch. For this one package, where pip's own indexes lack it:
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 $(STAMP): $(LOCK) pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quiver needs Python >= 3.11, found " + sys.version)'
+	@$(PYTHON) -c 'import sys; found = "%d.%d" % sys.version_info[:2]; sys.exit(found not in "$(PYTHONS)".split() and "Quiver runs on Python $(PYTHONS), found " + found + ": make setup PYTHON=python3.11")'
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --no-deps -r $(LOCK)
-	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $@
+	@echo "Installing the packages of $(LOCK): a few minutes and 4 GB of disk on a CPU, more with a GPU."
+	@$(PIP) '$(TORCH)' || $(PIP) --index-url $(TORCH_INDEX) '$(TORCH)' || { echo "No index has $(TORCH): make setup TORCH_INDEX=URL, of an index that has it." >&2; exit 1; }
+	@$(PIP) -r $(LOCK)
+	@$(PIP) --quiet --no-build-isolation --editable .
+	@touch $@
 
 demo: setup
 	.venv/bin/quiver run deployments/recipes/demo.toml
@@ -42,8 +49,15 @@ ORACLES := 'trl==1.16.*' 'verl==0.9.1' 'tensordict==0.10.*' ray msgpack omegacon
 	rm -rf .oracles/tests .oracles/scripts
 	touch $@
 
-oracle: .oracles/verl
-	PYTHONPATH=.oracles $(PYTEST) -m oracle tests/oracles
+# The trackers that nothing else here needs, each with what it needs
+TRACKERS := wandb==0.31.0 cwevals mlflow-skinny==3.17.2 databricks-sdk GitPython gitdb smmap 'importlib_metadata<10' zipp \
+	sqlparse google-auth pyasn1 pyasn1_modules trackio==0.43.0 gradio_client brotli pillow distro
+.trackers/wandb: $(STAMP)
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .trackers $(TRACKERS)
+	touch $@
+
+oracle: .oracles/verl .trackers/wandb
+	PYTHONPATH=.oracles:.trackers $(PYTEST) -m oracle tests/oracles
 
 # Small bugs in a copy of the code: what the tests caught once they must catch again. An hour or so
 mutants: setup
@@ -68,9 +82,18 @@ lint: setup
 	.venv/bin/python -m tests.measures
 
 # Needs uv. FIND_LINKS: a folder or index page that holds torch's CPU wheel (https://download.pytorch.org/whl/cpu/torch on an open network).
-COMPILE := uv pip compile pyproject.toml --extra demo --extra trackers --extra dev --python-version 3.11 \
-	--python-platform x86_64-manylinux_2_28 --no-header --no-annotate --quiet --upgrade
+# One lock for all Pythons: a package that not each of them gets bears a marker (uv's --universal reads the metadata of one wheel alone).
+COMPILE := uv pip compile pyproject.toml --extra demo --extra trackers --extra dev --python-platform x86_64-manylinux_2_28 \
+	--no-header --no-annotate --quiet --upgrade
 FIND_LINKS ?= https://download.pytorch.org/whl/cpu/torch
+MERGE := awk 'FNR == 1 { python = FILENAME; sub(/.*-/, "", python) } \
+	{ pythons[$$0] = pythons[$$0] (count[$$0]++ ? " or " : "") "python_version == \"" python "\"" } \
+	END { for (line in count) print line (count[line] == ARGC - 1 ? "" : " ; " pythons[line]) }'
 lock:
-	$(COMPILE) --extra cpu --find-links $(FIND_LINKS) --output-file requirements-cpu.lock
-	$(COMPILE) --extra gpu --output-file requirements-gpu.lock
+	for python in $(PYTHONS); do \
+		$(COMPILE) --python-version $$python --extra cpu --find-links $(FIND_LINKS) --output-file .lock-cpu-$$python && \
+		$(COMPILE) --python-version $$python --extra gpu --output-file .lock-gpu-$$python || exit 1; \
+	done
+	$(MERGE) .lock-cpu-* | LC_ALL=C sort > requirements-cpu.lock
+	$(MERGE) .lock-gpu-* | LC_ALL=C sort > requirements-gpu.lock
+	rm .lock-*

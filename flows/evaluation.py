@@ -18,6 +18,7 @@ from quiver.stages.common.runtime.runner import Outcome
 from .placement import stage_call
 from .recipe import Recipe
 from .tasks import check_stages, perform
+from .tracking import track_evaluation
 
 
 def measure(
@@ -62,6 +63,8 @@ def measure(
     if baseline:
         refs["baseline"] = baseline
     evaluation = run("evaluate", recipe.score_config(), recipe.run, **refs)
+    if not evaluation.cached:
+        track_evaluation(recipe, evaluation.ref)
     seconds = sum(outcome.seconds for outcome in (prompts, rollouts, rewards, evaluation))
     return replace(evaluation, seconds=round(seconds, 3))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable
@@ -89,6 +90,8 @@ def _store_at(path: str) -> Store | None:
         parent = next(above for above in (folder, *folder.parents) if above.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"nothing can be made in {parent}")
+        if not os.statvfs(parent).f_blocks:  # of /proc, say, which permits what it can not do
+            os.rmdir(tempfile.mkdtemp(dir=parent))
     except QuiverError:
         raise
     except OSError as error:

@@ -20,7 +20,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.refs import NAME, check_name
+from quiver.schemas.refs import check_name
 from quiver.stages.common.config import Config, parse
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.models.checkpoints import PolicyConfig
@@ -49,6 +49,7 @@ from .sections import (
     Placement,
     Prompt,
     Reference,
+    RunName,
     Schedule,
     merge,
     put_setting,
@@ -64,7 +65,7 @@ _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)
 class Recipe(Config):
     """Prompts → rollouts → rewards → the next policy, `iterations` times."""
 
-    run: str = Field(pattern=rf"^{NAME.pattern}$", max_length=58)
+    run: RunName
     """Name of the run: the folder of its versions in the store."""
     store: str = "store"
     """Folder of the store."""

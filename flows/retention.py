@@ -18,6 +18,8 @@ from quiver.stages.common.config import Config
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.collection import Rule, collect
 
+from .sections import SIDE_RUNS
+
 log = logging.getLogger("quiver")
 
 
@@ -39,7 +41,7 @@ def clean_up(path: str, run: str, retention: Retention) -> None:
     """Clean up `run` in the store at `path`. Never raises."""
     if retention.keep is None and retention.moments is None:
         return
-    runs = (run, f"{run}.eval", f"{run}.ref", f"{run}.greedy")
+    runs = (run, *(run + ending for ending in SIDE_RUNS))
     rule = Rule(retention.keep, retention.moments, retention.grace_hours * 3600, runs)
     try:
         store = Store(path, create=False)

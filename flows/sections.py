@@ -12,9 +12,10 @@ import json
 import tomllib
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.refs import NAME
 from quiver.stages.common.config import Config, Runtime, parse
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.config import Config as GenerateConfig
@@ -24,6 +25,24 @@ from quiver.stages.prompt.config import SourceConfig, TemplateConfig
 
 NIGHT = "{night}"
 """In [data]: the name of a night, which a nightly run puts in."""
+SIDE_RUNS = (".eval", ".ref", ".greedy")
+"""What the name of a run is followed by where the flow puts what no iteration trains on: its
+evaluations, its moving average, its greedy answers."""
+
+
+def _free_name(run: str) -> str:
+    for ending in SIDE_RUNS:
+        if run.endswith(ending):
+            raise ValueError(f"may not end in {ending}: runs of that form are made beside it")
+    if ".." in f"{run}.":
+        raise ValueError("may hold no two dots in a row and none at its end")
+    return run
+
+
+RunName = Annotated[
+    str, Field(pattern=rf"^{NAME.pattern}$", max_length=58), AfterValidator(_free_name)
+]
+"""Of a run that a recipe names."""
 StageName = Literal[
     "policy", "prompt", "generate", "reward", "logprobs", "average", "optimize", "evaluate"
 ]
@@ -259,7 +278,10 @@ def put_setting(section: dict[str, Any], setting: str) -> None:
                 next="correct the key",
             )
     try:
-        section[field] = tomllib.loads(f"v = {text}")["v"]
+        values = tomllib.loads(f"v = {text}")
+        if len(values) > 1:
+            raise ValueError("a line of its own would be left out")
+        section[field] = values["v"]
     except (ValueError, RecursionError):
         try:
             section[field] = json.loads(text)

@@ -74,14 +74,19 @@ def parse(text: str | Ref, run: str | None = None) -> Ref:
     own_run, slash, kind = head.rpartition("/")
     name = own_run if slash else run
     number = _NUMBER.fullmatch(version)
-    is_version = number or (version and not version.isdecimal())
-    if not at or not is_version or kind not in KINDS or not name:
+    if not at or not version or kind not in KINDS or not name:
         raise ConfigError(
             f"reference {printable(repr(text))}",
             f"expected run/kind@version with kind one of {', '.join(KINDS)}",
             next="quiver ls",
         )
     check_name(name, "run")
+    if version.removeprefix("-").isdecimal() and not number:
+        raise ConfigError(
+            f"reference {printable(repr(text))}",
+            "a version is a number of 1 to 12 digits, latest or a tag",
+            next="quiver ls",
+        )
     if number:
         return Ref(name, kind, int(version))
     return Ref(name, kind, check_name(version, "tag"))

@@ -12,6 +12,7 @@ import pytest
 from typer.main import get_command
 
 from quiver.flows.cli import app
+from quiver.flows.keys import sections
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.refs import KINDS
 from quiver.stages.common.runtime.stage import MODULES as STAGE_MODULES
@@ -128,6 +129,40 @@ def test_the_recipe_in_the_readme_is_a_recipe():
     (block,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
     recipe = Recipe.model_validate(tomllib.loads(block))
     assert recipe.data.limit == 64 and recipe.data.for_evaluation().source == "test.jsonl"
+
+
+def merged(base: dict, more: dict) -> dict:
+    """`more` over `base`, table by table."""
+    return base | {
+        key: merged(base.get(key, {}), value) if isinstance(value, dict) else value
+        for key, value in more.items()
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_piece_of_a_recipe_in_a_document_has_keys_and_values_that_there_are(path):
+    """Blocks of TOML, and whole recipes that are typed into a file."""
+    text = path.read_text()
+    whole = {
+        "run": "a",
+        "policy": {"model": "m"},
+        "data": {"source": "q.jsonl", "held_out": {"source": "t.jsonl"}},
+        "reward": {"functions": [{"use": "numeric"}]},
+    }
+    pieces = re.findall(r"(?ms)^```toml\n(.*?)^```", text)
+    pieces += re.findall(r"(?ms)^cat > \S+\.toml <<'END'\n(.*?)^END", text)
+    for piece in pieces:
+        Recipe.model_validate(merged(whole, tomllib.loads(piece)))
+
+
+def test_names_of_other_systems_stand_beside_keys_that_there_are():
+    """The last column of the table in coming-from.md: what is written with a dot is a key."""
+    text = (ROOT / "deployments/docs/coming-from.md").read_text()
+    rows = [line.split("|")[3] for line in text.split("## Rewards")[0].splitlines() if "|" in line]
+    named = {name for row in rows[2:] for name in re.findall(r"`([a-z_.]+\w)[ `]", row)}
+    known = {entry.name for section in sections() for entry in section.keys}
+    known |= {section.name for section in sections()}
+    assert len(named) > 30 and not named - known
 
 
 def test_the_reward_in_the_readme_scores():

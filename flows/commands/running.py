@@ -218,7 +218,8 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         with shown_live():
             outcome = run_it(force=force)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        say(asdict(outcome), [f"{outcome.ref}  {outcome.rows} rows  {seconds}"])
+        rows = f"{outcome.rows} rows  " if outcome.rows else ""  # a policy has none
+        say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])
 
     command.__name__ = name
     command.__doc__ = help

@@ -42,22 +42,28 @@ def ls(
     ] = False,
 ) -> None:
     """List the versions: score or reward, tags, size, rows, time."""
+    from quiver.stages.common.store.readable import readable_entries
+
     opened = open_store(store)
     if size:
         _say_sizes(opened, run)
         return
-    entries = list(opened.entries(run))
+    entries, unreadable = readable_entries(opened, run)
     rows = [
         {"ref": str(ref), "error": entry.error}
         if entry.error
         else {"ref": str(ref), "rows": entry.rows, "stage": entry.stage, "created": entry.created}
         for ref, entry in entries
     ]
+    rows += [
+        {"ref": error.object, "error": f"{error.code}: {error.message}"} for error in unreadable
+    ]
     lines = []
     if entries and not answers_in_json():
         from quiver.stages.report.listing import lines_of
 
         lines = lines_of(opened, entries)
+    lines += [f"{error.code} {error.object}: {error.message}" for error in unreadable]
     say({"versions": rows}, lines)
 
 
@@ -65,11 +71,12 @@ def _say_sizes(store: Store, run: str | None) -> None:
     """What the versions of each run take, as their manifests say, and what lies on the disk below
     its folder, with staging and trash."""
     from quiver.stages.common.store.collection import size
+    from quiver.stages.common.store.readable import readable_entries
     from quiver.stages.report import words
 
     rows = []
     for name in [run] if run else store.runs():
-        entries = [entry for _, entry in store.entries(name)]
+        entries = [entry for _, entry in readable_entries(store, name)[0]]
         num_bytes = sum(entry.bytes for entry in entries)
         on_disk = size(store.storage, name)
         rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})

@@ -26,6 +26,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import problem_of
@@ -38,6 +39,26 @@ _SURE = 0.8
 _T = TypeVar("_T")
 Runtime = Annotated[_T, _RUNTIME]
 Added = Annotated[_T, _ADDED]
+
+
+def _without_truth(schema: Any) -> Any:
+    """A schema of pydantic's core in which no number takes true or false."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_without_truth, schema))
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "function-before" and schema["function"]["function"] is _not_truth:
+        return schema  # of a section, which is seen to already
+    if schema.get("type") in ("int", "float"):
+        return core_schema.no_info_before_validator_function(_not_truth, schema)
+    kept = ("default", "metadata", "serialization")
+    return {name: part if name in kept else _without_truth(part) for name, part in schema.items()}
+
+
+def _not_truth(number: Any) -> Any:
+    if isinstance(number, bool):
+        raise ValueError("a number is expected")
+    return number
 
 
 class Config(BaseModel):
@@ -53,6 +74,11 @@ class Config(BaseModel):
         if problem:
             raise ValueError(printable(problem))
         return fields
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        # pydantic takes true as the number 1; strict types would refuse a list for a tuple too
+        return _without_truth(handler(source))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:

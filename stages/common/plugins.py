@@ -24,8 +24,8 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -52,7 +52,7 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
     kind_name = "function" if kind is Callable else kind.__name__
     path = locate(name, field, kind_name)
     holder, _, attribute = name.rpartition(":")
-    with _loading, _OldNames():
+    with _loading, _OldNames(), _among_neighbours(path):
         try:
             _forget_changed(path)
             if holder.endswith(".py"):
@@ -89,6 +89,8 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
             f"expected module:{kind_name} or file.py:{kind_name}",
             next=f"correct {field}",
         )
+    if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
+        sys.path.append(os.getcwd())
     if holder.endswith(".py"):
         path = Path(holder).expanduser().absolute()
         if not path.is_file():
@@ -96,9 +98,13 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
                 f"{field} {printable(holder)}", f"there is no file {path}", next=f"correct {field}"
             )
         return path
-    if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
-        sys.path.append(os.getcwd())
     spec = _find_spec(_current_name(holder))
+    if spec is not None and not spec.has_location and spec.loader is not None:
+        raise ConfigError(
+            f"{field} {printable(name)}",
+            f"{holder} is a part of Python itself, with no source file to keep the hash of",
+            next=f"write a {kind_name} of your own that calls it, and name that",
+        )
     if spec is None or not spec.has_location:
         raise _not_importable(holder, ModuleNotFoundError(f"No module named {holder!r}"), field)
     return Path(spec.origin).absolute()
@@ -116,6 +122,17 @@ def definition(name: str, field: str) -> ast.FunctionDef | ast.AsyncFunctionDef 
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, OSError) as error:
         raise _not_importable(holder, error, field) from None
+    in_package = (path.parent / "__init__.py").is_file() or not holder.endswith(".py")
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level and not in_package:
+            names = ", ".join(alias.name for alias in node.names)
+            absolute = f"from {node.module} import {names}" if node.module else f"import {names}"
+            raise ConfigError(
+                f"{field} {printable(holder)}",
+                f"its line {node.lineno} is a relative import, and it lies in no package: there is "
+                "no __init__.py beside it",
+                next=f"write there {absolute}",
+            )
     bound = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -166,7 +183,8 @@ def _find_spec(name: str) -> ModuleSpec | None:
         with suppress(ModuleNotFoundError):
             return importlib.util.find_spec(name)
         return None
-    finders = [finder for finder in sys.meta_path if not isinstance(finder, _OldNames)]
+    ours = (_OldNames, _NeighbourFinder)
+    finders = [finder for finder in sys.meta_path if not isinstance(finder, ours)]
     spec = next(filter(None, (finder.find_spec(top, None) for finder in finders)), None)
     for submodule in submodules:
         if spec is None or spec.submodule_search_locations is None:
@@ -186,8 +204,11 @@ def _current_name(name: str) -> str:
     spec = _find_spec(name)
     if spec is None:
         return f"quiver.{name}"
-    places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or [])
-    return f"quiver.{name}" if any(_is_ours(Path(place)) for place in places) else name
+    return f"quiver.{name}" if any(_is_ours(Path(place)) for place in _places(spec)) else name
+
+
+def _places(spec: ModuleSpec) -> list[str]:
+    return [spec.origin] if spec.has_location else list(spec.submodule_search_locations or [])
 
 
 def _is_ours(path: Path) -> bool:
@@ -213,9 +234,7 @@ def _neighbours(path: Path) -> list[Path]:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError):  # importing it will tell
         return []
-    project = path.parent
-    while (project / "__init__.py").is_file():
-        project = project.parent
+    project = _project(path)
     neighbours: list[Path] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -237,6 +256,14 @@ def _neighbours(path: Path) -> list[Path]:
         for neighbour in dict.fromkeys(neighbours)
         if neighbour.is_file() and not _is_ours(neighbour) and not _INSTALLED & set(neighbour.parts)
     ]
+
+
+def _project(path: Path) -> Path:
+    """The folder from which the packages that `path` lies in are imported."""
+    project = path.parent
+    while (project / "__init__.py").is_file():
+        project = project.parent
+    return project
 
 
 def _files_of(folder: Path, names: list[str]) -> list[Path]:
@@ -261,6 +288,8 @@ def _import_file(path: Path) -> ModuleType:
     """A module of its own for each file and content: neither an edited file nor its copy elsewhere
     is mistaken for another."""
     name = f"{path.stem}_{storage.sha256(path)[:12]}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    # where it lies in a package it may import what is relative to it
+    name = ".".join([*path.parent.relative_to(_project(path)).parts, name])
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
@@ -294,15 +323,19 @@ def _forget_changed(path: Path) -> None:
                 bytecode.unlink()
     if changed:
         paths = set(map(str, hashes))
-        names = [
+        _forget(
             name
             for name, module in sys.modules.items()
             if getattr(module, "__file__", None) in paths
-        ]
-        below = tuple(f"{name}." for name in names)  # a package's modules would hang in the old one
-        for name in list(sys.modules):
-            if name in names or name.startswith(below):
-                del sys.modules[name]
+        )
+
+
+def _forget(names: Iterable[str]) -> None:
+    names = set(names)
+    below = tuple(f"{name}." for name in names)  # a package's modules would hang in the old one
+    for name in list(sys.modules):
+        if name in names or name.startswith(below):
+            del sys.modules[name]
 
 
 def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
@@ -312,6 +345,51 @@ def _not_importable(holder: str, error: Exception, field: str) -> ConfigError:
         f"can not be imported: {type(error).__name__}: {printable(error)}",
         next=shlex.join(command),
     )
+
+
+class _NeighbourFinder:
+    """Finds modules beside a file that a recipe names, then those of its project, before what is
+    installed; so Python does for a script. The standard library goes first, and so does an
+    installed package before a folder that holds no module."""
+
+    folders: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    """What it has found."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if path is not None or name in sys.stdlib_module_names:
+            return None
+        spec = PathFinder.find_spec(name, list(self.folders))
+        if spec is None or not (spec.has_location or PathFinder.find_spec(name) is None):
+            return None
+        self.names |= {name}
+        return spec
+
+
+_neighbour_finder = _NeighbourFinder()
+
+
+@contextmanager
+def _among_neighbours(path: Path) -> Iterator[None]:
+    """Within it the neighbours of `path` are found, and those of no other file; after it both, for
+    what a function imports when it is called."""
+    finder = _neighbour_finder
+    earlier = finder.folders
+    is_library = _is_ours(path) or _INSTALLED & set(path.parts)
+    finder.folders = () if is_library else (str(path.parent), str(_project(path)))
+    if finder not in sys.meta_path:
+        sys.meta_path.insert(0, finder)
+    if not set(finder.folders) >= set(earlier):
+        _forget(  # another file's neighbour of the same name
+            name
+            for name in finder.names & sys.modules.keys()
+            if (spec := finder.find_spec(name)) is None
+            or _places(spec) != _places(sys.modules[name].__spec__)
+        )
+    try:
+        yield
+    finally:
+        finder.folders = tuple(dict.fromkeys([*finder.folders, *earlier]))
 
 
 class _OldNames:

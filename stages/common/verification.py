@@ -10,28 +10,34 @@ are what they were. A version that was deleted on purpose is `expired`, which is
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import product
 
 from quiver.schemas import refs
-from quiver.schemas.errors import LineageError, QuiverError, SchemaError
+from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError, printable
 from quiver.schemas.manifest import Manifest, Model, content_hash
 from quiver.schemas.refs import Ref
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store, Version, schema_module
 from quiver.stages.common.store.arrow_check import ArrowCheck
 from quiver.stages.common.store.notes import damaged_staging
-from quiver.stages.common.store.retention import users_of
+from quiver.stages.common.store.retention import folders_of, users_of
+from quiver.stages.common.store.storage import storage_errors
+
+_FIRST_INDEX_WITH_LEDGER = 5
+"""The format of the index since which there is a ledger beside it."""
 
 
 def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
     """Check one version, or all that is in the store: how many versions, and what is wrong."""
-    checked = [store.resolve(ref)] if ref else list(store.refs())
     errors: list[QuiverError] = []
+    checked = [store.resolve(ref)] if ref else list(_every_version(store, errors))
     with ArrowCheck() as arrow_check:
         for version_ref in checked:
-            with _collected(errors):
+            with _collected(errors, version_ref):
                 try:
                     _verify_version(store, version_ref, arrow_check)
                 except QuiverError as error:
@@ -40,22 +46,64 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
                         _say_who_refers(store, error, version_ref)
                     raise
     if ref is None:
-        for run in store.runs():
+        _verify_around(store, errors)
+    return len(checked), list({str(error): error for error in errors}.values())
+
+
+def _every_version(store: Store, errors: list[QuiverError]) -> Iterator[Ref]:
+    """References of all versions; what keeps others from being listed is added to `errors`."""
+    for run, kind in product(store.runs(), refs.KINDS):
+        with _collected(errors, f"{run}/{kind}"):
+            yield from store.refs(run, kind)
+
+
+def _verify_around(store: Store, errors: list[QuiverError]) -> None:
+    """Folders, tags, staging and ledgers; what is wrong is added to `errors`."""
+    for key in folders_of(store):
+        with _collected(errors, key):
+            store.storage.list(key)
+    for run in store.runs():
+        with _collected(errors, f"{run}/tags"):
             for name in store.tag_names(run):
-                with _collected(errors):
+                with _collected(errors, f"{run} tag {name}"):
                     _verify_tag(store, run, name)
-            for kind in refs.KINDS:
+        for kind in refs.KINDS:
+            with _collected(errors, f"{run}/{kind}/.staging"):
                 errors += damaged_staging(store.storage, run, kind)
+            with _collected(errors, f"{run}/{kind}/.ledger"):
                 errors += store.ledger(run, kind).problems()
-    return len(checked), errors
+            with _collected(errors, f"{run}/{kind}/.ledger"):
+                _require_ledger(store, run, kind)
 
 
 @contextmanager
-def _collected(errors: list[QuiverError]) -> Iterator[None]:
+def _collected(errors: list[QuiverError], name: object) -> Iterator[None]:
+    """Add to `errors` what is wrong with `name`, also that it can not be read."""
     try:
-        yield
+        with storage_errors(name):
+            yield
     except QuiverError as error:
         errors.append(error)
+
+
+def _require_ledger(store: Store, run: str, kind: str) -> None:
+    """CorruptError where all of the ledger is gone. A store of before there were ledgers has none;
+    its index, if it has one, has another format."""
+    folder = f"{run}/{kind}"
+    if store.storage.exists(f"{folder}/.ledger") or not store.numbers(run, kind):
+        return
+    noted = None
+    with suppress(FileNotFoundError, CorruptError):
+        index = store.storage.read(f"{folder}/.index/versions", 2**30)
+        noted = re.search(rb'^\{"format": ([0-9]{1,3}),', index, re.MULTILINE)
+    if noted and int(noted[1]) >= _FIRST_INDEX_WITH_LEDGER:
+        raise CorruptError(
+            f"{folder}/.ledger",
+            "is missing: which numbers were given to versions that are gone can not be told",
+            state="the versions that are there are not touched by this.",
+            next=f"restore {store.storage.path(folder)}/.ledger from a copy; without one, "
+            "what is there is noted when the versions are listed",
+        )
 
 
 def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
@@ -65,8 +113,8 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
     listed = {*version.files.names, "manifest.json"}
     for name in store.storage.list_files(ref.folder):
         if name not in listed:
-            error = version.corrupt(name, "is no file of this version")
-            error.next = shlex.join(["rm", str(version.files.path(name))])
+            error = version.corrupt(printable(name), "is no file of this version")
+            error.next = shlex.join(["rm", printable(version.files.path(name), 4096)])
             raise error
     if manifest.content_hash != content_hash(manifest.kind_schema, manifest.files):
         raise version.corrupt("manifest.json", "content_hash is not that of its files")
@@ -129,8 +177,9 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
     if not isinstance(ref.version, int):
         problem = f"is made of {ref}, which names no version by its number"
         raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
-    if store.exists(ref):
-        return store.open(ref).manifest
+    with storage_errors(ref):
+        if store.exists(ref):
+            return store.open(ref).manifest
     if store.ledger(ref.run, ref.kind).tombstone(ref.version):
         return None
     raise LineageError(

@@ -18,23 +18,20 @@ from .config import Config
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from quiver.stages.common.runtime.stage import Plan
 
-def make_accelerator(config: Config) -> Accelerator:
-    """Device, ranks and trackers; nothing else is taken from accelerate's environment. ConfigError
-    when it gives another device, another number of processes, or another way to distribute than
-    plain ranks."""
+
+def make_accelerator(config: Config, plan: Plan | None = None) -> Accelerator:
+    """Device, ranks and, for a `plan`, trackers, which start with its numbers; nothing else is
+    taken from accelerate's environment. ConfigError when it gives another device, another number
+    of processes, or another way to distribute than plain ranks."""
     from accelerate import Accelerator
 
-    check_trackers(config.trackers)
+    check_trackers(config.trackers, config.tracker_folder)
     cpu = config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
     if cpu and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    accelerator = Accelerator(
-        cpu=cpu,
-        mixed_precision="no",
-        log_with=list(config.trackers) or None,
-        project_dir=config.tracker_folder,
-    )
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no")
     # accelerate's state is the process's: a second run stays where the first one was
     device = "cpu" if cpu else "cuda"
     if accelerator.device.type != device:
@@ -59,6 +56,8 @@ def make_accelerator(config: Config) -> Accelerator:
             next="launch with python -m torch.distributed.run --nproc-per-node N (accelerate "
             "launch starts one on a CPU)",
         )
-    if config.trackers:
-        accelerator.init_trackers("quiver")
+    if plan and config.trackers and accelerator.is_main_process:
+        from . import tracking
+
+        accelerator.trackers = tracking.start(config.trackers, config.tracker_folder, plan)
     return accelerator

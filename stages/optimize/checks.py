@@ -19,6 +19,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -269,9 +270,9 @@ def require_own_ids(versions: Sequence[Sampled]) -> None:
             )
 
 
-def check_trackers(trackers: Sequence[str]) -> None:
-    """ConfigError for a tracker that accelerate does not know, or that is not installed here: it
-    would be left out with a warning, and what was to be tracked would be nowhere."""
+def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
+    """ConfigError for a tracker that accelerate does not know, or that is not installed here, and
+    for a `folder` that is none: what was to be tracked would be nowhere."""
     for name in trackers:
         if name not in _TRACKERS:
             raise ConfigError(
@@ -286,3 +287,9 @@ def check_trackers(trackers: Sequence[str]) -> None:
                 f"{name} is not installed here",
                 next=f"pip install {_TRACKERS[name][0]}",
             )
+    if trackers and Path(folder).exists() and not Path(folder).is_dir():
+        raise ConfigError(
+            f"optimize.tracker_folder {printable(folder)}",
+            "is a file, not a folder",
+            next="name another folder in optimize.tracker_folder",
+        )

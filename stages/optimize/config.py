@@ -313,9 +313,10 @@ class Config(base.Config):
     resume_steps: Runtime[int | None] = Field(default=None, ge=1)
     """The same counted in optimizer steps, in place of minutes."""
     trackers: Runtime[list[str]] = Field(default_factory=list)
-    """accelerate's trackers by name, such as tensorboard."""
+    """accelerate's trackers by name, such as tensorboard, wandb, mlflow or trackio: the numbers of
+    each step, rewards, lengths and evaluations."""
     tracker_folder: Runtime[str | None] = None
-    """Where trackers write."""
+    """Where trackers write. mlflow: unless MLFLOW_TRACKING_URI names a server."""
     algorithm_source: str = ""
     """Filled in by the stage, with the defaults of an algorithm of your own: hash of its file. If
     set, the file must have it."""

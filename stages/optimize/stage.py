@@ -105,7 +105,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
     """ConfigError where adapters can not be trained here, or a tracker is not installed."""
-    check_trackers(config.trackers)
+    check_trackers(config.trackers, config.tracker_folder)
     if config.lora:
         check_installed()
 
@@ -137,7 +137,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         from .accelerator import make_accelerator
         from .resume import SavedProgress
 
-        accelerator = make_accelerator(config)
+        accelerator = make_accelerator(config, plan)
     config.require_source()
     algorithm = config.row()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"

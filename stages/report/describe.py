@@ -112,11 +112,13 @@ def score_line(metrics: Mapping[str, Any]) -> str:
 
 
 def tags_of(store: Store, run: str) -> dict[str, list[str]]:
-    """The tags of a run by the reference that they hold; a damaged one is left to `verify`."""
+    """The tags of a run by the reference that they hold; what is damaged, or can not be read, is
+    left to `verify`."""
     tags: dict[str, list[str]] = {}
-    for name in store.tag_names(run):
-        with suppress(CorruptError):
-            tags.setdefault(store.tagged(run, name) or "", []).append(name)
+    with suppress(CorruptError, PermissionError):
+        for name in store.tag_names(run):
+            with suppress(CorruptError, PermissionError):
+                tags.setdefault(store.tagged(run, name) or "", []).append(name)
     return tags
 
 

@@ -4,7 +4,8 @@ whole columns.
 
 Whatever version of the chain is named (rollouts, rewards, logprobs, advantages, updates,
 evaluations, a policy, or prompts), the rollouts behind it are shown, with what belongs to that
-version, and of all else the newest that was made of these rollouts.
+version, and of all else the newest that was made of these rollouts; of advantages, the newest that
+was made of the rewards that are shown.
 
     joined = open_joined(store, "arith/rewards@3")
     order = joined.order(Selection(sort="reward", descending=True, where="length > 20"))
@@ -340,7 +341,7 @@ def open_joined(store: Store, ref: str | Ref) -> Joined:
     """The rollouts behind `ref` and what there is of them. LineageError where there are none."""
     version = store.open(ref)
     manifest = version.manifest
-    roles: dict[str, Version] = {manifest.kind: version}
+    roles: dict[str, Version | None] = {manifest.kind: version}
     if manifest.kind == "prompts":
         roles["rollouts"] = _newest(store, version, "rollouts", "prompts")
     elif manifest.kind != "rollouts":
@@ -350,15 +351,22 @@ def open_joined(store: Store, ref: str | Ref) -> Joined:
         raise LineageError(
             str(version.ref), "no rollouts are behind it", next=f"quiver show {version.ref}"
         )
-    advantages_ref = manifest.metrics.get("advantages") if manifest.kind == "policy" else None
-    if advantages_ref:
-        advantages = _opened(store, advantages_ref)
-        if advantages is not None and advantages.ref.kind == "advantages":
-            roles["advantages"] = advantages
+    if manifest.kind == "policy" and "advantages" in manifest.metrics:
+        advantages = _opened(store, manifest.metrics["advantages"])
+        is_one = advantages is not None and advantages.ref.kind == "advantages"
+        roles["advantages"] = advantages if is_one else None
     roles.setdefault("prompts", _named(store, rollouts.manifest, "prompts"))
-    for kind in ("rewards", "advantages"):
-        if roles.get(kind) is None:
-            roles[kind] = _named(store, manifest, kind) or _newest(store, rollouts, kind)
+    if "rewards" not in roles and manifest.input("rewards"):
+        roles["rewards"] = _named(store, manifest, "rewards")
+    elif "rewards" not in roles:
+        roles["rewards"] = _newest(store, rollouts, "rewards")
+    if "advantages" not in roles:
+        rewards = roles["rewards"]
+        roles["advantages"] = (
+            _newest(store, rewards, "advantages", "rewards")
+            if rewards
+            else _newest(store, rollouts, "advantages")
+        )
     logprobs = {}
     for role in ("prox", "ref"):
         scored = _named(store, manifest, role, "logprobs")

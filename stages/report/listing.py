@@ -45,7 +45,7 @@ def listed(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[List
         if ref.kind in ("rewards", "evaluations") and not entry.error:
             try:
                 manifest = store.version(ref).manifest
-            except CorruptError:  # `verify` tells of it
+            except (CorruptError, PermissionError):  # `verify` tells of it
                 continue
             scores |= _scores(manifest)
     return [

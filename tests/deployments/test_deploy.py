@@ -268,6 +268,7 @@ def test_a_container_gets_its_image(client):
         (Where("containers"), ELSEWHERE, "work pool containers", "--image"),
         (Where("containers", image="quiver"), [], "store", "put it where every host sees it"),
         (Where("box", cron="at night"), [], "--cron at night --timezone UTC", "0 2 * * *"),
+        (Where("box", cron="0 0 31 2 *"), [], "--cron 0 0 31 2 * --timezone UTC", "0 2 * * *"),
         (
             Where("box", cron="0 2 * * *", timezone="Mars/Base"),
             [],

@@ -53,6 +53,20 @@ WRONG = [
         "correct arguments",
     ),
     ("reward.functions=[{use='broken.py:score'}]", "broken.py", "SyntaxError", "python broken.py"),
+    (
+        "reward.functions=[{use='relative.py:score'}]",
+        "reward.functions.use relative.py",
+        "its line 1 is a relative import, and it lies in no package",
+        "write there from helper import score",
+    ),
+    (
+        "reward.functions=[{use='os:system'}]",
+        "reward.functions.use os:system",
+        "os is a part of Python itself",
+        "write a function of your own",
+    ),
+    ("iterations=3\nseed=1", "recipe", "iterations: Input should be a valid integer", "iterations"),
+    ("store=/proc/none", "store /proc/none", "can not be used", "name another folder"),
     ("reward.functions=[{use='lenght'}]", "lenght", "did you mean length?", "quiver rewards"),
     ("reward.models=[{model='./judge'}]", "reward.models.model", "no such directory", "correct"),
     ("policy.model=./gone", "policy.model ./gone", "no such directory", "correct policy.model"),
@@ -71,6 +85,12 @@ WRONG = [
         "did you mean tensorboard?",
         "correct optimize.trackers",
     ),
+    (
+        "optimize={trackers=['tensorboard'], tracker_folder='recipe.toml'}",
+        "optimize.tracker_folder recipe.toml",
+        "is a file, not a folder",
+        "name another folder",
+    ),
     ("learning_rate=1e-5", "recipe", "mean optimize.learning_rate?", "keys optimize.learning_rate"),
     ("store=questions.jsonl", "store", "is a file, not a folder", "name a folder in --store"),
 ]
@@ -88,6 +108,12 @@ def folder(tmp_path_factory) -> Path:
     with (folder / "rewards.py").open("a") as file:
         file.write(REWARDS)
     (folder / "broken.py").write_text("def score(:\n")
+    (folder / "relative.py").write_text("from .helper import score\n")
+    (folder / "mine").mkdir()
+    (folder / "mine/helper.py").write_text(
+        "def score(completions):\n    return [1] * len(completions)\n"
+    )
+    (folder / "mine/rewards.py").write_text("from helper import score\n")
     (folder / "untried.py").write_text("import nowhere\n\ndef score(completions): ...\n")
     return folder
 
@@ -138,9 +164,16 @@ def test_check_says_what_a_run_would_find(folder):
         ["check", "recipe.toml", "--try"],
         ["check", "recipe.toml", *untried],
         ["check", "recipe.toml", "--try", *untried],
+        [
+            "check",
+            "recipe.toml",
+            "--try",
+            "--set",
+            "reward.functions=[{use='mine/rewards.py:score'}]",
+        ],
     )
-    assert [code for code, _ in answers] == [0, 0, 0, 2]
-    (_, plain), (_, tried), _, (_, refused) = answers
+    assert [code for code, _ in answers] == [0, 0, 0, 2, 0], "a file's neighbours are found"
+    (_, plain), (_, tried), _, (_, refused), _ = answers
     assert plain == {
         "run": "tiny",
         "iterations": 2,

@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from quiver.flows.commands.summary import next_commands
 from quiver.flows.recipe import load
@@ -37,7 +38,8 @@ pytestmark = pytest.mark.prefect
 
 @pytest.fixture(scope="module")
 def result(workplace) -> dict:
-    return quiver(workplace, "run", "recipe.toml")
+    settings = ("optimize.trackers=['tensorboard']", "optimize.tracker_folder=logs")
+    return quiver(workplace, "run", "recipe.toml", *(f"--set={setting}" for setting in settings))
 
 
 def names(store: Store) -> set[str]:
@@ -67,6 +69,32 @@ def test_the_contract_of_run(workplace, result):
     assert prompts[0] | prompts[1] == {f"{row:06d}" for row in range(8)}, (
         "two iterations of four see all eight rows"
     )
+
+
+def test_trackers_have_rewards_lengths_and_evaluations_at_the_step_of_the_policy(workplace, result):
+    """Beside the numbers of the optimizer step that begins with it."""
+    events = EventAccumulator(str(workplace / "logs" / "tiny")).Reload()
+    curves = {
+        name: sorted((point.step, point.value) for point in events.Scalars(name))
+        for name in events.Tags()["scalars"]
+    }
+    assert [step for step, _ in curves["loss"]] == [0, 1]
+    store = Store(workplace / "store")
+    expected = {"reward/mean": [], "completion_tokens/mean": [], "completion_tokens/truncated": []}
+    for step, done in enumerate(result["iterations"]):
+        rows = store.open(done["rollouts"]).table().to_pylist()
+        lengths = [len(row["completion_ids"]) for row in rows]
+        cut = [row["finish_reason"] == "length" for row in rows]
+        expected["reward/mean"].append((step, done["reward_mean"]))
+        expected["completion_tokens/mean"].append((step, sum(lengths) / 16))
+        expected["completion_tokens/truncated"].append((step, sum(cut) / 16))
+    expected["reward/parts/evenness"] = expected["reward/mean"]
+    measured = [result["baseline"], result["iterations"][-1]["evaluation"]]
+    for name in ("score", "stderr"):
+        points = zip((0, 2), measured, strict=True)
+        expected[f"evaluation/{name}"] = [(step, numbers[name]) for step, numbers in points]
+    for name, points in expected.items():
+        assert curves[name] == [(step, pytest.approx(value, abs=1e-6)) for step, value in points]
 
 
 def test_again_is_already_done(workplace, result, tmp_path):

@@ -53,6 +53,15 @@ def test_hostile_references_are_refused(text):
         refs.parse(text)
 
 
+@pytest.mark.parametrize("version", ["-1", "9" * 20, "٣"])
+def test_a_version_of_another_form_is_told(version):
+    with pytest.raises(ConfigError) as caught:
+        refs.parse(f"a/rollouts@{version}")
+    assert caught.value.object == f"reference 'a/rollouts@{version}'"
+    assert caught.value.message == "a version is a number of 1 to 12 digits, latest or a tag"
+    assert caught.value.next == "quiver ls"
+
+
 @pytest.mark.parametrize("cls", errors.BY_CODE.values())
 def test_errors_survive_pickle_and_json(cls):
     error = cls(

@@ -11,6 +11,7 @@ killed at any point: the next one finishes, or takes back, what it finds half do
 
 from __future__ import annotations
 
+import errno
 import re
 import stat
 import time
@@ -26,7 +27,8 @@ from quiver.schemas.refs import KINDS, Ref
 from . import trash
 from .leases import SECONDS_TO_LIVE, Leases
 from .ledger import OPTIMIZER_FOLDER, Ledger
-from .retention import QUARANTINE, Kept, find_kept
+from .reserve import reserve_for_deleting
+from .retention import QUARANTINE, Kept, find_kept, folders_of
 from .storage import Storage, storage_errors
 from .versions import Store, Version
 
@@ -99,8 +101,11 @@ class Collected:
 
 def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     """Clean the store up by `rule`, or only say what would go. CorruptError where a tag can not be
-    read, or a manifest of what stays; BusyError where another process is at it."""
+    read, or a manifest of what stays, or where a folder is none; BusyError where another process is
+    at it."""
     storage = store.storage
+    for key in folders_of(store):
+        storage.list(key)
     kept = find_kept(store, rule.keep, rule.moments)
     places = [trash.places_of(storage, ref) for ref in kept.in_use if not store.exists(ref)]
     needed = tuple(place for of_one in places for place in of_one)
@@ -121,9 +126,10 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     if apply:
         for key in old:  # first, since it needs no room
             trash.delete(storage, key)
-        leftovers = [leftover for leftover in leftovers if _sweep(storage, leftover)]
-        with trash.open_trash(storage) as turn:
-            candidates = _take(store, rule, turn)
+        with reserve_for_deleting(store):
+            leftovers = [leftover for leftover in leftovers if _sweep(storage, leftover)]
+            with trash.open_trash(storage) as turn:
+                candidates = _take(store, rule, turn)
     else:
         candidates = _candidates(store, rule, kept)
     collected.versions = [candidate for candidate in candidates if not candidate.folder]
@@ -196,20 +202,20 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
         for ref in kept.in_use:
             if not store.exists(ref):
                 turn.put_back(ref)
-        for candidate in candidates:
-            ref = candidate.ref
-            ledger = store.ledger(ref.run, ref.kind)
-            if ledger.manifest(ref.version) != candidate.manifest:
-                ledger.write_copy(candidate.manifest)
-            why = candidate.deleted_why
-            ledger.expire(
-                ref.version,
-                rule.why(candidate.folder) if why is None else why,
-                commit_id=candidate.manifest.commit_id,
-                expired=why is None,
-                files=candidate.files,
-                folder=candidate.folder,
-            )
+        for position, candidate in enumerate(candidates):
+            try:
+                _expire(store, rule, candidate)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                # half of them now, with the room that the tombstones of the others took
+                for late in candidates[position // 2 : position + 1]:
+                    ledger = store.ledger(late.ref.run, late.ref.kind)
+                    ledger.take_back(late.ref.version, late.folder)
+                candidates = candidates[: position // 2]
+                if not candidates:
+                    raise
+                break
         kept = find_kept(store, rule.keep, rule.moments)
         still = {(candidate.ref, candidate.folder) for candidate in _candidates(store, rule, kept)}
         for candidate in candidates:
@@ -223,6 +229,23 @@ def _take(store: Store, rule: Rule, turn: trash.Trash) -> list[Candidate]:
                 if store.storage.exists(f"{Ref(run, kind, number).folder}/{folder}"):
                     ledger.take_back(number, folder)
     return taken
+
+
+def _expire(store: Store, rule: Rule, candidate: Candidate) -> None:
+    """Write down that the candidate is taken away."""
+    ref = candidate.ref
+    ledger = store.ledger(ref.run, ref.kind)
+    if ledger.manifest(ref.version) != candidate.manifest:
+        ledger.write_copy(candidate.manifest)
+    why = candidate.deleted_why
+    ledger.expire(
+        ref.version,
+        rule.why(candidate.folder) if why is None else why,
+        commit_id=candidate.manifest.commit_id,
+        expired=why is None,
+        files=candidate.files,
+        folder=candidate.folder,
+    )
 
 
 # -- staging

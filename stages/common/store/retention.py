@@ -39,11 +39,12 @@ from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, QuiverError
 from quiver.schemas.manifest import Manifest
-from quiver.schemas.refs import KINDS, Ref, as_version, parse
+from quiver.schemas.refs import KINDS, NAME, Ref, as_version, parse
 
 from . import tags, trash
 from .leases import Leases
 from .notes import SOURCES, read_note
+from .reserve import reserve_for_deleting
 from .storage import make_folder, storage_errors
 from .versions import Store
 
@@ -88,6 +89,17 @@ class Kept:
     """Those among the versions that a tag or a stage at work names."""
     run_keys: set[str] = field(default_factory=set)
     """Of stages at work: what bears one stays, too."""
+
+
+def folders_of(store: Store) -> Iterator[str]:
+    """Where the store has a folder, or nothing yet."""
+    yield from (trash.FOLDER, trash.LEASES, QUARANTINE)
+    names = filter(NAME.fullmatch, store.storage.list(""))
+    yield from (name for name in names if store.storage.path(name).is_symlink())  # of runs
+    for run in store.runs():
+        yield f"{run}/tags"
+        for kind in KINDS:
+            yield from (f"{run}/{kind}{name}" for name in ("", "/.ledger", "/.staging", "/.index"))
 
 
 def find_kept(store: Store, keep: int | None, moments: int | None) -> Kept:
@@ -159,19 +171,22 @@ def _manifest(store: Store, ref: Ref) -> Manifest:
 
 
 def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
-    """What refers to a version: tags of its run, and references of versions made of it. A torn tag
-    or manifest is passed over; `verify` tells of it."""
+    """What refers to a version: tags of its run, and references of versions made of it. A tag or
+    manifest that is torn or can not be read is passed over; `verify` tells of it."""
     tag_names, versions = [], []
-    for name in store.tag_names(ref.run):
-        with suppress(QuiverError):
-            if store.tagged(ref.run, name) == str(ref):
-                tag_names.append(name)
-    for other in store.refs():
-        with suppress(QuiverError):
-            manifest = store.version(other).manifest
-            sources = {entry.ref for entry in (*manifest.inputs, *manifest.models)}
-            if str(ref) in sources and other != ref:
-                versions.append(str(other))
+    with suppress(QuiverError, OSError):
+        for name in store.tag_names(ref.run):
+            with suppress(QuiverError, OSError):
+                if store.tagged(ref.run, name) == str(ref):
+                    tag_names.append(name)
+    for run, kind in product(store.runs(), KINDS):
+        with suppress(QuiverError, OSError):
+            for other in store.refs(run, kind):
+                with suppress(QuiverError, OSError):
+                    manifest = store.version(other).manifest
+                    sources = {entry.ref for entry in (*manifest.inputs, *manifest.models)}
+                    if str(ref) in sources and other != ref:
+                        versions.append(str(other))
     return tag_names, versions
 
 
@@ -184,19 +199,20 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     target = store.resolve(ref)
     _require_unused(store, target)
     ledger = store.ledger(target.run, target.kind)
-    with storage_errors(target), trash.open_trash(store.storage) as turn:
-        commit_id = ""
-        with suppress(CorruptError):
-            commit_id = store.version(target).manifest.commit_id
-        ledger.note_missing([target.version])
-        ledger.expire(target.version, why, commit_id=commit_id)
-        try:
-            _require_unused(store, target)
-        except QuiverError:
-            ledger.take_back(target.version)
-            raise
-        turn.take(target)
-    trash.delete(store.storage, f"{turn.folder}/{target.run}")
+    with storage_errors(target), reserve_for_deleting(store):
+        with trash.open_trash(store.storage) as turn:
+            commit_id = ""
+            with suppress(CorruptError):
+                commit_id = store.version(target).manifest.commit_id
+            ledger.note_missing([target.version])
+            ledger.expire(target.version, why, commit_id=commit_id)
+            try:
+                _require_unused(store, target)
+            except QuiverError:
+                ledger.take_back(target.version)
+                raise
+            turn.take(target)
+        trash.delete(store.storage, f"{turn.folder}/{target.run}")
     return target, users_of(store, target)[1]
 
 

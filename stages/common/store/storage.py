@@ -113,15 +113,19 @@ class Storage:
             return True
 
     def list(self, prefix: str) -> list[str]:
-        """Names directly below `prefix`, sorted; none where there is nothing."""
+        """Names directly below `prefix`, sorted; none where there is nothing. CorruptError where
+        something else than a folder is there, or above it."""
         try:
             return sorted(os.listdir(self.path(prefix)))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise _not_a(prefix, "folder", self.path(prefix)) from None
-            raise
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+        path = self.path(prefix)
+        while not os.path.lexists(path):
+            path = path.parent
+        if not path.is_dir():
+            raise _not_a(os.path.relpath(path, self.root), "folder", path)
+        return []
 
     def list_numbers(self, prefix: str) -> list[int]:
         """The numbers that name objects directly below `prefix` as `000001` does, rising."""

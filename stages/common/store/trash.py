@@ -32,8 +32,8 @@ from .storage import Storage, storage_errors
 
 WAIT_SECONDS = 10.0
 """How long whoever wants to take a version away, or back, waits for another that does."""
-_FOLDER = ".trash"
-_LEASES = ".leases"
+FOLDER = ".trash"
+LEASES = ".leases"
 _LEASE = "gc"
 _OPEN = ".open"
 _NAME = re.compile(rf"([0-9]+)-([0-9]+)(?:\{_OPEN})?")
@@ -46,7 +46,7 @@ class Trash:
     def __init__(self, storage: Storage, lease: Lease) -> None:
         self._storage = storage
         self._lease = lease
-        self.folder = f"{_FOLDER}/{int(time.time())}-{lease.number}"
+        self.folder = f"{FOLDER}/{int(time.time())}-{lease.number}"
         """Where it lies once this process has finished."""
 
     def take(self, ref: Ref, folder: str = "") -> bool:
@@ -92,7 +92,7 @@ class Trash:
 @contextmanager
 def open_trash(storage: Storage) -> Iterator[Trash]:
     """The turn to take versions away, or back. BusyError where another process has it."""
-    leases = Leases(storage, _LEASES, "gc")
+    leases = Leases(storage, LEASES, "gc")
     deadline = time.monotonic() + WAIT_SECONDS
     with storage_errors("trash"):
         while (lease := leases.take_when_stale(_LEASE)) is None:
@@ -104,9 +104,9 @@ def open_trash(storage: Storage) -> Iterator[Trash]:
     trash = Trash(storage, lease)
     try:
         with storage_errors("trash"):
-            for name in storage.list(_FOLDER):  # of those that died, or were asleep
+            for name in storage.list(FOLDER):  # of those that died, or were asleep
                 if name.endswith(_OPEN):
-                    storage.publish(f"{_FOLDER}/{name}", f"{_FOLDER}/{name.removesuffix(_OPEN)}")
+                    storage.publish(f"{FOLDER}/{name}", f"{FOLDER}/{name.removesuffix(_OPEN)}")
             leases.trim(lease)
         yield trash
     finally:
@@ -124,9 +124,9 @@ def rescue(storage: Storage, ref: Ref) -> None:
 
 def places_of(storage: Storage, ref: Ref, folder: str = "") -> list[str]:
     """Where the version, or a folder of its files, lies in the trash, the newest last."""
-    matches = filter(None, map(_NAME.fullmatch, storage.list(_FOLDER)))
+    matches = filter(None, map(_NAME.fullmatch, storage.list(FOLDER)))
     oldest_first = sorted(matches, key=lambda match: (int(match[1]), int(match[2])))
-    keys = [f"{_FOLDER}/{match[0]}/{_place(ref, folder)}" for match in oldest_first]
+    keys = [f"{FOLDER}/{match[0]}/{_place(ref, folder)}" for match in oldest_first]
     return [key for key in keys if storage.exists(key)]
 
 
@@ -134,19 +134,19 @@ def contents(storage: Storage, runs: Collection[str] | None = None) -> list[tupl
     """Keys of what lies in the trash, one for each run (None: of every run) that a process took
     from, and for how many seconds by now. What was half deleted counts as older than anything."""
     entries = []
-    for name in storage.list(_FOLDER):
+    for name in storage.list(FOLDER):
         if name.endswith(_OPEN):
             continue
         match = _NAME.fullmatch(name)
-        taken_from = storage.list(f"{_FOLDER}/{name}")
+        taken_from = storage.list(f"{FOLDER}/{name}")
         if _HALF_DELETED.fullmatch(name) or (match and not taken_from):
-            entries.append((f"{_FOLDER}/{name}", float("inf")))
+            entries.append((f"{FOLDER}/{name}", float("inf")))
         elif match:
             for run in taken_from:
                 if _HALF_DELETED.fullmatch(run):
-                    entries.append((f"{_FOLDER}/{name}/{run}", float("inf")))
+                    entries.append((f"{FOLDER}/{name}/{run}", float("inf")))
                 elif runs is None or run in runs:
-                    entries.append((f"{_FOLDER}/{name}/{run}", time.time() - int(match[1])))
+                    entries.append((f"{FOLDER}/{name}/{run}", time.time() - int(match[1])))
     return entries
 
 
@@ -155,7 +155,7 @@ def delete(storage: Storage, key: str) -> None:
     folder = key.rpartition("/")[0]
     with storage_errors(key):
         storage.delete_tree(key)
-        if folder != _FOLDER and not storage.list(folder):
+        if folder != FOLDER and not storage.list(folder):
             storage.delete_tree(folder)
 
 

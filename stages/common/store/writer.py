@@ -70,6 +70,7 @@ from .notes import (
     shard_name,
     summed_seconds,
 )
+from .reserve import keep_reserve
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import error_number, storage_errors
 from .trash import rescue
@@ -375,6 +376,7 @@ class Writer:
                 if self._storage.publish(candidate, ref.folder):
                     ledger.note(manifest)
                     index.add(manifest)
+                    keep_reserve(self._storage)
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
 

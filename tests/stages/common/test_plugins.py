@@ -22,12 +22,16 @@ def project(tmp_path, monkeypatch):
     modules = set(sys.modules)
     yield tmp_path
     for name in sys.modules.keys() - modules:
-        places = [
-            getattr(sys.modules[name], "__file__", ""),
-            *getattr(sys.modules[name], "__path__", []),
-        ]
-        if any(str(place).startswith(str(tmp_path)) for place in places):
+        module = sys.modules[name]
+        if str(tmp_path) in f"{getattr(module, '__file__', '')} {getattr(module, '__path__', '')}":
             del sys.modules[name]
+
+
+@pytest.fixture
+def nowhere(project, monkeypatch):
+    """As `project`, which no entry of the path names: so the console script starts."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(project)])
+    return project
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -89,6 +93,71 @@ def test_what_two_files_share_is_read_again_by_both(project):
         assert [load(f"{name}:f", "field")[0]() for name in "ab"] == [number] * 2
     write(project, {"helper.py": "NUMBER = 3\n"})
     assert [load(f"{name}.py:f", "field")[0]() for name in "cab"] == [3] * 3
+
+
+HELPED = "from helper import NUMBER\n\ndef f():\n    return NUMBER\n"
+LATE = "def f():\n    from helper import NUMBER\n    return NUMBER\n"
+RELATIVE = HELPED.replace("helper", ".helper")
+PACKAGE = {"deep/__init__.py": "", "deep/helper.py": "NUMBER = 1\n"}
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("mine.py:f", {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"}),
+        ("mine:f", {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"}),
+        ("deep/mine.py:f", {"deep/mine.py": HELPED, "deep/helper.py": "NUMBER = 1\n"}),
+        ("deep/mine.py:f", {"deep/mine.py": LATE, "deep/helper.py": "NUMBER = 1\n"}),
+        ("deep.mine:f", {"deep/mine.py": HELPED, "deep/helper.py": "NUMBER = 1\n"}),
+        ("deep/mine.py:f", {"deep/mine.py": HELPED, "helper.py": "NUMBER = 1\n"}),
+        (
+            "deep/mine.py:f",
+            {"deep/mine.py": HELPED, "deep/helper.py": "NUMBER = 1\n", "helper.py": "NUMBER = 2\n"},
+        ),
+        ("deep/mine.py:f", {**PACKAGE, "deep/mine.py": RELATIVE}),
+        ("deep/mine.py:f", {**PACKAGE, "deep/mine.py": RELATIVE.replace(".h", "deep.h")}),
+        ("deep.mine:f", {**PACKAGE, "deep/mine.py": RELATIVE}),
+    ],
+)
+def test_neighbours_are_found_wherever_the_command_runs(nowhere, name, files):
+    """Those beside the file first, then those of its project; the path names none of them."""
+    write(nowhere, files)
+    function, sha256 = load(name, "field")
+    assert function() == 1
+    assert sha256 == fingerprint(locate(name, "field"))
+
+
+def test_each_file_has_its_own_neighbours(nowhere):
+    for number, folder in enumerate("aba"):
+        write(nowhere / folder, {"mine.py": HELPED, "helper.py": f"NUMBER = {number % 2}\n"})
+        assert load(f"{folder}/mine.py:f", "field")[0]() == number % 2
+
+
+def test_folders_without_a_module_of_their_own_are_told_apart(nowhere):
+    deep = "from helper.deep import NUMBER\n\ndef f():\n    return NUMBER\n"
+    for number, folder in enumerate("ab"):
+        write(nowhere / folder, {"mine.py": deep, "helper/deep.py": f"NUMBER = {number}\n"})
+        assert load(f"{folder}/mine.py:f", "field")[0]() == number
+
+
+def test_a_file_without_the_neighbour_gets_no_other_files(nowhere):
+    write(nowhere / "a", {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"})
+    write(nowhere / "b", {"mine.py": HELPED})
+    load("a/mine.py:f", "field")
+    with pytest.raises(ConfigError, match="No module named 'helper'"):
+        load("b/mine.py:f", "field")
+
+
+def test_neighbours_stand_in_for_no_library(nowhere):
+    """Neither a file of a name of the standard library's, nor a folder of an installed one's."""
+    code = "import colorsys, pyarrow\n\ndef f():\n    return colorsys.__file__, pyarrow.__file__\n"
+    write(nowhere, {"deep/mine.py": code, "deep/colorsys.py": "", "deep/pyarrow/notes.txt": ""})
+    sys.modules.pop("colorsys", None)
+    assert not any(str(nowhere) in file for file in load("deep/mine.py:f", "field")[0]())
+    installed = sys.modules["pyarrow"]
+    write(nowhere, {"mine.py": HELPED, "helper.py": "NUMBER = 1\n"})
+    load("mine.py:f", "field")
+    assert sys.modules["pyarrow"] is installed
 
 
 # -- locate

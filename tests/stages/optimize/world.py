@@ -4,6 +4,7 @@ transformers and torch, no engine."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -158,7 +159,7 @@ def write_rollouts(
             range(0, max(1, len(table)), half)
         ):  # several shards: columns come in chunks
             work.write(index, table.slice(start, half))
-        return work.commit()
+        return work.commit(status=dict(Counter(row["finish_reason"] for row in rows)))
 
 
 def write_prompts(store: Store, rows: list[dict], run: str = "tiny") -> Version:

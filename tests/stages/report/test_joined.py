@@ -137,6 +137,30 @@ def test_a_policy_shows_what_it_learned_from(golden):
         assert row["mean_ratio"] == advantages[row["rollout_id"]]["mean_ratio"]
 
 
+def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_path):
+    """Rollouts@1 were scored twice, and each score was trained on; then one training expired."""
+    shutil.copytree(golden.path, tmp_path / "store")
+    store = Store(tmp_path / "store")
+    advantages = {
+        "golden/rewards@5": "golden/advantages@1",
+        "golden/rewards@1": "golden/advantages@2",
+    }
+    for rewards, expected in advantages.items():
+        assert str(open_joined(store, rewards).advantages.version.ref) == expected
+    assert str(open_joined(store, "golden/rollouts@1").rewards.version.ref) == "golden/rewards@5"
+    shutil.rmtree(store.path / "golden/advantages/v000001")
+    for ref in ("golden/rewards@5", "golden/rollouts@1", "golden/policy@1"):
+        assert open_joined(store, ref).advantages is None
+
+
+def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path):
+    shutil.copytree(golden.path, tmp_path / "store")
+    store = Store(tmp_path / "store")
+    shutil.rmtree(store.path / "golden/rewards/v000005")
+    joined = open_joined(store, "golden/advantages@1")
+    assert joined.rewards is None and str(joined.advantages.version.ref) == "golden/advantages@1"
+
+
 def test_tokens_have_their_ratio_to_the_model_that_scored_again(golden):
     tokens = open_joined(golden, "ppo/policy@1").tokens(3)
     (rollout,) = golden.open("golden/rollouts@1").table().slice(3, 1).to_pylist()

@@ -1,0 +1,191 @@
+"""Trackers: the curves of a run in tensorboard, wandb, mlflow or trackio, over optimizer steps.
+
+A training hands them the numbers of each step, and at its start those of the rollouts that it
+learns from. An evaluation comes later, from a process of its own:
+
+    python -m quiver.stages.optimize.tracking < call.json
+    # {"trackers": ["wandb"], "folder": "logs", "store": "store", "ref": "arith/evaluations@1"}
+
+Each process starts the trackers anew; where a tracker can, it goes on with the one run that it has
+for a run of this store. A measurement stands at the step of the policy that was measured.
+
+Not of the spine: nothing depends on what is tracked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TrackioTracker, WandBTracker
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.manifest import Manifest
+from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store import Store, Version
+
+from .inputs import sets
+
+PROJECT = "quiver"
+"""What trackers with projects file all runs under."""
+
+
+class _Wandb(WandBTracker):
+    """As accelerate's, with `step` as the axis: wandb's own counter only goes up, so what belongs
+    to a step that has passed would be left out."""
+
+    def start(self) -> None:
+        super().start()
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        self.run.log({**values, "step": step}, **options)
+
+
+class _Trackio(TrackioTracker):
+    """As accelerate's, without the number `step`, a name that trackio keeps for itself."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+        numbers = {name: number for name, number in values.items() if name != "step"}
+        self.run.log(numbers, step=step, **options)
+
+
+def start(trackers: Sequence[str], folder: str, plan: Plan) -> list[GeneralTracker]:
+    """The trackers of a training, started in `folder`, with the numbers of what it learns from."""
+    opened = open_trackers(trackers, folder, plan.store, plan.run)
+    step, numbers = learned_from(plan.store.with_expired(), plan.inputs)
+    for tracker in opened:
+        tracker.log(numbers, step=step)
+    return opened
+
+
+def open_trackers(
+    trackers: Sequence[str], folder: str, store: Store, run: str
+) -> list[GeneralTracker]:
+    """accelerate's trackers by name, started; those that write files do it in `folder`. ConfigError
+    for one that does not start."""
+    place = Path(folder).absolute()
+    identity = f"{run}-{store.id[:8]}"
+    opened = []
+    for name in trackers:
+        tracker_class = LOGGER_TYPE_TO_CLASS[name]
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            if name == "tensorboard":
+                tracker = tracker_class(run, place)
+            elif name == "wandb":
+                tracker = _Wandb(PROJECT, dir=place, id=identity, name=run, resume="allow")
+            elif name == "mlflow":
+                tracker = tracker_class(PROJECT, **_mlflow_run(place, run, identity))
+            elif name == "trackio":
+                os.environ.setdefault("TRACKIO_DIR", str(place / "trackio"))
+                tracker = _Trackio(PROJECT, name=identity, resume="allow")
+            else:
+                places = [place] if tracker_class.requires_logging_directory else []
+                tracker = tracker_class(PROJECT, *places)
+            tracker.start()
+        except Exception as error:  # of whatever library
+            raise ConfigError(
+                f"optimize.trackers {name}",
+                f"does not start: {type(error).__name__}: {printable(str(error))}",
+                next=f"mend that, or leave {name} out of optimize.trackers",
+            ) from error
+        opened.append(tracker)
+    return opened
+
+
+def _mlflow_run(place: Path, run: str, identity: str) -> dict[str, Any]:
+    """What names the mlflow run with this identity, which may be new, for accelerate's tracker. It
+    lies in `place`, unless MLFLOW_TRACKING_URI names a server."""
+    import mlflow
+
+    options = {"run_name": run, "tags": {"quiver": identity}}
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri(f"sqlite:///{place / 'mlflow.db'}")
+        options["logging_dir"] = (place / "mlflow").as_uri()
+    earlier = mlflow.search_runs(
+        experiment_names=[PROJECT],
+        filter_string=f"tags.quiver = '{identity}'",
+        output_format="list",
+    )
+    return {**options, "run_id": earlier[0].info.run_id if earlier else None}
+
+
+# -- numbers
+
+
+def learned_from(store: Store, inputs: Mapping[str, Version]) -> tuple[int, dict[str, float]]:
+    """The step of the policy that sampled what a training reads, and what its rollouts and rewards
+    tell. Rollouts of other policies, which are trained on again, were told before.
+
+    (12, {"reward/mean": 0.4, "reward/parts/length": 0.1, "completion_tokens/mean": 88.0,
+          "completion_tokens/truncated": 0.02})
+    """
+    newest = inputs["rollouts"].manifest
+    means: dict[str, list[tuple[float | None, int]]] = {}
+    for each in sets(inputs):
+        rollouts = each["rollouts"].manifest
+        rewards = each["rewards"].manifest
+        if rollouts.require_model("policy").weights != newest.require_model("policy").weights:
+            continue
+        rows = rollouts.rows
+        told = {
+            "reward/mean": (rewards.metrics.get("reward_mean"), rewards.status.get("scored", 0)),
+            "completion_tokens/mean": (rollouts.metrics.get("mean_completion_tokens"), rows),
+            "completion_tokens/truncated": (rollouts.status.get("length", 0) / max(rows, 1), rows),
+        }
+        for name, part in rewards.metrics.get("functions", {}).items():
+            num_scored = rewards.rows - part["null"] - part["errors"]
+            told[f"reward/parts/{name}"] = (part["mean"], num_scored)
+        for name, mean_and_count in told.items():
+            means.setdefault(name, []).append(mean_and_count)
+    numbers = {}
+    for name, pairs in means.items():
+        known = [(mean, count) for mean, count in pairs if mean is not None and count]
+        if known:
+            num_rows = sum(count for _, count in known)
+            numbers[name] = sum(mean * count for mean, count in known) / num_rows
+    return _step_of(store, newest), numbers
+
+
+def evaluated(store: Store, evaluation: Version) -> tuple[int, dict[str, float]]:
+    """The step of the policy that was measured, and how well it did.
+
+    (12, {"evaluation/score": 0.61, "evaluation/stderr": 0.02, "evaluation/pass_at_4": 0.8})
+    """
+    metrics = evaluation.manifest.metrics
+    numbers = {f"evaluation/{name}": metrics[name] for name in ("score", "stderr")}
+    for k, estimate in metrics["pass@k"].items():
+        numbers[f"evaluation/pass_at_{k}"] = estimate["score"]
+    rollouts = store.open(evaluation.manifest.require_input("rollouts").ref).manifest
+    known = {name: number for name, number in numbers.items() if number is not None}
+    return _step_of(store, rollouts), known
+
+
+def _step_of(store: Store, rollouts: Manifest) -> int:
+    """How many optimizer steps had made the policy that sampled them."""
+    policy = store.open(rollouts.require_model("policy").ref)
+    return int(policy.manifest.metrics.get("step", 0))
+
+
+def main() -> None:
+    """Hand the evaluation that stdin names to the trackers that it names."""
+    from accelerate import PartialState
+
+    asked = json.load(sys.stdin)
+    PartialState(cpu=True)
+    store = Store(asked["store"], create=False).with_expired()
+    evaluation = store.open(asked["ref"])
+    opened = open_trackers(asked["trackers"], asked["folder"], store, evaluation.ref.run)
+    step, numbers = evaluated(store, evaluation)
+    for tracker in opened:
+        tracker.log(numbers, step=step)
+        tracker.finish()
+
+
+if __name__ == "__main__":
+    main()
