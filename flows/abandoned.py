@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _PREFIX = "shell:"
+RUNS_AT_ONCE = 200
+"""As many as a server lists in one answer."""
 
 
 def shell_tag() -> str:
@@ -47,10 +49,13 @@ def abandoned_runs(client: SyncPrefectClient) -> list[FlowRun]:
 
     is_unfinished = {"state": {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}}}
     filters = FlowRunFilter.model_validate(is_unfinished)
+    runs: list[FlowRun] = []
+    while page := client.read_flow_runs(
+        flow_run_filter=filters, limit=RUNS_AT_ONCE, offset=len(runs)
+    ):
+        runs += page
     return [
-        run
-        for run in client.read_flow_runs(flow_run_filter=filters)
-        if any(_is_dead(tag) for tag in run.tags if tag.startswith(_PREFIX))
+        run for run in runs if any(_is_dead(tag) for tag in run.tags if tag.startswith(_PREFIX))
     ]
 
 

@@ -47,14 +47,15 @@ def run(
 ) -> None:
     """All of a recipe; resumes by itself. Prompt, generate, reward, optimize, again and again,
     evaluated before and after."""
-    from .. import placement
+    if first:
+        from ..placement import STAGES as stages
 
-    if first and first not in placement.STAGES:
-        raise ConfigError(
-            f"--from {printable(first)}",
-            f"expected one of {', '.join(placement.STAGES)}",
-            next="correct --from",
-        )
+        if first not in stages:
+            raise ConfigError(
+                f"--from {printable(first)}",
+                f"expected one of {', '.join(stages)}",
+                next="correct --from",
+            )
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)

@@ -83,7 +83,8 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
     ConfigError names `field`.
     """
     holder, _, attribute = name.rpartition(":")
-    if not holder or not attribute:
+    is_name = holder.endswith(".py") or all(holder.split("."))
+    if not is_name or not attribute:
         raise ConfigError(
             f"{field} {printable(repr(name))}",
             f"expected module:{kind_name} or file.py:{kind_name}",

@@ -15,16 +15,17 @@ Not of the spine: nothing depends on what is tracked.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TrackioTracker, WandBTracker
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.manifest import Manifest
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store import Store, Version
 
@@ -32,6 +33,7 @@ from .inputs import sets
 
 PROJECT = "quiver"
 """What trackers with projects file all runs under."""
+log = logging.getLogger(__name__)
 
 
 class _Wandb(WandBTracker):
@@ -57,10 +59,22 @@ class _Trackio(TrackioTracker):
 def start(trackers: Sequence[str], folder: str, plan: Plan) -> list[GeneralTracker]:
     """The trackers of a training, started in `folder`, with the numbers of what it learns from."""
     opened = open_trackers(trackers, folder, plan.store, plan.run)
-    step, numbers = learned_from(plan.store.with_expired(), plan.inputs)
-    for tracker in opened:
-        tracker.log(numbers, step=step)
+    step = int(plan.inputs["policy"].manifest.metrics.get("step", 0))
+    for name, tracker in zip(trackers, opened, strict=True):
+        tracker.log = partial(_log_or_warn, name, tracker.log)
+        tracker.log(learned_from(plan.inputs), step=step)
     return opened
+
+
+def _log_or_warn(
+    name: str, log_numbers: Callable[..., None], *arguments: Any, **named: Any
+) -> None:
+    """A service that answers no more, or a full disk, costs a training its curve and nothing
+    else."""
+    try:
+        log_numbers(*arguments, **named)
+    except Exception as error:  # of whatever library
+        log.warning("%s has not got all numbers: %s", name, printable(str(error)))
 
 
 def open_trackers(
@@ -118,12 +132,12 @@ def _mlflow_run(place: Path, run: str, identity: str) -> dict[str, Any]:
 # -- numbers
 
 
-def learned_from(store: Store, inputs: Mapping[str, Version]) -> tuple[int, dict[str, float]]:
-    """The step of the policy that sampled what a training reads, and what its rollouts and rewards
-    tell. Rollouts of other policies, which are trained on again, were told before.
+def learned_from(inputs: Mapping[str, Version]) -> dict[str, float]:
+    """What the rollouts and rewards of a training tell. Rollouts of other policies than its newest
+    are of, which are trained on again, were told before.
 
-    (12, {"reward/mean": 0.4, "reward/parts/length": 0.1, "completion_tokens/mean": 88.0,
-          "completion_tokens/truncated": 0.02})
+    {"reward/mean": 0.4, "reward/parts/length": 0.1, "completion_tokens/mean": 88.0,
+     "completion_tokens/truncated": 0.02}
     """
     newest = inputs["rollouts"].manifest
     means: dict[str, list[tuple[float | None, int]]] = {}
@@ -149,7 +163,7 @@ def learned_from(store: Store, inputs: Mapping[str, Version]) -> tuple[int, dict
         if known:
             num_rows = sum(count for _, count in known)
             numbers[name] = sum(mean * count for mean, count in known) / num_rows
-    return _step_of(store, newest), numbers
+    return numbers
 
 
 def evaluated(store: Store, evaluation: Version) -> tuple[int, dict[str, float]]:
@@ -163,13 +177,8 @@ def evaluated(store: Store, evaluation: Version) -> tuple[int, dict[str, float]]
         numbers[f"evaluation/pass_at_{k}"] = estimate["score"]
     rollouts = store.open(evaluation.manifest.require_input("rollouts").ref).manifest
     known = {name: number for name, number in numbers.items() if number is not None}
-    return _step_of(store, rollouts), known
-
-
-def _step_of(store: Store, rollouts: Manifest) -> int:
-    """How many optimizer steps had made the policy that sampled them."""
-    policy = store.open(rollouts.require_model("policy").ref)
-    return int(policy.manifest.metrics.get("step", 0))
+    policy = store.open(rollouts.require_model("policy").ref).manifest
+    return int(policy.metrics.get("step", 0)), known
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 from quiver.deployments.automations import TAG, install, silent_runs
 from quiver.deployments.deploy import Where, deploy
 from quiver.deployments.server import check_api, listening, own_server
+from quiver.flows import abandoned
 from quiver.flows.abandoned import shell_tag
 from quiver.flows.post_train import post_train
 from quiver.flows.recipe import Recipe, load
@@ -141,7 +142,7 @@ def test_a_run_is_due_at_two_in_the_morning_in_berlin(client):
         assert due.astimezone(ZoneInfo("Europe/Berlin")).strftime("%H:%M") == "02:00"
 
 
-def test_doctor_lists_what_was_registered_under_names_of_before(client, place):
+def test_doctor_lists_what_was_registered_under_names_of_before(client, place, monkeypatch):
     flow = client.create_flow_from_name("post-train")
     entrypoints = {
         "file": "flows/post_train.py:post_train",
@@ -172,6 +173,9 @@ def test_doctor_lists_what_was_registered_under_names_of_before(client, place):
         "flow run lost",
     ]
     assert answer["problems"][-1]["next"] == f"prefect flow-run delete {runs[0].id}"
+    runs += [client.create_flow_run(post_train, tags=[dead], state=Running()) for _ in range(2)]
+    monkeypatch.setattr(abandoned, "RUNS_AT_ONCE", 2)
+    assert len(abandoned.abandoned_runs(client)) == 3, "page by page"
     for run in runs:
         client.delete_flow_run(run.id)
     listed = {entry["name"]: entry for entry in told}

@@ -27,7 +27,9 @@ _NAME = ".reserve"
 def keep_reserve(storage: Storage) -> None:
     """Set room aside, unless it is, or the disk is all but full."""
     with suppress(OSError):
-        if not storage.exists(_NAME) and shutil.disk_usage(storage.root).free > 4 * BYTES:
+        if storage.exists(_NAME) and storage.size(_NAME) == BYTES:
+            return  # one that a power loss left is shorter
+        if shutil.disk_usage(storage.root).free > 4 * BYTES:
             # of random bytes, since some file systems compress
             storage.write(_NAME, os.urandom(BYTES), durable=False)
 

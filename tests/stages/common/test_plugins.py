@@ -197,6 +197,7 @@ def test_modules_of_ours_are_located_by_both_names(project):
     [
         ("mine", "expected module:function or file.py:function"),
         (":f", "expected module:function"),
+        (".a:f", "expected module:function"),
         ("mine.py:", "expected module:function"),
         ("gone.py:f", "there is no file"),
         ("gone:f", "No module named 'gone'"),

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
+from quiver.stages.optimize import tracking
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -154,6 +155,26 @@ def test_trackers_write_where_they_are_told(store, policy, made, tmp_path):
         _config(trackers=["tensorboard"], tracker_folder=str(tmp_path / "logs")),
     )
     assert any(path.name.startswith("events") for path in (tmp_path / "logs").rglob("*"))
+
+
+def test_a_tracker_that_fails_later_costs_its_curve_alone(
+    store, policy, made, tmp_path, monkeypatch, caplog
+):
+    """As on a disk that is full, or with a service that is gone."""
+
+    class Failing(tracking.GeneralTracker):
+        name, requires_logging_directory, tracker = "failing", True, None
+
+        def __init__(self, *_, **__):
+            super().__init__()
+
+        def log(self, values, step=None, **_):
+            raise OSError("no space left")
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Failing)
+    trackers = {"trackers": ["tensorboard"], "tracker_folder": str(tmp_path)}
+    assert _run(store, policy, made, _config(**trackers)).ref.version == 1
+    assert "tensorboard has not got all numbers: no space left" in caplog.text
 
 
 def test_store_is_only_read_by_name(store, policy, made):

@@ -364,6 +364,15 @@ def test_a_full_disk_loses_nothing(small_disk):
         assert str(work.commit().ref) == "a/logprobs@2"
 
 
+def test_a_reserve_that_a_power_loss_emptied_is_set_aside_again(store):
+    commit(store)
+    reserve = store.path / ".reserve"
+    size = reserve.stat().st_size
+    reserve.write_bytes(b"")
+    commit(store, Settings(seed=1))
+    assert reserve.stat().st_size == size > 0
+
+
 def test_a_folder_with_other_things_is_no_store(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds other things"):
