@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -209,7 +209,7 @@ def error_of(read: Callable[[], object]) -> QuiverError | None:
     return None
 
 
-def snapshot(folder: Path, passed_over: tuple[str, ...] = ()) -> dict[str, tuple]:
+def snapshot(folder: Path, passed_over: Collection[str] = ()) -> dict[str, tuple]:
     """What lies in `folder`, by path: size, time of the last change and inode. `passed_over`:
     names of folders and files that readers may write."""
     entries = {}

@@ -96,7 +96,7 @@ def readers_of(store: Path, ref: str, random: Random) -> dict[str, Callable[[], 
             random.choice((ref, f"{run}/policy@latest", "held/evaluations@4")), path
         ),
         "diff": lambda: versions.diff(first, second, path),
-        "report": lambda: versions.report(run if run != "held" else "golden", None, path),
+        "report": lambda: versions.report(run if run != "held" else "golden", store=path),
         "plan": lambda: plan_of(replace(call, store=store)),
         "find": lambda: find(replace(call, store=store)),
         "open": lambda: Store(store).open(f"{run}/{kind}@latest").files.names,
@@ -219,8 +219,8 @@ def drop(name: str, role: str) -> Callable[[dict], object]:
 
 
 READERS = {
-    "report": lambda store: versions.report("golden", None, str(store)),
-    "report held": lambda store: versions.report("held", None, str(store)),
+    "report": lambda store: versions.report("golden", store=str(store)),
+    "report held": lambda store: versions.report("held", store=str(store)),
     "first": lambda store: rerun.first_of_line(Store(store), "golden/policy@2"),
     "sampler": lambda store: rerun.sampling_policy(Store(store), "golden/rollouts@1"),
     "lineage": lambda store: versions.lineage("golden/policy@2", str(store)),
@@ -314,22 +314,20 @@ def test_what_was_found_is_told(finished, capsys, ref, change, reader, code):
     assert snapshot(finished, WRITTEN_BY_READERS) == before
 
 
+WRITTEN_BY_THOSE = {".index", ".leases", ".ledger", ".quarantine", ".reserve", ".trash", "v000001"}
+
+
 @pytest.mark.parametrize("command", ["rm", "doctor"])
 def test_a_version_with_a_wrong_manifest_can_be_put_aside_or_deleted(finished, capsys, command):
     rewrite(finished, "own/updates@1", lambda fields: fields.update(metrics=[]))
     folder = finished / "own/updates/v000001"
-    before = snapshot(
-        finished, (".index", ".leases", ".ledger", ".quarantine", ".trash", "v000001")
-    )
+    before = snapshot(finished, WRITTEN_BY_THOSE)
     if command == "rm":
         versions.rm("own/updates@1", "broken", str(finished))
     else:
         health.doctor(None, "own/updates@1", str(finished))
     assert not folder.exists()
-    assert (
-        snapshot(finished, (".index", ".leases", ".ledger", ".quarantine", ".trash", "v000001"))
-        == before
-    )
+    assert snapshot(finished, WRITTEN_BY_THOSE) == before
 
 
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b'"ab",', b"999,", "\U0001f600".encode()])

@@ -86,7 +86,7 @@ def break_some(random: Random, store: Path) -> list[Path]:
 def break_one(random: Random, path: Path) -> None:
     """Another content for a file; its checksum fits, if it carries one."""
     raw = path.read_bytes()
-    if random.random() < 0.2 or path.name in ("prod", "old"):
+    if random.random() < 0.2 or path.name in ("prod", "old", ".reserve"):
         broken = random.choice((garbled(random, raw), random.choice(REFS).encode()))
     elif path.name == "versions":
         broken = index_of(random, raw)
