@@ -39,10 +39,12 @@ def test_an_object_that_is_not_there_is_said_not_to_be(storage):
     for key in ("nowhere", "nowhere/deep", "object/below"):
         assert not storage.exists(key)
         assert storage.stamp(key) is None
-        assert storage.list(key) == []
         for ask in (storage.read, storage.size, storage.sha256, storage.read_table):
             with pytest.raises(FileNotFoundError):
                 ask(key)
+    assert storage.list("nowhere") == storage.list("nowhere/deep") == []
+    with pytest.raises(CorruptError, match="is not a folder"):
+        storage.list("object/below")
     assert storage.renew("nowhere") is False
     storage.delete("nowhere")
     storage.delete_tree("nowhere")
