@@ -183,9 +183,9 @@ def _put_models_there() -> None:
     )
     train = trainer.Trainer.train
 
-    def make_accelerator(config):
+    def make_accelerator(*arguments):
         AcceleratorState._reset_state(True)
-        made = make(config)
+        made = make(*arguments)
         made.state.device = device
         return made
 

@@ -152,7 +152,6 @@ EQUIVALENT = {
     "stage:make:one:3": "a version of no rows has no first row",
     "stage:_sample:drop:2": "files of the right size are verified too, as they are right after",
     "trainer:Trainer.warming:drop:1": "only the critic's step reads it",
-    "trainer:Trainer.prepare:drop:1": "one more pass, whose numbers nobody reads",
     "trainer:Trainer._members:sign:1": "a batch of no rollouts has no members in any order",
 }
 """Bugs that change nothing which comes out, and why; they are not tried."""
