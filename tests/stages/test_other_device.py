@@ -19,6 +19,7 @@ THESE = """
     optimize/test_optimize_goes_on.py::test_two_iterations_of_one_step_are_one_of_two_bit_for_bit[schedule1]
     optimize/test_optimize_stage.py::test_score_after_says_what_the_new_policy_thinks
     optimize/test_ppo_stage.py::test_one_rollout_a_prompt_gives_an_advantage_a_token[llama]
+    optimize/test_ppo_stage.py::test_one_rollout_a_prompt_gives_an_advantage_a_token[t5]
     reward/test_reward_forward.py::test_each_way_gives_what_one_input_alone_gives
 """
 

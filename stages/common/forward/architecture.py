@@ -309,7 +309,7 @@ def own_logprobs(
         ids = torch.cat([prompt, completion[:-1]])[None]
         output = model(input_ids=ids, use_cache=False, logits_to_keep=len(completion))
     else:
-        ids = torch.cat([prompt.new_tensor([start]), completion[:-1]])[None]
+        ids = torch.cat([torch.tensor([start], device=model.device), completion[:-1]])[None]
         # some models take ids that are the pad's for filling
         output = model(
             input_ids=prompt[None],
