@@ -2,6 +2,7 @@
 learned from, and that a run that was stopped goes on to the same end."""
 
 import json
+import threading
 from collections import defaultdict
 
 import pyarrow as pa
@@ -54,20 +55,23 @@ def write(folder):
 
 class Stages:
     """Runs the stages of a flow in this process, without Prefect around them, and finds what is
-    finished as it does. After `calls` of them the flow is stopped."""
+    finished as it does: one after another, with overlap too, since torch's settings are the whole
+    process's. After `calls` of them the flow is stopped."""
 
     def __init__(self, calls: int = 1000) -> None:
         self.calls = calls
         self.num_made = 0
+        self._one_at_a_time = threading.Lock()
 
     def perform(self, recipe, stage, config, refs, *, into=None, force=False, **_):
-        if not self.calls:
-            raise KeyboardInterrupt
-        self.calls -= 1
-        call = stage_call(recipe, stage, config, refs, into=into, force=force).runner_call
-        outcome = runner.find(call, expired=True) or runner.perform(call, Store(recipe.store))
-        self.num_made += not outcome.cached
-        return outcome
+        with self._one_at_a_time:
+            if not self.calls:
+                raise KeyboardInterrupt
+            self.calls -= 1
+            call = stage_call(recipe, stage, config, refs, into=into, force=force).runner_call
+            outcome = runner.find(call, expired=True) or runner.perform(call, Store(recipe.store))
+            self.num_made += not outcome.cached
+            return outcome
 
 
 def improve(monkeypatch, folder, *settings, stages=None, **about) -> list[dict]:

@@ -50,12 +50,6 @@ def test_auto_is_the_devices():
     assert [resolve("bf16_pure", device) for device in devices] == ["bf16_pure"] * 2
 
 
-@pytest.fixture(autouse=True)
-def as_torch_starts():
-    """The setting is the whole process's, and so is what other files' tests do to it."""
-    torch.set_float32_matmul_precision("highest")
-
-
 def test_fast_products_end_with_the_context():
     before = torch.get_float32_matmul_precision()
     with pytest.raises(ZeroDivisionError), products(CPU, fast=True):
