@@ -10,6 +10,7 @@ import os
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,24 +78,24 @@ def _offered(context: typer.Context, incomplete: str, *, with_versions: bool) ->
     offered: list[str] = []
     with suppress(QuiverError):
         store = _store(context)
-        for run in _runs(store):
-            for kind in KINDS:
-                dataset = f"{run}/{kind}"
-                is_typed = incomplete.startswith(dataset) and with_versions
-                if not (is_typed or dataset.startswith(incomplete)):
-                    continue
-                numbers = store.numbers(run, kind)[::-1][:_MOST_VERSIONS]
-                versions: list[str | int] = ["latest", *numbers] if numbers else []
-                if is_typed:
-                    versions += [
-                        name
-                        for name in store.tag_names(run)
-                        if (store.tagged(run, name) or "").startswith(f"{dataset}@")
-                    ]
-                    offered += [f"{dataset}@{version}" for version in versions]
-                elif numbers:
-                    offered.append(dataset)
+        for run, kind in product(_runs(store), KINDS):
+            dataset = f"{run}/{kind}"
+            if with_versions and incomplete.startswith(dataset):
+                offered += [f"{dataset}@{version}" for version in _versions(store, run, kind)]
+            elif dataset.startswith(incomplete) and store.numbers(run, kind):
+                offered.append(dataset)
     return [name for name in offered if name.startswith(incomplete)]
+
+
+def _versions(store: Store, run: str, kind: str) -> list[str | int]:
+    """What stands behind `run/kind@`."""
+    newest = store.numbers(run, kind)[::-1][:_MOST_VERSIONS]
+    tag_names = [
+        name
+        for name in store.tag_names(run)
+        if (store.tagged(run, name) or "").startswith(f"{run}/{kind}@")
+    ]
+    return [*(["latest"] if newest else []), *newest, *tag_names]
 
 
 def _runs(store: Store | None) -> list[str]:
