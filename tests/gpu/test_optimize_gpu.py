@@ -178,7 +178,7 @@ def test_the_kernel_for_any_lengths_gives_the_numbers_of_float32(window):
 
 
 def test_the_faster_kernel_is_measured_and_taken(store, policy, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "quiver.stages")
     done = optimize(
         store, policy, world.make(store, policy, world.even_share), "cuda", precision="bf16"
     )

@@ -98,7 +98,7 @@ def test_what_a_function_logs_is_kept_beside_its_numbers(store, sample, use):
 
 
 def test_what_is_not_kept_is_said(store, sample, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "quiver.stages")
     rollouts = sample([["7", "6"]], {"answer": [7]})
     run(config("trl_logs"), store, rollouts=rollouts.ref)
     assert "accuracy is not kept: extra = true keeps what the function logs" in caplog.text
