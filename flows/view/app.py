@@ -23,6 +23,7 @@ from textual.worker import get_current_worker
 from quiver.schemas.errors import QuiverError, for_terminal, printable
 from quiver.schemas.refs import Ref
 from quiver.stages.common.store import Store
+from quiver.stages.common.store.readable import readable_entries
 from quiver.stages.report.describe import describe, row_lines
 from quiver.stages.report.joined import Joined, Selection
 from quiver.stages.report.listing import HEADER, Listed, listed
@@ -166,7 +167,8 @@ class VersionsScreen(TableScreen):
         super().__init__()
         self.store = store
         self.run = run
-        self.refs: list[Ref] = []
+        self.shown: list[Ref | QuiverError] = []
+        """What each row of the page is of: a version, or what can not be read."""
 
     def on_mount(self) -> None:
         for name in HEADER:
@@ -174,13 +176,16 @@ class VersionsScreen(TableScreen):
         super().on_mount()
 
     def page(self) -> tuple[str, list[list[str]]]:
-        entries = list(self.store.entries(self.run))
+        entries, unreadable = readable_entries(self.store, self.run)
         entries.sort(key=lambda pair: pair[1].created, reverse=True)
-        self.total = len(entries)
-        shown = entries[self.start : self.start + PAGE]
-        self.refs = [ref for ref, _ in shown]
+        self.total = len(unreadable) + len(entries)
+        page = [*unreadable, *entries][self.start : self.start + PAGE]
+        errors = [each for each in page if isinstance(each, QuiverError)]
+        versions = page[len(errors) :]
+        self.shown = [*errors, *(ref for ref, _ in versions)]
+        lines = [f"{each.object}: {each.message}" for each in errors]
         rows = []
-        for row in listed(self.store, shown):
+        for row in [*lines, *listed(self.store, versions)]:
             is_whole = isinstance(row, Listed)
             rows.append(list(row) if is_whole else [printable(row, 60), *[""] * 5])
         return f"versions of {self.run or self.store.path}", rows
@@ -188,7 +193,11 @@ class VersionsScreen(TableScreen):
     @on(DataTable.RowSelected, "#rows")
     def open(self, event: DataTable.RowSelected) -> None:
         """Look at the rollouts of a version, or at what is told of it where it has none."""
-        ref = str(self.refs[event.cursor_row])
+        chosen = self.shown[event.cursor_row]
+        if isinstance(chosen, QuiverError):
+            self.show_error(chosen)
+            return
+        ref = str(chosen)
         try:
             self.app.push_screen(RowsScreen(open_paired(self.store, ref, None)))
         except QuiverError:

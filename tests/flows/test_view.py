@@ -207,6 +207,15 @@ def test_versions_open_what_they_hold(view_app, store):
     assert "made by     policy" in base and "parameters" in base, "golden/policy@0 has no rollouts"
 
 
+def test_what_can_not_be_read_hides_no_version(view_app, tmp_path):
+    shutil.copytree(FINISHED, tmp_path / "store")
+    shutil.rmtree(tmp_path / "store/golden/rewards")
+    (tmp_path / "store/golden/rewards").symlink_to("rewards")
+    versions, told = drive(view_app(Store(tmp_path / "store"), run="golden"), ["enter"])
+    assert "golden/rewards: is not a folder" in versions and "golden/policy@2" in versions
+    assert "E-CORRUPT" in told
+
+
 def test_pages_searches_and_filters(view_app, long):
     app = view_app(long, open_paired(long, "bench/rewards@1", None))
     first, second, last, none, found, all_again = drive(
