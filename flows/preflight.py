@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable
+from quiver.stages.common import plugins
+from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
@@ -35,9 +37,14 @@ def preflight(recipe: Recipe) -> Recipe:
     check_placement(recipe)
     _store_at(recipe.store)
     read_template(recipe.prompt_config(1))
+    if is_function(recipe.policy.model):
+        plugins.definition(recipe.policy.model, "policy.model")
     for evaluation in {False, recipe.data.held_out is not None}:
         generate = recipe.generate_config(0, evaluation=evaluation)
-        code_hash(generate.engine, engine_options(generate.engine, generate.options))
+        options = engine_options(generate.engine, generate.options)
+        if options is None:
+            plugins.definition(generate.engine, "generate.engine", "class")
+        code_hash(generate.engine, options)
     for stage, config in trained_here(recipe).items():
         load(stage).check(config, ())
     resolved = recipe.resolved()

@@ -11,10 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.refs import check_name, parse
 from quiver.stages.common.store import Store, Version
 from quiver.stages.evaluate.comparison import pair_prompts
+from quiver.stages.report.words import number
 from quiver.stages.reward.measures import changes
 
 _KEYS = ("rollout_id", "group_id", "step")
@@ -83,6 +84,30 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
         rewards = [table["reward"].to_numpy() for table in (shared_a, shared_b)]
         differences["rewards"] = changes(groups, *rewards)
     return differences
+
+
+def lines_of(differences: dict[str, Any]) -> list[str]:
+    """The same for people, a line each."""
+    lines = [
+        f"{path}: {printable(before)} → {printable(after)}"
+        for path, (before, after) in differences["changed"].items()
+    ]
+    if rows := differences["rows"]:
+        lines.append(
+            f"rows, paired by {rows['paired_by']}: {rows['both']:,} in both, "
+            f"{rows['only_first']:,} only in the first, {rows['only_second']:,} only in the second"
+        )
+        lines += [f"  {printable(name)}: {n:,} differ" for name, n in rows["changed"].items()]
+    if rewards := differences.get("rewards"):
+        lines += [
+            f"  {rewards['null_to_value']:,} have a reward only in the second, "
+            f"{rewards['value_to_null']:,} only in the first",
+            f"  {rewards['order']:,} change places within their group, "
+            f"{rewards['sign']:,} their sign",
+            f"  the mean changes by {number(rewards['mean_difference'])}; correlation "
+            f"{number(rewards['correlation'])}",
+        ]
+    return lines
 
 
 def _samples(table: pa.Table, names: Mapping[str, str]) -> pa.Array:

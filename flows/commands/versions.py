@@ -146,14 +146,10 @@ def diff(
 ) -> None:
     """What differs between two versions: config, metrics, rows."""
     from .compare import diff as compare
+    from .compare import lines_of
 
     differences = compare(open_store(store), first, second)
-    lines = [
-        f"{path}: {printable(before)} → {printable(after)}"
-        for path, (before, after) in differences["changed"].items()
-    ]
-    lines += [f"{key}: {differences[key]}" for key in ("rows", "rewards") if key in differences]
-    say(differences, lines)
+    say(differences, lines_of(differences))
 
 
 def compare(

@@ -111,13 +111,16 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
     return Path(spec.origin).absolute()
 
 
-def definition(name: str, field: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The `def` that `name` points at, read and not run; None where the file makes it otherwise.
+def definition(
+    name: str, field: str, kind_name: str = "function"
+) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The `def` that `name` points at, read and not run; None where the file makes it otherwise, as
+    a class is.
 
     ConfigError where the file is not there, is no Python, or surely has nothing of that name: no
     statement at its top binds it, and none imports names that are not written down.
     """
-    path = locate(name, field)
+    path = locate(name, field, kind_name)
     holder, _, attribute = name.rpartition(":")
     try:
         tree = ast.parse(path.read_bytes())
@@ -145,10 +148,10 @@ def definition(name: str, field: str) -> ast.FunctionDef | ast.AsyncFunctionDef 
     computes_names = {"*", "__getattr__"} & bound.keys() or b"globals(" in path.read_bytes()
     if attribute not in bound and not computes_names:
         names = [key for key, node in bound.items() if node is not None]
-        listed = f"; it has {', '.join(sorted(names)) or 'no function'}"
+        listed = f"; it has {', '.join(sorted(names)) or f'no {kind_name}'}"
         raise ConfigError(
             f"{field} {printable(name)}",
-            f"{holder} has no function {attribute}{did_you_mean(attribute, names, listed)}",
+            f"{holder} has no {kind_name} {attribute}{did_you_mean(attribute, names, listed)}",
             next=f"correct {field}",
         )
     function = bound.get(attribute)

@@ -52,6 +52,12 @@ WRONG = [
         "takes no argument goal",
         "correct arguments",
     ),
+    (
+        "reward.functions=[{use='length', arguments={target=true}}]",
+        "reward function length",
+        "target is a number, true or false was given",
+        "correct arguments",
+    ),
     ("reward.functions=[{use='broken.py:score'}]", "broken.py", "SyntaxError", "python broken.py"),
     (
         "reward.functions=[{use='relative.py:score'}]",
@@ -72,6 +78,8 @@ WRONG = [
     ("policy.model=./gone", "policy.model ./gone", "no such directory", "correct policy.model"),
     ("generate.engine=own.py:Engine", "generate.engine own.py", "there is no file", "correct"),
     ("evaluate.generate.engine=own.py:Engine", "generate.engine", "there is no file", "correct"),
+    ("policy.model=rewards.py:gone", "policy.model", "has no function gone; it has", "correct"),
+    ("generate.engine=rewards.py:Gone", "generate.engine", "has no class Gone; it has", "correct"),
     ("prompt.template=gone.jinja", "prompt.template gone.jinja", "No such file", "name a jinja"),
     (
         "optimize={trackers=['wandb'], tracker_folder='logs'}",

@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -24,6 +25,22 @@ def store(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("looking") / "store"
     shutil.copytree(FINISHED, path)
     return str(path)
+
+
+def test_a_diff_of_rewards_says_what_became_of_them(store, capsys):
+    versions.diff("golden/rewards@1", "golden/rewards@5", store)
+    before, after = (
+        Store(store).open(f"golden/rewards@{n}").table()["reward"].to_numpy().astype(float)
+        for n in (1, 5)
+    )
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        "rows, paired by rollout_id: 16 in both, 0 only in the first, 0 only in the second",
+        f"  reward: {(before != after).sum()} differ",
+        "  0 have a reward only in the second, 0 only in the first",
+        "  2 change places within their group, 0 their sign",
+        f"  the mean changes by {(after - before).mean():.4g}; "
+        f"correlation {np.corrcoef(before, after)[0, 1]:.4g}",
+    ]
 
 
 def test_show_joins_what_is_told_of_a_row(store, capsys):

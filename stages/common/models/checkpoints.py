@@ -214,7 +214,7 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
     except Exception as error:  # the client raises many types; each means: it can not be had
         raise ConfigError(
             f"{field} {name}",
-            f"no directory of that name, and the hub gave none ({type(error).__name__})",
+            f"no such directory, and the hub gives no such model ({type(error).__name__})",
             next="name a model directory, or check the hub id, HF_HUB_OFFLINE and the network",
         ) from error
     return folder, folder.name  # the hub's cache names a snapshot by its commit

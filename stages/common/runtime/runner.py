@@ -75,8 +75,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call. `cached`: the version was there already. `rows` and `metrics` are the
-    manifest's, `seconds` this call's."""
+    """What came of a call. `rows` and `metrics` are the manifest's. `cached`: it was there already,
+    and `seconds` are the manifest's too."""
 
     ref: str
     cached: bool
@@ -95,13 +95,12 @@ def find(call: Call, *, expired: bool = False) -> Outcome | None:
 
     `expired`: one whose files expired is an answer too, and so are the call's references.
     """
-    started_at = time.monotonic()
     if call.force:
         return None
     store = Store(call.store)
     plan = plan_of(call, store.with_expired() if expired else store)
     version = find_version(plan)
-    return _outcome(version, plan, started_at) if version else None
+    return _outcome(version, plan) if version else None
 
 
 def find_version(plan: Plan) -> Version | None:
@@ -123,7 +122,7 @@ def perform(call: Call, store: Store | None = None) -> Outcome:
     version = None if call.force else find_version(plan)
     if version is None:
         version = make(plan, force=call.force, share=call.share)
-    return _outcome(version, plan, started_at)
+    return _outcome(version, plan, time.monotonic() - started_at)
 
 
 def make(plan: Plan, *, force: bool = False, share: bool = False) -> Version:
@@ -175,11 +174,12 @@ def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
         time.sleep(0.1)  # the rank that writes is publishing; if it fails, the launcher ends us all
 
 
-def _outcome(version: Version, plan: Plan, started_at: float) -> Outcome:
+def _outcome(version: Version, plan: Plan, seconds: float = 0.0) -> Outcome:
     manifest = version.manifest
     is_cached = str(version.ref) not in plan.store.written
-    seconds = round(time.monotonic() - started_at, 3)
-    return Outcome(str(version.ref), is_cached, manifest.rows, seconds, manifest.metrics)
+    if is_cached:
+        seconds = manifest.seconds.get("total", 0.0)
+    return Outcome(str(version.ref), is_cached, manifest.rows, round(seconds, 3), manifest.metrics)
 
 
 def run_call(
@@ -209,8 +209,7 @@ def run_call(
     outcome = find(call)
     if outcome is not None:
         return outcome
-    # with an environment of its own, a process that is there already has looked at the wrong
-    # devices
+    # a process that is there already has looked at the devices of another environment
     prewarmed = None if env else take_prewarmed(call.stage, python, online)
     with prewarmed or StageProcess(call.stage, python, online, env) as child:
         child.send(call.to_json())

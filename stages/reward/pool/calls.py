@@ -97,6 +97,15 @@ def describe(
         if parameter.kind not in variadic and parameter.name not in LOGS
     }
     takes = sorted(defaults)
+    for parameter in parameters:
+        types = inspect.formatannotation(parameter.annotation).strip("'").split(" | ")
+        is_truth = isinstance(arguments.get(parameter.name), bool)
+        if is_truth and {"int", "float"} & set(types) and "bool" not in types:
+            raise ConfigError(
+                f"reward function {name}",
+                f"{parameter.name} is a number, true or false was given",
+                next="correct arguments of that function in the recipe",
+            )
     needs = [
         name
         for name in takes

@@ -1,7 +1,6 @@
 """Two evaluations beside one another: paired by what the prompts say, whatever their rows are
 called; expected numbers are written out."""
 
-import json
 import statistics
 
 import numpy as np
@@ -170,10 +169,9 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
 def test_a_diff_pairs_the_samples_of_a_prompt_where_no_id_is_the_same(store, evaluated, capsys):
     evaluated("first", BEFORE)
     evaluated("second", AFTER, prefix="q")
-    for kind, changed in (("evaluations", "'score': 3"), ("rewards", "'reward': 3")):
+    for kind, changed in (("evaluations", "score"), ("rewards", "reward")):
         runs = ("first", "second") if kind == "evaluations" else ("first.eval", "second.eval")
         command("diff", *(f"{run}/{kind}@1" for run in runs), "--store", str(store.path))
         lines = capsys.readouterr().out.splitlines()
-        (rows,) = [line for line in lines if line.startswith("rows:")]
-        assert "'only_first': 1, 'only_second': 1, 'both': 6, 'paired_by': 'prompt'" in rows
-        assert changed in rows, json.dumps(lines)
+        rows = "rows, paired by prompt: 6 in both, 1 only in the first, 1 only in the second"
+        assert rows in lines and f"  {changed}: 3 differ" in lines, lines
