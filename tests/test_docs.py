@@ -61,6 +61,8 @@ def test_what_a_document_names_exists(path):
         target = path.parent / link if link else path
         assert target.exists(), f"{path.name} links to {link}"
         assert not heading or heading in anchors(target), f"{path.name} links to {link}#{heading}"
+    for picture in re.findall(r'<img src="([^"]+)"', text):
+        assert (path.parent / picture).exists(), f"{path.name} shows {picture}"
     for command in re.findall(r"(?<!from )\bquiver ([a-z]+)", text):
         assert command in COMMANDS, f"{path.name} names quiver {command}"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -106,7 +108,7 @@ def test_a_readme_says_where_to_read_on(path):
 def test_every_document_is_linked_from_the_readme_beside_it():
     folder = ROOT / "deployments"
     links = set(re.findall(r"\]\((docs/[^)#]+)\)", (folder / "README.md").read_text()))
-    assert links == {f"docs/{path.name}" for path in (folder / "docs").iterdir()}
+    assert links == {f"docs/{path.name}" for path in (folder / "docs").glob("*.md")}
 
 
 def test_every_kind_stage_engine_algorithm_and_reward_is_documented():
