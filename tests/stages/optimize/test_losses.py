@@ -454,6 +454,15 @@ def test_the_audit_by_hand():
     assert report["mean_excess"] == pytest.approx(sum(max(gap, 0) for gap in gaps) / 4)
 
 
+def test_a_ratio_on_a_bound_is_within_it():
+    gaps = torch.tensor([0.25, -0.25], dtype=torch.float64)
+    above, below = gaps.exp().tolist()  # 1 − (1 − r) and 1 + (r − 1) are exact for these
+    arguments = gaps, torch.zeros(2), torch.tensor([0, 2])
+    assert audit.measure(*arguments, 1 - below, above - 1)["outside_clip"] == 0.0
+    assert audit.measure(*arguments, 1 - below - 1e-9, above - 1)["outside_clip"] == 0.5
+    assert audit.measure(*arguments, 1 - below, above - 1 - 1e-9)["outside_clip"] == 0.5
+
+
 def test_a_gap_that_is_no_number_does_not_pass():
     with pytest.raises(NumericError, match="nan nats"):
         audit.require({"mean_gap": math.nan, "max_gap": math.nan}, 0.1, "optimize audit")

@@ -29,13 +29,12 @@ OWN_WEIGHTS = Algorithm("own", "group_normalized", clipped, each, {"clip_low": 0
 """
 
 
-def _noisy(store, policy, size: float):
-    """Rollouts and rewards whose old logprobs are off by ± `size`, and proximal ones that are not,
+def _noisy(store, policy, size: float, signs: tuple[int, int] = (-1, 1)):
+    """Rollouts and rewards whose old logprobs are off by ± `size` in turn, and proximal ones that are not,
     as the stage logprobs makes them."""
     rows = world.sample(load_model(policy, dtype=torch.float32), world.prompts(4), 4)
     for number, row in enumerate(rows):
-        sign = 1 if number % 2 else -1
-        row["old_logprobs"] = [value + sign * size for value in row["old_logprobs"]]
+        row["old_logprobs"] = [value + signs[number % 2] * size for value in row["old_logprobs"]]
     rollouts = world.write_rollouts(store, policy, rows)
     rewards = world.write_rewards(store, rollouts, world.even_share)
     return (rollouts, rewards), _scored(store, policy, rollouts)
@@ -95,6 +94,15 @@ def test_bounds_within_the_engines_noise_are_refused_without_proximal_logprobs(
     assert _run(store, policy, made).manifest.metrics["audit"]["outside_clip"] == 0.0  # grpo's
 
 
+@pytest.mark.parametrize("signs, outside", [((1, 1), 1.0), ((-1, -1), 0.0)])
+def test_the_audit_of_gmpo_counts_between_its_own_bounds(store, policy, signs, outside):
+    """They are of log r: [e^−0.1, e^1], and r is e^−0.5 or e^0.5."""
+    made, prox = _noisy(store, policy, 0.5, signs)
+    config = _config(algorithm="gmpo", clip_low=0.1, clip_high=1.0, audit={"max_mean_gap": 1.0})
+    done = _run(store, policy, made, config, prox_logprobs=prox)
+    assert done.manifest.metrics["audit"]["outside_clip"] == outside
+
+
 def test_a_first_step_that_clips_is_told(store, policy, caplog):
     made, _ = _noisy(store, policy, 1e-3)
     done = _run(store, policy, made, _config(algorithm="gspo", audit={"enabled": False}))
@@ -144,6 +152,24 @@ def test_the_audit_of_truncated_sampling_still_sees_wrong_logprobs(store, policy
     allowed = _config(allow_biased_sampling=True)
     with pytest.raises(NumericError, match=r"biased \(top_k = 40\)"):
         _run(store, policy, made, allowed, prox_logprobs=_scored(store, policy, rollouts))
+
+
+def test_a_gap_as_large_as_is_allowed_passes(store, policy, truncated):
+    rows = truncated[0].table().to_pylist()
+    for row in rows:
+        row["old_logprobs"] = [logprob - 1.0 for logprob in row["old_logprobs"]]
+    rollouts = world.write_rollouts(store, policy, rows, sampling={"top_k": 40})
+    made = rollouts, world.write_rewards(store, rollouts, world.even_share)
+    prox = _scored(store, policy, rollouts)
+
+    def audit(max_mean_gap: float) -> dict:
+        allowed = _config(allow_biased_sampling=True, audit={"max_mean_gap": max_mean_gap})
+        return _run(store, policy, made, allowed, prox_logprobs=prox).manifest.metrics["audit"]
+
+    excess = audit(1.0)["mean_excess"]
+    assert 0 < excess < 1 and audit(excess)["mean_excess"] == excess
+    with pytest.raises(NumericError, match="above the engine's"):
+        audit(excess * 0.999)
 
 
 def _scored_as(store, policy, rollouts):
