@@ -74,6 +74,7 @@ TARGETS = (
     Target(
         "stages/optimize/objective.py",
         (
+            f"{OPTIMIZE}/test_bad_input.py::test_bad_input",
             f"{OPTIMIZE}/test_algorithms.py",
             f"{OPTIMIZE}/test_critic.py",
             f"{OPTIMIZE}/test_trainer.py",
@@ -94,6 +95,7 @@ TARGETS = (
     Target(
         "stages/optimize/rollouts.py",
         (
+            f"{OPTIMIZE}/test_parts.py",
             f"{OPTIMIZE}/test_replay.py",
             f"{OPTIMIZE}/test_optimize_stage.py",
             f"{OPTIMIZE}/test_bad_input.py",
@@ -151,6 +153,7 @@ EQUIVALENT = {
     "layout:make_spans:one:0": "where a prefix of no tokens starts is never read",
     "prompts:select_prompts:one:0": "a vocabulary has two ids at the least",
     "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
+    "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
     "stage:prepare:drop:0": "it imports ahead of time what is imported anyway",
     "stage:make:one:3": "a version of no rows has no first row",
     "stage:_sample:drop:2": "files of the right size are verified too, as they are right after",

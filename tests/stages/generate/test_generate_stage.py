@@ -393,6 +393,8 @@ def test_every_id_of_the_vocabulary_is_allowed(store, policy):
     """0 … 319; the first and the last."""
     given = config(sampling={"max_tokens": 8, "stop_token_ids": [0, 319]})
     assert select_prompts(given, make_prompts(store, [[0, 319]]), policy)[0].num_rows == 1
+    with pytest.raises(SchemaError, match="id 320 is outside the vocabulary"):
+        select_prompts(given, make_prompts(store, [[0, 320]]), policy)
 
 
 @pytest.mark.parametrize("token", [320, -1])

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from quiver.stages.common.forward.layout import Sequences, make_layout
-from quiver.stages.common.forward.policy import Policy
+from quiver.stages.common.forward.policy import Policy, token_budget
 from quiver.stages.common.ragged import Ragged
 
 SMALL = {
@@ -91,6 +91,24 @@ def _packed(
         )
         found.update(zip(layout.rows.tolist(), parts, strict=True))
     return [found[row] for row in range(len(groups))]
+
+
+@pytest.mark.parametrize("mode, num_pieces", [("shared", 4), ("packed", 10), ("single", 10)])
+def test_a_prompt_of_several_rollouts_is_passed_once_where_it_is_shared(mode, num_pieces):
+    policy = Policy(_model("llama"), autocast=False)
+    policy.set_mode(mode)
+    data, groups = _data()
+    pieces = [p for micro in policy.microbatches(range(10), groups, data, 10_000) for p in micro]
+    assert len(pieces) == num_pieces
+    prompts = data.prompts.lengths.tolist()
+    passed = sum(prompts[piece.rows[0]] for piece in pieces)
+    # what comes after the last token of a completion is not asked
+    passed += len(data.completions.values) - len(groups)
+    assert sum(piece.tokens for piece in pieces) == passed
+
+
+def test_a_micro_batch_is_larger_on_a_gpu():
+    assert [token_budget(torch.device(name)) for name in ("cpu", "cuda")] == [2048, 8192]
 
 
 @pytest.mark.parametrize("short, rows", WAYS)
