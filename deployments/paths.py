@@ -99,7 +99,7 @@ def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
 
 
 def _path(value: str) -> tuple[Path | None, str]:
-    return Path(value).expanduser(), ""
+    return Path(os.path.expanduser(value)), ""
 
 
 def _code(value: str) -> tuple[Path | None, str]:
@@ -111,7 +111,7 @@ def _code(value: str) -> tuple[Path | None, str]:
 def _model(value: str) -> tuple[Path | None, str]:
     """A directory or file that is there, or is written as a path; else a function, a package's
     file, or a hub id."""
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     looks_like = value.startswith((".", "/", "~")) or path.suffix == ".gguf" or value.count("/") > 1
     is_path = path.exists() or (looks_like and ":" not in value)
     return (path, "") if is_path and not value.startswith("package:") else _code(value)

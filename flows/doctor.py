@@ -187,7 +187,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
 
 def prefect(findings: Findings, outdated: Callable[[], list[dict[str, str | None]]]) -> None:
     """Whether Prefect can keep what it needs, and how its server is, where one is named."""
-    home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    home = Path(os.path.expanduser(os.environ.get("PREFECT_HOME", "~/.prefect")))
     facts: dict[str, Any] = {"home": str(home), "api": None, "server": None}
     findings.facts["prefect"] = facts
     findings.facts["outdated"] = []
@@ -249,9 +249,9 @@ def _ask_server(
 
 def store(findings: Findings, path: str) -> None:
     """How large the store is, what is cheaply seen to be wrong, and how much room is left."""
-    facts: dict[str, Any] = {"path": str(Path(path).expanduser().absolute()), "versions": 0}
+    facts: dict[str, Any] = {"path": str(Path(os.path.expanduser(path)).absolute()), "versions": 0}
     findings.facts["store"] = facts
-    if not Path(path, "store.json").expanduser().exists():
+    if not Path(os.path.expanduser(path), "store.json").exists():
         return
     try:
         opened = Store(path, create=False)

@@ -12,6 +12,7 @@ would look for elsewhere.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -139,7 +140,7 @@ def check_placement(recipe: Recipe) -> None:
         return
     stage, pool = next(iter(pools.items()))
     require_server(f"placement.{stage} {pool}")
-    if not Path(recipe.store).expanduser().is_absolute():
+    if not Path(os.path.expanduser(recipe.store)).is_absolute():
         raise ConfigError(
             "store",
             f"{recipe.store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts "

@@ -90,7 +90,7 @@ def finished(recipe: Recipe) -> dict[str, str]:
 
 def _store_at(path: str) -> Store | None:
     """The store at `path`; None where none is yet and one can be made. ConfigError otherwise."""
-    folder = Path(path).expanduser().absolute()
+    folder = Path(os.path.expanduser(path)).absolute()
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             return Store(folder)  # says what else is there

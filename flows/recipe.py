@@ -10,6 +10,7 @@ that reads it. Relative paths are taken from the folder in which the command run
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Sequence
@@ -179,7 +180,7 @@ class Recipe(Config):
             if function.use == "similarity":
                 models.append(str(function.arguments.get("model", ".")))
         for model in models:
-            is_local = Path(model).expanduser().exists() or model.startswith("package:")
+            is_local = Path(os.path.expanduser(model)).exists() or model.startswith("package:")
             if not is_local and not is_function(model):
                 return True
         sources = (self.data.source, (self.data.held_out or {}).get("source", ""))

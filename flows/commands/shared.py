@@ -159,7 +159,7 @@ def to_json(answer: Any) -> str:
             pieces: list[Any] = []
             for key, entry in part.items() if is_dict else enumerate(part):
                 separator = ", " if pieces else ""
-                name = f"{json.dumps(str(key), ensure_ascii=False)}: " if is_dict else ""
+                name = f"{_quoted(str(key))}: " if is_dict else ""
                 pieces += [_Written(separator + name), entry]
             opening, closing = "{}" if is_dict else "[]"
             waiting += [_Written(closing), *reversed(pieces), _Written(opening)]
@@ -167,5 +167,18 @@ def to_json(answer: Any) -> str:
             text.append("null")
         else:
             leaf = part if part is None or isinstance(part, str | int | float) else str(part)
-            text.append(json.dumps(leaf, ensure_ascii=False))
+            text.append(_quoted(leaf))
     return "".join(text)
+
+
+def _quoted(leaf: Any) -> str:
+    """A leaf as JSON text. JSON is shown on terminals too, so what these obey is spelt out."""
+    return "".join(
+        character if character.isprintable() else _spelt_out(character)
+        for character in json.dumps(leaf, ensure_ascii=False)
+    )
+
+
+def _spelt_out(character: str) -> str:
+    is_one_unit = ord(character) < 0x10000
+    return f"\\u{ord(character):04x}" if is_one_unit else json.dumps(character)[1:-1]

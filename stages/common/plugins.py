@@ -93,7 +93,7 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
     if os.getcwd() not in sys.path:  # `python -m` puts it there, a console script does not
         sys.path.append(os.getcwd())
     if holder.endswith(".py"):
-        path = Path(holder).expanduser().absolute()
+        path = Path(os.path.expanduser(holder)).absolute()
         if not path.is_file():
             raise ConfigError(
                 f"{field} {printable(holder)}", f"there is no file {path}", next=f"correct {field}"

@@ -42,7 +42,7 @@ class Source(NamedTuple):
 def read(config: SourceConfig) -> Source:
     """The rows of `config.source`. ConfigError says what is wrong, and in which line or row."""
     source = config.source
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     sha256 = ""
     if source.startswith("datasets:"):
         table = _read_dataset(config)
@@ -153,7 +153,7 @@ def _read_dataset(config: SourceConfig) -> pa.Table:
     import datasets
 
     name = config.source.removeprefix("datasets:")
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     try:
         if any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
             dataset = datasets.load_from_disk(str(folder))

@@ -13,6 +13,7 @@ with the same tokenizer finds the same prompts finished.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -202,7 +203,7 @@ def read_template(config: Config) -> str | None:
     if config.template is None:
         return None
     try:
-        return read_file(Path(config.template).expanduser()).decode()
+        return read_file(Path(os.path.expanduser(config.template))).decode()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"prompt.template {printable(config.template)}",

@@ -75,6 +75,8 @@ WRONG = [
     ("store=/proc/none", "store /proc/none", "can not be used", "name another folder"),
     ("reward.functions=[{use='lenght'}]", "lenght", "did you mean length?", "quiver rewards"),
     ("reward.models=[{model='./judge'}]", "reward.models.model", "no such directory", "correct"),
+    ("data.source=~nobody9/a.jsonl", "~nobody9/a.jsonl", "there is no file", "correct the source"),
+    ("policy.model=~nobody9/gone", "policy.model", "no such directory", "correct policy.model"),
     ("policy.model=./gone", "policy.model ./gone", "no such directory", "correct policy.model"),
     ("generate.engine=own.py:Engine", "generate.engine own.py", "there is no file", "correct"),
     ("evaluate.generate.engine=own.py:Engine", "generate.engine", "there is no file", "correct"),

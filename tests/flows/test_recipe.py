@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from quiver.flows.commands.shared import say
+from quiver.flows.commands.shared import say, to_json
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.generate.stage import Config as GenerateConfig
@@ -396,6 +396,13 @@ def test_a_recipe_is_a_file_of_some_bytes(recipe, tmp_path):
             load(path)
     recipe.write_text("\ufeff" + RECIPE, encoding="utf-8")
     assert load(recipe).run == "tiny", "as Windows begins a file"
+
+
+def test_json_moves_no_cursor_either_and_holds_any_path():
+    answer = {"\x9b31m": ["\x7f\u202e\n", "\udcff", "\U000e0001", "größer 😀"]}
+    text = to_json(answer)
+    assert text.isprintable() and json.loads(text) == answer
+    text.encode()  # a path that is no text can be printed
 
 
 def test_words_of_a_manifest_move_no_cursor(capsys):

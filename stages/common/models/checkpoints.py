@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -197,7 +198,7 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
             )
         path = Path(spec.submodule_search_locations[0]) / inner_path
     else:
-        path = Path(name).expanduser().absolute()
+        path = Path(os.path.expanduser(name)).absolute()
     if path.suffix == ".gguf" and not path.is_file():
         raise ConfigError(
             f"{field} {name}", f"there is no file {path.name}", next=f"correct {field}"

@@ -17,6 +17,7 @@ Not of the spine: most recipes name a model that is there already.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,7 @@ _FIELD = "policy.model"
 def is_function(name: str) -> bool:
     """Whether `name` is the dotted path of a function. A directory that bears this very name goes
     first."""
-    return bool(_FUNCTION.fullmatch(name)) and not Path(name).expanduser().is_dir()
+    return bool(_FUNCTION.fullmatch(name)) and not Path(os.path.expanduser(name)).is_dir()
 
 
 def source_hash(name: str, arguments: dict[str, Any]) -> str:

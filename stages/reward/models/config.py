@@ -11,6 +11,7 @@ chosen.
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -189,7 +190,7 @@ def check(config: ModelConfig) -> ModelFolder:
     template = None
     if config.template is not None:
         try:
-            template = read_file(Path(config.template).expanduser()).decode()
+            template = read_file(Path(os.path.expanduser(config.template))).decode()
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{config.title}: template {printable(config.template)}",
