@@ -90,8 +90,8 @@ def finished(recipe: Recipe) -> dict[str, str]:
 
 def _store_at(path: str) -> Store | None:
     """The store at `path`; None where none is yet and one can be made. ConfigError otherwise."""
-    folder = Path(os.path.expanduser(path)).absolute()
     try:
+        folder = Path(path).expanduser().absolute()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             return Store(folder)  # says what else is there
         parent = next(above for above in (folder, *folder.parents) if above.exists())
@@ -101,10 +101,10 @@ def _store_at(path: str) -> Store | None:
             os.rmdir(tempfile.mkdtemp(dir=parent))
     except QuiverError:
         raise
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: pathlib's word for a home
         raise ConfigError(
             f"store {printable(path)}",
-            f"can not be used: {printable(error.strerror)}",
+            f"can not be used: {printable(getattr(error, 'strerror', None) or error)}",
             next="name another folder in --store",
         ) from None
     return None

@@ -102,6 +102,7 @@ WRONG = [
         "name another folder",
     ),
     ("learning_rate=1e-5", "recipe", "mean optimize.learning_rate?", "keys optimize.learning_rate"),
+    ("store=~nobody9/store", "store ~nobody9", "home directory", "name another folder"),
     ("store=questions.jsonl", "store", "is a file, not a folder", "name a folder in --store"),
 ]
 """A setting; the error's object, message and next step."""

@@ -268,7 +268,7 @@ class Store:
         self.written: set[str] = set()
         self.sees_expired = False
         try:
-            self.path = Path(os.path.expanduser(path)).absolute()
+            self.path = Path(path).expanduser().absolute()
             self.storage = Storage(self.path)
             if self.path.exists() and not self.path.is_dir():
                 raise ConfigError(
