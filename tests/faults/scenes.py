@@ -113,21 +113,24 @@ def left_by_the_dead(path: Path, seed: int) -> None:
         in_child(lambda share=share: one_version(path, seed, share), "shard.noted:kill")
 
 
-def three_kinds(path: Path, seed: int, process: int = 0) -> Iterator[Acknowledged]:
-    """Advantages, updates and a policy with its optimizer's state, after three saved steps."""
+def three_kinds(
+    path: Path, seed: int, process: int = 0, *, starts_over: bool = False
+) -> Iterator[Acknowledged]:
+    """Advantages, updates and a policy with its optimizer's state, after three saved steps.
+    `starts_over`: what was saved may be damaged, and then no step is behind it."""
     kinds = ("advantages", "updates", "policy")
     store = Store(path)
     plan = Plan(store, "optimize", 1, Settings(seed=seed), "a", kinds)
     with open_staging(plan) as staging:
         if staging.committed is None:
-            _train(plan, seed)
+            _train(plan, seed, starts_over)
             _write_checkpoint(staging.writers, seed, process)
             staging.publish()
     for kind in kinds:
         yield "made", str(store.find("a", kind, plan.run_key).ref)
 
 
-def _train(plan: Plan, seed: int) -> None:
+def _train(plan: Plan, seed: int, starts_over: bool) -> None:
     """Three steps, each saved. A training that was killed goes on after the last saved one."""
 
     def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -153,7 +156,7 @@ def _train(plan: Plan, seed: int) -> None:
     progress = SavedProgress(plan, pa.array([]), saves=True)
     saved = plan.store.storage.exists(f"{plan.name}/.staging/{plan.run_key}.resume/{PROGRESS}")
     _, begin, _ = progress.load(trainer)
-    assert bool(begin) == saved, "a saved step is done again"
+    assert bool(begin) == saved or starts_over, "a saved step is done again"
     for step in range(begin, 3):
         trainer.step = step + 1
         trainer.updates.append(_update(step))

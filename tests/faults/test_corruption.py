@@ -87,7 +87,7 @@ def next_runs(path: Path) -> dict[str, object]:
         "unfinished": lambda: written(path, UNFINISHED, 4).table(),
         "training": lambda: (
             Store(path)
-            .open(list(three_kinds(path, UNFINISHED))[-1][1])
+            .open(list(three_kinds(path, UNFINISHED, starts_over=True))[-1][1])
             .files.read("model.safetensors")
         ),
         "new": lambda: written(path, 200, 2).table(),
