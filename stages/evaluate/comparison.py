@@ -87,7 +87,8 @@ def pair_prompts(
     store: Store, a: Version, b: Version
 ) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Of each version, what its group ids are called: equal names mean the same prompt.
-    LineageError where the prompts that tell so are gone, or the versions come from none.
+    LineageError where the prompts that tell so are gone, or the versions come from none; and on
+    asking for a group that they have not.
 
     Where both come from the same prompts, or from prompts of the same bytes, a group's id is its
     name. Else it is the prompt's content: the chat, or the text where there is none; the second of
@@ -97,9 +98,24 @@ def pair_prompts(
     prompts_b = _prompts_of(store, b)
     if prompts_a.manifest.content_hash == prompts_b.manifest.content_hash:
         groups = prompts_a.table(["group_id"])["group_id"].to_pylist()
-        same = dict(zip(groups, groups, strict=True))
+        same = _Names(prompts_a, dict(zip(groups, groups, strict=True)))
         return same, same
-    return _names_by_content(prompts_a.table()), _names_by_content(prompts_b.table())
+    return tuple(_Names(each, _names_by_content(each.table())) for each in (prompts_a, prompts_b))
+
+
+class _Names(dict[str, str]):
+    """What the groups of `prompts` are called."""
+
+    def __init__(self, prompts: Version, names: dict[str, str]) -> None:
+        super().__init__(names)
+        self.prompts = prompts
+
+    def __missing__(self, group: str) -> str:
+        raise LineageError(
+            str(self.prompts.ref),
+            f"has no group {printable(group)}, which a version has that names it as its prompts",
+            next="quiver verify",
+        )
 
 
 def _prompts_of(store: Store, version: Version) -> Version:

@@ -231,6 +231,9 @@ READERS = {
     "judge": lambda store: judge(
         Promotion(), Store(store).open("held/evaluations@4").manifest.metrics
     ),
+    "compare two": lambda store: versions.compare(
+        "held/evaluations@1", "held/evaluations@4", str(store)
+    ),
     "show": lambda store: versions.show("held/evaluations@4", 1, str(store)),
     "verify": lambda store: _raise_first(verify(Store(store), "golden/rollouts@1")[1]),
 }
@@ -242,6 +245,7 @@ FOUND = [
     ("golden/rollouts@1", drop("models", "policy"), "sampler", "E-LINEAGE"),
     ("held/evaluations@1", drop("inputs", "rewards"), "compare", "E-LINEAGE"),
     ("golden/prompts@2", lambda fields: fields.update(bytes={}), "report", None),
+    ("held/rollouts@1", let_lead("golden/prompts@1", "prompts"), "compare two", "E-LINEAGE"),
     (
         "held/evaluations@4",
         lambda fields: fields["models"][0].update(ref="golden/policy@" + "9" * 300),
