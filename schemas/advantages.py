@@ -29,9 +29,12 @@ SCHEMA = fields.kind_schema(
     ],
 )
 PER_TOKEN = SCHEMA.set(1, pa.field("advantage", pa.list_(pa.float32())))
+SCHEMAS = fields.by_name(SCHEMA)
 
 
-def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is advantages/1, one value a rollout or one a token."""
+def check(table: pa.Table) -> pa.Schema:
+    """The schema of `table`; SchemaError unless it is advantages/1, one value a rollout or one a
+    token."""
     listed = "advantage" in table.column_names and pa.types.is_list(table.column("advantage").type)
     fields.compare(table, PER_TOKEN if listed else SCHEMA, unique="rollout_id")
+    return SCHEMA

@@ -27,8 +27,10 @@ SCHEMA = fields.kind_schema(
         fields.required("finish_reason", pa.string()),
     ],
 )
+SCHEMAS = fields.by_name(SCHEMA)
 
 
-def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is evaluations/1 with unique rollout ids."""
+def check(table: pa.Table) -> pa.Schema:
+    """The schema of `table`; SchemaError unless it is evaluations/1 with unique rollout ids."""
     fields.compare(table, SCHEMA, unique="rollout_id")
+    return SCHEMA

@@ -49,6 +49,11 @@ def kind_of(schema: pa.Schema) -> str:
     return schema.metadata[b"quiver"].decode()
 
 
+def by_name(*schemas: pa.Schema) -> dict[str, pa.Schema]:
+    """All versions of a kind's schema, by what they are called."""
+    return {kind_of(schema): schema for schema in schemas}
+
+
 def with_struct(schema: pa.Schema, **structs: pa.StructType) -> pa.Schema:
     """`schema` with each open struct replaced by the given type, to build a table with."""
     for name, kind in structs.items():
@@ -111,6 +116,18 @@ def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message
     if pc.any(is_wrong).as_py():  # None of no values
         first_wrong = values[pc.index(is_wrong, True).as_py()]
         raise fail(schema, f"{name} holds {first_wrong}: {message}")
+
+
+def require_among(table: pa.Table, schema: pa.Schema, name: str, allowed: tuple[str, ...]) -> None:
+    """Raise SchemaError unless every text in the column is one of the `allowed`."""
+    texts = pa.array(allowed)
+    require_values(
+        table,
+        schema,
+        name,
+        lambda v: pc.invert(pc.is_in(v, texts)),
+        f"one of {', '.join(allowed)}",
+    )
 
 
 def require_logprobs(table: pa.Table, schema: pa.Schema, name: str) -> None:

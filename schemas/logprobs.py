@@ -15,10 +15,12 @@ import pyarrow as pa
 from . import fields
 
 SCHEMA = fields.kind_schema("logprobs/1", [fields.ROLLOUT_ID, fields.per_token("logprobs")])
+SCHEMAS = fields.by_name(SCHEMA)
 
 
-def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is logprobs/1: unique ids, every logprob finite and at most
-    0."""
+def check(table: pa.Table) -> pa.Schema:
+    """The schema of `table`; SchemaError unless it is logprobs/1: unique ids, every logprob finite
+    and at most 0."""
     fields.compare(table, SCHEMA, unique="rollout_id")
     fields.require_logprobs(table, SCHEMA, "logprobs")
+    return SCHEMA

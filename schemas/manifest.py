@@ -10,6 +10,7 @@ Not of the spine: any manifest.json of a store shows the same fields.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NoReturn
@@ -21,7 +22,9 @@ from .plain import read_json
 from .refs import KINDS, NAME
 
 FORMAT = 1
-FEATURES: frozenset[str] = frozenset()
+REQUIRED_FEATURES = {"rollouts/2": ("turns",)}
+"""By schema: what a reader must know, else what it read would be right in form and wrong."""
+FEATURES = frozenset(itertools.chain(*REQUIRED_FEATURES.values()))
 MAX_BYTES = 8 * 1024 * 1024
 """Of a manifest; as Python objects it takes up to 24 times as much."""
 _SHA = r"^[0-9a-f]{64}$"

@@ -1,4 +1,4 @@
-"""prompts/1: what the model is asked, rendered to ids once, before any GPU.
+"""prompts/1, prompts/2: what the model is asked, rendered to ids once, before any GPU.
 
 | column | type | meaning |
 |---|---|---|
@@ -11,6 +11,16 @@
     {"group_id": "sum-0017", "messages": [{"role": "user", "content": "3 + four?"}], "prompt_text":
     "<|im_start|>user…",
      "prompt_ids": [1, 4093, …], "columns": {"answer": 7}}
+
+prompts/2 are written where a text is not all. Messages have three fields more, strings or null:
+`tool_calls` (JSON), and of what a tool answered `tool_call_id` and the tool's `name`. There are
+three columns more:
+
+| column | type | meaning |
+|---|---|---|
+| tools | string, null | JSON of the tools that the template was given |
+| images | list<struct<bytes, path>>, null | a prompt's pictures, as `datasets.Image` stores them |
+| image_spans | list<struct<start, length>>, null | where their ids stand in `prompt_ids` |
 """
 
 import pyarrow as pa
@@ -28,10 +38,28 @@ SCHEMA = fields.kind_schema(
         fields.open_struct("columns"),
     ],
 )
+_CALLS = [pa.field(name, pa.string()) for name in ("tool_calls", "tool_call_id", "name")]
+MESSAGES_WITH_CALLS = pa.list_(
+    fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_CALLS]))
+)
+_IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+_SPAN = pa.struct([fields.required(name, pa.int32()) for name in ("start", "length")])
+BEYOND_TEXT = fields.kind_schema(
+    "prompts/2",
+    [
+        *SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_CALLS)),
+        pa.field("tools", pa.string()),
+        pa.field("images", pa.list_(fields.required("item", _IMAGE))),
+        pa.field("image_spans", pa.list_(fields.required("item", _SPAN))),
+    ],
+)
+SCHEMAS = fields.by_name(SCHEMA, BEYOND_TEXT)
 
 
-def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is prompts/1 with unique group ids and non-negative,
-    non-empty prompts."""
-    fields.compare(table, SCHEMA, unique="group_id")
-    fields.require_ids(table, SCHEMA, "prompt_ids")
+def check(table: pa.Table) -> pa.Schema:
+    """The schema that `table` is of: unique group ids, prompts that are not empty and hold no
+    negative id. SchemaError."""
+    schema = BEYOND_TEXT if "tools" in table.column_names else SCHEMA
+    fields.compare(table, schema, unique="group_id")
+    fields.require_ids(table, schema, "prompt_ids")
+    return schema

@@ -1,4 +1,4 @@
-"""rewards/1: what each rollout is worth. Null is "not scored", never 0.
+"""rewards/1, rewards/2: what each rollout is worth. Null is "not scored", never 0.
 
 | column | type | meaning |
 |---|---|---|
@@ -10,7 +10,15 @@
 
     {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "reward": 1.2,
      "parts": {"accuracy": 1.0, "format": 1.0}, "errors": {"accuracy": null, "format": null}}
+
+rewards/2 say too which turn earned what, in one column more:
+
+| column | type | meaning |
+|---|---|---|
+| turn_rewards | list<float32>, null | one a turn, which add up to `reward`; null: not scored |
 """
+
+import math
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,13 +35,19 @@ SCHEMA = fields.kind_schema(
         fields.open_struct("errors"),
     ],
 )
+OF_TURNS = fields.kind_schema(
+    "rewards/2", [*SCHEMA, pa.field("turn_rewards", pa.list_(pa.float32()))]
+)
+SCHEMAS = fields.by_name(SCHEMA, OF_TURNS)
 
 
-def schema_for(functions: list[str], extras: list[str] | tuple[str, ...] = ()) -> pa.Schema:
+def schema_for(
+    functions: list[str], extras: list[str] | tuple[str, ...] = (), *, of_turns: bool = False
+) -> pa.Schema:
     """The schema of a rewards table with one part and one error for each function's name, and
-    `extra` for `extras`, if any."""
+    `extra` for `extras`, if any; `of_turns`: with `turn_rewards`."""
     made = fields.with_struct(
-        SCHEMA,
+        OF_TURNS if of_turns else SCHEMA,
         parts=pa.struct(dict.fromkeys(functions, pa.float32())),
         errors=pa.struct(dict.fromkeys(functions, pa.string())),
     )
@@ -47,23 +61,43 @@ def names_of(table: pa.Table, column: str = "parts") -> list[str]:
     return table.schema.field(column).type.names if column in table.column_names else []
 
 
-def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is rewards/1: unique ids, finite rewards, parts and errors
-    of the same functions."""
+def check(table: pa.Table) -> pa.Schema:
+    """The schema that `table` is of: unique ids, finite rewards, parts and errors of the same
+    functions, rewards of turns that add up. SchemaError."""
+    of_turns = "turn_rewards" in table.column_names
+    schema = OF_TURNS if of_turns else SCHEMA
     has_extra = "extra" in table.column_names
-    fields.compare(table.drop_columns("extra") if has_extra else table, SCHEMA, unique="rollout_id")
+    fields.compare(table.drop_columns("extra") if has_extra else table, schema, unique="rollout_id")
     if has_extra and not pa.types.is_struct(table.schema.field("extra").type):
-        raise fields.fail(SCHEMA, "extra must be a struct with one string a function")
+        raise fields.fail(schema, "extra must be a struct with one string a function")
     names = names_of(table)
     extras = names_of(table, "extra")
-    if table.schema != schema_for(names, extras) or not set(extras) <= set(names):
+    expected = schema_for(names, extras, of_turns=of_turns)
+    if table.schema != expected or not set(extras) <= set(names):
         raise fields.fail(
-            SCHEMA, "parts must be float32, errors and extra string, with the same function names"
+            schema, "parts must be float32, errors and extra string, with the same function names"
         )
-    fields.require_values(
-        table,
-        SCHEMA,
-        "reward",
-        lambda v: pc.invert(pc.is_finite(pc.fill_null(v, 0))),
-        "a reward is finite or null",
-    )
+    for name in ("reward", "turn_rewards")[: 1 + of_turns]:
+        fields.require_values(
+            table,
+            schema,
+            name,
+            lambda v: pc.invert(pc.is_finite(pc.fill_null(v, 0))),
+            "a reward is finite or null",
+        )
+    if of_turns:
+        _check_sums(table)
+    return schema
+
+
+def _check_sums(table: pa.Table) -> None:
+    """SchemaError unless the turns' rewards of each scored rollout add up to its own."""
+    for row, (reward, turns) in enumerate(
+        zip(table["reward"].to_pylist(), table["turn_rewards"].to_pylist(), strict=True)
+    ):
+        if reward is None or turns is None:
+            continue
+        total = math.fsum(turn for turn in turns if turn is not None)
+        if not math.isclose(total, reward, rel_tol=1e-4, abs_tol=1e-4):
+            problem = f"row {row}: turn_rewards add up to {total:g}, the reward is {reward:g}"
+            raise fields.fail(OF_TURNS, problem)

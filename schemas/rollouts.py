@@ -1,5 +1,5 @@
-"""rollouts/1: what the policy answered, token by token, with the probability it had when it was
-sampled.
+"""rollouts/1, rollouts/2: what the policy answered, token by token, with the probability it had
+when it was sampled.
 
 | column | type | meaning |
 |---|---|---|
@@ -17,6 +17,31 @@ sampled.
     "completion_ids": [45, 2],
      "old_logprobs": [-0.31, -0.02], "finish_reason": "stop", "completion_text": "7", "temperature":
      1.0, …}
+
+rollouts/2 are episodes of several turns. `completion_ids` and `old_logprobs` are the sampled ids of
+all turns, one after another, and nothing else; `finish_reason`, `stop_reason` and `completion_text`
+are of the last turn. Two columns more:
+
+| column | type | meaning |
+|---|---|---|
+| turns | list<struct> | at least one; what stood between the sampled ids |
+| end_reason | string | why the episode ended: one of `END_REASONS` |
+
+| field of a turn | type | meaning |
+|---|---|---|
+| length | int32 | of `completion_ids` as many were sampled in this turn; they add up to all |
+| observation_ids | list<int32> | what the model reads after them; empty where it reads no more |
+| restart_ids | list<int32>, null | all that it reads before them: the history was rewritten |
+| finish_reason | string | as above, of this turn |
+| tool_calls | string, null | JSON of the calls that were read from it |
+| parse_error | string, null | why none could be read |
+| observation | string | what the environment answered, for people and rewards |
+| reward | float32, null | of this turn; null: the environment gave none |
+| info | string, null | JSON of what it told beside |
+| seconds | float32 | that it took |
+
+The model read the prompt, then of each turn sampled ids and observation. With `restart_ids` a new
+sequence begins, of the same rollout and for the same reward; the observation before it is empty.
 """
 
 import pyarrow as pa
@@ -25,6 +50,33 @@ import pyarrow.compute as pc
 from . import fields
 
 FINISH_REASONS = ("stop", "length", "abort")
+END_REASONS = (
+    "answered",
+    "environment",
+    "max_turns",
+    "max_tokens",
+    "context",
+    "max_tool_calls",
+    "parse_error",
+    "timeout",
+    "environment_error",
+)
+TURN = fields.kind_schema(
+    "rollouts/2",
+    [
+        fields.required("length", pa.int32()),
+        fields.token_ids("observation_ids"),
+        fields.token_ids("restart_ids").with_nullable(True),
+        fields.required("finish_reason", pa.string()),
+        pa.field("tool_calls", pa.string()),
+        pa.field("parse_error", pa.string()),
+        fields.required("observation", pa.string()),
+        pa.field("reward", pa.float32()),
+        pa.field("info", pa.string()),
+        fields.required("seconds", pa.float32()),
+    ],
+)
+"""The fields of a turn."""
 SCHEMA = fields.kind_schema(
     "rollouts/1",
     [
@@ -42,27 +94,90 @@ SCHEMA = fields.kind_schema(
     ],
 )
 
+OF_TURNS = fields.kind_schema(
+    "rollouts/2",
+    [
+        *SCHEMA,
+        fields.required("turns", pa.list_(fields.required("item", pa.struct(list(TURN))))),
+        fields.required("end_reason", pa.string()),
+    ],
+)
+SCHEMAS = fields.by_name(SCHEMA, OF_TURNS)
 
-def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is rollouts/1: unique ids, one finite logprob ≤ 0 a token,
-    known finish reasons."""
-    fields.compare(table, SCHEMA, unique="rollout_id")
-    fields.require_same_lengths(table, SCHEMA, "completion_ids", "old_logprobs")
-    fields.require_logprobs(table, SCHEMA, "old_logprobs")
-    fields.require_ids(table, SCHEMA, "prompt_ids")
-    fields.require_ids(table, SCHEMA, "completion_ids")
-    known = pa.array(FINISH_REASONS)
+
+def check(table: pa.Table) -> pa.Schema:
+    """The schema that `table` is of: unique ids, one finite logprob ≤ 0 a token, known finish
+    reasons, turns that add up. SchemaError."""
+    has_turns = not {"turns", "end_reason"}.isdisjoint(table.column_names)
+    schema = OF_TURNS if has_turns else SCHEMA
+    fields.compare(table, schema, unique="rollout_id")
+    fields.require_same_lengths(table, schema, "completion_ids", "old_logprobs")
+    fields.require_logprobs(table, schema, "old_logprobs")
+    fields.require_ids(table, schema, "prompt_ids")
+    fields.require_ids(table, schema, "completion_ids")
+    fields.require_among(table, schema, "finish_reason", FINISH_REASONS)
     fields.require_values(
         table,
-        SCHEMA,
-        "finish_reason",
-        lambda v: pc.invert(pc.is_in(v, known)),
-        f"one of {', '.join(FINISH_REASONS)}",
-    )
-    fields.require_values(
-        table,
-        SCHEMA,
+        schema,
         "temperature",
         lambda v: pc.or_(pc.invert(pc.is_finite(v)), pc.less(v, 0)),
         "finite and at least 0",
     )
+    if has_turns:
+        fields.require_among(table, schema, "end_reason", END_REASONS)
+        _check_turns(table)
+    return schema
+
+
+def _check_turns(table: pa.Table) -> None:
+    """SchemaError unless each rollout's turns say where all of its sampled ids stood."""
+    counts = pc.cast(pc.list_value_length(table["turns"]), pa.int64())
+    if pc.any(pc.equal(counts, 0)).as_py():
+        row = pc.index(counts, 0).as_py()
+        raise fields.fail(OF_TURNS, f"row {row} has no turn, expected one at least")
+    turns = pa.Table.from_struct_array(pc.list_flatten(table["turns"]))
+    fields.compare(turns, TURN)
+    fields.require_ids(turns, TURN, "observation_ids")
+    fields.require_ids(turns, TURN, "restart_ids")
+    fields.require_among(turns, TURN, "finish_reason", FINISH_REASONS)
+    fields.require_values(turns, TURN, "length", lambda v: pc.less(v, 0), "at least 0")
+    fields.require_values(
+        turns, TURN, "reward", lambda v: pc.invert(pc.is_finite(v)), "finite or null"
+    )
+    fields.require_values(
+        turns,
+        TURN,
+        "seconds",
+        lambda v: pc.or_(pc.invert(pc.is_finite(v)), pc.less(v, 0)),
+        "finite and at least 0",
+    )
+    ends = pc.cumulative_sum(counts).combine_chunks()
+    starts = pc.subtract(ends, counts.combine_chunks())
+    sampled = pa.array([0, *pc.cumulative_sum(pc.cast(turns["length"], pa.int64())).to_pylist()])
+    sums = pc.subtract(sampled.take(ends), sampled.take(starts))
+    differs = pc.not_equal(sums, pc.list_value_length(table["completion_ids"]).combine_chunks())
+    restarts = turns["restart_ids"].is_valid().combine_chunks()
+    numbers = pa.array(range(len(turns)), pa.int64())
+    is_first = pc.is_in(numbers, starts)
+    is_unread = pc.or_(pc.is_in(numbers, pc.subtract(ends, 1)), _of_next(restarts))
+    restart_lengths = pc.list_value_length(turns["restart_ids"]).combine_chunks()
+    observed = pc.list_value_length(turns["observation_ids"]).combine_chunks()
+    for is_wrong, of_rows, problem in (
+        (differs, True, "the lengths of its turns do not add up to its completion_ids"),
+        (pc.and_(is_first, restarts), False, "a rollout begins with its prompt, not restart_ids"),
+        (pc.equal(restart_lengths, 0), False, "restart_ids is empty, expected ids or null"),
+        (
+            pc.and_(is_unread, pc.greater(observed, 0)),
+            False,
+            "observation_ids of the last turn before an end or a restart are read by nobody",
+        ),
+    ):
+        if pc.any(is_wrong).as_py():
+            number = pc.index(is_wrong, True).as_py()
+            row = number if of_rows else pc.sum(pc.less_equal(ends, number)).as_py()
+            raise fields.fail(OF_TURNS, f"row {row}: {problem}")
+
+
+def _of_next(flags: pa.BooleanArray) -> pa.BooleanArray:
+    """Of each place what the next one holds; of the last one false."""
+    return pa.concat_arrays([flags[1:], pa.array([False] * min(1, len(flags)), pa.bool_())])

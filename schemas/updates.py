@@ -48,8 +48,10 @@ SCHEMA = fields.kind_schema(
         fields.required("seconds", pa.float64()),
     ],
 )
+SCHEMAS = fields.by_name(SCHEMA)
 
 
-def check(table: pa.Table) -> None:
-    """Raise SchemaError unless `table` is updates/1."""
+def check(table: pa.Table) -> pa.Schema:
+    """The schema of `table`; SchemaError unless it is updates/1."""
     fields.compare(table, SCHEMA)
+    return SCHEMA

@@ -18,6 +18,7 @@ from itertools import product
 
 from quiver.schemas import refs
 from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError, printable
+from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import Manifest, Model, content_hash
 from quiver.schemas.refs import Ref
 from quiver.stages.common.models.checkpoints import as_model
@@ -129,9 +130,12 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
             if problem:
                 raise version.corrupt(name, f"can not be parsed: {problem}")
         try:
-            schema_module(ref.kind).check(version.table())
+            schema_name = kind_of(schema_module(ref.kind).check(version.table()))
         except SchemaError as error:
             raise version.corrupt(error.object, error.message) from error
+        if schema_name != manifest.kind_schema:
+            problem = f"says {manifest.kind_schema}, its files are {schema_name}"
+            raise version.corrupt("manifest.json", problem)
     _verify_sources(store, version)
 
 

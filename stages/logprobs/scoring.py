@@ -16,6 +16,7 @@ from quiver.stages.common.forward.verify import choose_kernel, choose_mode
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.store import Version
+from quiver.stages.common.turns import Turns
 
 from .config import Config
 
@@ -44,11 +45,17 @@ class Scorer:
         )
 
     def score(self, rollouts: pa.Table) -> pa.Table:
-        """logprobs/1 of these rollouts; a completion without ids has none. ConfigError."""
+        """logprobs/1 of these rollouts, which may have turns; a completion without ids has none.
+        ConfigError."""
         prompts = Ragged.from_arrow(rollouts["prompt_ids"])
         completions = Ragged.from_arrow(rollouts["completion_ids"])
         temperature = np.array(rollouts["temperature"].combine_chunks(), dtype=np.float32)
-        sequences = Sequences(prompts, completions, torch.from_numpy(temperature))
+        sequences = Sequences(
+            prompts,
+            completions,
+            torch.from_numpy(temperature),
+            Turns.of_table(rollouts, completions.lengths),
+        )
         scored_rows = completions.lengths.nonzero()[:, 0].tolist()
         prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())
         policy = self._policy

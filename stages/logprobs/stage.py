@@ -31,7 +31,6 @@ from .config import Config
 
 STAGE_VERSION = 1
 SHARED = True
-_COLUMNS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "temperature"]
 log = logging.getLogger(__name__)
 
 
@@ -68,7 +67,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["logprobs"]
     policy = plan.store.open(plan.models[0].ref)
     rollouts = plan.inputs["rollouts"]
-    table = rollouts.table(_COLUMNS)
+    table = rollouts.table()
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
     num_tokens = 0

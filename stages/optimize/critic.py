@@ -41,7 +41,11 @@ def with_next_state(sequences: Sequences, cut: Tensor) -> tuple[Sequences, Tenso
     sampled[(lengths.cumsum(0) - 1)[cut]] = False
     ids = torch.zeros(len(sampled), dtype=completions.values.dtype)
     ids[sampled] = completions.values
-    longer = dataclasses.replace(sequences, completions=Ragged.from_lengths(ids, lengths))
+    longer = dataclasses.replace(
+        sequences,
+        completions=Ragged.from_lengths(ids, lengths),
+        turns=sequences.turns and sequences.turns.with_next_state(cut),
+    )
     return longer, sampled
 
 

@@ -102,7 +102,7 @@ class Shards:
         files = tuple(self._entries[index] for index in missing)
         part.manifest = self.version.manifest.model_copy(update={"files": files})
         table = part.table()
-        for field in schema_module(self.version.ref.kind).SCHEMA:
+        for field in schema_module(self.version.ref.kind).SCHEMAS[part.manifest.kind_schema]:
             if not _is_of(field, table.schema):
                 problem = f"its column {field.name} is missing, or not {field.type}"
                 raise self.version.corrupt(files[0].name, problem)

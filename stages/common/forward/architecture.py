@@ -10,6 +10,7 @@ tokens a logprob depends on is tried too: a model that reads later ones is refus
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -240,15 +241,13 @@ class Trial:
         set_mode(self.model, mode if self.is_causal else "single")
         rows = range(len(self.prompt_numbers))
         numbers = self.prompt_numbers if mode == "shared" else rows
-        lengths = self.sequences.completions.lengths
         if not self.is_causal:
             microbatches = pack_pairs(rows, numbers, self.sequences, 1 << 30)
             if mode == "single":
                 microbatches = [[Piece((row,), 0)] for row in rows]
         else:
-            pieces = make_pieces(
-                rows, numbers, self.sequences.prompts.lengths.tolist(), lengths.tolist(), 1 << 30
-            )
+            lengths = self.sequences.prompts.lengths, self.sequences.input_lengths
+            pieces = make_pieces(rows, numbers, *(each.tolist() for each in lengths), 1 << 30)
             microbatches = [[piece] for piece in pieces] if mode == "single" else [pieces]
         logprobs = torch.zeros(len(self.weights))
         for pieces in microbatches:
@@ -321,3 +320,24 @@ def own_logprobs(
     logits = output.logits[0, -len(completion) :].float()
     table = (logits / temperature).log_softmax(-1)
     return table.gather(1, completion[:, None])[:, 0]
+
+
+def turn_logprobs(
+    model: nn.Module, sequences: Sequences, row: int, completion: Tensor, temperature: float
+) -> Tensor:
+    """The same of the first ids `completion` [T] that were sampled in the turns of rollout `row`:
+    one pass over each of its sequences."""
+    inputs = sequences.inputs
+    prompt = sequences.prompts[row].long()
+    ids = torch.cat([prompt, inputs.ids[row].long()]).to(model.device)
+    predictors = inputs.predictors[row][: len(completion)].to(model.device) + len(prompt)
+    starts = [0, *(inputs.restarts[row] + len(prompt)).tolist(), len(ids)]
+    tables = []
+    for start, end in itertools.pairwise(starts):
+        places = predictors[(start <= predictors) & (predictors < end)] - start
+        if len(places):
+            read = ids[None, start : start + int(places.max()) + 1]
+            logits = model(input_ids=read, use_cache=False, logits_to_keep=places).logits[0]
+            tables.append(logits if len(logits) == len(places) else logits[places])
+    table = (torch.cat(tables).float() / temperature).log_softmax(-1)
+    return table.gather(1, completion.long().to(model.device)[:, None])[:, 0]

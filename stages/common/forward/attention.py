@@ -248,11 +248,16 @@ def _take(states: Tensor, index: Tensor) -> Tensor:
 def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> Tensor:
     """[n, d] last hidden states that predict the layout's targets, by block attention. `single`: by
     the model's own attention, of a layout of one rollout."""
-    options = {}
-    if not single:
+    trunk = trunk_of(model)
+    if single:
+        lengths = layout.sequence_lengths or (layout.ids.shape[1],)
+        outputs = [trunk(input_ids=ids, use_cache=False) for ids in layout.ids.split(lengths, 1)]
+    else:
         options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
-    output = trunk_of(model)(input_ids=layout.ids, use_cache=False, **options)
-    return F.embedding(layout.predictors, output.last_hidden_state[0])
+        outputs = [trunk(input_ids=layout.ids, use_cache=False, **options)]
+    states = [output.last_hidden_state[0] for output in outputs]
+    joined = torch.cat(states) if len(states) > 1 else states[0]
+    return F.embedding(layout.predictors, joined)
 
 
 def trunk_of(model: nn.Module) -> nn.Module:

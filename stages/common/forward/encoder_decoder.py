@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from quiver.stages.common.models.loading import no_turns
+
 from .layout import Sequences
 from .packing import Piece
 
@@ -51,7 +53,9 @@ def make_pairs(
     pieces: Sequence[Piece], sequences: Sequences, start: int, device: torch.device | str = "cpu"
 ) -> Pairs:
     """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start
-    id."""
+    id. ConfigError: turns."""
+    if sequences.turns is not None:
+        raise no_turns("model")
     rows = torch.tensor([row for piece in pieces for row in piece.rows])
     counts = torch.tensor([len(piece.rows) for piece in pieces])
     completions = sequences.completions.take(rows)

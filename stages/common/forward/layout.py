@@ -20,6 +20,10 @@ if there is one. A rollout that is alone in its piece is one span:
     span       A (0-2)        x (3-4)    y (5-7)       B z (8-10)
     prefix     -              A (0-2)    A (0-2)       -
 
+Of a rollout of several turns x stands for sampled ids with the observations between them, which are
+no targets; where its history was rewritten, a span without a prefix begins (turns.py has the
+picture).
+
 Attention never makes a mask over the whole row. It runs over blocks of spans with similar lengths
 (`Block`), or over all spans by one kernel for sequences of any lengths (`Runs`); see attention.py.
 """
@@ -28,12 +32,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.turns import Inputs, Turns, after_prompts
 
 from .packing import Piece
 
@@ -52,14 +58,30 @@ class Sequences:
 
     prompts: Ragged
     completions: Ragged
+    """The sampled ids."""
     temperature: Tensor
     """[B] float32"""
+    turns: Turns | None = None
+    """What stood between the sampled ids, where they are of several turns."""
+
+    @cached_property
+    def inputs(self) -> Inputs | None:
+        """What the row holds of rollouts with turns, after their prompts."""
+        return self.turns and Inputs.of(self.completions, self.turns)
+
+    @property
+    def input_lengths(self) -> Tensor:
+        """[B] int64: tokens of each rollout in the row, after its prompt."""
+        return self.inputs.ids.lengths if self.inputs else self.completions.lengths - 1
 
     def take(self, rows: Sequence[int]) -> Sequences:
         """Rollouts `rows`, in that order."""
         index = torch.tensor(rows)
         return Sequences(
-            self.prompts.take(index), self.completions.take(index), self.temperature[index]
+            self.prompts.take(index),
+            self.completions.take(index),
+            self.temperature[index],
+            self.turns and self.turns.take(index),
         )
 
 
@@ -150,6 +172,8 @@ class Layout:
     """[n] float32"""
     runs: Runs | None = None
     """Where they are given, attention goes by them and not by blocks."""
+    sequence_lengths: tuple[int, ...] = ()
+    """Of one rollout with turns alone: how its tokens part where its history was rewritten."""
 
     @property
     def filling(self) -> tuple[int, int]:
@@ -187,30 +211,32 @@ def make_layout(
     first_rollouts = _starts(counts)
     prompt_lengths = sequences.prompts.lengths.numpy()[rows[first_rollouts]]
     target_counts = sequences.completions.lengths.numpy()[rows]
-    input_lengths = target_counts - 1
 
     # slices are copied several times faster than ids are gathered one by one
     prompts = sequences.prompts.views(rows[first_rollouts])
     completions = sequences.completions.views(rows)
-    inputs = [ids[:-1] for ids in completions]
+    after = after_prompts(sequences.completions, sequences.inputs, rows)
+    input_lengths = np.array([len(ids) for ids in after.ids])
     segments = []
     for prompt, first, count in zip(prompts, first_rollouts, counts, strict=True):
-        segments += [prompt, *inputs[first : first + count]]
+        segments += [prompt, *after.ids[first : first + count]]
 
     completion_starts = _starts(input_lengths) + np.repeat(np.cumsum(prompt_lengths), counts)
     prompt_ends = np.repeat(completion_starts[first_rollouts], counts)
-    predictors = _ranges(completion_starts - 1, target_counts)
-    predictors[_starts(target_counts)] = prompt_ends - 1  # of each completion's first id
+    first_predictors = np.repeat(prompt_ends, target_counts)
+    predictors = np.repeat(completion_starts, target_counts)
+    np.copyto(predictors, first_predictors, where=after.predictors < 0)
+    predictors += after.predictors
 
-    spans = make_spans(counts, prompt_lengths, input_lengths)
+    restarts = after.restarts + np.repeat(completion_starts, after.restart_counts)
+    spans = cut_spans(make_spans(counts, prompt_lengths, input_lengths), restarts)
     # a token's index in the row, less its position in its own sequence
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
+    positions = np.arange(len(index_minus_position)) - index_minus_position
     blocks, gather = make_blocks(spans, device)
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
-        positions=_tensor(np.arange(len(index_minus_position)) - index_minus_position, device)[
-            None
-        ],
+        positions=_tensor(positions, device)[None],
         blocks=blocks,
         gather=gather,
         rows=torch.from_numpy(rows),
@@ -218,6 +244,7 @@ def make_layout(
         targets=_tensor(np.concatenate(completions, dtype=np.int64), device),
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
+        sequence_lengths=tuple(spans.lengths.tolist()) if len(restarts) else (),
     )
 
 
@@ -237,6 +264,17 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
     lengths[alone + 1] = 0
     spans = np.array([starts, lengths, prefix_starts, prefix_lengths])
     return Spans(*spans[:, lengths > 0])
+
+
+def cut_spans(spans: Spans, places: np.ndarray) -> Spans:
+    """A span without a prefix from each of `places` [r] of the row on, where a history that was
+    rewritten begins."""
+    after = np.searchsorted(spans.starts, places, "right")
+    starts = np.insert(spans.starts, after, places)
+    lengths = np.diff(starts, append=spans.lengths.sum())
+    prefixes = (np.insert(p, after, 0) for p in (spans.prefix_starts, spans.prefix_lengths))
+    arrays = np.array([starts, lengths, *prefixes])
+    return Spans(*arrays[:, lengths > 0])
 
 
 def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, ...], Tensor]:

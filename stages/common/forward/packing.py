@@ -29,19 +29,19 @@ def make_pieces(
     rows: Sequence[int],
     prompt_numbers: Sequence[int],
     prompt_tokens: Sequence[int],
-    completion_tokens: Sequence[int],
+    input_tokens: Sequence[int],
     budget: int,
 ) -> list[Piece]:
     """Rollouts `rows` with the same prompt number joined, no piece beyond `budget` unless it is a
     single rollout.
 
-    `prompt_numbers`, `prompt_tokens` and `completion_tokens` are indexed by rollout; equal numbers
-    mean equal prompt ids.
+    `prompt_numbers`, `prompt_tokens` and `input_tokens` (those in the row after the prompt) are
+    indexed by rollout; equal numbers mean equal prompt ids.
     """
     pieces: list[Piece] = []
     last_piece_of: dict[int, int] = {}
     for row in rows:
-        tokens = completion_tokens[row] - 1
+        tokens = input_tokens[row]
         index = last_piece_of.get(prompt_numbers[row])
         if index is not None and pieces[index].tokens + tokens <= budget:
             piece = pieces[index]

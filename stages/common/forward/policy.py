@@ -188,7 +188,7 @@ def pieces_of(
         rows,
         prompt_numbers if mode == "shared" else range(len(sequences.prompts)),
         sequences.prompts.lengths.tolist(),
-        sequences.completions.lengths.tolist(),
+        sequences.input_lengths.tolist(),
         budget,
     )
 

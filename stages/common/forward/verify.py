@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.models.folder import says_no_memory
 
-from .architecture import FAILURES, judge, own_logprobs
+from .architecture import FAILURES, judge, own_logprobs, turn_logprobs
 from .attention import MODES, NAME, block_attention
 from .layout import Layout, Sequences, make_layout
 from .packing import Piece
@@ -76,16 +76,7 @@ def choose_mode(
     try:
         policy.set_mode("single")
         with _forward_errors(policy.model):
-            expected = [
-                own_logprobs(
-                    policy.model,
-                    sequences.prompts[row],
-                    sequences.completions[row][:_MOST_TOKENS],
-                    float(sequences.temperature[row]),
-                    policy.decoder_start_id,
-                ).cpu()
-                for row in range(len(rows))
-            ]
+            expected = [_own_logprobs(policy, sequences, row).cpu() for row in range(len(rows))]
         for mode in MODES[MODES.index(preferred) :]:
             gap = largest_gap(policy, mode, sequences, prompt_numbers, expected)
             if gap <= TOLERANCE:
@@ -104,6 +95,21 @@ def choose_mode(
         next="use an architecture whose logits are output_embedding(last hidden state), scaled or "
         "soft-capped at most",
     )
+
+
+def _own_logprobs(policy: Policy, sequences: Sequences, row: int) -> Tensor:
+    """Logprobs of the first tokens of rollout `row`, by the model's own pass over it alone."""
+    completion = sequences.completions[row][:_MOST_TOKENS]
+    temperature = float(sequences.temperature[row])
+    if sequences.turns is None:
+        return own_logprobs(
+            policy.model,
+            sequences.prompts[row],
+            completion,
+            temperature,
+            policy.decoder_start_id,
+        )
+    return turn_logprobs(policy.model, sequences, row, completion, temperature)
 
 
 @contextmanager
@@ -136,7 +142,7 @@ def _probe(sequences: Sequences, prompt_numbers: Sequence[int]) -> list[int]:
     """Up to three rollouts, as short as can be of those with enough tokens: two of one prompt where
     there are two, and one of another."""
     completion_tokens = sequences.completions.lengths.tolist()
-    tokens = (sequences.prompts.lengths + sequences.completions.lengths).tolist()
+    tokens = (sequences.prompts.lengths + sequences.input_lengths).tolist()
 
     def preference(row: int) -> tuple[int, int]:
         if completion_tokens[row] >= _ENOUGH_TOKENS:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -155,15 +156,25 @@ def check_rows(
             next="generate from prompts that have ids",
         )
     vocabulary = vocabulary_size(version)
-    for column in ("prompt_ids", "completion_ids"):
-        largest_id = pc.max(pc.list_flatten(table[column])).as_py() or 0
+    columns = {column: table[column] for column in ("prompt_ids", "completion_ids")}
+    has_turns = "turns" in table.column_names
+    if has_turns:
+        turns = pc.list_flatten(table["turns"])
+        for column in ("observation_ids", "restart_ids"):
+            columns[column] = pc.struct_field(turns, column)
+    for column, ids in columns.items():
+        largest_id = pc.max(pc.list_flatten(ids)).as_py() or 0
         if largest_id >= vocabulary:
             raise SchemaError(
                 name,
                 f"{column} holds {largest_id}, the policy knows ids below {vocabulary}",
                 next="take a policy with the tokenizer that made them",
             )
-    if is_encoder_decoder(version):  # a context each
+    if has_turns and is_encoder_decoder(version):
+        raise no_turns(name)
+    if has_turns:
+        longest = longest_sequence(prompt_lengths, table["turns"])
+    elif is_encoder_decoder(version):  # a context each
         longest_completion = pc.max(completion_lengths).as_py() + with_next_state
         longest = max(pc.max(prompt_lengths).as_py(), longest_completion)
     else:
@@ -175,6 +186,37 @@ def check_rows(
             f"a rollout has {longest} tokens, the policy reads {context}",
             next="generate with a lower max_tokens",
         )
+
+
+def no_turns(name: str) -> ConfigError:
+    """The error that an encoder-decoder model is to read `name`, rollouts of several turns."""
+    return ConfigError(
+        name,
+        "holds rollouts of several turns, and an encoder-decoder model reads a prompt and answers "
+        "it, once",
+        next="take a causal language model for episodes of several turns",
+    )
+
+
+def longest_sequence(prompt_lengths: pa.ChunkedArray, turns: pa.ChunkedArray) -> int:
+    """The most tokens that stand in one sequence of rollouts with `turns`: observations count, and
+    where a history was rewritten another sequence begins."""
+    flat = pc.list_flatten(turns)
+    sampled, observed, rewritten = (
+        np.array(lengths.fill_null(0), dtype=np.int64)
+        for lengths in (
+            pc.struct_field(flat, "length"),
+            pc.list_value_length(pc.struct_field(flat, "observation_ids")),
+            pc.list_value_length(pc.struct_field(flat, "restart_ids")),
+        )
+    )
+    counts = np.array(pc.list_value_length(turns), dtype=np.int64)
+    first_turns = np.cumsum(counts) - counts
+    tokens = sampled + observed + rewritten
+    tokens[first_turns] += np.array(prompt_lengths, dtype=np.int64)
+    is_start = rewritten > 0
+    is_start[first_turns] = True
+    return int(np.add.reduceat(tokens, np.flatnonzero(is_start)).max())
 
 
 @contextmanager

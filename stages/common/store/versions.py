@@ -40,7 +40,6 @@ from quiver.schemas.errors import (
     QuiverError,
     printable,
 )
-from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import FileEntry, Input, Manifest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
@@ -67,9 +66,9 @@ def schema_module(kind: str):
     return importlib.import_module(f"quiver.schemas.{kind}")
 
 
-def schema_name(kind: str) -> str:
-    """What this Quiver calls the schema of a kind: `rollouts/1`."""
-    return "policy/1" if kind == "policy" else kind_of(schema_module(kind).SCHEMA)
+def schema_names(kind: str) -> list[str]:
+    """The schemas of a kind that this Quiver reads: `rollouts/1`, `rollouts/2`."""
+    return ["policy/1"] if kind == "policy" else list(schema_module(kind).SCHEMAS)
 
 
 class VersionFiles:
@@ -136,11 +135,12 @@ class Version:
             manifest = from_json(raw, str(self.ref))
         if manifest.ref != str(self.ref):
             raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
-        if manifest.kind_schema != schema_name(self.ref.kind):
+        names = schema_names(self.ref.kind)
+        if manifest.kind_schema not in names:
             error = self.corrupt(
                 "manifest.json",
                 f"its schema is {printable(manifest.kind_schema)}, this Quiver reads "
-                f"{schema_name(self.ref.kind)}",
+                f"{', '.join(names)}",
             )
             error.next = "update Quiver"
             raise error

@@ -54,7 +54,8 @@ from quiver.schemas.errors import (
     SchemaError,
     printable,
 )
-from quiver.schemas.manifest import FileEntry, Manifest, Model, content_hash
+from quiver.schemas.fields import kind_of
+from quiver.schemas.manifest import REQUIRED_FEATURES, FileEntry, Manifest, Model, content_hash
 from quiver.schemas.refs import Ref, as_version
 from quiver.stages.common.runtime.stage import Plan
 
@@ -74,7 +75,7 @@ from .reserve import keep_reserve
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import error_number, storage_errors
 from .trash import rescue
-from .versions import Version, schema_module, schema_name
+from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
 _JOIN_SECONDS = 10.0
@@ -108,6 +109,7 @@ class Writer:
         self._count: int | None = None
         self._started_at = time.monotonic()
         self._entries: tuple[FileEntry, ...] = ()
+        self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
         # what is there already is done again
         numbers = plan.store.numbers(plan.run, kind) if force else []
@@ -224,9 +226,8 @@ class Writer:
     def write(self, index: int, table: pa.Table) -> None:
         """Write shard `index` (its rows in order), flushed; then a note beside it that makes it
         count. Where another process has finished it, that one stays. SchemaError."""
-        module = schema_module(self.kind)
-        module.check(table)
-        schema = table.schema.with_metadata(module.SCHEMA.metadata)
+        kind_schema = schema_module(self.kind).check(table)
+        schema = table.schema.with_metadata(kind_schema.metadata)
         name = shard_name(index)
         with storage_errors(f"{self._name} {name}"):
             entry = self._write_shard(index, table.cast(schema).combine_chunks())
@@ -329,15 +330,17 @@ class Writer:
             if indices != list(range(count)) or None in self._entries:
                 names = [shard_name(index) for index in indices]
                 raise SchemaError(self._name, f"shards {names} are not one row of numbers")
-            schema_module(self.kind).check(pa.concat_tables(map(self.read, indices)))
+            table = pa.concat_tables(map(self.read, indices))
+            self._schema_name = kind_of(schema_module(self.kind).check(table))
 
     def publish(self, lease: Lease, metrics: dict[str, Any]) -> None:
         """Make the version visible under the next number; then it is the `committed`. ConflictError
         where it may have one number alone, and that is taken; BusyError where another took the
         lease over."""
         plan = self._plan
-        schema = schema_name(self.kind)
+        schema = self._schema_name
         fields = {
+            "required_features": REQUIRED_FEATURES.get(schema, ()),
             **plan.manifest_fields(),
             **self._finished,
             "metrics": {**self._finished["metrics"], **metrics},

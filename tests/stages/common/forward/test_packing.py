@@ -13,12 +13,12 @@ def test_every_rollout_once_within_the_budget(seed):
     count = rng.randrange(1, 60)
     prompts = sorted(rng.randrange(8) for _ in range(count))
     sizes = {prompt: rng.randrange(1, 20) for prompt in set(prompts)}
-    prompt_tokens, completions = (
+    prompt_tokens, inputs = (
         [sizes[prompt] for prompt in prompts],
-        [rng.randrange(1, 40) for _ in range(count)],
+        [rng.randrange(39) for _ in range(count)],
     )
     budget = rng.choice([10, 40, 100])
-    pieces = make_pieces(range(count), prompts, prompt_tokens, completions, budget)
+    pieces = make_pieces(range(count), prompts, prompt_tokens, inputs, budget)
     micros = pack(pieces, budget)
     assert sorted(row for micro in micros for piece in micro for row in piece.rows) == list(
         range(count)
@@ -30,7 +30,7 @@ def test_every_rollout_once_within_the_budget(seed):
         for piece in micro:
             assert len({prompts[row] for row in piece.rows}) == 1
             assert piece.tokens == sizes[prompts[piece.rows[0]]] + sum(
-                completions[row] - 1 for row in piece.rows
+                inputs[row] for row in piece.rows
             )
     assert pack(pieces, budget) == micros
 

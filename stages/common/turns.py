@@ -1,0 +1,173 @@
+"""What the model reads of rollouts of several turns: the sampled ids, with all that stood between
+them.
+
+Whatever is "of tokens" (logprobs, advantages, weights) is of sampled ids alone, one after another.
+Only the forward pass reads more: after each turn its observation, and where a turn's history was
+rewritten that history, with which a new sequence of the same rollout begins.
+
+    prompt P P, turn x x x, observation o o, turn y y; then a history R R R and a turn z z
+
+    read        P P | x x x o o y y    R R R | z z
+    in the row        x x x o o y      R R R   z      an id that only is a target is not there
+    index             0 1 2 3 4 5      6 7 8   9      among what follows the prompt
+    target            x x x     y y            z z    the sampled ids
+    predictor        -1 0 1     4 5            8 9    the token before it; -1: the prompt's last
+
+Not of the spine: of rollouts without turns it is `completion[:-1]`, and predictors -1, 0, 1, …
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from .ragged import Ragged
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The T turns of B rollouts, on the CPU."""
+
+    lengths: Ragged
+    """[B rows, T values] int64: how many ids were sampled in each turn."""
+    observations: Ragged
+    """[T rows] what the model reads after each turn; of a rollout's last turn nothing."""
+    histories: Ragged
+    """[T rows] what it reads before a turn whose history was rewritten; of the others nothing."""
+
+    @classmethod
+    def of_table(cls, rollouts: pa.Table, completion_lengths: Tensor) -> Turns | None:
+        """Of rollouts/2; null for a rollout of one turn, of as many ids as `completion_lengths` [B]
+        says. None of rollouts/1."""
+        if "turns" not in rollouts.column_names:
+            return None
+        column = rollouts["turns"]
+        is_single = np.array(column.is_null())
+        counts = np.array(pc.list_value_length(column).fill_null(0), dtype=np.int64)
+        singles = counts.cumsum()[is_single]  # where their turns go among those that are written
+        turns = pc.list_flatten(column)
+        sampled = np.array(pc.struct_field(turns, "length"), dtype=np.int64)
+        sampled = np.insert(sampled, singles, completion_lengths.numpy()[is_single])
+
+        def ids(name: str) -> Ragged:
+            lists = pc.struct_field(turns, name)
+            lengths = np.array(pc.list_value_length(lists).fill_null(0), dtype=np.int64)
+            return _rows(np.array(pc.list_flatten(lists)), np.insert(lengths, singles, 0))
+
+        lengths = _rows(sampled, counts + is_single)
+        return cls(lengths, ids("observation_ids"), ids("restart_ids"))
+
+    def take(self, rows: Tensor) -> Turns:
+        """Of rollouts `rows` [b], in that order."""
+        numbers = self.lengths.with_values(torch.arange(len(self.lengths.values))).take(rows).values
+        return Turns(
+            self.lengths.take(rows), self.observations.take(numbers), self.histories.take(numbers)
+        )
+
+    def with_next_state(self, cut: Tensor) -> Turns:
+        """As if one more id had been sampled at the end of each rollout of `cut` [B] bool."""
+        lengths = self.lengths.values.clone()
+        lengths[self.lengths.offsets[1:][cut] - 1] += 1
+        return replace(self, lengths=self.lengths.with_values(lengths))
+
+    def last_tokens(self) -> Tensor:
+        """[T] where each turn's last sampled id stands among those of all rollouts; of a turn
+        without one the id before it, or its rollout's first."""
+        ends = self.lengths.values.cumsum(0)
+        starts = (ends - self.lengths.values)[self.lengths.offsets[:-1]]
+        return torch.maximum(ends - 1, starts.repeat_interleave(self.lengths.lengths))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What B rollouts add to the row after their prompts, as in the picture above."""
+
+    ids: Ragged
+    """[B rows] int32: the tokens that something is predicted after."""
+    predictors: Ragged
+    """[B rows] int64: of each sampled id the place in its rollout's `ids` of the token before it;
+    −1 where that is the prompt's last."""
+    restarts: Ragged
+    """[B rows] int64: places in its rollout's `ids` where a rewritten history begins."""
+
+    @classmethod
+    def of(cls, completions: Ragged, turns: Turns) -> Inputs:
+        """Of rollouts with these sampled ids and turns."""
+        counts = torch.stack(
+            [turns.histories.lengths, turns.lengths.values, turns.observations.lengths], 1
+        ).numpy()
+        num_turns = len(counts)
+        lengths = counts.ravel()
+        # of each token that is read: which of a turn's three it is, its turn, and its sequence
+        kinds = np.tile(np.arange(3), num_turns).repeat(lengths)
+        turn_of_token = np.arange(num_turns).repeat(counts.sum(1))
+        is_start = counts[:, 0] > 0
+        is_start[turns.lengths.offsets[:-1].numpy()] = True
+        sequences = np.cumsum(is_start)[turn_of_token] - 1
+
+        ids = np.empty(len(kinds), np.int32)
+        for kind, source in enumerate((turns.histories, completions, turns.observations)):
+            ids[kinds == kind] = source.values.numpy()
+        targets = np.flatnonzero(kinds == 1)
+        last_target = np.full(int(is_start.sum()), -1)
+        last_target[sequences[targets]] = targets  # of equal ones the last counts
+        is_input = np.arange(len(ids)) < last_target[sequences]
+
+        row_of_token = turns.lengths.segment_ids.numpy()[turn_of_token]
+        input_counts = np.bincount(row_of_token[is_input], minlength=len(completions))
+        row_starts = np.cumsum(input_counts) - input_counts
+        places = np.cumsum(is_input) - 1 - row_starts[row_of_token]  # in its rollout's `ids`
+        predictors = np.where(_is_first(row_of_token)[targets], -1, places[targets - 1])
+        restarts = (kinds == 0) & _is_first(turn_of_token) & is_input
+        restart_counts = np.bincount(row_of_token[restarts], minlength=len(completions))
+        return cls(
+            _rows(ids[is_input], input_counts),
+            completions.with_values(torch.from_numpy(predictors)),
+            _rows(places[restarts], restart_counts),
+        )
+
+
+class AfterPrompts(NamedTuple):
+    """What b rollouts add to the row after their prompts."""
+
+    ids: list[np.ndarray]
+    """[b]"""
+    predictors: np.ndarray
+    """[n] int64: of each target the place of the token before it in its rollout's `ids`; −1 where
+    that is the prompt's last."""
+    restarts: np.ndarray
+    """[r] int64: places in a rollout's `ids` where a rewritten history begins."""
+    restart_counts: np.ndarray
+    """[b] int64: how many of them each rollout has."""
+
+
+def after_prompts(completions: Ragged, inputs: Inputs | None, rows: np.ndarray) -> AfterPrompts:
+    """Of rollouts `rows` [b]; `inputs`: None where they have no turns."""
+    if inputs is None:
+        counts = completions.lengths.numpy()[rows]
+        predictors = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) - 1
+        ids = [ids[:-1] for ids in completions.views(rows)]
+        return AfterPrompts(ids, predictors, np.zeros(0, np.int64), np.zeros_like(counts))
+    restarts = inputs.restarts.take(torch.from_numpy(rows))
+    return AfterPrompts(
+        inputs.ids.views(rows),
+        np.concatenate(inputs.predictors.views(rows)),
+        restarts.values.numpy(),
+        restarts.lengths.numpy(),
+    )
+
+
+def _is_first(numbers: np.ndarray) -> np.ndarray:
+    """[n] bool: it is not the number before it."""
+    return np.insert(numbers[1:] != numbers[:-1], 0, True)[: len(numbers)]
+
+
+def _rows(values: np.ndarray, lengths: np.ndarray) -> Ragged:
+    writable = np.require(values, requirements="W")  # Arrow's may not be
+    return Ragged.from_lengths(torch.from_numpy(writable), torch.from_numpy(lengths))

@@ -1,0 +1,182 @@
+"""rollouts/2, rewards/2 and prompts/2 beside the first versions: what passes, what is refused, and
+how a version says which it is."""
+
+import pyarrow as pa
+import pytest
+
+from quiver.schemas import (
+    advantages,
+    evaluations,
+    fields,
+    logprobs,
+    prompts,
+    rewards,
+    rollouts,
+    updates,
+)
+from quiver.schemas.errors import CorruptError, SchemaError
+from quiver.schemas.fields import kind_of
+from quiver.schemas.manifest import content_hash, from_json
+from quiver.stages.common.verification import verify
+from tests import episodes
+from tests.episodes import turn
+
+ROW = {
+    "rollout_id": "a-0",
+    "group_id": "a",
+    "sample_index": 0,
+    "prompt_ids": [1, 5],
+    "completion_ids": [7, 2, 9],
+    "old_logprobs": [-0.5, -0.25, -1.0],
+    "finish_reason": "stop",
+    "stop_reason": None,
+    "completion_text": "9",
+    "temperature": 1.0,
+    "seed": 3,
+}
+TURNS = [turn(2, [11, 12], observation="no", reward=0.5), turn(1)]
+
+
+def table_of(**changes) -> pa.Table:
+    row = {**ROW, "turns": TURNS, "end_reason": "answered", **changes}
+    return pa.Table.from_pylist([row], schema=rollouts.OF_TURNS)
+
+
+def test_each_kind_names_its_schemas():
+    kinds = (advantages, evaluations, logprobs, prompts, rewards, rollouts, updates)
+    names = {module.__name__.rpartition(".")[2]: list(module.SCHEMAS) for module in kinds}
+    two = {"prompts", "rewards", "rollouts"}
+    assert names == {
+        kind: [f"{kind}/1", f"{kind}/2"] if kind in two else [f"{kind}/1"] for kind in names
+    }
+    for module in kinds:
+        assert [kind_of(schema) for schema in module.SCHEMAS.values()] == list(module.SCHEMAS)
+
+
+def test_a_check_says_which_it_is():
+    assert kind_of(rollouts.check(table_of())) == "rollouts/2"
+    single = pa.Table.from_pylist([ROW], schema=rollouts.SCHEMA)
+    assert kind_of(rollouts.check(single)) == "rollouts/1"
+    assert kind_of(rollouts.check(rollouts.OF_TURNS.empty_table())) == "rollouts/2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"turns": []}, "row 0 has no turn"),
+        ({"turns": TURNS[:1]}, "row 0: the lengths of its turns do not add up"),
+        ({"turns": [turn(4), turn(-1)]}, "length holds -1: at least 0"),
+        ({"turns": [turn(2, [-3]), turn(1)]}, "observation_ids holds -3"),
+        ({"turns": [turn(2, [4]), turn(1, [4])]}, "row 0: observation_ids of the last turn"),
+        (
+            {"turns": [turn(2, [4]), turn(1, restart_ids=[8])]},
+            "row 0: observation_ids of the last turn before an end or a restart",
+        ),
+        ({"turns": [turn(3, restart_ids=[8])]}, "row 0: a rollout begins with its prompt"),
+        ({"turns": [turn(2), turn(1, restart_ids=[])]}, "row 0: restart_ids is empty"),
+        ({"turns": [turn(3, finish_reason="tired")]}, "finish_reason holds tired: one of stop"),
+        ({"turns": [turn(3, reward=float("nan"))]}, "reward holds nan: finite or null"),
+        ({"turns": [turn(3, seconds=-1.0)]}, "seconds holds -1.0: finite and at least 0"),
+        ({"end_reason": "bored"}, "end_reason holds bored: one of answered, environment"),
+    ],
+)
+def test_turns_that_do_not_fit_are_named(changes, problem):
+    with pytest.raises(SchemaError, match="E-SCHEMA rollouts/2") as caught:
+        rollouts.check(table_of(**changes))
+    assert problem in caught.value.message
+
+
+def test_the_row_of_a_problem_is_told():
+    good = table_of()
+    bad = table_of(rollout_id="a-1", turns=[turn(2), turn(1, restart_ids=[])])
+    with pytest.raises(SchemaError, match="row 1: restart_ids is empty"):
+        rollouts.check(pa.concat_tables([good, bad]))
+
+
+def test_a_turn_may_not_be_null():
+    nullable = pa.struct([field.with_nullable(True) for field in rollouts.TURN])
+    rows = [{**part, "length": None} for part in TURNS]
+    column = pa.array([rows], pa.list_(nullable))
+    table = table_of().drop_columns("turns")
+    with pytest.raises(SchemaError, match="turns is list"):
+        rollouts.check(table.append_column("turns", column))
+
+
+def rewards_of(reward, turn_rewards) -> pa.Table:
+    row = {"rollout_id": "a-0", "group_id": "a", "reward": reward, "turn_rewards": turn_rewards}
+    row |= {"parts": {"f": reward}, "errors": {"f": None}}
+    return pa.Table.from_pylist([row], schema=rewards.schema_for(["f"], of_turns=True))
+
+
+def test_rewards_of_turns_add_up():
+    for reward, turn_rewards in ((1.0, [0.25, None, 0.75]), (None, None), (None, [1.0])):
+        assert kind_of(rewards.check(rewards_of(reward, turn_rewards))) == "rewards/2"
+    with pytest.raises(SchemaError, match=r"turn_rewards add up to 0\.5, the reward is 1"):
+        rewards.check(rewards_of(1.0, [0.5]))
+    with pytest.raises(SchemaError, match="turn_rewards holds inf: a reward is finite or null"):
+        rewards.check(rewards_of(1.0, [float("inf")]))
+    extra = rewards.schema_for(["f"], ["f"], of_turns=True)
+    assert extra.names == [*rewards.OF_TURNS.names, "extra"]
+    rewards.check(extra.empty_table())
+
+
+def test_prompts_with_calls_and_pictures():
+    call = {"role": "assistant", "content": "", "tool_calls": '[{"name": "add"}]'}
+    answer = {"role": "tool", "content": "7", "tool_call_id": "1", "name": "add"}
+    row = {
+        "group_id": "a",
+        "messages": [call, answer],
+        "prompt_text": "",
+        "prompt_ids": [1, 9, 9],
+        "columns": {"n": 1},
+        "tools": "[]",
+        "images": [{"bytes": b"x", "path": None}],
+        "image_spans": [{"start": 1, "length": 2}],
+    }
+
+    schema = fields.with_struct(prompts.BEYOND_TEXT, columns=pa.struct({"n": pa.int64()}))
+    assert kind_of(prompts.check(pa.Table.from_pylist([row], schema=schema))) == "prompts/2"
+    without = {**row, "tools": None, "images": None, "image_spans": None}
+    assert kind_of(prompts.check(pa.Table.from_pylist([without], schema=schema))) == "prompts/2"
+
+
+def test_a_version_with_turns_says_so(store, policy):
+    """Its manifest asks for what an older reader does not know; the files are of the schema that
+    is named there."""
+    rows = [{**ROW, "turns": TURNS, "end_reason": "answered"}]
+    version = episodes.write(store, policy, rows)
+    manifest = version.manifest
+    assert (manifest.kind_schema, manifest.required_features) == ("rollouts/2", ("turns",))
+    assert version.table().schema.metadata == {b"quiver": b"rollouts/2"}
+    assert version.table().to_pylist() == rows
+    single = episodes.write(store, policy, [ROW])
+    assert (single.manifest.kind_schema, single.manifest.required_features) == ("rollouts/1", ())
+    assert verify(store)[1] == []
+
+
+def test_a_manifest_that_names_another_schema_than_its_files_is_corrupt(store, policy):
+    rows = [{**ROW, "turns": TURNS, "end_reason": "answered"}]
+    version = episodes.write(store, policy, rows)
+    changed = version.manifest.model_copy(
+        update={
+            "kind_schema": "rollouts/1",
+            "required_features": (),
+            "content_hash": content_hash("rollouts/1", version.manifest.files),
+        }
+    )
+    path = version.files.folder / "manifest.json"
+    path.chmod(0o644)
+    path.write_bytes(changed.to_json())
+    errors = verify(store)[1]
+    assert any(
+        "says rollouts/1, its files are rollouts/2" in str(error) for error in errors
+    ) or any("was given to other content" in str(error) for error in errors)
+
+
+def test_an_older_reader_refuses(store, policy, monkeypatch):
+    """One that knows no features: it does not get as far as the files."""
+    rows = [{**ROW, "turns": TURNS, "end_reason": "answered"}]
+    raw = (episodes.write(store, policy, rows).files.folder / "manifest.json").read_bytes()
+    monkeypatch.setattr("quiver.schemas.manifest.FEATURES", frozenset())
+    with pytest.raises(CorruptError, match=r"written by a newer Quiver: features \['turns'\]"):
+        from_json(raw, "tiny/rollouts@1")
