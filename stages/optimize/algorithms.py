@@ -59,6 +59,9 @@ class Algorithm:
     """`advantage` is of tokens, from a pass before the first step: (rewards [N], offsets [B+1],
     groups [B], logprobs [N], collisions [N]) -> advantages [N]; collisions are Σ p² over the
     vocabulary."""
+    of_turns: bool = False
+    """`advantage` is of turns, as `optimize.credit = "turn"` has it: (rewards [T], offsets [B+1],
+    groups [B]) -> advantages [T]."""
     critic: bool = False
     """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
     [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns
@@ -67,7 +70,7 @@ class Algorithm:
     @property
     def of_tokens(self) -> bool:
         """Each token has an advantage of its own."""
-        return self.critic or self.to_go or self.collisions
+        return self.critic or self.to_go or self.collisions or self.of_turns
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -340,7 +343,8 @@ def resolve(name: str) -> Algorithm:
         if callable(function):
             kind = role
             if role == "advantage" and row.of_tokens:
-                kind = "critic" if row.critic else "to_go" if row.to_go else "collisions"
+                flags = ("critic", "to_go", "collisions", "of_turns")
+                kind = next(flag for flag in flags if getattr(row, flag))
             functions[role] = contract.checked(f"{name} {role}", kind, function)
     return dataclasses.replace(row, **functions)
 

@@ -40,7 +40,7 @@ class Batch:
     prompt_numbers: list[int]
     """[K] rollouts with the same number have the same prompt ids, so they can share them."""
     advantages: Tensor
-    """[K] float32; with a critic [N], NaN until it has given the values"""
+    """[K] float32; of turns [N]; with a critic [N], NaN until it has given the values"""
     old_logprobs: Tensor
     """[N] float32"""
     prox_logprobs: Tensor | None
@@ -57,6 +57,8 @@ class Batch:
     """What generation allowed, for aggregation `constant`."""
     rewards: Tensor | None = None
     """[K] float32, for a critic"""
+    turn_rewards: Ragged | None = None
+    """[K rows] float32: one for each turn, where a critic is told them apart."""
     reward_scale: float = 1.0
     """What a critic's rewards are multiplied with; see reward_scaling.py."""
     cut: Tensor | None = None
@@ -71,10 +73,15 @@ class Batch:
         """[N] the ratio's denominator."""
         return self.old_logprobs if self.prox_logprobs is None else self.prox_logprobs
 
+    @property
+    def has_token_advantages(self) -> bool:
+        """Whether advantages are of tokens."""
+        return len(self.advantages) == len(self.old_logprobs)
+
     @cached_property
     def token_advantages(self) -> Tensor:
         """[N] of a token, or its rollout's."""
-        if len(self.advantages) == len(self.old_logprobs):
+        if self.has_token_advantages:
             return self.advantages
         return self.advantages.repeat_interleave(self.sequences.completions.lengths)
 
@@ -84,6 +91,9 @@ class Batch:
         is_active = torch.ones(len(self.groups), dtype=torch.bool)
         if zero_is_idle:
             is_active = self.advantages != 0
+            if self.has_token_advantages:
+                counts = self.sequences.completions.with_values(is_active.long()).segment_sum()
+                is_active = counts > 0
         if self.masked is not None:
             is_active = is_active & ~self.masked
         return is_active.nonzero()[:, 0].tolist()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quiver.schemas import fields, rewards
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Model, line_of
 from quiver.stages.common.models import checkpoints
@@ -211,6 +212,21 @@ def _check_prox(config: Config, version: Sampled, prox: Version) -> None:
             f"{policy.weights[:12]}…, found {found}; optimize.prox_of is {config.prox_of!r}",
             next=f"score {version.rollouts.ref} under {policy.ref}",
         )
+
+
+def check_credit(config: Config, inputs: Mapping[str, Version]) -> None:
+    """ConfigError where `credit` needs the rewards of turns, and a version of rewards has none."""
+    if config.credit == "rollout":
+        return
+    for role, version in inputs.items():
+        has_turns = version.manifest.kind_schema == fields.kind_of(rewards.OF_TURNS)
+        if role.partition(".")[0] == "rewards" and not has_turns:
+            raise ConfigError(
+                f"optimize.credit {config.credit}",
+                f"needs rewards of turns, and {version.ref} has none",
+                next="score the rollouts with the rewards of their turns, or set "
+                'optimize.credit = "rollout"',
+            )
 
 
 def check_schedule(config: Config, policy: Version) -> None:

@@ -112,6 +112,11 @@ class Config(base.Config):
     pass_k: Added[int | None] = Field(default=None, ge=1)
     """pass_at_k: of how many answers the best one counts; below `generate.samples_per_prompt`.
     None: 4."""
+    credit: Added[Literal["rollout", "turn", "gae"]] = "rollout"
+    """Of rollouts of several turns, what a turn's tokens answer for. `rollout`: the reward of the
+    whole. `turn`: the rewards of this turn and those after it, less the mean of the same of the
+    others in the group, in place of the algorithm's advantage. `gae`: with a critic (ppo), each
+    turn's reward stands on the last token of the turn. The last two need rewards of turns."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
@@ -392,7 +397,8 @@ class Config(base.Config):
             raise ValueError(
                 f"advantage would leave algorithm {row.name!r} without its {needs}: leave it out"
             )
-        advantage = self.advantage or row.advantage
+        self._check_credit(row)
+        advantage = self.turn_advantage or self.advantage or row.advantage
         if advantage == "part_normalized" and self.kl_in_reward:
             raise ValueError(
                 "kl_in_reward would have no effect: 'part_normalized' looks at the parts of the "
@@ -401,6 +407,38 @@ class Config(base.Config):
         effects.check_advantage(
             "its own" if callable(advantage) else advantage, self.advantage_options()
         )
+
+    def _check_credit(self, row: algorithms.Algorithm) -> None:
+        """ValueError where `credit` does not go with `row`, or with another field."""
+        if self.credit == "gae" and not row.critic:
+            raise ValueError(
+                f"credit = 'gae' would have no effect: algorithm {row.name!r} has no critic. Take "
+                "ppo, or credit = 'turn'"
+            )
+        if self.credit != "turn":
+            return
+        problem = ""
+        token_form = {**row.defaults, **self.surrogate_options()}.get("token_form")
+        if row.critic:
+            problem = f"algorithm {row.name!r} has advantages of tokens: take credit = 'gae'"
+        elif (row.of_tokens and not row.of_turns) or row.baseline:
+            problem = f"algorithm {row.name!r} has a baseline of its own: take grpo or rloo"
+        elif row.surrogate == "geometric_clipped" or (
+            row.surrogate == "sequence_clipped" and not token_form
+        ):
+            problem = (
+                f"the ratio of algorithm {row.name!r} is the whole completion's, so each token "
+                "would get the mean of all turns: take grpo, or gspo with token_form = true"
+            )
+        elif self.advantage:
+            problem = "it is an advantage itself: leave advantage out"
+        elif self.kl_in_reward:
+            problem = (
+                "kl_in_reward takes the KL off the reward of the whole: leave it out, kl_coef is "
+                "then of the loss"
+            )
+        if problem:
+            raise ValueError(f"credit = 'turn' does not go with this: {problem}")
 
     def _defaults_of_changed(self) -> dict[str, Any]:
         """The defaults of the critic's fields that have another value. A field that is written out
@@ -457,6 +495,8 @@ class Config(base.Config):
     def row(self) -> algorithms.Algorithm:
         """The algorithm, with the advantage that is set here. ConfigError."""
         row = algorithms.resolve(self.algorithm)
+        if self.turn_advantage:
+            return dataclasses.replace(row, advantage=self.turn_advantage, of_turns=True)
         return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
 
     def require_source(self) -> str:
@@ -498,10 +538,17 @@ class Config(base.Config):
         return {name: value for name, value in values.items() if value is not None}
 
     @property
+    def turn_advantage(self) -> str:
+        """What takes the place of the algorithm's advantage; empty: nothing does."""
+        return "turn_leave_one_out" if self.credit == "turn" else ""
+
+    @property
     def least_samples(self) -> int:
         """How many rollouts of one prompt its advantage needs; of a user's own algorithm 1."""
         row = algorithms.ALGORITHMS.get(self.algorithm)
         advantage = self.advantage or (row and row.advantage)
+        if self.turn_advantage:
+            return 2
         if advantage == "pass_at_k":
             return (self.pass_k or 4) + 1
         return 2 if advantage in GROUP_ADVANTAGES else 1

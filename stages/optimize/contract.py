@@ -32,6 +32,7 @@ GROUP_ADVANTAGES = {
     "length_weighted",
     "batch_normalized_baseline",
     "optimal_token_baseline",
+    "turn_leave_one_out",
 }
 """Advantages that compare the completions of one prompt with one another."""
 _CRITIC_OPTIONS = {"gamma": 1.0, "gae_lambda": 1.0, "last_values": None}
@@ -50,12 +51,13 @@ _ROLES = {
         {},
         ("advantages",),
     ),
+    "of_turns": ("(rewards, offsets, groups)", 3, {}, ("advantages",)),
     "surrogate": ("(tokens, **options)", 1, {}, ("loss", "clipped")),
     "aggregation": ("(lengths, max_completion_tokens)", 2, {}, ("weights",)),
     "selection": ("(tokens, generator, **options)", 2, {}, ("selected",)),
 }
 """By role: what a function takes, as text, as the number of its arguments and as its options; and
-the tensors that it answers, [B] or [N], of which `clipped` and `selected` are bool and the others
+the tensors that it answers, [B], [T] or [N]; `clipped` and `selected` are bool and the others
 float."""
 
 

@@ -50,13 +50,17 @@ def with_next_state(sequences: Sequences, cut: Tensor) -> tuple[Sequences, Tenso
 
 
 def token_rewards(config: Config, batch: Batch) -> Tensor:
-    """[N] r_t: the rollout's reward, times `reward_scale`, on its last token, and with
-    `kl_in_reward` −kl_coef · (old − ref) on every token."""
+    """[N] r_t: the rollout's reward, times `reward_scale`, on its last token, or those of its turns
+    on the last token of each; and with `kl_in_reward` −kl_coef · (old − ref) on every token."""
     last_tokens = batch.sequences.completions.offsets[1:] - 1
+    earned = batch.rewards
+    if batch.turn_rewards is not None:
+        last_tokens = batch.sequences.turns.last_tokens()
+        earned = batch.turn_rewards.values
     rewards = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
     if config.kl_in_reward:
         rewards -= config.kl_coef * log_ratio(batch.old_logprobs, batch.ref_logprobs).double()
-    return rewards.index_add(0, last_tokens, batch.rewards.double() * batch.reward_scale)
+    return rewards.index_add(0, last_tokens, earned.double() * batch.reward_scale)
 
 
 def with_rewards_to_go(config: Config, advantage: Callable[..., Any], batch: Batch) -> Batch:

@@ -134,6 +134,43 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, epsilon: float = 1
     return advantages.float()
 
 
+def turn_leave_one_out(rewards: Tensor, offsets: Tensor, groups: Tensor) -> Tensor:
+    """A_ik = G_ik − mean over the others j of the group of G_jk, with G_ik = Σ_{l ≥ k} r_il, the
+    reward that comes with turn k and after it; 0 for one that had ended before turn k.
+
+    A turn answers for nothing that was earned before it. The baseline does not depend on what
+    rollout i did, so the policy gradient stays unbiased. A mean over those alone that came as far
+    as turn k, rollout i among them, as in MT-GRPO, depends on it: with turns that do not come in
+    every rollout its gradient is another one's, of either sign. Of one turn it is `leave_one_out`.
+
+    Args:
+        rewards: [T] float, of each turn; NaN = its rollout is not scored.
+        offsets: [B+1] int64; rollout i has the turns `offsets[i]:offsets[i+1]`, one at least.
+        groups: [B] int64; rollouts of one prompt bear one number.
+    Returns:
+        [T] of the dtype of `rewards`; NaN where the rollout is not scored or its group has fewer
+        than 2 scored rollouts.
+
+    Reference: RLOO, https://arxiv.org/abs/2402.14740, of each turn's return to go; MT-GRPO:
+    https://arxiv.org/abs/2505.11821.
+    """
+    turns = Ragged(rewards.double(), offsets)
+    to_go = turns.values.clone()
+    ends = offsets[1:] - 1
+    for steps_from_end in range(1, int(turns.lengths.max()) if len(turns) else 0):
+        t = (ends - steps_from_end)[turns.lengths > steps_from_end]
+        to_go[t] += to_go[t + 1]
+    first_turns = to_go[offsets[:-1]]
+    _, counts, _, comparable = group_statistics(first_turns, groups)
+    places = torch.arange(len(to_go)) - offsets[:-1].repeat_interleave(turns.lengths)
+    of_group = groups.repeat_interleave(turns.lengths)
+    num_places = int(places.max()) + 1 if len(places) else 1
+    sums = group_sums(to_go.nan_to_num(0.0), of_group * num_places + places)
+    mean_of_others = (sums - to_go) / (counts - 1).repeat_interleave(turns.lengths)
+    comparable = comparable.repeat_interleave(turns.lengths)
+    return torch.where(comparable, to_go - mean_of_others, torch.nan).to(rewards.dtype)
+
+
 def reward_to_go(rewards: Tensor, offsets: Tensor, *, gamma: float = 1.0) -> Tensor:
     """A_t = Σ_{k ≥ t} γ^{k−t} r_k over the rollout's tokens from t on.
 

@@ -54,7 +54,7 @@ class Objective:
                 name: self.options.pop(name) for name in names if name in self.options
             }
         self.zero_is_idle = not (
-            algorithm.of_tokens
+            (algorithm.of_tokens and not algorithm.of_turns)
             or not algorithm.zero_is_idle
             or self.kl_in_loss
             or config.kl_target

@@ -33,6 +33,7 @@ from quiver.stages.common.forward.layout import Sequences, prompt_numbers
 from quiver.stages.common.models.loading import check_rows
 from quiver.stages.common.ragged import Mapped, Ragged
 from quiver.stages.common.store import Store, Version
+from quiver.stages.common.turns import Turns
 
 from . import reward_scaling
 from .advantages import group_centered, zero_variance
@@ -41,6 +42,7 @@ from .batch import Batch
 from .checks import Sampled, baselines, biases, check_lineage, require_own_ids
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
+from .credit import turn_rewards, with_turns
 from .critic import with_rewards_to_go
 from .inputs import sets
 from .losses import log_ratio
@@ -75,13 +77,18 @@ class _Joined:
 
     versions: list[Sampled]
     table: pa.Table
-    """rollouts/1 with `stale`, `biases` and, where they are given, the logprobs `ref` and `prox`"""
+    """rollouts/1, or rollouts/2 where some are, with `stale`, `biases` and, where they are given,
+    the logprobs `ref` and `prox`"""
     rewards: Tensor
     """[B] float32; NaN: not scored, or the engine gave up."""
     groups: Tensor
     """[B] int64, numbered in order of first appearance, those of each version apart."""
     baselines: Tensor | None
     """[B] float32: rewards of the greedy answers to the same prompts, where they are given."""
+    turns: Turns | None
+    """Where some rollouts have several, or turns have rewards."""
+    turn_rewards: Ragged | None
+    """[B rows] float32: one for each turn; NaN as in `rewards`. None: they take no part."""
 
 
 def load(
@@ -91,15 +98,24 @@ def load(
     NumericError when no rollout can have an advantage."""
     versions = [Sampled(version_inputs) for version_inputs in sets(inputs)]
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
-    joined = _join(versions, with_next_state=config.bootstrap_length)
-    shaped_rewards, advantages = _advantages_of(config, algorithm, joined)
+    joined = _join(config, versions)
+    turn_advantages = None
+    if algorithm.of_turns:
+        function = find_function("advantages", algorithm.advantage)
+        earned = joined.turn_rewards
+        turn_advantages = earned.with_values(function(earned.values, earned.offsets, joined.groups))
+    shaped_rewards, advantages = _advantages_of(config, algorithm, joined, turn_advantages)
     reasons = _drop_reasons(config, algorithm, joined, shaped_rewards, advantages)
     is_kept = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
     is_masked = torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
-    is_masked &= _tensor(pc.list_value_length(joined.table["completion_ids"]), np.int64) > 0
+    is_masked &= _lengths(joined.table) > 0
     is_masked &= config.mask_counted
     rows = (is_kept | is_masked).nonzero()[:, 0]
     batch = _make_batch(config, algorithm, joined, rows, advantages, is_masked)
+    if turn_advantages is not None:
+        lengths = batch.sequences.turns.lengths.values
+        of_tokens = turn_advantages.take(rows).values.repeat_interleave(lengths)
+        batch = replace(batch, advantages=of_tokens)
     num_kept = int(is_kept.sum())
     moments = None
     if config.reward_scaling == "running":
@@ -109,7 +125,8 @@ def load(
     if algorithm.to_go:
         function = find_function("advantages", algorithm.advantage)
         batch = with_rewards_to_go(config, function, batch)
-    num_idle = 0 if algorithm.of_tokens else int((advantages[is_kept] == 0).sum())
+    is_known = algorithm.of_turns or not algorithm.of_tokens
+    num_idle = int((advantages[is_kept] == 0).sum()) if is_known else 0
     summary = {
         **_summarize(joined, reasons),
         "zero_advantage": num_idle,
@@ -131,9 +148,9 @@ def load(
     return Loaded(batch, joined.table["rollout_id"], rows, reasons, summary)
 
 
-def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
+def _join(config: Config, versions: list[Sampled]) -> _Joined:
     """Rewards and logprobs beside the rollouts that they are of, which the policy must be able to
-    read. `with_next_state`: with the state after a completion's last id."""
+    read."""
     rewards = torch.cat([_tensor(v.column("rewards", "reward"), np.float32) for v in versions])
     require_own_ids(versions)
     groups = []
@@ -142,7 +159,8 @@ def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
     for version in versions:
         table = version.table
         name = str(version.rollouts.ref)
-        check_rows(table, name, version.inputs["policy"], with_next_state=with_next_state)
+        policy = version.inputs["policy"]
+        check_rows(table, name, policy, with_next_state=config.bootstrap_length)
         encoded = pc.dictionary_encode(table["group_id"].combine_chunks())
         groups.append(torch.from_numpy(np.array(encoded.indices, np.int64)) + num_groups)
         num_groups += len(encoded.dictionary)
@@ -152,8 +170,10 @@ def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
         for role in ("ref", "prox"):
             if role in version.inputs:
                 table = table.append_column(role, _logprobs(version, role))
+        if config.credit != "rollout":
+            table = with_turns(table).append_column("turn_rewards", turn_rewards(version))
         tables.append(table)
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables(tables, promote_options="default")  # /1 and /2: null where it is not
     rewards = torch.where(_ended_by(table, "abort"), torch.nan, rewards)
     baseline_rewards = [
         torch.from_numpy(np.array(baselines(version), dtype=np.float32))
@@ -166,6 +186,8 @@ def _join(versions: list[Sampled], *, with_next_state: bool) -> _Joined:
         rewards,
         torch.cat(groups),
         torch.cat(baseline_rewards) if baseline_rewards else None,
+        Turns.of_table(table, _lengths(table)),
+        Ragged.from_arrow(table["turn_rewards"]) if config.credit != "rollout" else None,
     )
 
 
@@ -190,19 +212,25 @@ def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
     return logprobs
 
 
-def _advantages_of(config: Config, algorithm: Algorithm, joined: _Joined) -> tuple[Tensor, Tensor]:
+def _advantages_of(
+    config: Config, algorithm: Algorithm, joined: _Joined, turn_advantages: Ragged | None
+) -> tuple[Tensor, Tensor]:
     """[B] rewards less the KL that is part of them, Σ old − ref over each rollout; and [B]
-    advantages, NaN where there is none. Where they are of tokens, which come later, the rewards."""
+    advantages, NaN where there is none. Where they are of turns, how large these are together;
+    where of tokens, which come later, the rewards."""
     rewards = joined.rewards
     advantages = rewards
-    if not algorithm.of_tokens:
+    if turn_advantages is not None:
+        sizes = turn_advantages.with_values(turn_advantages.values.abs())
+        advantages = sizes.segment_sum()
+    elif not algorithm.of_tokens:
         if config.kl_in_reward:
             old = Ragged.from_arrow(joined.table["old_logprobs"])
             token_kl = log_ratio(old.values, Ragged.from_arrow(joined.table["ref"]).values)
             rewards = rewards - config.kl_coef * old.with_values(token_kl).segment_sum()
         function = find_function("advantages", algorithm.advantage)
         columns = {
-            "lengths": _tensor(pc.list_value_length(joined.table["completion_ids"]), np.int64),
+            "lengths": _lengths(joined.table),
             "baselines": joined.baselines,
         }
         parameters = inspect.signature(function).parameters
@@ -285,16 +313,15 @@ def _drop_reasons(
     """[B] why each rollout is left out: the first reason that holds, None for none."""
     everyone = torch.ones(len(advantages), dtype=torch.bool)
     is_equal = zero_variance(shaped_rewards, joined.groups)
-    if algorithm.advantage == "part_normalized":
+    if algorithm.advantage == "part_normalized" or algorithm.of_turns:
         is_equal &= advantages == 0  # equal sums of other parts are something to compare
-    lengths = pc.list_value_length(joined.table["completion_ids"])
     holds = {
         "abort": _ended_by(joined.table, "abort"),
         "not_scored": shaped_rewards.isnan(),
         "no_baseline" if joined.baselines is not None else "small_group": advantages.isnan(),
         "zero_variance": is_equal & bool(config.drop_zero_variance),
         "length": _ended_by(joined.table, "length") & (config.on_length == "mask"),
-        "empty": _tensor(pc.equal(lengths, 0), bool),
+        "empty": _lengths(joined.table) == 0,
         None: everyone,
     }
     reasons = list(holds)
@@ -316,6 +343,7 @@ def _make_batch(
     completions = Mapped.from_arrow(table["completion_ids"]).take(rows)
     temperature = _tensor(table["temperature"], np.float32)[rows]
     groups = joined.groups[rows].tolist()
+    turns = joined.turns and joined.turns.take(rows)
 
     def take(logprobs: str) -> Tensor | None:
         if logprobs not in table.column_names:
@@ -328,7 +356,7 @@ def _make_batch(
     else:
         advantages = advantages[rows]
     return Batch(
-        sequences=Sequences(prompts, completions, temperature),
+        sequences=Sequences(prompts, completions, temperature, turns),
         groups=groups,
         prompt_numbers=prompt_numbers(prompts, groups),
         advantages=advantages,
@@ -341,6 +369,7 @@ def _make_batch(
         max_completion_tokens=config.max_completion_tokens
         or max(map(_max_completion_tokens, joined.versions)),
         rewards=joined.rewards[rows],
+        turn_rewards=joined.turn_rewards and joined.turn_rewards.take(rows),
         cut=_ended_by(table, "length")[rows],
     )
 
@@ -373,11 +402,17 @@ def _summarize(joined: _Joined, reasons: list[str | None]) -> dict[str, Any]:
 
 
 def _max_completion_tokens(version: Sampled) -> int:
-    """What generation allowed of this version, or its longest completion."""
-    allowed = version.rollouts.manifest.config_section("sampling").get("max_tokens")
+    """What generation allowed of this version, in all turns; or its longest completion."""
+    section = "turns" if "turns" in version.table.column_names else "sampling"
+    allowed = version.rollouts.manifest.config_section(section).get("max_tokens")
     if isinstance(allowed, int) and allowed > 0:
         return allowed
     return pc.max(pc.list_value_length(version.table["completion_ids"])).as_py() or 1
+
+
+def _lengths(table: pa.Table) -> Tensor:
+    """[B] int64: sampled ids of each rollout."""
+    return _tensor(pc.list_value_length(table["completion_ids"]), np.int64)
 
 
 def _ended_by(table: pa.Table, reason: str) -> Tensor:

@@ -33,7 +33,7 @@ from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
 
 from . import algorithms, kl_control
-from .checks import check_schedule, check_trackers
+from .checks import check_credit, check_schedule, check_trackers
 from .config import Audit, Config, Correction
 from .inputs import open_inputs, require_state
 from .lora import attach, check_installed, has_moments, with_base
@@ -75,6 +75,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     inputs = with_base(resolved.lora, store, inputs)
     policy = inputs["policy"]
     check_schedule(resolved, policy)
+    check_credit(resolved, inputs)
     if resolved.kl_coef > 0 and "ref" not in inputs:
         raise ConfigError(
             "optimize.kl_coef",

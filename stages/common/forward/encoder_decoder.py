@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from quiver.stages.common.models.loading import no_turns
+from quiver.schemas.errors import ConfigError
 
 from .layout import Sequences
 from .packing import Piece
@@ -55,7 +55,11 @@ def make_pairs(
     """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start
     id. ConfigError: turns."""
     if sequences.turns is not None:
-        raise no_turns("model")
+        raise ConfigError(
+            "model",
+            "an encoder-decoder model reads no rollouts of several turns",
+            next="take a causal language model",
+        )
     rows = torch.tensor([row for piece in pieces for row in piece.rows])
     counts = torch.tensor([len(piece.rows) for piece in pieces])
     completions = sequences.completions.take(rows)

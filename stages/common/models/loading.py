@@ -171,7 +171,12 @@ def check_rows(
                 next="take a policy with the tokenizer that made them",
             )
     if has_turns and is_encoder_decoder(version):
-        raise no_turns(name)
+        raise ConfigError(
+            name,
+            "holds rollouts of several turns, and an encoder-decoder model reads a prompt and "
+            "answers it, once",
+            next="take a causal language model",
+        )
     if has_turns:
         longest = longest_sequence(prompt_lengths, table["turns"])
     elif is_encoder_decoder(version):  # a context each
@@ -186,16 +191,6 @@ def check_rows(
             f"a rollout has {longest} tokens, the policy reads {context}",
             next="generate with a lower max_tokens",
         )
-
-
-def no_turns(name: str) -> ConfigError:
-    """The error that an encoder-decoder model is to read `name`, rollouts of several turns."""
-    return ConfigError(
-        name,
-        "holds rollouts of several turns, and an encoder-decoder model reads a prompt and answers "
-        "it, once",
-        next="take a causal language model for episodes of several turns",
-    )
 
 
 def longest_sequence(prompt_lengths: pa.ChunkedArray, turns: pa.ChunkedArray) -> int:

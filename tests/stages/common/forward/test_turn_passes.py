@@ -155,5 +155,5 @@ def test_an_encoder_decoder_model_reads_no_turns(store):
     policy = make_policy(store, "t5", kind="t5")
     rows, sequences, numbers = made(forward._model("llama"))
     reader = Policy(load_model(policy, dtype=torch.float32), autocast=False)
-    with pytest.raises(ConfigError, match="E-CONFIG model: holds rollouts of several turns"):
+    with pytest.raises(ConfigError, match="reads no rollouts of several turns"):
         score(reader, reader.microbatches(range(len(rows)), numbers, sequences, 100), sequences)
