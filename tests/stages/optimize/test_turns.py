@@ -467,7 +467,7 @@ def gradients(
         [torch.autograd.grad(logprob, theta, retain_graph=True)[0] for logprob in logprobs]
         for _, _, logprobs in outcomes
     ]
-    probabilities = [float(logprobs.sum().exp()) for _, _, logprobs in outcomes]
+    probabilities = [float(logprobs.detach().sum().exp()) for _, _, logprobs in outcomes]
     mean = torch.zeros_like(true)
     for group in itertools.product(range(len(outcomes)), repeat=num_rollouts):
         rewards = torch.tensor(
@@ -509,13 +509,10 @@ def test_the_gradient_is_unbiased(num_rollouts):
 
 
 def test_means_of_those_that_came_so_far_point_elsewhere():
-    """Where all states share one parameter, the mean step goes the wrong way."""
-    theta = torch.tensor([-1.5, 0.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
-    ratios = []
-    for first in (-3.0, -2.5, -2.0, -1.5, -1.0):
-        theta = torch.tensor([first, 0.5, 1.0, 0.0], dtype=torch.float64, requires_grad=True)
-        true, mean = gradients(theta, 2, means_of_those_that_came_so_far)
-        ratios.append(float(mean[3] / true[3]))
-        true, mean = gradients(theta, 2, turn_leave_one_out)
-        assert float((mean - true).abs().max()) < 1e-12
-    assert min(ratios) < 0, ratios
+    """All states share one parameter, and the mean step on it goes the wrong way."""
+    theta = torch.tensor([1.8, 0.2, -0.4, 0.0], dtype=torch.float64, requires_grad=True)
+    true, mean = gradients(theta, 2, means_of_those_that_came_so_far)
+    assert float(mean[3] / true[3]) == pytest.approx(-0.974, abs=1e-3)
+    assert float(true[3]) > 0.05
+    _, mean = gradients(theta, 2, turn_leave_one_out)
+    assert float((mean - true).abs().max()) < 1e-12
