@@ -30,6 +30,7 @@ are of the last turn. Two columns more:
 | field of a turn | type | meaning |
 |---|---|---|
 | length | int32 | of `completion_ids` as many were sampled in this turn; they add up to all |
+| text | string | of these ids, for people and rewards; never tokenised again |
 | observation_ids | list<int32> | what the model reads after them; empty where it reads no more |
 | restart_ids | list<int32>, null | all that it reads before them: the history was rewritten |
 | finish_reason | string | as above, of this turn |
@@ -65,6 +66,7 @@ TURN = fields.kind_schema(
     "rollouts/2",
     [
         fields.required("length", pa.int32()),
+        fields.required("text", pa.string()),
         fields.token_ids("observation_ids"),
         fields.token_ids("restart_ids").with_nullable(True),
         fields.required("finish_reason", pa.string()),

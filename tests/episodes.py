@@ -43,6 +43,7 @@ def turn(length: int, observation_ids: Sequence[int] = (), **changed) -> dict[st
     """One turn of a row of rollouts/2."""
     return {
         "length": length,
+        "text": "",
         "observation_ids": list(observation_ids),
         "restart_ids": None,
         "finish_reason": "stop",
@@ -101,6 +102,7 @@ def sample(
                 turns.append(
                     turn(
                         sampled,
+                        text=f"text {count}",
                         restart_ids=history,
                         finish_reason="stop" if read[-1] == EOS else "length",
                     )

@@ -32,6 +32,7 @@ from quiver.stages.common.store.writer import Writer
 
 from .measures import summary
 from .scoring import LARGEST
+from .turns import with_rest
 
 STAGE_VERSION = 1
 Text = Annotated[str, Field(pattern=r"\S", max_length=2000)]
@@ -83,6 +84,17 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
+def _with_turn_rewards(table: pa.Table, values: list[float | None]) -> pa.Table:
+    """What the turns earned adds up to the rewards `values`, too: the last turn has the rest."""
+    field = table.schema.field("turn_rewards")
+    earned = [
+        with_rest(turns, value) if turns and value is not None else turns
+        for turns, value in zip(table["turn_rewards"].to_pylist(), values, strict=True)
+    ]
+    place = table.schema.get_field_index("turn_rewards")
+    return table.set_column(place, field, pa.array(earned, field.type))
+
+
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Write the rewards with the overrides in place. ConfigError for an id that is not there."""
     config = plan.config
@@ -98,6 +110,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             next=f"quiver show {rewards.ref}",
         )
     values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]
+    if "turn_rewards" in table.column_names:
+        table = _with_turn_rewards(table, values)
     place = table.schema.get_field_index("reward")
     table = table.set_column(place, "reward", pa.array(values, pa.float32()))
     writer.write_table(table)

@@ -58,9 +58,11 @@ def _arithmetic(config: dict[str, Any]) -> dict[str, Any]:
     return {**weights, "reward_clip": config.get("reward_clip"), "overlong": config.get("overlong")}
 
 
-def aligned(earlier: pa.Table, rollouts: pa.Table, names: list[str], extras: list[str]) -> pa.Table:
+def aligned(
+    earlier: pa.Table, rollouts: pa.Table, names: list[str], extras: list[str], *, of_turns: bool
+) -> pa.Table:
     """The earlier rewards in the order of `rollouts`, joined by id, their parts in the order of
-    `names`. LineageError."""
+    `names`; `of_turns`: with those of turns. LineageError."""
     order = pc.index_in(
         rollouts.column("rollout_id").combine_chunks(),
         earlier.column("rollout_id").combine_chunks(),
@@ -71,7 +73,8 @@ def aligned(earlier: pa.Table, rollouts: pa.Table, names: list[str], extras: lis
             f"{order.null_count} rollouts have no row in these rewards",
             next="leave --retry out",
         )
-    return pa.Table.from_pylist(earlier.take(order).to_pylist(), rewards.schema_for(names, extras))
+    schema = rewards.schema_for(names, extras, of_turns=of_turns)
+    return pa.Table.from_pylist(earlier.take(order).to_pylist(), schema)
 
 
 def merged(earlier: pa.Table, again: pa.Table) -> pa.Table:

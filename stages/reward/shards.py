@@ -16,7 +16,7 @@ from quiver.schemas.rewards import names_of
 from quiver.stages.common.runtime.stage import Plan
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
-from . import tables
+from . import tables, turns
 from .config import SCORERS
 from .measures import failures
 from .retry import aligned, merged
@@ -52,7 +52,8 @@ class Shards:
         """Rewards from which rows are taken over."""
         if earlier is not None:
             names = plan.config.part_names
-            self.earlier = aligned(earlier, self._rollouts, names, self._extras)
+            of_turns = turns.are_told(plan.config, self._rollouts)
+            self.earlier = aligned(earlier, self._rollouts, names, self._extras, of_turns=of_turns)
         self._starts = range(0, max(1, self._rollouts.num_rows), ROWS_PER_SHARD)
         self._handout = writer.shards_of(len(self._starts))
         self._counted: set[int] = set()
@@ -65,6 +66,7 @@ class Shards:
             self._count_failures()
             if self._handout.unfinished():
                 columns = [field.name for field in self._prompts.schema.field("columns").type]
+                columns += turns.OFFERED if turns.has_turns(self._rollouts) else ()
                 for scorer in self._scorers:
                     scorer.require(columns)
             while self._handout.more():

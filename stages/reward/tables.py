@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
 
+from . import turns
 from .config import Config
 from .functions import overlong_penalty
 from .scoring import LARGEST, OVERLONG, Batch, Part
@@ -44,27 +45,37 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
     }
     chats = prompts.column("messages").to_pylist()
     texts = prompts.column("prompt_text").to_pylist()
-    return batch | {
-        "prompts": [
-            text if chat is None else chat for chat, text in zip(chats, texts, strict=True)
-        ],
-        "completions": rollouts.column("completion_text").to_pylist(),
-        "completion_ids": rollouts.column("completion_ids").to_pylist(),
-        "finish_reason": rollouts.column("finish_reason").to_pylist(),
-        "rollout_ids": rollouts.column("rollout_id").to_pylist(),
-    }
+    if prompts.schema.field("messages").type.value_type.num_fields > 2:  # prompts/2
+        chats = [chat and turns.beginning(chat, "") for chat in chats]
+    return (
+        batch
+        | turns.offered(rollouts, prompts)
+        | {
+            "prompts": [
+                text if chat is None else chat for chat, text in zip(chats, texts, strict=True)
+            ],
+            "completions": rollouts.column("completion_text").to_pylist(),
+            "completion_ids": rollouts.column("completion_ids").to_pylist(),
+            "finish_reason": rollouts.column("finish_reason").to_pylist(),
+            "rollout_ids": rollouts.column("rollout_id").to_pylist(),
+        }
+    )
 
 
 def as_rewards(
     config: Config, rollouts: pa.Table, parts: dict[str, list[Part]], extras: list[str]
 ) -> pa.Table:
     """rewards/1 for `rollouts`, with one list of parts a scorer, in order of rows; with the extra
-    of the scorers in `extras`."""
+    of the scorers in `extras`. rewards/2 where the environment's rewards are a part."""
     lengths = pc.list_value_length(rollouts.column("completion_ids")).to_pylist()
     parts, sums = weigh_rows(config, parts, lengths)
-    schema = rewards.schema_for(config.part_names, extras)
+    of_turns = turns.are_told(config, rollouts)
+    schema = rewards.schema_for(config.part_names, extras, of_turns=of_turns)
     columns = {name: rollouts.column(name) for name in ("rollout_id", "group_id")}
     columns["reward"] = pa.array(sums, pa.float32())
+    if of_turns:
+        kind = schema.field("turn_rewards").type
+        columns["turn_rewards"] = pa.array(turns.turn_rewards(config, rollouts, sums), kind)
     for column, part_field in (("parts", "value"), ("errors", "error"), ("extra", "extra")):
         if column in schema.names:
             fields = list(schema.field(column).type)

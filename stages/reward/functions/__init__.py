@@ -9,6 +9,7 @@ which is not 0.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -140,6 +141,32 @@ def format(
     return [float(matches(text) is not None) for text in completions]
 
 
+def environment(
+    turns: Sequence[Sequence[dict[str, Any]]], end_reason: Sequence[str]
+) -> list[float | None]:
+    """What the environment gave in the turns of a rollout, summed up.
+
+        reward_i = Σ_k r_ik over its turns k in which there was a reward
+
+    None where it gave none in any of them, or where it failed or hung: then nothing is known. It
+    also says what each turn earned (`turn_rewards`), for `optimize.credit`.
+
+    >>> turns = [[{"reward": None}, {"reward": 0.5}, {"reward": 1.0}], [{"reward": None}]]
+    >>> environment(turns, ["environment", "answered"])
+    [1.5, None]
+    >>> environment(turns, ["environment_error", "answered"])
+    [None, None]
+    """
+    given = [[turn["reward"] for turn in row if turn["reward"] is not None] for row in turns]
+    return [
+        math.fsum(rewards) if rewards and reason not in _FAILED else None
+        for rewards, reason in zip(given, end_reason, strict=True)
+    ]
+
+
+_FAILED = ("environment_error", "timeout")
+
+
 def length(
     completion_ids: Sequence[Sequence[int]], target: int, tolerance: int = 0
 ) -> list[float | None]:
@@ -239,6 +266,11 @@ class Shipped(NamedTuple):
 
 
 FUNCTIONS: dict[str, Shipped] = {
+    "environment": Shipped(
+        environment,
+        "what the environment gave in the turns of a rollout, summed up",
+        {},
+    ),
     "exact_match": Shipped(
         exact_match,
         "1 where the completion says the column `answer`",

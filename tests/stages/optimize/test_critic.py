@@ -151,6 +151,7 @@ def test_rewards_stand_on_the_last_token_and_the_kl_on_each():
     rows = Ragged(torch.tensor([5, 6, 7], dtype=torch.int32), torch.tensor([0, 1, 3]))
     old, ref = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
     batch = types.SimpleNamespace(
+        turn_rewards=None,
         sequences=Sequences(rows, rows, torch.ones(2)),
         old_logprobs=old,
         ref_logprobs=ref,

@@ -1,0 +1,115 @@
+"""What scorers are told of rollouts with turns, and what each turn earned of the reward.
+
+offered(rollouts, prompts)["transcript"]      # the prompt's messages and those of the turns
+turn_rewards(config, rollouts, sums)          # one list a row, which add up to its reward
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from .config import Config
+
+OFFERED = ("turns", "transcript", "end_reason")
+"""What a function may ask for by name, where the rollouts have turns."""
+ENVIRONMENT = "environment"
+"""The shipped function that takes the rewards which the environment gave."""
+_IDS = ("observation_ids", "restart_ids")
+Message = dict[str, Any]
+
+
+def has_turns(rollouts: pa.Table) -> bool:
+    """Whether they are rollouts/2."""
+    return "turns" in rollouts.column_names
+
+
+def offered(rollouts: pa.Table, prompts: pa.Table) -> dict[str, list[Any]]:
+    """`OFFERED` of rollouts/2, whose row by row prompts are given; nothing of rollouts/1."""
+    if not has_turns(rollouts):
+        return {}
+    turns = [[_told_of(turn) for turn in row_turns] for row_turns in rollouts["turns"].to_pylist()]
+    chats = prompts["messages"].to_pylist()
+    texts = prompts["prompt_text"].to_pylist()
+    transcripts = [
+        [*beginning(chat, text), *messages_of(row_turns)]
+        for chat, text, row_turns in zip(chats, texts, turns, strict=True)
+    ]
+    end_reasons = rollouts["end_reason"].to_pylist()
+    return dict(zip(OFFERED, (turns, transcripts, end_reasons), strict=True))
+
+
+def _told_of(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn of rollouts/2 without ids; what is JSON text there is read."""
+    fields = {name: cell for name, cell in turn.items() if name not in _IDS}
+    for name in ("tool_calls", "info"):
+        fields[name] = read(fields[name])
+    return fields
+
+
+def read(text: str | None) -> Any:
+    """What JSON text says; the text itself where it is none."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        return text
+
+
+def beginning(chat: list[Message] | None, text: str) -> list[Message]:
+    """A prompt as messages, without fields that are null."""
+    if chat is None:
+        return [{"role": "user", "content": text}]
+    messages = [{name: cell for name, cell in m.items() if cell is not None} for m in chat]
+    for message in messages:
+        if "tool_calls" in message:
+            message["tool_calls"] = read(message["tool_calls"])
+    return messages
+
+
+def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:
+    """What was said in the turns: by the policy, and by its tools or the environment."""
+    messages: list[Message] = []
+    for turn in turns:
+        calls = turn["tool_calls"]
+        message = {"role": "assistant", "content": turn["text"]}
+        messages.append(message if calls is None else {**message, "tool_calls": calls})
+        if turn["observation"]:
+            role = "user" if calls is None else "tool"
+            messages.append({"role": role, "content": turn["observation"]})
+    return messages
+
+
+def are_told(config: Config, rollouts: pa.Table) -> bool:
+    """Whether rewards of these rollouts say what each turn earned."""
+    uses = [function.use for function in config.functions]
+    return has_turns(rollouts) and ENVIRONMENT in uses
+
+
+def turn_rewards(
+    config: Config, rollouts: pa.Table, sums: Sequence[float | None]
+) -> list[list[float | None] | None]:
+    """Of each row, whose reward is in `sums`, what its turns earned: what the environment gave in
+    each, weighed as in the reward; the last has the rest, so that they add up. None: not scored."""
+    weight = sum(function.weight for function in config.functions if function.use == ENVIRONMENT)
+    rows: list[list[float | None] | None] = []
+    for turns, reward in zip(rollouts["turns"].to_pylist(), sums, strict=True):
+        if reward is None:
+            rows.append(None)
+            continue
+        earned = [None if turn["reward"] is None else weight * turn["reward"] for turn in turns]
+        rows.append(with_rest(earned, reward))
+    return rows
+
+
+def with_rest(earned: Sequence[float | None], reward: float) -> list[float | None]:
+    """`earned` of each turn, the last one such that they add up to `reward`.
+
+    >>> with_rest([0.5, None, 0.25], 1.0)
+    [0.5, None, 0.5]
+    """
+    before = list(earned[:-1])
+    return [*before, reward - math.fsum(part for part in before if part is not None)]
