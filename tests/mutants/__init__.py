@@ -99,6 +99,7 @@ TARGETS = (
             f"{OPTIMIZE}/test_replay.py",
             f"{OPTIMIZE}/test_optimize_stage.py",
             f"{OPTIMIZE}/test_bad_input.py",
+            f"{OPTIMIZE}/test_turns.py",
         ),
     ),
     Target(
@@ -126,7 +127,11 @@ TARGETS = (
     ),
     Target(
         "stages/common/forward/layout.py",
-        (f"{FORWARD}/test_layout.py", f"{FORWARD}/test_policy.py"),
+        (
+            f"{FORWARD}/test_layout.py",
+            f"{FORWARD}/test_turn_passes.py",
+            f"{FORWARD}/test_policy.py",
+        ),
     ),
     Target(
         "stages/reward/tables.py",

@@ -340,6 +340,33 @@ def test_of_one_turn_it_is_rloo(store, policy):
     assert losses == [pytest.approx(losses[0], rel=1e-4, abs=1e-6)] * 4
 
 
+def test_credit_of_turns_goes_over_rollouts_without_any(store, policy):
+    """Replay of both, each with rewards of its turns."""
+    several, rewards = episodes.make(store, policy, groups=2, each=3)
+    single, _ = world.make(store, policy, world.even_share, groups=2, each=3)
+    rows = [{**row, "rollout_id": f"s-{row['rollout_id']}"} for row in single.table().to_pylist()]
+    single = world.write_rollouts(store, policy, rows)
+    single_rewards = episodes.write_rewards(store, single, lambda row: [world.even_share(row)])
+    done = world.trained(
+        store,
+        policy,
+        (several, rewards),
+        world.config(credit="turn"),
+        rollouts=[single.ref, several.ref],
+        rewards=[rewards.ref, single_rewards.ref],
+    )
+    expected = []
+    for version, earned in ((single, single_rewards), (several, rewards)):
+        rows = version.table().to_pylist()
+        for row in rows:
+            row.setdefault("turns", [turn(len(row["completion_ids"]))])
+        expected += expected_credit(rows, earned.table()["turn_rewards"].to_pylist())
+    saved = store.open(done.manifest.metrics["advantages"]).table()["advantage"].to_pylist()
+    for mine, own in zip(saved, expected, strict=True):
+        assert mine == pytest.approx(own, abs=1e-6)
+    assert done.manifest.metrics["audit"]["mean_gap"] < 1e-5
+
+
 def test_what_is_not_scored_takes_no_part(store, policy):
     rollouts, _ = episodes.make(store, policy, groups=2, each=4)
 

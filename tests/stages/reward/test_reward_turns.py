@@ -12,6 +12,7 @@ import torch
 from quiver.schemas import rewards as kind
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.models.loading import load_model
+from quiver.stages.evaluate.stage import Config as EvaluateConfig
 from quiver.stages.logprobs.stage import Config as LogprobsConfig
 from quiver.stages.reward.override import Config as OverrideConfig
 from quiver.stages.reward.stage import Config
@@ -199,3 +200,16 @@ def test_episodes_are_scored_and_learned_from(store, policy):
     )
     assert done.manifest.metrics["audit"]["prox"]["mean_gap"] < 1e-5
     assert done.manifest.metrics["kept"] == len(rows)
+    held = store.open(
+        run_here(
+            "evaluate",
+            EvaluateConfig(),
+            store,
+            rollouts=rollouts.ref,
+            rewards=refs["rewards"],
+        )
+    )
+    assert held.manifest.metrics["n"] == 3
+    tokens = held.table()["completion_tokens"].to_pylist()
+    assert sorted(tokens) == sorted(len(row["completion_ids"]) for row in rows)
+    assert rollouts.to_datasets()[0]["turns"] == rows[0]["turns"]
