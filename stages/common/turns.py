@@ -146,6 +146,10 @@ class AfterPrompts(NamedTuple):
     restart_counts: np.ndarray
     """[b] int64: how many of them each rollout has."""
 
+    def restart_places(self, starts: np.ndarray) -> np.ndarray:
+        """[r] the same in the row, in which the `ids` stand from `starts` [b] on."""
+        return self.restarts + np.repeat(starts, self.restart_counts)
+
 
 def after_prompts(completions: Ragged, inputs: Inputs | None, rows: np.ndarray) -> AfterPrompts:
     """Of rollouts `rows` [b]; `inputs`: None where they have no turns."""

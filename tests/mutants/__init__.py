@@ -155,7 +155,6 @@ TOO_LONG = (
 
 EQUIVALENT = {
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
-    "layout:make_spans:one:0": "where a prefix of no tokens starts is never read",
     "prompts:select_prompts:one:0": "a vocabulary has two ids at the least",
     "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",

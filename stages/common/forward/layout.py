@@ -223,13 +223,14 @@ def make_layout(
 
     completion_starts = _starts(input_lengths) + np.repeat(np.cumsum(prompt_lengths), counts)
     prompt_ends = np.repeat(completion_starts[first_rollouts], counts)
-    first_predictors = np.repeat(prompt_ends, target_counts)
-    predictors = np.repeat(completion_starts, target_counts)
-    np.copyto(predictors, first_predictors, where=after.predictors < 0)
-    predictors += after.predictors
+    predictors = after.predictors + np.repeat(completion_starts, target_counts)
+    firsts = _starts(target_counts)
+    follows_prompt = after.predictors[firsts] < 0
+    predictors[firsts[follows_prompt]] = prompt_ends[follows_prompt] - 1
 
-    restarts = after.restarts + np.repeat(completion_starts, after.restart_counts)
-    spans = cut_spans(make_spans(counts, prompt_lengths, input_lengths), restarts)
+    spans = make_spans(counts, prompt_lengths, input_lengths)
+    if len(after.restarts):
+        spans = cut_spans(spans, after.restart_places(completion_starts))
     # a token's index in the row, less its position in its own sequence
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
     positions = np.arange(len(index_minus_position)) - index_minus_position
@@ -244,7 +245,7 @@ def make_layout(
         targets=_tensor(np.concatenate(completions, dtype=np.int64), device),
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
-        sequence_lengths=tuple(spans.lengths.tolist()) if len(restarts) else (),
+        sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
     )
 
 

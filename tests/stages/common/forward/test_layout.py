@@ -60,3 +60,20 @@ def test_no_mask_spans_the_whole_row():
     assert len(layout.ids[0]) == sum(len(data.prompts[row]) for row in (0, 3, 4, 8)) + sum(
         len(row) - 1 for row in data.completions
     )
+
+
+def test_a_piece_counts_its_tokens_in_the_row():
+    data, groups = test_policy._data()
+    for mode in ("shared", "packed"):
+        pieces = pieces_of(mode, range(len(groups)), groups, data, 10_000)
+        layout = make_layout(pieces, data)
+        assert sum(piece.tokens for piece in pieces) == layout.ids.numel()
+
+
+def test_rollouts_are_taken_in_order():
+    data, _ = test_policy._data()
+    taken = data.take([3, 0])
+    assert taken.prompts[1].tolist() == data.prompts[0].tolist()
+    assert taken.completions[0].tolist() == data.completions[3].tolist()
+    assert taken.temperature.tolist() == data.temperature[[3, 0]].tolist()
+    assert taken.turns is None

@@ -16,6 +16,7 @@ from quiver.stages.common.ragged import Ragged
 from quiver.stages.common.turns import Turns
 from tests import episodes
 from tests.stages.common.forward import test_policy as forward
+from tests.stages.common.forward.test_verify import by_loops
 
 MODES = ["shared", "packed", "single"]
 
@@ -40,12 +41,20 @@ def sequences_of(table: pa.Table) -> Sequences:
     )
 
 
-def packed(policy: Policy, mode: str, sequences: Sequences, numbers: list[int], budget: int):
+def packed(
+    policy: Policy,
+    mode: str,
+    sequences: Sequences,
+    numbers: list[int],
+    budget: int,
+    *,
+    varlen: bool = False,
+):
     """[N] logprobs with gradient, in the order of the rollouts."""
     policy.set_mode(mode)
     logprobs = torch.zeros(len(sequences.completions.values))
     for micro in policy.microbatches(range(len(numbers)), numbers, sequences, budget):
-        layout = make_layout(micro, sequences)
+        layout = make_layout(micro, sequences, varlen=varlen)
         places = sequences.completions.positions(layout.rows)
         logprobs = logprobs.index_copy(0, places, policy(layout)[0])
     return logprobs
@@ -69,6 +78,20 @@ def test_logprobs_and_gradients_are_transformers_own(kind, mode):
         for name, parameter in model.named_parameters():
             gap = (parameter.grad - gradients[name]).norm()
             assert gap <= 1e-5 * gradients[name].norm(), name
+
+
+@pytest.mark.parametrize("mode", ["shared", "packed"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_kernel_for_any_lengths_is_given_the_same(monkeypatch, kind, mode):
+    """On a GPU; here a plain loop stands for it."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_loops)
+    model = forward._model(kind)
+    rows, sequences, numbers = made(model)
+    with torch.no_grad():
+        expected = torch.cat([episodes.own_logprobs(model, row) for row in rows])
+        policy = Policy(model, autocast=False)
+        logprobs = packed(policy, mode, sequences, numbers, 10_000, varlen=True)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
 def test_a_budget_counts_what_is_read():
