@@ -60,8 +60,8 @@ class Algorithm:
     groups [B], logprobs [N], collisions [N]) -> advantages [N]; collisions are Σ p² over the
     vocabulary."""
     of_turns: bool = False
-    """`advantage` is of turns, as `optimize.credit = "turn"` has it: (rewards [T], offsets [B+1],
-    groups [B]) -> advantages [T]."""
+    """`advantage` is of turns, for `optimize.credit = "turn"`: (rewards [T], offsets [B+1], groups
+    [B]) -> advantages [T]."""
     critic: bool = False
     """A value head learns beside the policy, and `advantage` is of tokens: (rewards [N], values
     [N], offsets [B+1], *, gamma, gae_lambda, last_values [B] or None) -> advantages [N], returns

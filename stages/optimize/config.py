@@ -115,8 +115,9 @@ class Config(base.Config):
     credit: Added[Literal["rollout", "turn", "gae"]] = "rollout"
     """Of rollouts of several turns, what a turn's tokens answer for. `rollout`: the reward of the
     whole. `turn`: the rewards of this turn and those after it, less the mean of the same of the
-    others in the group, in place of the algorithm's advantage. `gae`: with a critic (ppo), each
-    turn's reward stands on the last token of the turn. The last two need rewards of turns."""
+    others in the group, in place of the algorithm's advantage, unless that is of turns. `gae`: with
+    a critic (ppo), each turn's reward stands on the last token of the turn. The last two need
+    rewards of turns."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Of AdamW, after warm-up."""
     minibatches: int = Field(default=1, ge=1)
@@ -416,6 +417,10 @@ class Config(base.Config):
                 "ppo, or credit = 'turn'"
             )
         if self.credit != "turn":
+            if row.of_turns:
+                raise ValueError(
+                    f"algorithm {row.name!r} has advantages of turns: set credit = 'turn'"
+                )
             return
         problem = ""
         token_form = {**row.defaults, **self.surrogate_options()}.get("token_form")
@@ -495,7 +500,7 @@ class Config(base.Config):
     def row(self) -> algorithms.Algorithm:
         """The algorithm, with the advantage that is set here. ConfigError."""
         row = algorithms.resolve(self.algorithm)
-        if self.turn_advantage:
+        if self.turn_advantage and not row.of_turns:
             return dataclasses.replace(row, advantage=self.turn_advantage, of_turns=True)
         return dataclasses.replace(row, advantage=self.advantage) if self.advantage else row
 

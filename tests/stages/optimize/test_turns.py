@@ -320,6 +320,35 @@ def test_each_turn_answers_for_what_comes_with_and_after_it(store, policy):
     assert again.ref != done.ref
 
 
+OWN = """
+from quiver.stages.optimize.algorithms import Algorithm
+
+def advantage(rewards, offsets, groups):
+    return 2 * rewards
+
+ALGORITHM = Algorithm("own", advantage, "clipped", "token_mean",
+                      {"clip_low": 0.2, "clip_high": 0.2}, of_turns=True)
+"""
+
+
+def test_an_advantage_of_turns_of_ones_own(store, policy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    made = episodes.make(store, policy, groups=2, each=2)
+    config = world.config(algorithm="own.py:ALGORITHM", credit="turn")
+    done = world.trained(store, policy, made, config)
+    saved = store.open(done.manifest.metrics["advantages"]).table()["advantage"].to_pylist()
+    rows = made[0].table().to_pylist()
+    for mine, row, earned in zip(
+        saved, rows, made[1].table()["turn_rewards"].to_pylist(), strict=True
+    ):
+        lengths = [part["length"] for part in row["turns"]]
+        expected = [2 * r for r, n in zip(earned, lengths, strict=True) for _ in range(n)]
+        assert mine == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="has advantages of turns: set credit = 'turn'"):
+        world.trained(store, policy, made, world.config(algorithm="own.py:ALGORITHM"))
+
+
 def test_of_one_turn_it_is_rloo(store, policy):
     """Rollouts without turns too, where each has its reward as that of its turn."""
     made = episodes.make(store, policy, most_turns=1)
