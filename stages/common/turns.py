@@ -19,6 +19,7 @@ Not of the spine: of rollouts without turns it is `completion[:-1]`, and predict
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,30 @@ class Turns:
 
         lengths = _rows(sampled, counts + is_single)
         return cls(lengths, ids("observation_ids"), ids("restart_ids"))
+
+    @cached_property
+    def begins_sequence(self) -> Tensor:
+        """[T] bool: the turn is its rollout's first, or has a history of its own."""
+        begins = self.histories.lengths > 0
+        begins[self.lengths.offsets[:-1]] = True
+        return begins
+
+    @cached_property
+    def input_lengths(self) -> Tensor:
+        """[B] int64: how many tokens each rollout adds to the row after its prompt: of each
+        sequence those up to its last sampled id, without that."""
+        lengths = self.lengths.values
+        read = (self.histories.lengths + lengths + self.observations.lengths).cumsum(0)
+        ends = read - self.observations.lengths  # of each turn's sampled ids
+        starts = (ends - lengths - self.histories.lengths)[self.begins_sequence]
+        sequences = self.begins_sequence.cumsum(0) - 1
+        inputs = ends - starts[sequences] - 1
+        is_sampled = lengths > 0
+        longest = torch.zeros_like(starts).scatter_reduce(
+            0, sequences[is_sampled], inputs[is_sampled], "amax"
+        )
+        rows = self.lengths.segment_ids[self.begins_sequence]
+        return lengths.new_zeros(len(self.lengths)).index_add(0, rows, longest)
 
     def take(self, rows: Tensor) -> Turns:
         """Of rollouts `rows` [b], in that order."""
@@ -107,8 +132,7 @@ class Inputs:
         # of each token that is read: which of a turn's three it is, its turn, and its sequence
         kinds = np.tile(np.arange(3), num_turns).repeat(lengths)
         turn_of_token = np.arange(num_turns).repeat(counts.sum(1))
-        is_start = counts[:, 0] > 0
-        is_start[turns.lengths.offsets[:-1].numpy()] = True
+        is_start = turns.begins_sequence.numpy()
         sequences = np.cumsum(is_start)[turn_of_token] - 1
 
         ids = np.empty(len(kinds), np.int32)
@@ -151,19 +175,21 @@ class AfterPrompts(NamedTuple):
         return self.restarts + np.repeat(starts, self.restart_counts)
 
 
-def after_prompts(completions: Ragged, inputs: Inputs | None, rows: np.ndarray) -> AfterPrompts:
-    """Of rollouts `rows` [b]; `inputs`: None where they have no turns."""
-    if inputs is None:
+def after_prompts(completions: Ragged, turns: Turns | None, rows: np.ndarray) -> AfterPrompts:
+    """Of rollouts `rows` [b]; `turns`: None where they have none. What is read of all rollouts is
+    never in memory at once."""
+    if turns is None:
         counts = completions.lengths.numpy()[rows]
         predictors = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) - 1
         ids = [ids[:-1] for ids in completions.views(rows)]
         return AfterPrompts(ids, predictors, np.zeros(0, np.int64), np.zeros_like(counts))
-    restarts = inputs.restarts.take(torch.from_numpy(rows))
+    index = torch.from_numpy(rows)
+    inputs = Inputs.of(completions.take(index), turns.take(index))
     return AfterPrompts(
-        inputs.ids.views(rows),
-        np.concatenate(inputs.predictors.views(rows)),
-        restarts.values.numpy(),
-        restarts.lengths.numpy(),
+        inputs.ids.views(np.arange(len(rows))),
+        inputs.predictors.values.numpy(),
+        inputs.restarts.values.numpy(),
+        inputs.restarts.lengths.numpy(),
     )
 
 

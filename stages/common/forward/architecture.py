@@ -25,6 +25,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.models.folder import says_no_memory
 from quiver.stages.common.models.shrink import VOCABULARY, shrink
 from quiver.stages.common.ragged import Ragged
+from quiver.stages.common.turns import Inputs
 
 from .attention import MODES, hidden_states, set_mode
 from .encoder_decoder import decoder_states, make_pairs, pack_pairs
@@ -327,11 +328,12 @@ def turn_logprobs(
 ) -> Tensor:
     """The same of the first ids `completion` [T] that were sampled in the turns of rollout `row`:
     one pass over each of its sequences."""
-    inputs = sequences.inputs
+    index = torch.tensor([row])
+    inputs = Inputs.of(sequences.completions.take(index), sequences.turns.take(index))
     prompt = sequences.prompts[row].long()
-    ids = torch.cat([prompt, inputs.ids[row].long()]).to(model.device)
-    predictors = inputs.predictors[row][: len(completion)].to(model.device) + len(prompt)
-    starts = [0, *(inputs.restarts[row] + len(prompt)).tolist(), len(ids)]
+    ids = torch.cat([prompt, inputs.ids[0].long()]).to(model.device)
+    predictors = inputs.predictors[0][: len(completion)].to(model.device) + len(prompt)
+    starts = [0, *(inputs.restarts[0] + len(prompt)).tolist(), len(ids)]
     tables = []
     for start, end in itertools.pairwise(starts):
         places = predictors[(start <= predictors) & (predictors < end)] - start

@@ -32,14 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quiver.stages.common.ragged import Ragged
-from quiver.stages.common.turns import Inputs, Turns, after_prompts
+from quiver.stages.common.turns import Turns, after_prompts
 
 from .packing import Piece
 
@@ -64,15 +63,10 @@ class Sequences:
     turns: Turns | None = None
     """What stood between the sampled ids, where they are of several turns."""
 
-    @cached_property
-    def inputs(self) -> Inputs | None:
-        """What the row holds of rollouts with turns, after their prompts."""
-        return self.turns and Inputs.of(self.completions, self.turns)
-
     @property
     def input_lengths(self) -> Tensor:
         """[B] int64: tokens of each rollout in the row, after its prompt."""
-        return self.inputs.ids.lengths if self.inputs else self.completions.lengths - 1
+        return self.turns.input_lengths if self.turns else self.completions.lengths - 1
 
     def take(self, rows: Sequence[int]) -> Sequences:
         """Rollouts `rows`, in that order."""
@@ -215,7 +209,7 @@ def make_layout(
     # slices are copied several times faster than ids are gathered one by one
     prompts = sequences.prompts.views(rows[first_rollouts])
     completions = sequences.completions.views(rows)
-    after = after_prompts(sequences.completions, sequences.inputs, rows)
+    after = after_prompts(sequences.completions, sequences.turns, rows)
     input_lengths = np.array([len(ids) for ids in after.ids])
     segments = []
     for prompt, first, count in zip(prompts, first_rollouts, counts, strict=True):

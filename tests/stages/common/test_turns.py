@@ -41,7 +41,10 @@ def table_of(*rows: dict) -> pa.Table:
 
 def inputs_of(table: pa.Table) -> Inputs:
     completions = Ragged.from_arrow(table["completion_ids"])
-    return Inputs.of(completions, Turns.of_table(table, completions.lengths))
+    turns = Turns.of_table(table, completions.lengths)
+    inputs = Inputs.of(completions, turns)
+    assert turns.input_lengths.tolist() == inputs.ids.lengths.tolist()
+    return inputs
 
 
 def as_lists(ragged: Ragged) -> list[list[int]]:
