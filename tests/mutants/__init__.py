@@ -99,7 +99,7 @@ TARGETS = (
             f"{OPTIMIZE}/test_replay.py",
             f"{OPTIMIZE}/test_optimize_stage.py",
             f"{OPTIMIZE}/test_bad_input.py",
-            f"{OPTIMIZE}/test_turns.py",
+            f"{OPTIMIZE}/test_credit_of_turns.py",
         ),
     ),
     Target(
