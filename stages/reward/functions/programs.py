@@ -1,7 +1,7 @@
 r"""The reward function `code`: the program in a completion, run apart against the row's tests.
 
 The program never runs in this process, nor does the text of a test: both go to
-`quiver.stages.reward.sandbox`, or to a server. A failure of the sandbox is an error of the row;
+`quiver.stages.common.sandbox`, or to a server. A failure of the sandbox is an error of the row;
 what the program does wrong is 0.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quiver.schemas.errors import ResourceError, printable
 
 if TYPE_CHECKING:
-    from quiver.stages.reward.sandbox import Finished, Limits
+    from quiver.stages.common.sandbox import Finished, Limits
 
 _HARNESS = Path(__file__).with_name("harness")
 _FENCE = re.compile(
@@ -68,7 +68,7 @@ def code(
 
     `isolation`: see `sandbox.run`; `sandbox_python`: an interpreter with packages to use;
     `sandbox_url`, `sandbox_token` (as `env:NAME`): a server that runs the programs, see
-    `sandbox.remote`. These come from the recipe alone. Called on no rows, it only sees whether a
+    `remote_sandbox`. These come from the recipe alone. Called on no rows, it only sees whether a
     sandbox here could run programs, and whether there is a token for a server.
 
     What can be gamed. Expected outputs are kept out of the sandbox, or in a process that the
@@ -86,7 +86,7 @@ def code(
     >>> code(["Sure:\n```python\ndef double(x):\n    return 2 * x\n```"], [tests])
     [0.5]
     """
-    from quiver.stages.reward import sandbox
+    from quiver.stages.common import sandbox
 
     num_rows = len(completions)
     languages = [language] * num_rows if isinstance(language, str) else language
@@ -98,13 +98,13 @@ def code(
     limits = sandbox.Limits(seconds=timeout_seconds, memory_mib=memory_mib)
     # that a program can run at all is tried first, so that none is blamed for a sandbox that fails
     if sandbox_url:
-        from quiver.stages.reward.sandbox import remote
+        from quiver.stages.reward import remote_sandbox
         from quiver.stages.reward.servers.config import secret
 
         secret(sandbox_token, "sandbox_token")
         if num_rows:
-            remote.check(sandbox_url, sandbox_token)
-        run = functools.partial(remote.run_program, url=sandbox_url, token=sandbox_token)
+            remote_sandbox.check(sandbox_url, sandbox_token)
+        run = functools.partial(remote_sandbox.run_program, url=sandbox_url, token=sandbox_token)
     else:
         sandbox.check(isolation, sandbox_python)
         run = functools.partial(sandbox.run_program, isolation=isolation, python=sandbox_python)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.plugins import did_you_mean
+from quiver.stages.common.runtime.workers import is_out_of_memory, memory_limit
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, adapted
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
@@ -248,18 +248,6 @@ def _raised(error: BaseException, source: str = "") -> Part:
     if limit is not None and is_out_of_memory(error):
         return Part(error=f"{text}{place}: {memory_allowance(limit)}")
     return Part(error=text + place)
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether Python, the system or torch could get no more memory."""
-    text = str(error) if isinstance(error, OSError | ImportError | RuntimeError) else ""
-    return isinstance(error, MemoryError) or "allocate memory" in text
-
-
-def memory_limit() -> int | None:
-    """Bytes of private memory that this process may have. None: any number."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def memory_allowance(limit: int) -> str:

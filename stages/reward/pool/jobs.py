@@ -16,9 +16,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from quiver.stages.common.runtime.workers import Ended, Late
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.calls import About, late
-from quiver.stages.reward.pool.process import Ended, Late
 from quiver.stages.reward.scoring import Notice, Part
 
 BATCH_SECONDS = 3.0

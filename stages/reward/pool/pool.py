@@ -30,17 +30,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
+from quiver.stages.common.runtime.workers import Ended, Killed, Late, share_of_memory
 from quiver.stages.reward.pool.calls import About
 from quiver.stages.reward.pool.jobs import BATCH_SECONDS, Function, Job
-from quiver.stages.reward.pool.process import (
-    Answer,
-    Ended,
-    Killed,
-    Late,
-    Loaded,
-    Worker,
-    share_of_memory,
-)
+from quiver.stages.reward.pool.process import Answer, Loaded, ScoringWorker
 from quiver.stages.reward.scoring import Part
 
 LOAD_SECONDS = 120.0
@@ -64,9 +57,9 @@ class Pool:
         if memory_gib is not None:
             self._memory_bytes = int(memory_gib * 2**30)
         self._lock = threading.Lock()
-        self._processes: set[Worker] = set()
+        self._processes: set[ScoringWorker] = set()
         self._closing = False
-        self._idle = queue.SimpleQueue[Worker | None]()
+        self._idle = queue.SimpleQueue[ScoringWorker | None]()
         """Processes that wait for a call; None: one that is still to be started."""
         self._num_places = 0
         for _ in range(self.workers):
@@ -151,7 +144,7 @@ class Pool:
             job.done.set()
 
     @contextmanager
-    def _process(self, function: Function) -> Iterator[Worker]:
+    def _process(self, function: Function) -> Iterator[ScoringWorker]:
         """An idle process, waited for, or a new one; it is ended where the block raises."""
         process = self._idle.get()
         is_sound = False
@@ -160,7 +153,7 @@ class Pool:
                 with self._lock:
                     if self._closing:
                         raise _closed()
-                    process = Worker(self._memory_bytes)
+                    process = ScoringWorker(self._memory_bytes)
                     self._processes.add(process)
             try:
                 yield process
@@ -178,7 +171,7 @@ class Pool:
                     self._processes.discard(process)
             self._idle.put(process if is_sound else None)
 
-    def _load(self, process: Worker, function: Function) -> None:
+    def _load(self, process: ScoringWorker, function: Function) -> None:
         """Have the function loaded, once a process. ConfigError where that fails, or where its code
         is another than before; NotLoaded where a signal ended the process, ResourceError where one
         ended the processes before it too."""
@@ -231,7 +224,7 @@ class Pool:
         function.kills = 0
         process.last_calls[function] = (0, 0.0)
 
-    def _call(self, process: Worker, job: Job, rows: range) -> None:
+    def _call(self, process: ScoringWorker, job: Job, rows: range) -> None:
         """One call. Late, Ended; what it has answered by then is kept."""
         function = job.function
         config = function.config
@@ -272,7 +265,7 @@ def _closed() -> ResourceError:
     return ResourceError("reward workers", "were closed while rows were scored", next="run again")
 
 
-def _log_printed(process: Worker, function: Function) -> None:
+def _log_printed(process: ScoringWorker, function: Function) -> None:
     for line in process.printed().splitlines():
         if line.strip():
             log.info("%s: %s", function.config.name, printable(line, 1000))

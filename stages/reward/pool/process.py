@@ -1,60 +1,19 @@
-"""One worker process as the stage sees it: requests go out, answers and printed text come in, each
-wait has an end.
+"""One worker process of the pool: what it may be asked, and what its answers look like.
 
-    worker = Worker(share_of_memory(workers=2))
-    worker.ask({"key": 1, "load": {…}, "path": […]}, 60, Loaded)    # or Late, Ended
-    worker.end()                                # it, and all that it started, is gone
-
-What a function prints is always drained, and kept up to PRINTED_BYTES between two calls of
-`printed`.
+worker = ScoringWorker(share_of_memory(workers=2))
+worker.ask({"key": 1, "load": {…}, "path": […]}, 60, Loaded)    # or Late, Ended
 """
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import resource
-import signal
-import subprocess
-import sys
-import threading
-import time
-from contextlib import suppress
-from multiprocessing import connection
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from quiver.schemas.errors import ResourceError
-from quiver.stages.common.runtime.subprocesses import Process
-from quiver.stages.common.store.failpoints import failpoint
+from quiver.stages.common.runtime.workers import Worker
 from quiver.stages.reward.pool import worker
 from quiver.stages.reward.pool.calls import About, memory_allowance
 from quiver.stages.reward.scoring import LARGEST
-
-PRINTED_BYTES = 4096
-OOM_SCORE = 900
-"""When memory runs out, the kernel kills workers before the stage and the flow; the programs of
-`code` have 1000."""
-LEAST_MEMORY_BYTES = 4 << 30
-"""A worker's share is no smaller, where that is not more than half of the machine's memory: what
-libraries ask for in advance counts too."""
-_CHUNK_BYTES = 1 << 20
-_ANSWER_BYTES = 256 << 20  # more than any number of rows needs
-
-
-class Late(Exception):
-    """No answer in time."""
-
-
-class Ended(Exception):
-    """The process ended; the text says how."""
-
-
-class Killed(Ended):
-    """A signal ended the process."""
 
 
 class Loaded(BaseModel):
@@ -83,112 +42,18 @@ class Answer(BaseModel):
     """Why the call on all rows failed and they were called one by one, where that is so."""
 
 
-_Kind = TypeVar("_Kind", bound=BaseModel)
-
-
-class Worker(Process):
-    """A worker process (see `worker`). One thread uses it; another may `kill` it."""
+class ScoringWorker(Worker):
+    """A process in which reward functions run (see `worker`)."""
 
     def __init__(self, memory_bytes: int) -> None:
         """`memory_bytes`: the most private memory that it may have."""
         self.last_calls: dict[Any, tuple[int, float]] = {}
         """By each function that it has loaded: rows and seconds of its last call here; no rows
         before the first."""
-        self._text = bytearray()
-        self._dropped_bytes = 0
-        self._memory_bytes = memory_bytes
-        try:
-            self._connection, workers_end = connection.Pipe()
-            with workers_end:
-                handle = workers_end.fileno()
-                super().__init__(
-                    [sys.executable, "-P", worker.__file__, str(handle)],
-                    limits={resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: memory_bytes},
-                    oom_score=OOM_SCORE,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[handle],
-                )
-        except OSError as error:
-            raise ResourceError(
-                "reward worker", f"can not be started: {error}", next="lower reward.workers"
-            ) from error
-        self._printed = self.stdout.fileno()
-        os.set_blocking(self._printed, False)
-
-    def ask(self, request: dict[str, Any] | None, seconds: float, kind: type[_Kind]) -> _Kind:
-        """The answer to a request; None: the next piece of the answer to the one before. Late after
-        `seconds`, Ended when the process does or its answer is no `kind`; it is of no further use
-        then."""
-        deadline = time.monotonic() + seconds
-        watchdog = threading.Timer(seconds, self.kill)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            if request is not None:
-                self._connection.send_bytes(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
-            while self._connection not in connection.wait([self._connection, self._printed]):
-                self._drain()
-            answer = self._connection.recv_bytes(_ANSWER_BYTES)
-            failpoint("worker.answered")
-            return kind.model_validate(json.loads(answer))
-        except (EOFError, OSError):
-            is_late = time.monotonic() >= deadline
-            self.kill()  # where its answer was too long
-            code = self.wait()
-            if is_late:
-                raise Late from None
-            if -code in (signal.SIGKILL, signal.SIGABRT):  # SIGABRT: C++ could not get memory
-                name = signal.Signals(-code).name
-                hint = memory_allowance(self._memory_bytes)
-                raise Killed(f"by {name} (out of memory? {hint})") from None
-            if -code in set(signal.Signals):
-                raise Killed(f"by {signal.Signals(-code).name}") from None
-            raise Ended(f"with exit code {code}") from None
-        except (ValueError, RecursionError):
-            raise Ended("after an answer that can not be read") from None
-        finally:
-            watchdog.cancel()
-            self._drain()
-
-    def printed(self) -> str:
-        """The first PRINTED_BYTES of what was printed since the last call."""
-        text = self._text.decode(errors="replace")
-        if self._dropped_bytes:
-            text += f"\n… and {self._dropped_bytes} bytes more"
-        self._text.clear()
-        self._dropped_bytes = 0
-        return text
-
-    def end(self, grace: float | None = 0) -> int:
-        """As that of every Process, but at once; it lets go of the connection too."""
-        code = super().end(grace)
-        self._connection.close()
-        return code
-
-    def _drain(self) -> None:
-        """Read what was printed, to the end or to one pipe's worth; only the start is kept."""
-        with suppress(BlockingIOError):
-            chunk = os.read(self._printed, _CHUNK_BYTES)
-            room = max(0, PRINTED_BYTES - len(self._text))
-            self._text += chunk[:room]
-            self._dropped_bytes += max(0, len(chunk) - room)
-
-
-def share_of_memory(workers: int) -> int:
-    """Bytes that each of so many workers may have where a recipe does not say it: an equal share,
-    and as much for everything else. A cgroup's limit counts as the machine's memory."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        root = Path("/sys/fs/cgroup")
-        limit_name = "memory.max"
-        if controllers:  # of version 1
-            root = root / controllers
-            limit_name = "memory.limit_in_bytes"
-        folder = root / group.lstrip("/")
-        for place in (folder, *folder.parents):
-            with suppress(OSError, ValueError):  # no such group is seen here, or "max"
-                machine = min(machine, int((place / limit_name).read_text()))
-    return max(machine // (workers + 1), min(LEAST_MEMORY_BYTES, machine // 2))
+        super().__init__(
+            worker.__file__,
+            memory_bytes,
+            name="reward worker",
+            allowance=memory_allowance(memory_bytes),
+            lower="reward.workers",
+        )

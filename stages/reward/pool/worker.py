@@ -58,6 +58,7 @@ def main() -> None:
 
 def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: Any) -> dict:
     from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable
+    from quiver.stages.common.runtime import workers
     from quiver.stages.reward.pool import calls
 
     try:
@@ -65,8 +66,8 @@ def _load(functions: dict[int, Any], key: int, use: str, name: str, **options: A
         return {"about": functions[key].about, "error": None}
     except QuiverError as error:
         refusal = error
-        if calls.is_out_of_memory(error.__cause__):
-            limit = calls.memory_limit()
+        if workers.is_out_of_memory(error.__cause__):
+            limit = workers.memory_limit()
             refusal = ResourceError(
                 f"reward function {name}",
                 f"importing {printable(use)} takes more memory than there is"

@@ -12,13 +12,13 @@ import pytest
 
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError
+from quiver.stages.common.sandbox import check as check_sandbox
+from quiver.stages.common.sandbox import run_program
 from quiver.stages.reward.functions import programs
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.functions.programs import extract, read_tests
 from quiver.stages.reward.pool.pool import Pool
 from quiver.stages.reward.pool.scorer import FunctionScorer
-from quiver.stages.reward.sandbox import check as check_sandbox
-from quiver.stages.reward.sandbox import run_program
 from quiver.stages.reward.scoring import Part
 from quiver.stages.reward.stage import Config, check
 
@@ -503,7 +503,7 @@ def test_what_runs_programs_comes_from_the_recipe_alone():
 
 
 def test_a_sandbox_that_is_not_permitted_is_told_before_any_generation(monkeypatch, tmp_path):
-    monkeypatch.setattr("quiver.stages.reward.sandbox.run._LAUNCHER", tmp_path / "missing")
+    monkeypatch.setattr("quiver.stages.common.sandbox.run._LAUNCHER", tmp_path / "missing")
     config = Config(functions=[{"use": "code", "arguments": {"isolation": "process"}}])
     with pytest.raises(QuiverError, match="sandbox"):
         check(config, ["tests"])
@@ -542,7 +542,7 @@ def test_many_rows_at_once():
 def test_functions_stay_cheap_to_import():
     script = (
         "import sys, quiver.stages.reward.functions; print({'httpx', 'subprocess', "
-        "'quiver.stages.reward.sandbox'} & set(sys.modules))"
+        "'quiver.stages.common.sandbox'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError
 from quiver.stages.common.config import parse
+from quiver.stages.common.sandbox import Finished, Limits, run_program
+from quiver.stages.reward import remote_sandbox
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.functions.programs import code
-from quiver.stages.reward.sandbox import Finished, Limits, remote, run_program
 from quiver.stages.reward.stage import Config, check
 
 GOOD = {"stdout": "out", "stderr": "err", "exit_code": 3, "timed_out": False}
@@ -58,7 +59,7 @@ class Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     """Its URL, what it was asked, and what it shall answer."""
-    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(remote_sandbox, "PAUSE_SECONDS", 0.01)
     asked, answers = [], []
     handler = type("Handler", (Server,), {"asked": asked, "answers": answers})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
@@ -74,7 +75,7 @@ def says(**changes) -> tuple[int, dict, bytes]:
 def test_a_program_runs_there(server, monkeypatch):
     url, asked, _ = server
     monkeypatch.setenv("SANDBOX_TOKEN", "canary-77")
-    finished = remote.run_program(
+    finished = remote_sandbox.run_program(
         "print(input() * 2)",
         stdin="é",
         limits=Limits(seconds=7),
@@ -103,7 +104,7 @@ def test_a_program_runs_there(server, monkeypatch):
 def test_what_it_answers_is_read(server):
     url, _, answers = server
     answers += [says(), says(timed_out=True, exit_code=-9)]
-    first, second = (remote.run_program("", url=url) for _ in range(2))
+    first, second = (remote_sandbox.run_program("", url=url) for _ in range(2))
     assert first == Finished(3, "out", "err", None, first.seconds)
     assert (second.timed_out, second.killed_by, second.exit_code) == (True, "time", -9)
 
@@ -137,28 +138,28 @@ BAD = {
 @pytest.mark.parametrize("answer", BAD.values(), ids=BAD)
 def test_a_bad_answer_is_an_error(server, answer):
     url, asked, answers = server
-    answers += [answer] * remote.ATTEMPTS
+    answers += [answer] * remote_sandbox.ATTEMPTS
     with pytest.raises(RemoteError) as caught:
-        remote.run_program("print(1)", url=url)
+        remote_sandbox.run_program("print(1)", url=url)
     assert caught.value.state == "the program was not judged."
     is_final = answer[0] in (307, 401)
-    assert len(asked) == (1 if is_final else remote.ATTEMPTS)
+    assert len(asked) == (1 if is_final else remote_sandbox.ATTEMPTS)
 
 
 def test_what_may_pass_is_tried_again(server):
     url, asked, answers = server
     answers += [(503, {}, b""), (429, {}, b""), says()]
-    assert remote.run_program("", url=url).exit_code == 3
+    assert remote_sandbox.run_program("", url=url).exit_code == 3
     answers += [(500, {}, b"")] * 3
     with pytest.raises(RemoteError, match=r"answered 500: no text \(3 attempts\)"):
-        remote.run_program("", url=url)
+        remote_sandbox.run_program("", url=url)
     assert len(asked) == 6
 
 
 def test_a_server_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(remote_sandbox, "PAUSE_SECONDS", 0.01)
     with pytest.raises(RemoteError, match="ConnectError"):
-        remote.run_program("", url="http://127.0.0.1:1/run")
+        remote_sandbox.run_program("", url="http://127.0.0.1:1/run")
     with pytest.raises(ConfigError) as caught:
         code([DOUBLE], [["assert double(1) == 2"]], sandbox_url="http://127.0.0.1:1/run?key=canary")
     assert "canary" not in str(caught.value)
@@ -177,15 +178,15 @@ def test_a_server_that_runs_nothing_is_an_error_and_no_number(server):
 def test_tokens_and_urls(monkeypatch):
     for token in ("canary", "env:", "file:x"):
         with pytest.raises(ConfigError, match="must be env:NAME") as caught:
-            remote.run_program("", url="http://127.0.0.1:1", token=token)
+            remote_sandbox.run_program("", url="http://127.0.0.1:1", token=token)
         assert "canary" not in str(caught.value)
     with pytest.raises(ConfigError, match="environment variable MISSING_TOKEN is not set"):
-        remote.run_program("", url="http://127.0.0.1:1", token="env:MISSING_TOKEN")
+        remote_sandbox.run_program("", url="http://127.0.0.1:1", token="env:MISSING_TOKEN")
     monkeypatch.setenv("SANDBOX_TOKEN", "canary-77")
     with pytest.raises(ConfigError, match=r"a token would go to scores.example in the clear"):
-        remote.run_program("", url="http://scores.example:8/run", token="env:SANDBOX_TOKEN")
+        remote_sandbox.run_program("", url="http://scores.example:8/run", token="env:SANDBOX_TOKEN")
     with pytest.raises(ConfigError, match="a URL must be http"):
-        remote.run_program("", url="file:///etc/passwd")
+        remote_sandbox.run_program("", url="file:///etc/passwd")
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError
-from quiver.stages.reward import sandbox
-from quiver.stages.reward.sandbox import Limits, check, interpreter, run_program
-from quiver.stages.reward.sandbox.launcher import seccomp
+from quiver.stages.common import sandbox
+from quiver.stages.common.sandbox import Limits, check, interpreter, run_program
+from quiver.stages.common.sandbox.launcher import seccomp
 from tests.stages.reward import escapes
 
 ROOT = Path(__file__).parents[3]
@@ -276,7 +276,7 @@ def test_whoever_asked_may_die(permitted, isolation, tmp_path):
     """Killed, it leaves nobody and nothing: neither the program, nor the processes around it, nor
     their folder."""
     code = f"""
-from quiver.stages.reward.sandbox import Limits, run_program
+from quiver.stages.common.sandbox import Limits, run_program
 run_program("import time; time.sleep(100)", limits=Limits(seconds=100), isolation={isolation!r})
 """
     asker = subprocess.Popen(
@@ -321,7 +321,7 @@ def below(pid: int, generations: int) -> list[int]:
 # administrator would do it.
 FORBID = """
 import os, sys
-sys.path.insert(0, "stages/reward/sandbox/launcher")
+sys.path.insert(0, "stages/common/sandbox/launcher")
 import kernel
 user, group = os.geteuid(), os.getegid()
 kernel.unshare(kernel.NEWUSER)
@@ -333,7 +333,7 @@ if sys.argv[1] != "ids":
     with open(f"/proc/sys/user/max_{sys.argv[1]}_namespaces", "w") as file:
         file.write("0")
 from quiver.stages.reward.functions import FUNCTIONS
-from quiver.stages.reward.sandbox import run_program
+from quiver.stages.common.sandbox import run_program
 program = f"open({sys.argv[2]!r}, 'a').write('was here ')"
 for attempt in (lambda: run_program(program), lambda: FUNCTIONS["code"].function([program], ["assert True"])):
     try:
@@ -379,7 +379,7 @@ def test_where_a_layer_is_missing_nothing_is_run(kind, tmp_path):
 
 
 UNPRIVILEGED = """
-from quiver.stages.reward.sandbox import check, run_program
+from quiver.stages.common.sandbox import check, run_program
 check()
 print(run_program("import os; print(os.getuid(), os.listdir('/tmp'))").stdout)
 """
@@ -431,7 +431,7 @@ def test_what_can_not_be_right_is_refused():
 
 def test_a_sandbox_that_fails_is_no_result(monkeypatch, tmp_path):
     """The launcher is gone, or answers nothing: an error, never an exit code of the program."""
-    monkeypatch.setattr("quiver.stages.reward.sandbox.run._LAUNCHER", tmp_path / "missing")
+    monkeypatch.setattr("quiver.stages.common.sandbox.run._LAUNCHER", tmp_path / "missing")
     with pytest.raises(ResourceError, match="its launcher died with exit code"):
         run_program("print(1)", isolation="process")
 

@@ -1,5 +1,5 @@
 """Runs one program in a sandbox of its own; started as `python -I -S launcher REPORT LIFELINE` by
-quiver.stages.reward.sandbox.
+quiver.stages.common.sandbox.
 
     launcher                waits for the program, its deadline, the end of whoever asked (LIFELINE)
     └── first process       pid 1 of the new namespaces: builds the root, waits, and takes

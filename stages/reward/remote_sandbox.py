@@ -26,11 +26,10 @@ from pydantic import BaseModel
 from quiver.schemas.errors import RemoteError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.common.config import parse
+from quiver.stages.common.sandbox import Finished, Limits
 from quiver.stages.reward.servers.config import ServerConfig, secret
 from quiver.stages.reward.servers.dialects.strict import read_as, read_json
 from quiver.stages.reward.servers.transport import FailedError, Transport
-
-from .run import Finished, Limits
 
 ATTEMPTS = 3
 ANSWER_SECONDS = 30.0
@@ -106,5 +105,5 @@ def _remote_error(url: str, why: str) -> RemoteError:
         f"sandbox {printable(url)}",
         why,
         state="the program was not judged.",
-        next="see that the server runs and speaks this dialect (stages/reward/sandbox/remote.py)",
+        next="see that the server runs and speaks this dialect (stages/reward/remote_sandbox.py)",
     )

@@ -1,4 +1,4 @@
-"""Programs that nobody trusts, run apart: `run_program` here, `remote.run_program` on a server."""
+"""Programs that nobody trusts, run apart by `run_program`."""
 
 from .run import Finished, Limits, check, run_program
 

@@ -1,0 +1,211 @@
+"""Parsers of tool calls: what each format means, what is told back, what ends an episode; and that
+no text at all makes one raise."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.generate.turns.tool_calls import (
+    PARSERS,
+    Call,
+    ParsedTurn,
+    make_parser,
+    parse_hermes,
+    parse_llama,
+    parse_python_tag,
+)
+from tests import tiny
+
+
+def hermes(*calls: dict) -> str:
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+ADD = {"name": "add", "arguments": {"a": 1, "b": [2, {"c": None}]}}
+SAY = {"name": "say", "arguments": {"text": "a </tool> \n <|im_end|> { é"}}
+
+
+def test_hermes_reads_every_call_and_the_text_before():
+    parsed = parse_hermes("Let me see.\n" + hermes(ADD, SAY))
+    assert parsed.text == "Let me see.\n"
+    assert parsed.calls == (Call("add", ADD["arguments"]), Call("say", SAY["arguments"]))
+    assert parsed.error is None and not parsed.is_broken
+
+
+@pytest.mark.parametrize(
+    "parse, text",
+    [
+        (parse_hermes, "The answer is 12."),
+        (parse_hermes, "<think>I could use <tool_call></think>No tool is needed."),
+        (parse_hermes, "<think>cut while I think of <tool_call>"),
+        (parse_llama, "The answer is {12}."),
+        (parse_llama, '{"answer": 12}'),
+        (parse_python_tag, "```python\nprint(1)\n```"),
+    ],
+)
+def test_a_turn_without_calls_is_text(parse, text):
+    assert parse(text) == ParsedTurn(text)
+
+
+def test_thinking_holds_no_calls_and_stays_in_the_text():
+    text = "<think><tool_call> is an idea</think>\n"
+    parsed = parse_hermes(text + hermes(ADD))
+    assert parsed.text == text and parsed.calls == (Call("add", ADD["arguments"]),)
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ('<tool_call>{"name": "add", "arguments": {}</tool_call>', "not valid JSON"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        ("<tool_call>[1]</tool_call>", "list, expected a JSON object"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'lacks "name"'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is list"),
+        ('<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "no plain JSON"),
+        (hermes(ADD) + "<tool_call>oh</tool_call>", "not valid JSON"),
+    ],
+)
+def test_a_call_that_can_not_be_read_is_an_error_that_can_be_told(text, why):
+    parsed = parse_hermes(text)
+    assert why in parsed.error and not parsed.is_broken
+
+
+@pytest.mark.parametrize(
+    "parse, text",
+    [
+        (parse_hermes, 'So: <tool_call>{"name": "add", "argum'),
+        (parse_hermes, hermes(ADD) + "\n<tool_call>"),
+        (parse_hermes, "<tool_call><tool_call>{}</tool_call>"),
+        (parse_hermes, "So </tool_call>"),
+        (parse_hermes, "</tool_call>" + hermes(ADD)),
+        (parse_hermes, hermes(ADD) + "</tool_call>"),
+        (parse_llama, '{"name": "add", "parameters": {"a": "1'),
+        (parse_llama, '<|python_tag|>{"name": "add", "parameters": {'),
+    ],
+)
+def test_broken_framing_is_told_apart(parse, text):
+    parsed = parse(text)
+    assert parsed.is_broken and parsed.error and not parsed.calls
+
+
+def test_arguments_may_be_json_inside_json_or_absent():
+    text = hermes({"name": "add", "arguments": '{"a": 1}'}, {"name": "now"})
+    assert parse_hermes(text).calls == (Call("add", {"a": 1}), Call("now", {}))
+
+
+@pytest.mark.parametrize("tag", ["", "<|python_tag|>", "I ask.<|python_tag|>"])
+@pytest.mark.parametrize("end", ["", "<|eom_id|>", "\n<|eot_id|>"])
+def test_llama_reads_objects_with_or_without_the_tag(tag, end):
+    text = '{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}'
+    parsed = parse_llama(tag + text + end)
+    assert parsed.calls == (Call("add", {"a": 1}), Call("now", {}))
+    assert parsed.text == tag.partition("<|")[0]
+
+
+def test_llama_tells_bad_json_of_a_call_and_takes_other_code_for_python():
+    assert "not valid JSON" in parse_llama('{"name": "add", "parameters": {a: 1}}').error
+    assert parse_llama("<|python_tag|>print(1)<|eom_id|>").calls == (
+        Call("python", {"code": "print(1)"}),
+    )
+
+
+def test_code_behind_the_tag_is_one_call():
+    parsed = parse_python_tag("I run it.<|python_tag|>x = {}\nprint(x)<|eom_id|>")
+    assert parsed == ParsedTurn("I run it.", (Call("python", {"code": "x = {}\nprint(x)"}),))
+    assert "no code" in parse_python_tag("<|python_tag|> ").error
+
+
+PIECES = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<|eom_id|>", '{"name": "a"',
+     ', "arguments": ', ', "parameters": ', "{", "}", "[", "]", '"', "\\", ";", "NaN", "1e999", "\ud800", "\0", "\n"]
+)  # fmt: skip
+TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=400, deadline=None)
+@given(text=TEXTS)
+def test_no_text_makes_a_parser_raise(name, text):
+    parsed = PARSERS[name].parse(text)
+    assert isinstance(parsed, ParsedTurn)
+    assert text.startswith(parsed.text)
+    assert not (parsed.is_broken and parsed.error is None)
+    for call in parsed.calls:
+        json.dumps(call.arguments, allow_nan=False)
+
+
+JSONS = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.text("abc_", min_size=1), st.dictionaries(st.text("abc"), JSONS)),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_what_is_written_is_read_again(calls):
+    expected = tuple(Call(*call) for call in calls)
+    members = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    assert "</tool_call>" in hermes(*members)
+    assert parse_hermes(hermes(*members)).calls == expected
+    text = "; ".join(json.dumps({"name": name, "parameters": a}) for name, a in calls)
+    assert parse_llama(text).calls == expected
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", '{"name": "a", "parameters": {"a": ', "[" * 50, "</tool_call>"]
+)
+def test_long_text_takes_no_more_than_it_should(name, piece):
+    parsed = PARSERS[name].parse('{"name": ' + piece * 20_000)
+    assert not parsed.calls
+
+
+def test_the_tokenizers_own_response_template_reads_calls():
+    tokenizer = tiny.tokenizer()
+    with pytest.raises(ConfigError, match="no response template"):
+        make_parser("tokenizer", tokenizer)
+
+
+def write_parser(folder, body: str) -> str:
+    path = folder / "my_calls.py"
+    path.write_text(f"def parse(text):\n    {body}\n")
+    return f"{path}:parse"
+
+
+def test_a_function_of_the_users_reads_calls(tmp_path):
+    body = 'return [{"name": w, "arguments": {}} for w in text.split() if w.startswith("@")]'
+    parse = make_parser(write_parser(tmp_path, body))
+    assert parse("do @this and @that").calls == (Call("@this", {}), Call("@that", {}))
+
+
+@pytest.mark.parametrize(
+    "body, why, is_broken",
+    [
+        ("raise ValueError('say it again')", "say it again", False),
+        ("raise EOFError('cut')", "cut", True),
+        ("return 7", "not iterable", False),
+        ("return [{}]", 'lacks "name"', False),
+    ],
+)
+def test_what_a_users_function_raises_is_told(tmp_path, body, why, is_broken):
+    parsed = make_parser(write_parser(tmp_path, body))("text")
+    assert why in parsed.error and parsed.is_broken == is_broken
+
+
+def test_a_parser_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="did you mean hermes"):
+        make_parser("hermess")
