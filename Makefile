@@ -5,7 +5,7 @@ LOCK := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo requirements-gpu.loc
 STAMP := .venv/.installed-$(LOCK)
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow torture gpu oracle mutants bench keys lint lock
+.PHONY: setup demo test slow torture gpu oracle environments mutants bench keys lint lock
 
 setup: $(STAMP)
 
@@ -58,6 +58,14 @@ TRACKERS := wandb==0.31.0 cwevals mlflow-skinny==3.17.2 databricks-sdk GitPython
 
 oracle: .oracles/verl .trackers/wandb
 	PYTHONPATH=.oracles:.trackers $(PYTEST) -m oracle tests/oracles
+
+# gymnasium, whose environments may answer turns, in a folder of its own; without it its tests skip
+.gymnasium/gymnasium: $(STAMP)
+	.venv/bin/python -m pip install --quiet --no-deps --upgrade --target .gymnasium gymnasium==1.4.0 cloudpickle farama-notifications
+	touch $@
+
+environments: .gymnasium/gymnasium
+	PYTHONPATH=.gymnasium $(PYTEST) tests/stages/generate/test_environments.py
 
 # Small bugs in a copy of the code: what the tests caught once they must catch again. An hour or so
 mutants: setup

@@ -1,0 +1,116 @@
+"""Who can answer turns: the table of what a recipe may name, and environments made of it.
+
+A class is taken by what it has: `action_space` (gymnasium's), else `step`, else public methods that
+are tools, as TRL's `environment_factory` takes them. A further kind is a row of ENVIRONMENTS or of
+TOOLS, and a module here with that function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common import plugins
+from quiver.stages.common.plugins import did_you_mean
+from quiver.stages.generate.turns.environment import Factory
+
+_HERE = "quiver.stages.generate.turns.adapters"
+
+
+class Entry(NamedTuple):
+    """What a recipe may name before a colon."""
+
+    description: str
+    module: str
+    """Its module here. Of an environment it has `open_environment(name, arguments) -> Factory`, of
+    tools `open_tools(name) -> (schemas, functions by name)`; `name` is what stands behind the
+    colon."""
+
+
+ENVIRONMENTS = {
+    "gymnasium": Entry("a registered text environment of gymnasium's, by its name", "gymnasium"),
+    "openenv": Entry("a server that speaks OpenEnv, by its URL", "openenv"),
+}
+TOOLS = {
+    "python": Entry("runs a program in the sandbox", "python"),
+    "mcp": Entry("the tools of an MCP server, by the command that starts it", "mcp"),
+}
+
+
+def check_source(source: str, *, is_tool: bool) -> None:
+    """ConfigError where a recipe's name is of no known form; whether it exists is not looked at."""
+    entries = TOOLS if is_tool else ENVIRONMENTS
+    before, _, behind = source.partition(":")
+    if source == "python" and is_tool:
+        return
+    if behind and before != "python":
+        return
+    names = ", ".join(f"{name}:…" if name != "python" else name for name in entries)
+    raise ConfigError(
+        f"generate.turns.{'tools' if is_tool else 'environment'} {printable(repr(source))}",
+        f"{printable(repr(source))} is no such name, expected file.py:name, module:name, or one of "
+        f"{names}{did_you_mean(before, entries)}",
+        next="correct it",
+    )
+
+
+def open_source(environment: str, tools: list[str], arguments: dict[str, Any]) -> Factory:
+    """What makes the environments that a recipe names. ConfigError: it is not there, or lacks
+    something."""
+    if not environment:
+        return _of_tools(tools)
+    before, _, name = environment.partition(":")
+    if before in ENVIRONMENTS:
+        return _module(ENVIRONMENTS[before]).open_environment(name, arguments)
+    constructor, sha256 = plugins.load(environment, "generate.turns.environment")
+    try:
+        probe = constructor(**arguments)
+    except Exception as error:  # a user's code
+        raise ConfigError(
+            f"generate.turns.environment {printable(environment)}",
+            f"can not be made: {type(error).__name__}: {printable(error)}",
+            next="correct generate.turns.arguments, or the class",
+        ) from error
+    module = "methods"
+    if hasattr(probe, "action_space"):
+        module = "gymnasium"
+    elif callable(getattr(probe, "step", None)):
+        module = "stepping"
+    adapter = importlib.import_module(f"{_HERE}.{module}")
+    factory = adapter.open_class(environment, lambda: constructor(**arguments), probe)
+    return factory._replace(fingerprint=sha256)
+
+
+def _of_tools(sources: list[str]) -> Factory:
+    from quiver.stages.generate.turns.adapters.methods import ToolEnvironment
+    from quiver.stages.generate.turns.tool_schemas import schema_of
+
+    schemas: list[dict[str, Any]] = []
+    functions: dict[str, Callable[..., Any]] = {}
+    hashes = []
+    for source in sources:
+        before, _, name = source.partition(":")
+        if before in TOOLS:
+            new_schemas, new_functions = _module(TOOLS[before]).open_tools(name)
+        else:
+            function, sha256 = plugins.load(source, "generate.turns.tools")
+            new_schemas = [schema_of(function, source)]
+            new_functions = {new_schemas[0]["function"]["name"]: function}
+            hashes.append(sha256)
+        for tool in sorted(functions.keys() & new_functions):
+            raise ConfigError(
+                f"generate.turns.tools {printable(source)}",
+                f"there are two tools with the name {printable(tool)}",
+                next="rename one of them",
+            )
+        schemas += new_schemas
+        functions |= new_functions
+    fingerprint = hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else ""
+    return Factory(lambda: ToolEnvironment(functions), schemas, True, fingerprint)
+
+
+def _module(entry: Entry) -> Any:
+    return importlib.import_module(f"{_HERE}.{entry.module}")

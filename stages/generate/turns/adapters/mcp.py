@@ -1,0 +1,96 @@
+"""Tools of an MCP server that is started by a command and speaks over its standard streams.
+
+    tools = ["mcp:python my_server.py"]
+
+Each worker process starts one server, for all environments in it: what its tools answer must be a
+matter of their arguments alone. Needs the package mcp.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from quiver.schemas.errors import ConfigError, printable
+
+_START_SECONDS = 60.0
+
+
+class Server:
+    """A running server. Its connection lives in a thread of its own, as long as this process."""
+
+    def __init__(self, command: str) -> None:
+        """ConfigError where it can not be started, or the package is not there."""
+        self.command = command
+        self._loop = asyncio.new_event_loop()
+        self._client: Future[Any] = Future()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._connect(), self._loop)
+        try:
+            client = self._client.result(_START_SECONDS)
+            self.tools = self._wait(_all_tools(client))
+        except Exception as error:  # of the library, or of the server
+            raise ConfigError(
+                f"generate.turns.tools mcp:{printable(command)}",
+                f"the server can not be used: {type(error).__name__}: {printable(error)}",
+                next="see that the command starts an MCP server, and that the package mcp is there",
+            ) from error
+
+    def call(self, name: str, **arguments: Any) -> str:
+        """The texts of a tool's answer. RuntimeError where it says that it failed."""
+        answer = self._wait(self._client.result().call_tool(name, arguments))
+        texts = [getattr(block, "text", f"({block.type})") for block in answer.content]
+        if answer.is_error:
+            raise RuntimeError("\n".join(texts))
+        return "\n".join(texts)
+
+    def _wait(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _connect(self) -> None:
+        """Open the connection and keep it: it is closed with this process."""
+        try:
+            from mcp import Client, StdioServerParameters
+
+            program, *arguments = shlex.split(self.command)
+            parameters = StdioServerParameters(command=program, args=arguments)
+            async with Client(parameters) as client:
+                self._client.set_result(client)
+                await asyncio.Event().wait()
+        except BaseException as error:
+            if self._client.done():
+                raise
+            self._client.set_exception(error)
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    tools: list[Any] = []
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            return tools
+
+
+def open_tools(name: str) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
+    """Schemas and functions of the server that the command `name` starts. ConfigError."""
+    server = Server(name)
+    schemas = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in server.tools
+    ]
+    return schemas, {tool.name: partial(server.call, tool.name) for tool in server.tools}

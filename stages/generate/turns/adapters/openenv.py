@@ -1,0 +1,109 @@
+"""A server that speaks OpenEnv over HTTP: each episode is reset and stepped under an id of its own.
+
+    POST URL/reset  {"seed": 7, "episode_id": "…", column: …}
+    POST URL/step   {"action": {"message": "…"}, "episode_id": "…"}
+                    → {"observation": {…}, "reward": 0.5, "done": false}
+
+The action has the turn's text under `action_key` (`arguments`, "message" unless said otherwise); a
+turn with one call has the call's arguments instead. Of the observation the policy reads `text_key`;
+without it the one text that is there, or all of it as JSON. The server must keep episodes apart by
+their id: one that makes a new environment for each request can not be used.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import httpx
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.generate.turns.environment import (
+    Factory,
+    Message,
+    Row,
+    Step,
+    Turn,
+    clean,
+    read_messages,
+    read_step,
+    read_text,
+)
+
+_BESIDE = ("reward", "done", "metadata")
+_LONGEST_SECONDS = 24 * 3600.0  # the step's own limit ends this process before
+_MOST_BYTES = 16 << 20
+
+
+class OpenEnvironment:
+    """One episode on the server."""
+
+    def __init__(self, client: httpx.Client, action_key: str, text_key: str | None) -> None:
+        self._client = client
+        self._action_key = action_key
+        self._text_key = text_key
+        self._episode_id = str(uuid.uuid4())
+
+    def reset(self, row: Row, seed: int) -> list[Message]:
+        """The first observation is the opening."""
+        answer = self._ask("reset", {**row, "seed": seed % 2**31})
+        return read_messages(self._text_of(answer["observation"]))
+
+    def step(self, turn: Turn) -> Step:
+        """One action."""
+        action: dict[str, Any] = {self._action_key: turn.text}
+        if len(turn.calls) == 1:
+            action = turn.calls[0].arguments
+        answer = self._ask("step", {"action": action})
+        return read_step(
+            {
+                "text": self._text_of(answer["observation"]),
+                "reward": answer.get("reward"),
+                "done": answer.get("done") is True,
+                "info": answer.get("metadata") or None,
+            }
+        )
+
+    def finish(self) -> float | None:
+        """None: its rewards are of steps."""
+        return None
+
+    def close(self) -> None:
+        """Nothing: the server keeps its episodes by itself."""
+
+    def _ask(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+        """RuntimeError where the server refuses, or answers no observation."""
+        request = {**request, "episode_id": self._episode_id}
+        response = self._client.post(f"/{verb}", json=request)
+        if response.status_code != 200 or len(response.content) > _MOST_BYTES:
+            raise RuntimeError(f"/{verb}: {response.status_code} {printable(response.text)}")
+        answer = response.json()
+        if not isinstance(answer, dict) or not isinstance(answer.get("observation"), dict):
+            raise RuntimeError(f"/{verb}: no observation in {printable(response.text)}")
+        return answer
+
+    def _text_of(self, observation: dict[str, Any]) -> str:
+        parts_to_read = {name: part for name, part in observation.items() if name not in _BESIDE}
+        if self._text_key is not None:
+            return read_text(parts_to_read.get(self._text_key))
+        texts = [part for part in parts_to_read.values() if isinstance(part, str)]
+        return (
+            clean(texts[0]) if len(texts) == len(parts_to_read) == 1 else read_text(parts_to_read)
+        )
+
+
+def open_environment(name: str, arguments: dict[str, Any]) -> Factory:
+    """Episodes on the server at a URL. ConfigError where an argument is unknown."""
+    unknown = sorted(set(arguments) - {"action_key", "text_key"})
+    if unknown or not name.startswith(("http://", "https://")):
+        problem = f"unknown argument {printable(unknown[0])}" if unknown else "is no URL"
+        raise ConfigError(
+            f"generate.turns.environment openenv:{printable(name)}",
+            f"{problem}; expected openenv:http://… with action_key and text_key as arguments",
+            next="correct generate.turns",
+        )
+    # no proxy or password of this machine's environment, and no redirects to elsewhere
+    client = httpx.Client(base_url=name.rstrip("/"), timeout=_LONGEST_SECONDS, trust_env=False)
+    action_key = arguments.get("action_key", "message")
+    text_key = arguments.get("text_key")
+    return Factory(lambda: OpenEnvironment(client, action_key, text_key), [], False)

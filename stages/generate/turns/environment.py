@@ -1,0 +1,220 @@
+"""What an environment is: it is reset for a row, answers the policy's turns, and may pay for them.
+
+A user's class with a method `step` gets a `Turn` and returns a `Step` (or a mapping with its
+fields, or the text alone):
+
+    class Guess:
+        def reset(self, seed, limit):                 # `seed`, and columns of the row, by name
+            self.number = random.Random(seed).randrange(limit)
+
+        def step(self, turn):
+            guess = int(turn.text)
+            text = "higher" if guess < self.number else "lower"
+            return Step(text=text, done=guess == self.number)
+
+Whatever else can answer turns is adapted to the protocol `Environment` (see `adapters`). All of it
+runs in worker processes alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from quiver.schemas.errors import printable
+from quiver.stages.generate.turns.tool_calls import Call
+from quiver.stages.generate.turns.tool_schemas import ToolSchema
+
+Message = dict[str, Any]
+Row = dict[str, Any]
+"""The columns of one prompt, by name; `prompt` is its messages or its text."""
+_LARGEST = 3.4028234663852886e38  # of a float32
+_MOST_INFO = 10_000
+
+
+class Turn(NamedTuple):
+    """What the policy did."""
+
+    text: str
+    """What it said; before its calls, where it made any."""
+    calls: tuple[Call, ...] = ()
+
+
+class Step(NamedTuple):
+    """What came of a turn."""
+
+    messages: list[Message] | None = None
+    """What the policy reads next: {role, content} each, `name` too where it is a tool's."""
+    text: str | None = None
+    """The same as one message of the user."""
+    reward: float | None = None
+    """Of this turn; None: it has none."""
+    done: bool = False
+    info: dict[str, Any] | None = None
+    """Kept beside the turn, as JSON of at most 10 kB."""
+
+    def observation(self) -> list[Message]:
+        """What the policy reads next, as messages."""
+        if self.text is not None:
+            return [*(self.messages or []), {"role": "user", "content": self.text}]
+        return list(self.messages or [])
+
+
+class Environment(Protocol):
+    """One episode's environment, in a worker."""
+
+    def reset(self, row: Row, seed: int) -> list[Message]:
+        """Begin; the opening messages, or none."""
+        ...
+
+    def step(self, turn: Turn) -> Step:
+        """Answer a turn."""
+        ...
+
+    def finish(self) -> float | None:
+        """The reward of the episode as it stands at its end, where there is one."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
+
+
+class Factory(NamedTuple):
+    """What environments of one kind are made by."""
+
+    make: Callable[[], Environment]
+    tools: list[ToolSchema]
+    """What the policy may call."""
+    answers: bool
+    """Whether a turn without calls is the policy's answer, and ends the episode."""
+    fingerprint: str = ""
+    """Hash of the user's code."""
+
+
+# -- what users' code returns
+
+
+def read_step(returned: Any) -> Step:
+    """A `Step` of plain JSON, whatever a user's `step` returned. ValueError says what is wrong."""
+    if isinstance(returned, Mapping):
+        unknown = sorted(set(map(str, returned)) - set(Step._fields))
+        if unknown:
+            raise ValueError(
+                f"step returned the key {printable(unknown[0])}; a step has "
+                f"{', '.join(Step._fields)}"
+            )
+        returned = Step(**returned)
+    elif returned is None or isinstance(returned, str):
+        returned = Step(text=returned)
+    if not all(hasattr(returned, name) for name in Step._fields):
+        raise ValueError(f"step returned {type(returned).__name__}, expected a Step")
+    text = returned.text
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"text of the step is {type(text).__name__}, expected text")
+    info = returned.info
+    if info is not None:
+        info = json.loads(_as_json(info))
+        if not isinstance(info, dict):
+            raise ValueError(f"info of the step is {type(returned.info).__name__}, not a mapping")
+    messages = None if returned.messages is None else read_messages(returned.messages)
+    return Step(
+        messages,
+        None if text is None else clean(text),
+        read_reward(returned.reward),
+        bool(returned.done),
+        info,
+    )
+
+
+def read_messages(returned: Any) -> list[Message]:
+    """Messages of a role and a content each. A text is one message of the user, None is none.
+    ValueError."""
+    if returned is None or isinstance(returned, str):
+        return [{"role": "user", "content": clean(returned)}] if returned else []
+    messages = []
+    for message in returned:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(
+                f"a message is {printable(repr(message))}, expected a role and a content"
+            )
+        named = {"name": clean(str(message["name"]))} if message.get("name") else {}
+        messages.append({"role": role, **named, "content": clean(content)})
+    return messages
+
+
+def read_reward(returned: Any) -> float | None:
+    """A number that a float32 holds, or None. ValueError."""
+    if hasattr(returned, "item"):  # of numpy or torch
+        returned = returned.item()
+    if returned is None:
+        return None
+    if not isinstance(returned, int | float) or not abs(returned) <= _LARGEST:
+        raise ValueError(f"the reward is {printable(repr(returned))}, expected a finite number")
+    return float(returned)
+
+
+def read_text(returned: Any) -> str:
+    """What a tool returned, as text: text as it is, None as nothing, anything else as JSON."""
+    if returned is None:
+        return ""
+    return clean(returned if isinstance(returned, str) else _as_json(returned))
+
+
+def clean(text: str) -> str:
+    """`text` as UTF-8 can hold it, without NUL."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def _as_json(returned: Any) -> str:
+    """As JSON; what JSON has no word for is there as text, and what is too long is cut to text."""
+    text = json.dumps(returned, ensure_ascii=False, default=str)
+    if isinstance(returned, Mapping) and len(text) > _MOST_INFO:
+        return json.dumps({"cut": text[:_MOST_INFO]}, ensure_ascii=False)
+    return text
+
+
+# -- how users' code is called
+
+
+def call_reset(reset: Callable[..., Any], row: Row, seed: int) -> Any:
+    """`reset(**columns)` with those columns that it takes; `seed` too, where it takes that and no
+    column has the name."""
+    columns = {"seed": seed, **row}
+    parameters = inspect.signature(reset).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        return waited(reset(**(columns if "seed" in names else {**row})))
+    return waited(reset(**{p.name: columns[p.name] for p in parameters if p.name in columns}))
+
+
+def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
+    """What a tool says to one call. What it raises is told to the policy, as is a name that no
+    tool has."""
+    name = clean(call.name)
+    tool = tools.get(call.name)
+    if tool is None:
+        names = ", ".join(sorted(tools))
+        content = f"Error: there is no tool {name}; there is {names or 'none'}"
+    else:
+        try:
+            content = read_text(waited(tool(**call.arguments)))
+        except (Exception, SystemExit) as error:
+            content = clean(f"Error: {type(error).__name__}: {error}")
+    return {"role": "tool", "name": name, "content": content}
+
+
+def waited(returned: Any) -> Any:
+    """What an async function came to; anything else as it is."""
+    if not inspect.isawaitable(returned):
+        return returned
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait())

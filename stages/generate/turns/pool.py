@@ -1,0 +1,376 @@
+"""Environments in worker processes, many a process: one that hangs or ends its process costs its
+own episode.
+
+    with EnvironmentPool(config) as pool:
+        key = pool.open({"prompt": "…", "answer": 7}, seed)
+        pool.step(key, Turn("…"))
+        for reply in pool.replies(wait=1.0):
+            ...
+
+Whatever is asked is answered once, in any order, by `replies`. A process answers one request at a
+time, and a request's time begins when its turn has come. Where a process is lost, the episode that
+it was at has failed; each other episode in it is brought back in a new process when it is next
+asked: its turns are played again, and must give the same observations, rewards and ends, else it
+has failed as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel
+
+from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, from_dict, printable
+from quiver.stages.common.runtime.workers import Ended, Killed, Late, Worker, share_of_memory
+from quiver.stages.generate.turns import worker
+from quiver.stages.generate.turns.config import Turns
+from quiver.stages.generate.turns.environment import Message, Row, Step, Turn
+from quiver.stages.generate.turns.tool_schemas import ToolSchema
+
+LOAD_SECONDS = 120.0
+LOAD_ATTEMPTS = 3
+"""Processes that a signal may end, one after another, while they load the environment's code."""
+Failure = Literal["timeout", "environment_error"]
+log = logging.getLogger(__name__)
+
+
+class Reply(NamedTuple):
+    """What came of one request."""
+
+    key: int
+    step: Step
+    """Of `open` it has the opening messages, of `finish` the reward of the whole episode."""
+    seconds: float
+    """That the environment took."""
+    failure: Failure | None = None
+    """Why the episode is over; nothing more can be asked of it."""
+    why: str = ""
+
+
+class Loaded(BaseModel):
+    """What a worker says of the code that it was to load."""
+
+    tools: list[ToolSchema]
+    answers: bool
+    fingerprint: str
+    error: dict[str, str] | None
+
+
+class _StepFields(BaseModel):
+    messages: list[Message] | None = None
+    text: str | None = None
+    reward: float | None = None
+    done: bool = False
+    info: dict[str, Any] | None = None
+
+
+class _Answer(BaseModel):
+    step: _StepFields | None = None
+    reward: float | None = None
+    error: str | None
+
+    def as_step(self) -> Step:
+        fields = self.step.model_dump() if self.step else {"reward": self.reward}
+        return Step(**fields)
+
+
+class _Differs(Exception):
+    """An episode that was played again went another way."""
+
+
+@dataclass(eq=False)
+class _Record:
+    """One episode: all that is needed to play it again."""
+
+    key: int
+    row: bytes
+    """Pickled."""
+    seed: int
+    process: _Process
+    turns: list[Turn] = field(default_factory=list)
+    """Those that were answered."""
+    steps: list[Step] = field(default_factory=list)
+    """The opening, and what came of each turn."""
+    seconds: float = 0.0
+    """In its environment so far."""
+    worker_number: int = 0
+    """Which of its process's workers holds it; 0: none."""
+
+
+class _Job(NamedTuple):
+    record: _Record
+    verb: Literal["open", "step", "finish"]
+    turn: Turn | None = None
+
+
+class EnvironmentPool:
+    """`config.processes` worker processes and the environments in them. One thread uses it."""
+
+    def __init__(self, config: Turns) -> None:
+        """Starts the first process and loads the environment's code. ConfigError, ResourceError."""
+        self.config = config
+        num_processes = config.processes or len(os.sched_getaffinity(0))
+        self._memory_bytes = share_of_memory(num_processes)
+        if config.max_memory_gib is not None:
+            self._memory_bytes = int(config.max_memory_gib * 2**30)
+        self._replies = queue.SimpleQueue[Reply | QuiverError]()
+        self._records: dict[int, _Record] = {}
+        self._num_opened = 0
+        self._processes = [_Process(self) for _ in range(num_processes)]
+        try:
+            self.loaded = self._processes[0].start()
+        except BaseException:
+            self.close()
+            raise
+        for process in self._processes:
+            process.thread.start()
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, row: Row, seed: int) -> int:
+        """Begin an episode, in the process that has the fewest; its key."""
+        self._num_opened += 1
+        counts = dict.fromkeys(self._processes, 0)
+        for record in self._records.values():
+            counts[record.process] += 1
+        process = min(counts, key=counts.get)
+        pickled = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
+        record = _Record(self._num_opened, pickled, seed, process)
+        self._records[record.key] = record
+        process.jobs.put(_Job(record, "open"))
+        return record.key
+
+    def step(self, key: int, turn: Turn) -> None:
+        """Have a turn answered."""
+        record = self._records[key]
+        record.process.jobs.put(_Job(record, "step", turn))
+
+    def finish(self, key: int) -> None:
+        """Ask for the reward of the whole episode, and let go of it."""
+        record = self._records[key]
+        record.process.jobs.put(_Job(record, "finish"))
+
+    def replies(self, wait: float | None = 0.0) -> list[Reply]:
+        """What has been answered since the last call; where that is nothing, `wait` seconds for the
+        first (None: as long as it takes). What can not be gone on without is raised."""
+        replies: list[Reply] = []
+        try:
+            while True:
+                timeout = 0.0 if replies else wait
+                reply = self._replies.get(timeout != 0.0, timeout or None)
+                if isinstance(reply, QuiverError):
+                    raise reply
+                if reply.failure is not None:
+                    self._records.pop(reply.key, None)
+                replies.append(reply)
+        except queue.Empty:
+            return replies
+
+    def forget(self, key: int) -> None:
+        """No more is asked of this episode; `finish` has been answered."""
+        self._records.pop(key, None)
+
+    def close(self) -> None:
+        """Kill all processes and all that they started."""
+        for process in self._processes:
+            process.close()
+
+    def answered(self, reply: Reply | QuiverError) -> None:
+        """From the thread of a process."""
+        self._replies.put(reply)
+
+    def new_worker(self) -> Worker:
+        """Another worker process. ResourceError."""
+        allowance = f"an environment's process may have {self._memory_bytes / 2**30:.3g} GiB, "
+        return Worker(
+            worker.__file__,
+            self._memory_bytes,
+            name="environment worker",
+            allowance=allowance + "generate.turns.max_memory_gib",
+            lower="generate.turns.processes",
+        )
+
+
+class _Process:
+    """A place for one worker process after another, and the thread that asks it."""
+
+    def __init__(self, pool: EnvironmentPool) -> None:
+        self.jobs = queue.SimpleQueue[_Job | None]()
+        self.thread = threading.Thread(target=self._serve, daemon=True, name="environments")
+        self._pool = pool
+        self._worker: Worker | None = None
+        self._worker_number = 0
+        self._lock = threading.Lock()
+        self._is_closing = False
+
+    def start(self) -> Loaded:
+        """A worker that has loaded the environment's code. ConfigError, ResourceError."""
+        config = self._pool.config
+        name = f"generate.turns {printable(', '.join(config.sources))}"
+        request = {
+            "path": list(filter(None, sys.path)),
+            "load": {
+                "environment": config.environment,
+                "tools": list(config.tools),
+                "arguments": config.arguments,
+            },
+        }
+        for attempt in range(1, LOAD_ATTEMPTS + 1):
+            with self._lock:
+                if self._is_closing:
+                    raise ResourceError(name, "its workers were closed", next="run again")
+                self._worker = self._pool.new_worker()
+            self._worker_number += 1
+            try:
+                loaded = self._worker.ask(request, LOAD_SECONDS, Loaded)
+                break
+            except (Late, Ended) as error:
+                self._log_printed()
+                self._lose_worker()
+                how = f"took longer than {LOAD_SECONDS:g} s"
+                if isinstance(error, Ended):
+                    how = f"ended its process {error}"
+                if not isinstance(error, Killed):
+                    raise ConfigError(
+                        name, f"importing it {how}", next="see what importing it does"
+                    ) from None
+                if attempt == LOAD_ATTEMPTS:
+                    raise ResourceError(
+                        name,
+                        f"importing it {how}, {attempt} times in a row",
+                        next="lower generate.turns.processes, then run again",
+                    ) from None
+        if loaded.error:
+            raise from_dict(loaded.error)
+        if config.fingerprint not in ("", loaded.fingerprint):
+            raise ConfigError(
+                name,
+                f"its file changed meanwhile: fingerprint expected {config.fingerprint}, found "
+                f"{loaded.fingerprint}",
+                state="finished shards are kept.",
+                next="run again",
+            )
+        return loaded
+
+    def close(self) -> None:
+        """End the worker, and the thread when it is back."""
+        with self._lock:
+            self._is_closing = True
+            if self._worker is not None:
+                self._worker.kill()
+        self.jobs.put(None)
+        if self.thread.is_alive():
+            self.thread.join()
+        self._lose_worker()
+
+    def _serve(self) -> None:
+        while (job := self.jobs.get()) is not None and not self._is_closing:
+            try:
+                self._pool.answered(self._do(job))
+            except BaseException as error:
+                if not isinstance(error, QuiverError):
+                    error = QuiverError("environments", f"{type(error).__name__}: {error}")
+                self._pool.answered(error)
+
+    def _do(self, job: _Job) -> Reply:
+        """The reply to a job; whatever goes wrong with the episode is in it."""
+        record = job.record
+        config = self._pool.config
+        started = time.monotonic()
+        try:
+            self._bring_back(record)
+        except (_Differs, Late, Ended) as error:
+            how = "took too long" if isinstance(error, Late) else f"{error}"
+            why = f"its process was lost, and playing it again failed: {how}"
+            return Reply(record.key, Step(), 0.0, "environment_error", why)
+        seconds_left = config.episode_seconds - record.seconds
+        limit = min(config.step_seconds, max(seconds_left, 0.0))
+        started = time.monotonic()
+        try:
+            if not limit:
+                raise Late
+            answer = self._ask(record, job, limit)
+        except Late:
+            record.seconds += time.monotonic() - started
+            key = "episode_seconds" if seconds_left < config.step_seconds else "step_seconds"
+            why = f"no answer within generate.turns.{key} {getattr(config, key):g}"
+            return Reply(record.key, Step(), time.monotonic() - started, "timeout", why)
+        except Ended as error:
+            why = f"its process ended {error}"
+            seconds = time.monotonic() - started
+            return Reply(record.key, Step(), seconds, "environment_error", why)
+        seconds = time.monotonic() - started
+        record.seconds += seconds
+        if answer.error is not None:
+            return Reply(record.key, Step(), seconds, "environment_error", answer.error)
+        step = answer.as_step()
+        if job.verb != "finish":
+            record.steps.append(step)
+        if job.turn is not None:
+            record.turns.append(job.turn)
+        return Reply(record.key, step, seconds)
+
+    def _bring_back(self, record: _Record) -> None:
+        """Have the record's environment in the worker. Where its worker was lost it is played
+        again. _Differs, Late, Ended."""
+        if self._worker is None:
+            self.start()
+        if record.worker_number == self._worker_number:
+            return
+        jobs = [_Job(record, "open"), *(_Job(record, "step", turn) for turn in record.turns)]
+        for job, expected in zip(jobs, record.steps, strict=False):
+            answer = self._ask(record, job, self._pool.config.step_seconds)
+            if answer.error is not None:
+                raise _Differs(answer.error)
+            step = answer.as_step()
+            if step._replace(info=None) != expected._replace(info=None):
+                raise _Differs(
+                    f"turn {len(record.turns)} was answered otherwise: the environment does not "
+                    "depend on seed, row and turns alone"
+                )
+        record.worker_number = self._worker_number
+
+    def _ask(self, record: _Record, job: _Job, seconds: float) -> _Answer:
+        """One answer. Late, Ended: the worker is lost."""
+        request: dict[str, Any] = {job.verb: record.key}
+        if job.verb == "open":
+            request |= {"row": record.row, "seed": record.seed}
+        elif job.turn is not None:
+            calls = [tuple(call) for call in job.turn.calls]
+            request["turn"] = {"text": job.turn.text, "calls": calls}
+        try:
+            answer = self._worker.ask(request, seconds, _Answer)
+            if answer.error is None and (answer.step is None) == (job.verb != "finish"):
+                raise Ended("after an answer that can not be read")
+            return answer
+        except (Late, Ended):
+            self._log_printed()
+            self._lose_worker()
+            raise
+        finally:
+            if self._worker is not None:
+                self._log_printed()
+
+    def _lose_worker(self) -> None:
+        with self._lock:
+            lost_worker = self._worker
+            self._worker = None
+        if lost_worker is not None:
+            lost_worker.end()
+
+    def _log_printed(self) -> None:
+        for line in self._worker.printed().splitlines():
+            if line.strip():
+                log.info("environment: %s", printable(line, 1000))

@@ -1,0 +1,147 @@
+"""The process in which environments live: python -P worker.py CONNECTION (a descriptor)
+
+It is started as a file, as the reward stage's worker is. Requests are pickled by the stage, answers
+are JSON. One answer follows each request:
+
+    {"path": sys.path, "load": {environment, tools, arguments}}
+                                          → {"tools": […], "answers": …, "fingerprint": …, "error"}
+    {"open": key, "row": pickled, "seed"} → {"step": {…}, "error": null}   the opening messages
+    {"step": key, "turn": {text, calls}}  → {"step": {…}, "error": null}
+    {"finish": key}                       → {"reward": …, "error": null}   it is closed, too
+
+`error` says what the environment raised. Python's random numbers, and numpy's where it is loaded,
+are each environment's own: they begin with its seed, so that what stands in one process can stand
+in another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import sys
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Host:
+    """The environments of this process, by key."""
+
+    def __init__(self) -> None:
+        self._factory: Any = None
+        self._environments: dict[int, Any] = {}
+        self._random_states: dict[int, tuple[Any, Any]] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What one request comes to."""
+        if "load" in request:
+            sys.path[:] = request["path"]
+            return self._load(**request["load"])
+        if "open" in request:
+            return self._guarded(self._open, request["open"], request["row"], request["seed"])
+        if "step" in request:
+            return self._guarded(self._step, request["step"], request["turn"])
+        return self._guarded(self._finish, request["finish"])
+
+    def _load(self, environment: str, tools: list[str], arguments: dict[str, Any]) -> dict:
+        from quiver.schemas.errors import ConfigError, QuiverError, printable
+        from quiver.stages.generate.turns.adapters import open_source
+
+        try:
+            self._factory = open_source(environment, tools, arguments)
+            return {**self._factory._asdict(), "make": None, "error": None}
+        except QuiverError as error:
+            refusal = error
+        except BaseException as error:  # SystemExit, say
+            refusal = ConfigError(
+                f"generate.turns {printable(environment or ', '.join(tools))}",
+                f"can not be loaded: {type(error).__name__}: {printable(error)}",
+                next="see what importing it does",
+            )
+        return {"tools": [], "answers": False, "fingerprint": "", "error": refusal.to_dict()}
+
+    def _guarded(self, act: Any, key: int, *arguments: Any) -> dict[str, Any]:
+        """What `act` answers, or what an environment's own code raised."""
+        from quiver.schemas.errors import printable
+
+        environment = None
+        try:
+            with self._randomness(key):
+                return {**act(key, *arguments), "error": None}
+        except BaseException as error:
+            environment = self._environments.pop(key, None)
+            try:
+                text = printable(f"{type(error).__name__}: {error}", 1000)
+            except BaseException:  # its text may raise too
+                text = type(error).__name__
+            return {"step": None, "reward": None, "error": text}
+        finally:
+            if environment is not None:
+                _close(environment)
+
+    def _open(self, key: int, row: bytes, seed: int) -> dict[str, Any]:
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        environment = self._environments[key] = self._factory.make()
+        messages = environment.reset(pickle.loads(row), seed)
+        return {"step": {"messages": messages}}
+
+    def _step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
+        from quiver.stages.generate.turns.environment import Turn
+        from quiver.stages.generate.turns.tool_calls import Call
+
+        calls = tuple(Call(*call) for call in turn["calls"])
+        return {"step": self._environments[key].step(Turn(turn["text"], calls))._asdict()}
+
+    def _finish(self, key: int) -> dict[str, Any]:
+        reward = self._environments[key].finish()
+        _close(self._environments.pop(key))
+        return {"reward": reward}
+
+    @contextmanager
+    def _randomness(self, key: int) -> Any:
+        """Within it the generators stand where this environment left them."""
+        numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+        if key in self._random_states:
+            state, numpy_state = self._random_states[key]
+            random.setstate(state)
+            if numpy_random is not None and numpy_state is not None:
+                numpy_random.set_state(numpy_state)
+        yield
+        numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
+        numpy_state = numpy_random.get_state() if numpy_random is not None else None
+        if key in self._environments:
+            self._random_states[key] = (random.getstate(), numpy_state)
+        else:
+            self._random_states.pop(key, None)
+
+
+def _close(environment: Any) -> None:
+    try:
+        environment.close()
+    except BaseException as error:  # its episode is over
+        print(f"closing an environment: {type(error).__name__}: {error}")
+
+
+def main() -> None:
+    """Answer requests until their connection is closed."""
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+    # what a process printed before it was killed is to be seen
+    sys.stdout.reconfigure(line_buffering=True)
+    host = Host()
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)  # without waiting for threads that an environment left
+        answer = host.answer(request)
+        answer.pop("make", None)
+        connection.send_bytes(json.dumps(answer).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Environments in worker processes: many a process; one that hangs or dies costs itself, and its
+neighbours are played again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.generate.turns.config import Turns
+from quiver.stages.generate.turns.environment import Turn
+from quiver.stages.generate.turns.pool import EnvironmentPool, Reply
+
+ENVIRONMENT = '''
+import os, random, time
+from quiver.stages.generate.turns.environment import Step
+
+class Game:
+    """Does what it is told, and draws a number at every turn."""
+
+    def reset(self, seed, start=0):
+        self.total = start
+        if start == -1:
+            raise ValueError("no such start")
+        return f"begin {random.randrange(10**6)}"
+
+    def step(self, turn):
+        word, _, number = turn.text.partition(" ")
+        if word == "hang":
+            time.sleep(600)
+        if word == "die":
+            os._exit(3)
+        if word == "eat":
+            hoard = bytearray(4 << 30)
+        if word == "raise":
+            raise RuntimeError("it broke")
+        if word == "who":
+            return f"{os.getpid()} {self.total}"
+        if word == "print":
+            print("seen in the log")
+        self.total += int(number or 0)
+        return Step(text=f"{self.total} {random.randrange(10**6)}", reward=self.total / 2, info={"pid": os.getpid()})
+
+    def get_reward(self):
+        return float(self.total)
+'''
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> str:
+    path = tmp_path / "game.py"
+    path.write_text(ENVIRONMENT)
+    return f"{path}:Game"
+
+
+def next_replies(pool: EnvironmentPool, count: int) -> dict[int, Reply]:
+    replies: dict[int, Reply] = {}
+    while len(replies) < count:
+        replies.update({reply.key: reply for reply in pool.replies(wait=None)})
+    return replies
+
+
+def ask(pool: EnvironmentPool, key: int, text: str) -> Reply:
+    pool.step(key, Turn(text))
+    (reply,) = next_replies(pool, 1).values()
+    assert reply.key == key
+    return reply
+
+
+def begin(pool: EnvironmentPool, count: int, seed: int = 5) -> list[int]:
+    keys = [pool.open({"start": number}, seed) for number in range(count)]
+    replies = next_replies(pool, count)
+    assert all(reply.failure is None for reply in replies.values())
+    return keys
+
+
+def test_episodes_share_processes_and_keep_apart(game):
+    with EnvironmentPool(Turns(environment=game, processes=2)) as pool:
+        assert pool.loaded.tools == [] and not pool.loaded.answers and pool.loaded.fingerprint
+        keys = begin(pool, 6)
+        for key in keys:
+            pool.step(key, Turn("add 10"))
+        totals = [
+            next_replies_of.step.text.split()[0]
+            for _, next_replies_of in sorted(next_replies(pool, 6).items())
+        ]
+        assert totals == ["10", "11", "12", "13", "14", "15"]
+        pids = {ask(pool, key, "who").step.text.split()[0] for key in keys}
+        assert len(pids) == 2
+        pool.finish(keys[3])
+        (reply,) = next_replies(pool, 1).values()
+        assert reply.step.reward == 13.0 and reply.failure is None
+        pool.forget(keys[3])
+
+
+def test_what_is_drawn_is_of_the_seed_alone_wherever_it_is_drawn(game):
+    """A group shares its seed, so its episodes open alike; neighbours do not disturb each other."""
+
+    def drawn(processes: int, order: list[int]) -> list[list[str]]:
+        with EnvironmentPool(Turns(environment=game, processes=processes)) as pool:
+            keys = [pool.open({"start": 0}, seed) for seed in (5, 5, 6)]
+            replies = next_replies(pool, 3)
+            texts = [[replies[key].step.messages[0]["content"]] for key in keys]
+            for _ in range(3):
+                for place in order:
+                    texts[place].append(ask(pool, keys[place], "add 1").step.text)
+            return texts
+
+    one = drawn(1, [0, 1, 2])
+    assert one[0] == one[1] != one[2]
+    assert drawn(3, [2, 0, 1]) == one
+
+
+@pytest.mark.parametrize(
+    "action, failure, why",
+    [
+        ("hang", "timeout", "no answer within generate.turns.step_seconds 1"),
+        ("die", "environment_error", "its process ended with exit code 3"),
+    ],
+)
+def test_who_hangs_or_dies_costs_itself_and_its_neighbours_are_played_again(
+    game, action, failure, why
+):
+    config = Turns(environment=game, processes=1, step_seconds=1.0)
+    with EnvironmentPool(config) as pool:
+        keys = begin(pool, 5)
+        before = {
+            key: [ask(pool, key, "add 1").step.text, ask(pool, key, "add 2").step.text]
+            for key in keys
+        }
+        assert before[keys[1]][1].startswith("4 ")
+        pid = ask(pool, keys[1], "add 0").step.info["pid"]
+        reply = ask(pool, keys[0], action)
+        assert reply.failure == failure and why in reply.why
+        for number, key in enumerate(keys[1:], 1):
+            reply = ask(pool, key, "add 0")
+            assert reply.failure is None and reply.step.info["pid"] != pid
+            assert reply.step.text.startswith(f"{number + 3} ")
+
+
+def test_playing_again_goes_on_with_the_same_draws(game):
+    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+        (key,) = begin(pool, 1)
+        undisturbed = [ask(pool, key, "add 1").step.text for _ in range(4)]
+    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+        key, victim = begin(pool, 2)
+        texts = [ask(pool, key, "add 1").step.text]
+        assert ask(pool, victim, "die").failure == "environment_error"
+        texts += [ask(pool, key, "add 1").step.text for _ in range(3)]
+        assert texts == undisturbed
+
+
+def test_a_killed_process_is_known_when_it_is_next_asked(game):
+    """Who asks first finds it dead; the others are played again."""
+    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+        key, other = begin(pool, 2)
+        pid = ask(pool, key, "add 1").step.info["pid"]
+        os.kill(pid, signal.SIGKILL)
+        reply = ask(pool, key, "add 1")
+        assert reply.failure is None and reply.step.info["pid"] != pid
+        assert ask(pool, other, "add 1").failure is None
+
+
+FICKLE = """
+import os
+
+class Fickle:
+    def reset(self):
+        pass
+
+    def step(self, turn):
+        if turn.text == "die":
+            os._exit(1)
+        return str(os.getpid())
+"""
+
+
+def test_an_environment_that_answers_otherwise_when_it_is_played_again_has_failed(tmp_path):
+    path = tmp_path / "fickle.py"
+    path.write_text(FICKLE)
+    with EnvironmentPool(Turns(environment=f"{path}:Fickle", processes=1)) as pool:
+        key, fresh, victim = (pool.open({}, 0) for _ in range(3))
+        next_replies(pool, 3)
+        assert ask(pool, key, "what").failure is None
+        assert ask(pool, victim, "die").failure == "environment_error"
+        reply = ask(pool, key, "what")
+        assert reply.failure == "environment_error" and "answered otherwise" in reply.why
+        assert ask(pool, fresh, "what").failure is None, "it had no turn to be played again"
+
+
+def test_what_an_environment_raises_is_its_own_failure_and_kills_nobody(game):
+    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+        key, other = begin(pool, 2)
+        pid = ask(pool, other, "add 0").step.info["pid"]
+        reply = ask(pool, key, "raise")
+        assert reply.failure == "environment_error" and reply.why == "RuntimeError: it broke"
+        assert ask(pool, other, "add 0").step.info["pid"] == pid
+        bad = pool.open({"start": -1}, 0)
+        (reply,) = next_replies(pool, 1).values()
+        assert reply.key == bad and "no such start" in reply.why
+
+
+def test_memory_beyond_the_limit_is_the_episodes_failure(game):
+    config = Turns(environment=game, processes=1, max_memory_gib=2.0)
+    with EnvironmentPool(config) as pool:
+        (key,) = begin(pool, 1)
+        reply = ask(pool, key, "eat")
+        assert reply.failure == "environment_error" and "MemoryError" in reply.why
+
+
+def test_the_time_of_an_episode_is_the_sum_of_its_answers(game):
+    config = Turns(environment=game, processes=1, episode_seconds=1e-9)
+    with EnvironmentPool(config) as pool:
+        pool.open({}, 0)
+        (reply,) = next_replies(pool, 1).values()
+        assert reply.failure == "timeout" and "episode_seconds" in reply.why
+
+
+def test_what_an_environment_prints_goes_to_the_log(game, caplog):
+    caplog.set_level("INFO")
+    with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
+        (key,) = begin(pool, 1)
+        ask(pool, key, "print")
+    assert "seen in the log" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        ("import os; os._exit(4)", "ended its process with exit code 4"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("class Game:\n    pass", "neither a method"),
+        ("raise SystemExit(1)", "can not be loaded"),
+    ],
+)
+def test_code_that_can_not_be_loaded_is_told_at_the_start(tmp_path, source, why):
+    path = tmp_path / "game.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError, match=why):
+        EnvironmentPool(Turns(environment=f"{path}:Game", processes=1))
+
+
+def test_a_file_that_changed_meanwhile_is_refused(game):
+    with pytest.raises(ConfigError, match="its file changed meanwhile"):
+        EnvironmentPool(Turns(environment=game, processes=1, fingerprint="another"))
+
+
+@pytest.mark.slow
+def test_one_of_sixty_four_hangs(game):
+    with EnvironmentPool(Turns(environment=game, processes=2, step_seconds=2.0)) as pool:
+        keys = begin(pool, 64)
+        for key in keys:
+            pool.step(key, Turn("hang" if key == keys[20] else "add 1"))
+        replies = next_replies(pool, 64)
+        assert [key for key, reply in replies.items() if reply.failure] == [keys[20]]
+        for key in keys:
+            if key != keys[20]:
+                pool.step(key, Turn("add 1"))
+        replies = next_replies(pool, 63)
+        assert not any(reply.failure for reply in replies.values())

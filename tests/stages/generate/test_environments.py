@@ -1,0 +1,401 @@
+"""Environments of every kind as their worker has them: TRL's, stepping classes, tools, gymnasium's,
+MCP and OpenEnv."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common import sandbox
+from quiver.stages.generate.turns.adapters import ENVIRONMENTS, TOOLS, open_source
+from quiver.stages.generate.turns.config import Turns
+from quiver.stages.generate.turns.environment import Step, Turn, read_messages, read_step
+from quiver.stages.generate.turns.tool_calls import Call
+
+COUNTER = '''
+class CountingEnvironment:
+    """Of the form that TRL documents: no argument, keyword columns, tools with docstrings."""
+
+    def __init__(self):
+        self.count = 0
+        self.reward = 0.0
+
+    def reset(self, **kwargs) -> str | None:
+        self.count = kwargs["start"]
+        return f"You are at {self.count}."
+
+    def raise_by(self, amount: int) -> int:
+        """
+        Go up.
+
+        Args:
+            amount: How far to go
+
+        Returns:
+            Where you are.
+        """
+        if amount > 100:
+            raise ValueError("Too far.")
+        self.count += amount
+        self.reward = 1.0 if self.count == 12 else 0.0
+        return self.count
+'''
+
+
+def write(folder: Path, source: str, name: str = "mine.py") -> Path:
+    path = folder / name
+    path.write_text(source)
+    return path
+
+
+def test_a_class_as_trl_has_it_works_unchanged(tmp_path):
+    source = f"{write(tmp_path, COUNTER)}:CountingEnvironment"
+    factory = open_source(source, [], {})
+    (schema,) = factory.tools
+    assert schema["function"]["name"] == "raise_by" and factory.answers and factory.fingerprint
+    environment = factory.make()
+    row = {"prompt": "Go to 12.", "start": 5}
+    assert environment.reset(row, 0) == [{"role": "user", "content": "You are at 5."}]
+    step = environment.step(
+        Turn("", (Call("raise_by", {"amount": 2}), Call("raise_by", {"amount": 5})))
+    )
+    assert step.messages == [
+        {"role": "tool", "name": "raise_by", "content": "7"},
+        {"role": "tool", "name": "raise_by", "content": "12"},
+    ]
+    assert not step.done and step.reward is None
+    assert environment.finish() == 1.0
+
+
+@pytest.mark.parametrize(
+    "call, answer",
+    [
+        (Call("raise_by", {"amount": 101}), "Error: ValueError: Too far."),
+        (Call("raise_by", {"by": 1}), "unexpected keyword argument 'by'"),
+        (Call("reset", {}), "there is no tool reset; there is raise_by"),
+        (Call("_private", {}), "there is no tool _private"),
+    ],
+)
+def test_what_a_tool_raises_is_told_to_the_policy(tmp_path, call, answer):
+    environment = open_source(f"{write(tmp_path, COUNTER)}:CountingEnvironment", [], {}).make()
+    environment.reset({"start": 0}, 0)
+    (message,) = environment.step(Turn("", (call,))).messages
+    assert answer in message["content"]
+
+
+def test_get_reward_goes_before_the_attribute(tmp_path):
+    source = COUNTER + "\n    def get_reward(self):\n        return 0.25\n"
+    environment = open_source(f"{write(tmp_path, source)}:CountingEnvironment", [], {}).make()
+    environment.reset({"start": 0}, 0)
+    assert environment.finish() == 0.25
+
+
+STEPPING = """
+import random
+from quiver.stages.generate.turns.environment import Step
+
+class Guess:
+    def __init__(self, limit=10):
+        self.limit = limit
+
+    def reset(self, seed, answer=None):
+        self.number = random.Random(seed).randrange(self.limit) if answer is None else answer
+
+    def step(self, turn):
+        if not turn.text.strip().isdecimal():
+            return "a number, please"
+        guess = int(turn.text)
+        if guess == self.number:
+            return Step(reward=1.0, done=True, info={"guess": guess})
+        return {"text": "higher" if guess < self.number else "lower", "reward": 0.0}
+"""
+
+
+def test_a_class_with_a_step_answers_with_steps_mappings_or_text(tmp_path):
+    factory = open_source(f"{write(tmp_path, STEPPING)}:Guess", [], {"limit": 50})
+    assert factory.tools == [] and not factory.answers
+    environment = factory.make()
+    assert environment.reset({"answer": 7, "unasked": "x"}, 3) == []
+    assert environment.step(Turn("what?")) == Step(text="a number, please")
+    assert environment.step(Turn("3")) == Step(text="higher", reward=0.0)
+    assert environment.step(Turn("7")) == Step(reward=1.0, done=True, info={"guess": 7})
+    assert environment.finish() is None
+
+
+@pytest.mark.parametrize(
+    "returned, why",
+    [
+        (7, "int, expected a Step"),
+        ({"texts": "a"}, "the key texts"),
+        ({"text": 7}, "text of the step is int"),
+        ({"reward": float("nan")}, "expected a finite number"),
+        ({"reward": "much"}, "expected a finite number"),
+        ({"messages": [{"role": "tool"}]}, "expected a role and a content"),
+        ({"info": [1]}, "not a mapping"),
+    ],
+)
+def test_a_step_that_is_none_is_refused(returned, why):
+    with pytest.raises(ValueError, match=why):
+        read_step(returned)
+
+
+def test_text_that_no_tokenizer_takes_is_made_whole():
+    assert read_messages("a\0\ud800") == [{"role": "user", "content": "a\ufffd?"}]
+    assert read_step({"text": "\ud800"}).text == "?"
+
+
+TOOL_FILE = '''
+async def search(query: str, most: int = 2) -> list:
+    """Search.
+
+    Args:
+        query: What for.
+        most: How many.
+    """
+    return [{"title": query}] * most
+'''
+
+
+def test_plain_functions_are_tools_async_ones_too(tmp_path):
+    factory = open_source("", [f"{write(tmp_path, TOOL_FILE)}:search"], {})
+    environment = factory.make()
+    assert factory.answers and environment.reset({}, 0) == [] and environment.finish() is None
+    (message,) = environment.step(Turn("", (Call("search", {"query": "elk"}),))).messages
+    assert json.loads(message["content"]) == [{"title": "elk"}] * 2
+
+
+def test_two_tools_of_one_name_are_refused(tmp_path):
+    sources = [f"{write(tmp_path, TOOL_FILE, name)}:search" for name in ("a.py", "b.py")]
+    with pytest.raises(ConfigError, match="two tools with the name search"):
+        open_source("", sources, {})
+
+
+def test_the_tool_python_runs_in_the_sandbox():
+    try:
+        sandbox.check("full")
+    except Exception as error:
+        pytest.skip(str(error))
+    environment = open_source("", ["python"], {}).make()
+
+    def run(code: str) -> str:
+        (message,) = environment.step(Turn("", (Call("python", {"code": code}),))).messages
+        return message["content"]
+
+    assert run("print(6 * 7)") == "42\n"
+    assert "ZeroDivisionError" in run("1 / 0") and "(exit code 1)" in run("1 / 0")
+    assert run("x = 1") == "(it printed nothing)"
+    assert "NameError" in run("print(x)")
+
+
+# -- gymnasium
+
+GYM = """
+import gymnasium
+
+class Echo(gymnasium.Env):
+    action_space = {space}
+    observation_space = gymnasium.spaces.Text(100)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.wanted = options["answer"]
+        return f"seed {{seed}}", {{}}
+
+    def step(self, action):
+        done = action == self.wanted
+        return f"you said {{action}}", float(done), done, False, {{"n": 1}}
+"""
+HOW = "make environments"
+
+
+def gym_file(folder: Path, space: str) -> str:
+    pytest.importorskip("gymnasium", reason=f"gymnasium is not installed: {HOW}")
+    source = GYM.format(space=space)
+    return f"{write(folder, source)}:Echo"
+
+
+def test_a_text_environment_of_gymnasium_reads_text(tmp_path):
+    environment = open_source(gym_file(tmp_path, "gymnasium.spaces.Text(50)"), [], {}).make()
+    assert environment.reset({"answer": "elk"}, 2**40 + 7) == [
+        {"role": "user", "content": "seed 7"}
+    ]
+    assert environment.step(Turn(" owl ")).text == "you said owl"
+    step = environment.step(Turn("elk"))
+    assert step.reward == 1.0 and step.done and step.info == {"n": 1}
+    environment.close()
+
+
+def test_numbered_actions_are_the_last_number_of_the_text(tmp_path):
+    environment = open_source(gym_file(tmp_path, "gymnasium.spaces.Discrete(4)"), [], {}).make()
+    environment.reset({"answer": 3}, 0)
+    assert environment.step(Turn("1 or 2")).text == "you said 2"
+    for text in ("9", "none", "-1"):
+        step = environment.step(Turn(text))
+        assert "is no action here" in step.text and step.reward is None and not step.done
+    assert environment.step(Turn("3")).done
+
+
+def test_a_registered_environment_is_named_and_a_missing_one_told():
+    pytest.importorskip("gymnasium", reason=f"gymnasium is not installed: {HOW}")
+    environment = open_source("gymnasium:FrozenLake-v1", [], {"is_slippery": False}).make()
+    assert environment.reset({}, 0) == [{"role": "user", "content": "0"}]
+    assert environment.step(Turn("2")).text == "1"
+    with pytest.raises(ConfigError, match="can not be made"):
+        open_source("gymnasium:NoSuch-v0", [], {})
+
+
+def test_without_gymnasium_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ConfigError, match="not installed") as refusal:
+        open_source("gymnasium:FrozenLake-v1", [], {})
+    assert refusal.value.next == "pip install gymnasium"
+
+
+# -- servers
+
+MCP_SERVER = '''
+from mcp.server import MCPServer
+
+server = MCPServer("shop")
+
+@server.tool()
+def price(thing: str, count: int = 1) -> str:
+    """What things cost."""
+    if thing == "moon":
+        raise ValueError("not for sale")
+    return f"{3 * count} for {thing}"
+
+server.run()
+'''
+
+
+def test_the_tools_of_a_server_that_speaks_mcp(tmp_path):
+    pytest.importorskip("mcp")
+    command = f"{sys.executable} {write(tmp_path, MCP_SERVER)}"
+    factory = open_source("", [f"mcp:{command}"], {})
+    (schema,) = factory.tools
+    function = schema["function"]
+    assert function["name"] == "price" and function["description"] == "What things cost."
+    assert function["parameters"]["required"] == ["thing"]
+    environment = factory.make()
+    calls = (Call("price", {"thing": "bread", "count": 2}), Call("price", {"thing": "moon"}))
+    answers = [message["content"] for message in environment.step(Turn("", calls)).messages]
+    assert answers[0] == "6 for bread" and answers[1].startswith("Error: RuntimeError")
+
+
+def test_a_server_that_does_not_start_is_told():
+    pytest.importorskip("mcp")
+    with pytest.raises(ConfigError, match="server can not be used"):
+        open_source("", ["mcp:/nowhere/server"], {})
+
+
+class OpenEnvServer(BaseHTTPRequestHandler):
+    """Episodes by id: an answer is right where it is the row's."""
+
+    episodes: dict[str, dict] = {}  # noqa: RUF012  the server's
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/env/reset":
+            self.episodes[request["episode_id"]] = request
+            answer = {"observation": {"prompt": f"seed {request['seed']}"}}
+        else:
+            wanted = self.episodes[request["episode_id"]]["answer"]
+            if request["action"] == {"message": "crash"}:
+                self.send_error(500, "it failed")
+                return
+            said = request["action"].get("message")
+            observation = {"echo": said, "left": 2, "reward": 0.5, "done": False}
+            answer = {"observation": observation, "reward": 0.5, "done": said == wanted}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def openenv_url():
+    with ThreadingHTTPServer(("127.0.0.1", 0), OpenEnvServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"openenv:http://127.0.0.1:{server.server_port}/env"
+        server.shutdown()
+
+
+def test_episodes_on_a_server_that_speaks_openenv(openenv_url):
+    factory = open_source(openenv_url, [], {})
+    first, second = factory.make(), factory.make()
+    assert first.reset({"answer": "elk"}, 7) == [{"role": "user", "content": "seed 7"}]
+    second.reset({"answer": "owl"}, 8)
+    step = first.step(Turn("owl"))
+    assert json.loads(step.text) == {"echo": "owl", "left": 2}
+    assert step.reward == 0.5 and not step.done
+    assert second.step(Turn("", (Call("act", {"message": "owl"}),))).done
+    with pytest.raises(RuntimeError, match="500"):
+        first.step(Turn("crash"))
+    text_only = open_source(openenv_url, [], {"text_key": "echo"}).make()
+    text_only.reset({"answer": "elk"}, 7)
+    assert text_only.step(Turn("owl")).text == "owl"
+
+
+# -- the section
+
+
+def test_a_recipe_names_an_environment_or_tools():
+    assert Turns(environment="my_env.py:Guess").sources == ("my_env.py:Guess",)
+    assert Turns(tools=["my_tools.py:search", "python", "mcp:server --fast"]).max_turns == 8
+
+
+@pytest.mark.parametrize(
+    "section, why",
+    [
+        ({}, "name an environment or tools"),
+        ({"environment": "a.py:A", "tools": ["python"]}, "one of the two"),
+        ({"environment": "Guess"}, "expected file.py:name"),
+        ({"environment": "gymnasium:"}, "gymnasium:"),
+        ({"tools": ["pythn"]}, "did you mean python"),
+        ({"tools": ["python:3"]}, "no such name"),
+        ({"tools": ["python"], "arguments": {"a": 1}}, "tools take none"),
+        ({"tools": ["python"], "parser": "hermess"}, "did you mean hermes"),
+        ({"tools": ["python"], "max_tokens": 10, "max_turn_tokens": 11}, "above max_tokens"),
+        ({"tools": ["python"], "max_turns": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_a_section_that_is_none_is_refused(section, why):
+    with pytest.raises(ValidationError, match=why):
+        Turns(**section)
+
+
+def test_the_key_leaves_out_processes_and_a_known_files_folder():
+    plain = Turns(environment="here/mine.py:A", fingerprint="f")
+    elsewhere = Turns(
+        environment="/there/mine.py:A", fingerprint="f", processes=3, max_memory_gib=1
+    )
+    assert plain.key() == elsewhere.key()
+    assert (
+        Turns(environment="openenv:http://a/b", fingerprint="f").key()["environment"]
+        == "openenv:http://a/b"
+    )
+
+
+def test_the_table_says_what_there_is():
+    assert set(ENVIRONMENTS) == {"gymnasium", "openenv"} and set(TOOLS) == {"python", "mcp"}
+
+
+def test_a_class_that_can_not_be_used_is_told(tmp_path):
+    empty = write(tmp_path, "class Nothing:\n    pass\n", "a.py")
+    with pytest.raises(ConfigError, match="neither a method `step` nor any public method"):
+        open_source(f"{empty}:Nothing", [], {})
+    raising = write(tmp_path, "class Bad:\n    def __init__(self):\n        1 / 0\n", "b.py")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        open_source(f"{raising}:Bad", [], {})
