@@ -8,10 +8,10 @@ own episode.
             ...
 
 Whatever is asked is answered once, in any order, by `replies`. A process answers one request at a
-time, and a request's time begins when its turn has come. Where a process is lost, the episode that
-it was at has failed; each other episode in it is brought back in a new process when it is next
-asked: its turns are played again, and must give the same observations, rewards and ends, else it
-has failed as well.
+time, and a request's time begins when its turn has come. A process that takes too long is killed,
+and the episode that it was at has failed; so has one whose process ended twice. Each other episode
+of a lost process is brought back in a new one when it is next asked: its turns are played again,
+and must give the same observations, rewards and ends, else it has failed as well.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from quiver.stages.generate.turns.tool_schemas import ToolSchema
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3
 """Processes that a signal may end, one after another, while they load the environment's code."""
+_ATTEMPTS = 2
+"""Workers that may end, one after another, while they answer one request."""
 Failure = Literal["timeout", "environment_error"]
 log = logging.getLogger(__name__)
 
@@ -82,8 +84,11 @@ class _Answer(BaseModel):
         return Step(**fields)
 
 
-class _Differs(Exception):
-    """An episode that was played again went another way."""
+class _Again(Exception):
+    """An episode whose process was lost can not be played again; the text says why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"its process was lost, and when it was played again {why}")
 
 
 @dataclass(eq=False)
@@ -285,37 +290,43 @@ class _Process:
                 self._pool.answered(error)
 
     def _do(self, job: _Job) -> Reply:
-        """The reply to a job; whatever goes wrong with the episode is in it."""
+        """The reply to a job; whatever goes wrong with the episode is in it.
+
+        A worker may be killed by others than its environments, so an episode whose worker ended is
+        given another one, once.
+        """
         record = job.record
         config = self._pool.config
-        started = time.monotonic()
-        try:
-            self._bring_back(record)
-        except (_Differs, Late, Ended) as error:
-            how = "took too long" if isinstance(error, Late) else f"{error}"
-            why = f"its process was lost, and playing it again failed: {how}"
-            return Reply(record.key, Step(), 0.0, "environment_error", why)
         seconds_left = config.episode_seconds - record.seconds
-        limit = min(config.step_seconds, max(seconds_left, 0.0))
-        started = time.monotonic()
-        try:
-            if not limit:
-                raise Late
-            answer = self._ask(record, job, limit)
-        except Late:
-            record.seconds += time.monotonic() - started
-            key = "episode_seconds" if seconds_left < config.step_seconds else "step_seconds"
-            why = f"no answer within generate.turns.{key} {getattr(config, key):g}"
-            return Reply(record.key, Step(), time.monotonic() - started, "timeout", why)
-        except Ended as error:
-            why = f"its process ended {error}"
-            seconds = time.monotonic() - started
-            return Reply(record.key, Step(), seconds, "environment_error", why)
+        limit = min(config.step_seconds, seconds_left)
+        late_key = "episode_seconds" if seconds_left < config.step_seconds else "step_seconds"
+        is_late = f"no answer within generate.turns.{late_key} {getattr(config, late_key):g}"
+        if limit <= 0:
+            return Reply(record.key, Step(), 0.0, "timeout", is_late)
+        for attempt in range(1, _ATTEMPTS + 1):
+            started = time.monotonic()
+            try:
+                self._bring_back(record)
+                started = time.monotonic()
+                answer = self._ask(record, job, limit)
+                break
+            except _Again as error:
+                return Reply(record.key, Step(), 0.0, "environment_error", str(error))
+            except Late:
+                seconds = time.monotonic() - started
+                return Reply(record.key, Step(), seconds, "timeout", is_late)
+            except Ended as error:
+                if attempt == _ATTEMPTS:
+                    why = f"its process ended {error}, {attempt} times"
+                    seconds = time.monotonic() - started
+                    return Reply(record.key, Step(), seconds, "environment_error", why)
         seconds = time.monotonic() - started
         record.seconds += seconds
         if answer.error is not None:
             return Reply(record.key, Step(), seconds, "environment_error", answer.error)
         step = answer.as_step()
+        if job.verb == "open":
+            record.worker_number = self._worker_number
         if job.verb != "finish":
             record.steps.append(step)
         if job.turn is not None:
@@ -324,21 +335,23 @@ class _Process:
 
     def _bring_back(self, record: _Record) -> None:
         """Have the record's environment in the worker. Where its worker was lost it is played
-        again. _Differs, Late, Ended."""
+        again. _Again, Ended."""
         if self._worker is None:
             self.start()
         if record.worker_number == self._worker_number:
             return
         jobs = [_Job(record, "open"), *(_Job(record, "step", turn) for turn in record.turns)]
         for job, expected in zip(jobs, record.steps, strict=False):
-            answer = self._ask(record, job, self._pool.config.step_seconds)
+            try:
+                answer = self._ask(record, job, self._pool.config.step_seconds)
+            except Late:
+                raise _Again("it took too long") from None
             if answer.error is not None:
-                raise _Differs(answer.error)
-            step = answer.as_step()
-            if step._replace(info=None) != expected._replace(info=None):
-                raise _Differs(
-                    f"turn {len(record.turns)} was answered otherwise: the environment does not "
-                    "depend on seed, row and turns alone"
+                raise _Again(answer.error)
+            if answer.as_step()._replace(info=None) != expected._replace(info=None):
+                raise _Again(
+                    "it answered otherwise: the environment does not depend on seed, row and "
+                    "turns alone"
                 )
         record.worker_number = self._worker_number
 
