@@ -76,10 +76,18 @@ class Guard:
         self._end = framed[start + len(bare) :] if closes else []
 
     def encode(
-        self, name: str, roles: tuple[str, ...], contents: list[str], render: Render
+        self,
+        name: str,
+        roles: tuple[str, ...],
+        contents: list[str],
+        render: Render,
+        *,
+        is_whole: bool = True,
     ) -> Rendering:
         """`render(contents)` as ids with the control ids of a neutral rendering, no others.
-        SecurityError names the prompt."""
+        SecurityError names the prompt. `is_whole`: as a sequence with its start and end; False: a
+        piece of one, as it is."""
+        frame = self.framed if is_whole else list
         neutral = ["x" if content.strip() else " " * bool(content) for content in contents]
         key = (roles, *neutral)
         if key not in self._neutral_controls:
@@ -89,10 +97,10 @@ class Guard:
         ids = _ids(self._encoder, text)
         typed = any(self._token_start.search(content) for content in contents)
         if self._controls(ids) == expected and not (typed and self._unknown):
-            return Rendering(text, self.framed(ids))
+            return Rendering(text, frame(ids))
         for spelled in self._spellings(contents, render, text):
             if self._controls(spelled.ids) == expected:
-                return Rendering(spelled.text, self.framed(spelled.ids))
+                return Rendering(spelled.text, frame(spelled.ids))
         raise SecurityError(
             name,
             "its text would become control tokens of the template, and no spelling was found that "
@@ -103,6 +111,11 @@ class Guard:
     def decode(self, ids: list[int]) -> str:
         """Ids as text, control tokens included."""
         return self._encoder.decode(ids, skip_special_tokens=False)
+
+    def first_control(self, text: str) -> int | None:
+        """The control id that `text` begins with, where it does."""
+        ids = _ids(self._encoder, text)
+        return ids[0] if ids and ids[0] in self._control_ids else None
 
     def token_ends(self, text: str) -> list[int]:
         """Where in `text` its tokens end, rising."""

@@ -29,9 +29,10 @@ class Turns(Config):
     response template), or a function of yours, `my_calls.py:parse`."""
     tool_role: Literal["auto", "tool", "user"] = "auto"
     """Whose message a tool's output is; auto: `tool`, where the chat template has such messages."""
-    rewritten: Literal["refuse", "restart"] = "refuse"
+    rewritten: Literal["refuse", "restart", "append"] = "refuse"
     """What to do where the template rewrites earlier turns, as one does that drops their thinking:
-    refuse it at the start, or read the rewritten history as a new sequence of the same rollout."""
+    refuse it at the start; read the rewritten history as a new sequence of the same rollout; or
+    append all the same, so that the policy goes on reading what it sampled."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Most turns of the policy; the last one is still acted on."""
     max_tokens: int = Field(default=4096, ge=1, lt=2**31)

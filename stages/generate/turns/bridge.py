@@ -1,0 +1,381 @@
+r"""What stands between two turns: the template's text of the new messages, from the end of what was
+sampled to where the policy goes on.
+
+    prompt            turn               observation                               turn
+    …assistant\n      12?<|im_end|>      \n<|im_start|>user\nhigher<|im_end|>\n…   13<|im_end|>
+    rendered before   sampled ids        the bridge                                sampled ids
+
+A sampled id is never decoded and encoded again: the bridge renders the new messages behind a turn
+that stands for the sampled one, takes what the template writes after it, and encodes that alone,
+through the guard, so that no tool's output can be a control id. The template's end of the turn is
+left out where the policy sampled an end; what follows that end (often a line feed) stays.
+
+Whether a template is such that this gives what it would have written for the whole conversation is
+measured once, with probes: `measure`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.chat.control_tokens import Guard, Rendering
+from quiver.stages.common.chat.template import Template
+from quiver.stages.generate.turns.environment import Message, clean
+from quiver.stages.generate.turns.tool_calls import ParsedTurn
+
+_QUESTION = "probezquestion"
+_TURN = "probezturn"
+_ANSWER = "probezanswer"
+_TOOL = "probeztool"
+_THOUGHT = "probezthought"
+_NO_TEXTS = frozenset({"role", "type", "id", "tool_call_id"})
+"""Members of a message that are the system's own words."""
+_SHOWN = 60
+
+
+class History(NamedTuple):
+    """What a template does with earlier turns, by the role of what follows them."""
+
+    role: str
+    appends: bool
+    """Whether turns stay as they were when more follows."""
+    keeps_thinking: bool
+    """Whether turns with thinking do."""
+    difference: str = ""
+    """Where it first writes another text than was read, in short."""
+
+
+class Fitting(NamedTuple):
+    """An observation that is short enough."""
+
+    messages: list[Message]
+    rendering: Rendering
+    num_cut: int
+    """Characters that were cut out of its contents for that."""
+
+
+class Bridge:
+    """The template of one policy, as episodes need it."""
+
+    def __init__(
+        self,
+        template: Template,
+        guard: Guard,
+        *,
+        end_token: str,
+        tool_role: str = "auto",
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """`end_token`: the text of an end that the policy samples. `tool_role`: whose message a
+        tool's output is, see `Turns`. ConfigError where the template can not write such messages.
+        """
+        self._template = template
+        self._guard = guard
+        self._end_token = end_token
+        self._variables = {"tools": tools} if tools else {}
+        self._plain_end = self._end_of_turn()
+        self._writes_end = guard.first_control(self._plain_end) is not None
+        self._needs_calls: dict[str, bool] = {}
+        """By role: whether such a message must follow a turn with calls."""
+        if tool_role == "auto":
+            tool_role = "tool" if self._learn("tool") else "user"
+        self.tool_role = tool_role
+        for role in {tool_role, "user"}:
+            if not self._learn(role):
+                raise ConfigError(
+                    "generate.turns",
+                    f"the policy's chat template can not write a message of the role {role} after "
+                    "an assistant's",
+                    next='set prompt.template to one that can, or generate.turns.tool_role = "user"'
+                    if role == "tool"
+                    else "set prompt.template to one that can",
+                )
+
+    # -- between two turns
+
+    def observation(self, name: str, messages: list[Message], *, has_end: bool) -> Rendering:
+        """Text and ids of `messages` and of the next generation prompt, behind a sampled turn.
+
+        `has_end`: the turn's last id is an end. SecurityError names `name`.
+        """
+        messages = [self._as_written(message) for message in messages]
+        structure, texts = _take_texts(messages)
+        # where the template writes no end, one is put before it while it is encoded: a tokenizer
+        # may treat the first word of a text in another way
+        lead = "" if self._writes_end else self._end_token
+
+        def render(texts: list[str]) -> str:
+            return lead + self._behind_turn(name, _put_texts(structure, iter(texts)))
+
+        key = ("observation", json.dumps(structure))
+        rendering = self._guard.encode(name, key, texts, render, is_whole=False)
+        text = rendering.text.removeprefix(lead)
+        if has_end or lead:
+            return Rendering(text, rendering.ids[1:])
+        return Rendering(text, rendering.ids)
+
+    def fitting(
+        self, name: str, messages: list[Message], *, has_end: bool, most: int
+    ) -> Fitting | None:
+        """The observation in at most `most` ids. What is too long is cut out of the middle of the
+        contents; None where even empty ones do not fit."""
+        rendering = self.observation(name, messages, has_end=has_end)
+        if len(rendering.ids) <= most:
+            return Fitting(messages, rendering, 0)
+        best = None
+        shortest = 0
+        longest = max((len(message["content"]) for message in messages), default=0)
+        while shortest < longest:  # the most characters of a content that fit
+            middle = (shortest + longest) // 2
+            cut_messages = [_shortened(message, middle) for message in messages]
+            rendering = self.observation(name, cut_messages, has_end=has_end)
+            if len(rendering.ids) <= most:
+                num_cut = sum(max(len(message["content"]) - middle, 0) for message in messages)
+                best = Fitting(cut_messages, rendering, num_cut)
+                shortest = middle + 1
+            else:
+                longest = middle
+        return best
+
+    # -- a history that is written anew
+
+    def restart(self, name: str, messages: list[Message]) -> Rendering:
+        """A whole conversation as the template writes it, with the next generation prompt."""
+        messages = [self._as_written(message) for message in messages]
+        structure, texts = _take_texts(messages)
+
+        def render(texts: list[str]) -> str:
+            return self._render(name, _put_texts(structure, iter(texts)))
+
+        return self._guard.encode(name, ("restart", json.dumps(structure)), texts, render)
+
+    def measure(self) -> list[History]:
+        """What the template does with earlier turns, for each role that may follow one."""
+        return [self._measure(role) for role in sorted({self.tool_role, "user"})]
+
+    def require(self, rewritten: str) -> list[History]:
+        """What `measure` says. ConfigError where the template rewrites turns and `rewritten` is to
+        refuse that."""
+        histories = self.measure()
+        for history in histories:
+            if rewritten == "refuse" and not (history.appends and history.keeps_thinking):
+                what = "drops or rewrites the thinking of" if history.appends else "rewrites"
+                raise ConfigError(
+                    "generate.turns",
+                    f"the policy's chat template {what} earlier turns when a message of the role "
+                    f"{history.role} follows: {history.difference}",
+                    next='set generate.turns.rewritten to "restart" or "append", or '
+                    "prompt.template to one that leaves turns as they are",
+                )
+        return histories
+
+    def _measure(self, role: str) -> History:
+        problems = {}
+        for thinks in (False, True):
+            problems[thinks] = self._difference(role, thinks)
+        difference = problems[False] or problems[True]
+        return History(role, not problems[False], not problems[True], difference)
+
+    def _difference(self, role: str, thinks: bool) -> str:
+        """Where a conversation of three turns, read turn by turn, first differs from what the
+        template writes of it; empty where it does not."""
+        name = "prompt.template"
+        messages: list[Message] = [{"role": "user", "content": _QUESTION}]
+        text = self._render(name, messages)
+        prefill = "<think>\n" if text.rstrip().endswith("<think>") else ""
+        turn = {"role": "assistant", "content": _TURN}
+        first_turn = self._render(name, [*messages, turn]).removeprefix(text)
+        gap = first_turn.partition(_TURN)[0]  # a space before the text, which the policy samples
+        gap = "" if gap.strip() else gap
+        for number in range(3):
+            answer = f"{_ANSWER}{number}"
+            if thinks:
+                answer = f"<think>\n{_THOUGHT}{number}\n</think>\n\n{answer}"
+            sampled = gap + answer.removeprefix(prefill)
+            news = [{"role": role, "name": _TOOL, "content": f"{_QUESTION}{number}"}]
+            if role == "tool":
+                news[0]["tool_call_id"] = _call_id(0)
+            messages = [*messages, {"role": "assistant", "content": answer}, *news]
+            text += sampled + self._behind_turn(name, news)
+            try:
+                written = self._render(name, messages)
+            except ConfigError:  # such a message must follow a call, which no text of ours is
+                return "" if self._needs_calls[role] else "it refuses the conversation"
+            if written != text:
+                start = next(
+                    (n for n, (a, b) in enumerate(zip(text, written, strict=False)) if a != b),
+                    min(len(text), len(written)),
+                )
+                read_text = printable(repr(text[start:][:_SHOWN]), _SHOWN + 20)
+                return f"read {read_text}, written {written[start:][:_SHOWN]!r}"
+        return ""
+
+    # -- pieces
+
+    def _as_written(self, message: Message) -> Message:
+        """A message of a tool with the role that the template has for it, and texts that a template
+        takes."""
+        if message["role"] == "tool" and self.tool_role != "tool":
+            message = {"role": self.tool_role, "content": message["content"]}
+        return {key: _cleaned(member) for key, member in message.items()}
+
+    def _behind_turn(self, name: str, messages: list[Message]) -> str:
+        """What the template writes behind the text of an assistant's turn that `messages` follow,
+        the turn's own end first."""
+        role = messages[0]["role"] if messages else "user"
+        question = {"role": "user", "content": _QUESTION}
+        if not self._needs_calls.get(role, False):
+            turn: Message = {"role": "assistant", "content": _TURN}
+            _, _, behind = self._render(name, [question, turn, *messages]).partition(_TURN)
+            return behind
+        turn = {"role": "assistant", "content": "", "tool_calls": _probe_calls(len(messages))}
+        before = self._render(name, [question, turn], add_generation_prompt=False)
+        return self._plain_end + self._render(name, [question, turn, *messages])[len(before) :]
+
+    def _end_of_turn(self) -> str:
+        """What the template writes behind the text of a last turn. ConfigError where it writes no
+        turn of an assistant."""
+        messages = [
+            {"role": "user", "content": _QUESTION},
+            {"role": "assistant", "content": _TURN},
+        ]
+        text = self._render("prompt.template", messages, add_generation_prompt=False)
+        _, turn, end = text.partition(_TURN)
+        if not turn:
+            raise ConfigError(
+                "generate.turns",
+                "the policy's chat template does not write the turns of an assistant",
+                next="set prompt.template to one that does",
+            )
+        return end
+
+    def _learn(self, role: str) -> bool:
+        """Whether the template writes messages of that role behind an assistant's turn; and what
+        that turn has to be."""
+        message = {"role": role, "name": _TOOL, "content": _QUESTION, "tool_call_id": _call_id(0)}
+        name = "prompt.template"
+        for needs_calls in (False, True):
+            self._needs_calls[role] = needs_calls
+            try:
+                behind = self._behind_turn(name, [message])
+                if needs_calls:
+                    turn = {"role": "assistant", "content": "", "tool_calls": _probe_calls(1)}
+                    chat = [{"role": "user", "content": _QUESTION}, turn]
+                    before = self._render(name, chat, add_generation_prompt=False)
+                    whole = self._render(name, [*chat, message])
+                    if not (whole.startswith(before) and before.endswith(self._plain_end)):
+                        continue
+            except ConfigError:
+                continue
+            if _QUESTION in behind:
+                return True
+        return False
+
+    def _render(self, name: str, messages: list[Message], **variables: Any) -> str:
+        variables = {"add_generation_prompt": True, **self._variables, **variables}
+        return self._template.render(name, messages, **variables)
+
+
+def turn_message(parsed: ParsedTurn) -> Message:
+    """A sampled turn as a message, for a history that is written anew."""
+    content = parsed.text
+    message: Message = {"role": "assistant"}
+    thought, tag, answer = content.partition("</think>")
+    if tag:
+        message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
+        content = answer.lstrip("\n")
+    message["content"] = content
+    if parsed.calls:
+        message["tool_calls"] = [
+            {"id": _call_id(number), "type": "function", "function": call._asdict()}
+            for number, call in enumerate(parsed.calls)
+        ]
+    return message
+
+
+def answers_of_calls(messages: list[Message]) -> list[Message]:
+    """Messages with the ids of the calls that those of tools answer, one after another."""
+    numbers = iter(range(len(messages)))
+    return [
+        {**message, "tool_call_id": _call_id(next(numbers))}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _call_id(number: int) -> str:
+    """Nine letters and digits, as Mistral's templates want them."""
+    return f"call{number:05d}"
+
+
+def _probe_calls(count: int) -> list[dict[str, Any]]:
+    function = {"name": _TOOL, "arguments": {}}
+    return [
+        {"id": _call_id(number), "type": "function", "function": function}
+        for number in range(count)
+    ]
+
+
+def _shortened(message: Message, most: int) -> Message:
+    """A message whose content has at most `most` characters of its own, out of both ends."""
+    content = message["content"]
+    num_cut = len(content) - most
+    if num_cut <= 0:
+        return message
+    tail = content[len(content) - most // 2 :]
+    head = content[: most - len(tail)]
+    return {**message, "content": f"{head}\n[… {num_cut} characters cut …]\n{tail}"}
+
+
+# -- the texts in messages, which nobody may trust
+
+
+def _take_texts(member: Any, texts: list[str] | None = None) -> tuple[Any, list[str]]:
+    """`member` as plain JSON without its texts, and these in order. Keys of arguments are texts as
+    well."""
+    texts = [] if texts is None else texts
+    if isinstance(member, str):
+        texts.append(member)
+        return "text", texts
+    if isinstance(member, list):
+        return ["list", *(_take_texts(below, texts)[0] for below in member)], texts
+    if isinstance(member, dict):
+        is_message = (
+            "role" in member or "function" in member or member.keys() <= {"name", "arguments"}
+        )
+        pairs = []
+        for key, below in member.items():
+            if is_message and key in _NO_TEXTS:
+                pairs.append([["own", key], ["own", below]])
+            else:
+                shown_key = ["own", key] if is_message else _take_texts(key, texts)[0]
+                pairs.append([shown_key, _take_texts(below, texts)[0]])
+        return ["dict", *pairs], texts
+    return ["own", member], texts
+
+
+def _put_texts(structure: Any, texts: Iterator[str]) -> Any:
+    """The reverse of `_take_texts`, with other texts."""
+    if structure == "text":
+        return next(texts)
+    kind, *members = structure
+    if kind == "own":
+        return members[0]
+    if kind == "list":
+        return [_put_texts(below, texts) for below in members]
+    return {_put_texts(key, texts): _put_texts(below, texts) for key, below in members}
+
+
+def _cleaned(member: Any) -> Any:
+    """Texts as UTF-8 can hold them."""
+    if isinstance(member, str):
+        return clean(member)
+    if isinstance(member, list):
+        return [_cleaned(below) for below in member]
+    if isinstance(member, dict):
+        return {clean(key): _cleaned(below) for key, below in member.items()}
+    return member

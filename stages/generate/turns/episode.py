@@ -1,0 +1,309 @@
+"""One episode as a state machine: what to sample next, what to ask the environment, and how it
+ended. It knows no engine and no process.
+
+    episode = Episode(setting, "sum-0017-2", prompt_ids, messages)
+    while episode.state != "ended":
+        if episode.state == "sample":
+            request = episode.request()                # ids so far, most ids of the turn
+            episode.sampled(ids, logprobs, finish_reason)
+        elif episode.state == "act":
+            episode.observed(step, seconds)            # of the environment, for `episode.turn`
+        else:                                          # "finish": the environment's last word
+            episode.rewarded(reward)
+    episode.record()                                   # the columns of rollouts/2
+
+        sample ──────────────→ act ──→ sample …        a turn, and its answer
+           └─ (parse error) ──→ sample                 told to the policy
+           └─ (answer, limit) ─→ finish → ended        the environment is asked for its reward
+    any but sample ─ failed ──────────→ ended          with no rewards at all
+
+Ids are only ever appended. Each limit that ends an episode is its `end_reason`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from quiver.stages.common.chat.control_tokens import Rendering
+from quiver.stages.generate.turns.bridge import (
+    Bridge,
+    Fitting,
+    History,
+    answers_of_calls,
+    turn_message,
+)
+from quiver.stages.generate.turns.config import Turns
+from quiver.stages.generate.turns.environment import Message, Step, Turn
+from quiver.stages.generate.turns.tool_calls import Parse, ParsedTurn
+
+FAILURES = ("timeout", "environment_error")
+"""End reasons of an episode that failed: nothing is known of its rewards."""
+_UNTOLD = "the engine gave this turn up"
+State = Literal["sample", "act", "finish", "ended"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the episodes of one stage share."""
+
+    limits: Turns
+    bridge: Bridge
+    parse: Parse | None
+    """None: the environment has no tools, and reads a turn's text as it is."""
+    decode: Callable[[list[int]], str]
+    """Ids as text, control tokens included."""
+    stop_ids: frozenset[int]
+    """Those that end a turn."""
+    context: int
+    """Most ids of one sequence."""
+    answers: bool
+    """Whether a turn without calls is the policy's answer, and ends the episode."""
+    histories: Sequence[History] = ()
+    """What the template does with earlier turns."""
+
+    def rewrites(self, role: str, thinks: bool) -> bool:
+        """Whether the sequence has to begin anew before a message of that role; `thinks`: earlier
+        turns have thinking in them."""
+        if self.limits.rewritten != "restart":
+            return False
+        role = self.bridge.tool_role if role == "tool" else role
+        return any(
+            history.role == role
+            and not (history.appends and (history.keeps_thinking or not thinks))
+            for history in self.histories
+        )
+
+
+class Request(NamedTuple):
+    """What is to be sampled next."""
+
+    turn: int
+    """Its number, from 0."""
+    prompt_ids: list[int]
+    """All that the policy reads before it."""
+    max_tokens: int
+
+
+@dataclass
+class _Turn:
+    """A turn as rollouts/2 has it."""
+
+    length: int
+    finish_reason: str
+    restart_ids: list[int] | None
+    observation_ids: list[int] = field(default_factory=list)
+    tool_calls: str | None = None
+    parse_error: str | None = None
+    observation: str = ""
+    reward: float | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Episode:
+    """From a prompt to its end."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        name: str,
+        prompt_ids: Sequence[int],
+        messages: list[Message] | None = None,
+    ) -> None:
+        """`name`: what errors call it. `messages` of the prompt: needed where the template's
+        rewriting restarts the sequence."""
+        self.setting = setting
+        self.name = name
+        self.state: State = "sample"
+        self.end_reason: str | None = None
+        self.turn = Turn("")
+        """What the environment is to answer, in the state `act`."""
+        self._ids = list(prompt_ids)
+        """All that the policy has read and sampled since the sequence began."""
+        self._messages = messages
+        self._turns: list[_Turn] = []
+        self._restart_ids: list[int] | None = None
+        self._completion_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._text = ""
+        self._stop_reason: str | None = None
+        self._num_calls = 0
+        self._has_end = False
+        self._thinks = False
+
+    # -- what is to be done
+
+    def request(self) -> Request:
+        """What to sample, in the state `sample`."""
+        room, _ = self._room()
+        return Request(len(self._turns), list(self._ids), room)
+
+    def _room(self) -> tuple[int, str]:
+        """Most ids of the next turn, and the end reason where it fills them."""
+        limits = self.setting.limits
+        rooms = [(limits.max_tokens - len(self._completion_ids), "max_tokens")]
+        if limits.max_turn_tokens is not None:
+            rooms.append((limits.max_turn_tokens, "max_tokens"))
+        rooms.append((self.setting.context - len(self._ids), "context"))
+        return min(rooms, key=lambda room: room[0])
+
+    # -- what was done
+
+    def sampled(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish_reason: str,
+        stop_reason: str | None = None,
+    ) -> None:
+        """A turn, as the engine answered the request."""
+        setting = self.setting
+        _, limit = self._room()
+        ids = list(ids)
+        self._ids += ids
+        self._completion_ids += ids
+        self._logprobs += logprobs
+        self._stop_reason = stop_reason
+        record = _Turn(len(ids), finish_reason, self._restart_ids)
+        self._restart_ids = None
+        self._turns.append(record)
+        self._has_end = bool(ids) and ids[-1] in setting.stop_ids
+        self._text = setting.decode(ids[:-1] if self._has_end else ids)
+        parsed = ParsedTurn(self._text)
+        if setting.parse is not None:
+            parsed = setting.parse(self._text)
+        self._thinks |= "</think>" in self._text
+        self._num_calls += len(parsed.calls)
+        if parsed.calls:
+            record.tool_calls = json.dumps([call._asdict() for call in parsed.calls])
+        record.parse_error = parsed.error
+        if self._messages is not None:
+            self._messages = [*self._messages, turn_message(parsed)]
+        if finish_reason == "abort":
+            self.failed("environment_error", _UNTOLD)
+        elif finish_reason == "length":
+            self._end(limit)
+        elif parsed.is_broken:
+            self._end("parse_error")
+        elif parsed.error is not None:
+            self._continue([_told(parsed.error)])
+        elif setting.answers and not parsed.calls:
+            self._end("answered")
+        elif self._num_calls > (setting.limits.max_tool_calls or self._num_calls):
+            self._end("max_tool_calls")
+        else:
+            self.turn = Turn(parsed.text, parsed.calls)
+            self.state = "act"
+
+    def observed(self, step: Step, seconds: float = 0.0) -> None:
+        """What the environment answered to `turn`."""
+        record = self._turns[-1]
+        record.seconds += seconds
+        record.reward = step.reward
+        record.info |= step.info or {}
+        messages = answers_of_calls(step.observation())
+        if step.done:
+            record.observation = _text_of(messages)
+            self._end("environment")
+        else:
+            self._continue(messages)
+
+    def failed(self, reason: str, why: str, seconds: float = 0.0) -> None:
+        """The environment did not answer: `reason` is one of FAILURES."""
+        record = self._turns[-1] if self._turns else None
+        if record is not None:
+            record.seconds += seconds
+            record.info["failure"] = why
+        self.end_reason = reason
+        self.state = "ended"
+
+    def rewarded(self, reward: float | None, seconds: float = 0.0) -> None:
+        """The environment's last word, in the state `finish`: what the whole episode is worth to
+        it. It is the last turn's, beside what that turn earned."""
+        record = self._turns[-1]
+        record.seconds += seconds
+        if reward is not None:
+            record.reward = reward + (record.reward or 0.0)
+        self.state = "ended"
+
+    # -- what came of it
+
+    def record(self) -> dict[str, Any]:
+        """The columns of rollouts/2 that an episode decides. An episode that failed has no
+        rewards."""
+        has_failed = self.end_reason in FAILURES
+        turns = [
+            {
+                **vars(turn),
+                "reward": None if has_failed else turn.reward,
+                "info": json.dumps(turn.info) if turn.info else None,
+            }
+            for turn in self._turns
+        ]
+        return {
+            "completion_ids": self._completion_ids,
+            "old_logprobs": self._logprobs,
+            "finish_reason": self._turns[-1].finish_reason if turns else "abort",
+            "stop_reason": self._stop_reason,
+            "completion_text": self._text,
+            "turns": turns,
+            "end_reason": self.end_reason,
+        }
+
+    # -- between two turns
+
+    def _continue(self, messages: list[Message]) -> None:
+        """Have the policy read `messages`, unless a limit is reached."""
+        limits = self.setting.limits
+        record = self._turns[-1]
+        record.observation = _text_of(messages)
+        if len(self._turns) >= limits.max_turns:
+            return self._end("max_turns")
+        if len(self._completion_ids) >= limits.max_tokens:
+            return self._end("max_tokens")
+        fitting = self.setting.bridge.fitting(
+            self.name, messages, has_end=self._has_end, most=limits.max_observation_tokens
+        )
+        if fitting is None:
+            return self._end("context")
+        if fitting.num_cut:
+            record.info["cut_characters"] = fitting.num_cut
+            record.observation = _text_of(fitting.messages)
+        restart = self._restarted(fitting)
+        ids = [*self._ids, *fitting.rendering.ids] if restart is None else restart.ids
+        if len(ids) >= self.setting.context:
+            return self._end("context")
+        if restart is None:
+            record.observation_ids = fitting.rendering.ids
+        else:
+            self._restart_ids = restart.ids
+        self._ids = ids
+        if self._messages is not None:
+            self._messages = [*self._messages, *fitting.messages]
+        self.state = "sample"
+        return None
+
+    def _restarted(self, fitting: Fitting) -> Rendering | None:
+        """The whole history as the template writes it, where that is another than was read."""
+        role = fitting.messages[0]["role"] if fitting.messages else "user"
+        if not self.setting.rewrites(role, self._thinks):
+            return None
+        messages = [*(self._messages or []), *fitting.messages]
+        return self.setting.bridge.restart(self.name, messages)
+
+    def _end(self, reason: str) -> None:
+        self.end_reason = reason
+        self.state = "finish"
+
+
+def _told(error: str) -> Message:
+    """A call that can not be read, told as a tool's answer."""
+    (message,) = answers_of_calls([{"role": "tool", "name": "error", "content": f"Error: {error}"}])
+    return message
+
+
+def _text_of(messages: list[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)
