@@ -27,6 +27,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Rendering
 from quiver.stages.generate.turns.bridge import (
     Bridge,
@@ -162,10 +165,10 @@ class Episode:
         """A turn, as the engine answered the request."""
         setting = self.setting
         _, limit = self._room()
-        ids = list(ids)
+        ids = np.asarray(ids, np.int64).tolist()
         self._ids += ids
         self._completion_ids += ids
-        self._logprobs += logprobs
+        self._logprobs += np.asarray(logprobs, np.float32).tolist()
         self._stop_reason = stop_reason
         record = _Turn(len(ids), finish_reason, self._restart_ids)
         self._restart_ids = None
@@ -213,10 +216,11 @@ class Episode:
 
     def failed(self, reason: str, why: str, seconds: float = 0.0) -> None:
         """The environment did not answer: `reason` is one of FAILURES."""
-        record = self._turns[-1] if self._turns else None
-        if record is not None:
-            record.seconds += seconds
-            record.info["failure"] = why
+        if not self._turns:  # it could not even begin
+            self._turns.append(_Turn(0, "abort", None))
+        record = self._turns[-1]
+        record.seconds += seconds
+        record.info["failure"] = why
         self.end_reason = reason
         self.state = "ended"
 
@@ -246,7 +250,7 @@ class Episode:
         return {
             "completion_ids": self._completion_ids,
             "old_logprobs": self._logprobs,
-            "finish_reason": self._turns[-1].finish_reason if turns else "abort",
+            "finish_reason": self._turns[-1].finish_reason,
             "stop_reason": self._stop_reason,
             "completion_text": self._text,
             "turns": turns,
@@ -280,7 +284,7 @@ class Episode:
             record.observation_ids = fitting.rendering.ids
         else:
             self._restart_ids = restart.ids
-        self._ids = ids
+        self._ids = list(ids)  # it grows
         if self._messages is not None:
             self._messages = [*self._messages, *fitting.messages]
         self.state = "sample"
@@ -291,8 +295,14 @@ class Episode:
         role = fitting.messages[0]["role"] if fitting.messages else "user"
         if not self.setting.rewrites(role, self._thinks):
             return None
-        messages = [*(self._messages or []), *fitting.messages]
-        return self.setting.bridge.restart(self.name, messages)
+        if self._messages is None:
+            raise ConfigError(
+                self.name,
+                'generate.turns.rewritten = "restart" needs the messages of the prompt, which has '
+                "none",
+                next='give prompts as messages, or set generate.turns.rewritten = "append"',
+            )
+        return self.setting.bridge.restart(self.name, [*self._messages, *fitting.messages])
 
     def _end(self, reason: str) -> None:
         self.end_reason = reason
