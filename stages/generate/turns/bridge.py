@@ -153,8 +153,18 @@ class Bridge:
         return self._guard.encode(name, ("restart", json.dumps(structure)), texts, render)
 
     def measure(self) -> list[History]:
-        """What the template does with earlier turns, for each role that may follow one."""
-        return [self._measure(role) for role in sorted({self.tool_role, "user"})]
+        """What the template does with earlier turns, for each role that may follow one.
+
+        Not measured where a tool's message must follow a call: what a policy's calls look like is
+        its own matter.
+        """
+        histories = []
+        for role in sorted({self.tool_role, "user"}):
+            of_text = self._difference(role, thinks=False)
+            of_thinking = self._difference(role, thinks=True)
+            difference = of_text or of_thinking
+            histories.append(History(role, not of_text, not of_thinking, difference))
+        return histories
 
     def require(self, rewritten: str) -> list[History]:
         """What `measure` says. ConfigError where the template rewrites turns and `rewritten` is to
@@ -172,14 +182,7 @@ class Bridge:
                 )
         return histories
 
-    def _measure(self, role: str) -> History:
-        problems = {}
-        for thinks in (False, True):
-            problems[thinks] = self._difference(role, thinks)
-        difference = problems[False] or problems[True]
-        return History(role, not problems[False], not problems[True], difference)
-
-    def _difference(self, role: str, thinks: bool) -> str:
+    def _difference(self, role: str, *, thinks: bool) -> str:
         """Where a conversation of three turns, read turn by turn, first differs from what the
         template writes of it; empty where it does not."""
         name = "prompt.template"

@@ -95,6 +95,7 @@ class _Turn:
     """A turn as rollouts/2 has it."""
 
     length: int
+    text: str
     finish_reason: str
     restart_ids: list[int] | None
     observation_ids: list[int] = field(default_factory=list)
@@ -131,7 +132,6 @@ class Episode:
         self._restart_ids: list[int] | None = None
         self._completion_ids: list[int] = []
         self._logprobs: list[float] = []
-        self._text = ""
         self._stop_reason: str | None = None
         self._num_calls = 0
         self._has_end = False
@@ -170,15 +170,13 @@ class Episode:
         self._completion_ids += ids
         self._logprobs += np.asarray(logprobs, np.float32).tolist()
         self._stop_reason = stop_reason
-        record = _Turn(len(ids), finish_reason, self._restart_ids)
+        self._has_end = bool(ids) and ids[-1] in setting.stop_ids
+        text = setting.decode(ids[:-1] if self._has_end else ids)
+        record = _Turn(len(ids), text, finish_reason, self._restart_ids)
         self._restart_ids = None
         self._turns.append(record)
-        self._has_end = bool(ids) and ids[-1] in setting.stop_ids
-        self._text = setting.decode(ids[:-1] if self._has_end else ids)
-        parsed = ParsedTurn(self._text)
-        if setting.parse is not None:
-            parsed = setting.parse(self._text)
-        self._thinks |= "</think>" in self._text
+        parsed = ParsedTurn(text) if setting.parse is None else setting.parse(text)
+        self._thinks |= "</think>" in text
         self._num_calls += len(parsed.calls)
         if parsed.calls:
             record.tool_calls = json.dumps([call._asdict() for call in parsed.calls])
@@ -192,7 +190,8 @@ class Episode:
         elif parsed.is_broken:
             self._end("parse_error")
         elif parsed.error is not None:
-            self._continue([_told(parsed.error)])
+            refusal = {"role": "tool", "name": "error", "content": f"Error: {parsed.error}"}
+            self._continue(answers_of_calls([refusal]))
         elif setting.answers and not parsed.calls:
             self._end("answered")
         elif self._num_calls > (setting.limits.max_tool_calls or self._num_calls):
@@ -217,7 +216,7 @@ class Episode:
     def failed(self, reason: str, why: str, seconds: float = 0.0) -> None:
         """The environment did not answer: `reason` is one of FAILURES."""
         if not self._turns:  # it could not even begin
-            self._turns.append(_Turn(0, "abort", None))
+            self._turns.append(_Turn(0, "", "abort", None))
         record = self._turns[-1]
         record.seconds += seconds
         record.info["failure"] = why
@@ -252,7 +251,7 @@ class Episode:
             "old_logprobs": self._logprobs,
             "finish_reason": self._turns[-1].finish_reason,
             "stop_reason": self._stop_reason,
-            "completion_text": self._text,
+            "completion_text": self._turns[-1].text,
             "turns": turns,
             "end_reason": self.end_reason,
         }
@@ -307,12 +306,6 @@ class Episode:
     def _end(self, reason: str) -> None:
         self.end_reason = reason
         self.state = "finish"
-
-
-def _told(error: str) -> Message:
-    """A call that can not be read, told as a tool's answer."""
-    (message,) = answers_of_calls([{"role": "tool", "name": "error", "content": f"Error: {error}"}])
-    return message
 
 
 def _text_of(messages: list[Message]) -> str:

@@ -71,7 +71,9 @@ def parse_hermes(text: str) -> ParsedTurn:
     before = text if position < 0 else text[:position]
     try:
         bodies = list(_between_tags(text[start:]))
-        return ParsedTurn(before, tuple(_read_call(body, "arguments") for body in bodies))
+        return ParsedTurn(
+            before, tuple(_read_members(_as_json(body), "arguments") for body in bodies)
+        )
     except _Unreadable as error:
         return ParsedTurn(before, (), str(error), isinstance(error, _Broken))
 
@@ -125,7 +127,7 @@ def _read_object(body: str) -> tuple[dict[str, Any], int]:
     except (ValueError, RecursionError) as error:
         if _is_cut(body):
             raise _Broken("the braces of a call are never closed") from None
-        raise _Unreadable(_bad_json(error)) from None
+        raise _Unreadable(f"the call is not valid JSON: {_shown(error)}") from None
     if not isinstance(members, dict):
         raise _Unreadable(f"a call is {type(members).__name__}, expected a JSON object")
     return members, end
@@ -239,15 +241,6 @@ def _without_end(text: str) -> str:
     return text
 
 
-def _read_call(body: str, key: str) -> Call:
-    """The call that is written as JSON. _Unreadable."""
-    try:
-        members = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise _Unreadable(_bad_json(error)) from None
-    return _read_members(members, key)
-
-
 def _read_members(members: Any, key: str) -> Call:
     """The call that {"name", key} is. _Unreadable."""
     if not isinstance(members, dict):
@@ -258,10 +251,7 @@ def _read_members(members: Any, key: str) -> Call:
     arguments = members.get(key)
     place = f'"{key}" of {printable(name)}'
     if isinstance(arguments, str):  # some models write JSON inside JSON
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise _Unreadable(f"{place}: {_bad_json(error)}") from None
+        arguments = _as_json(arguments)
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
@@ -269,6 +259,14 @@ def _read_members(members: Any, key: str) -> Call:
     if not _is_plain(arguments, _DEPTH):
         raise _Unreadable(f"{place} is no plain JSON: too deep, or no finite number")
     return Call(name, arguments)
+
+
+def _as_json(text: str) -> Any:
+    """_Unreadable."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _Unreadable(f"the call is not valid JSON: {_shown(error)}") from None
 
 
 def _is_plain(member: Any, depth: int) -> bool:
@@ -295,10 +293,6 @@ def _is_cut(body: str) -> bool:
             is_string = character == '"'
             depth += (character in "{[") - (character in "}]")
     return is_string or depth > 0
-
-
-def _bad_json(error: Exception) -> str:
-    return f"the call is not valid JSON: {_shown(error)}"
 
 
 def _shown(error: Exception) -> str:

@@ -38,14 +38,15 @@ class Host:
         """What one request comes to."""
         if "load" in request:
             sys.path[:] = request["path"]
-            return self._load(**request["load"])
+            return self.load(**request["load"])
         if "open" in request:
-            return self._guarded(self._open, request["open"], request["row"], request["seed"])
+            return self._guarded(self.open, request["open"], request["row"], request["seed"])
         if "step" in request:
-            return self._guarded(self._step, request["step"], request["turn"])
-        return self._guarded(self._finish, request["finish"])
+            return self._guarded(self.step, request["step"], request["turn"])
+        return self._guarded(self.finish, request["finish"])
 
-    def _load(self, environment: str, tools: list[str], arguments: dict[str, Any]) -> dict:
+    def load(self, environment: str, tools: list[str], arguments: dict[str, Any]) -> dict:
+        """The code that makes environments."""
         from quiver.schemas.errors import ConfigError, QuiverError, printable
         from quiver.stages.generate.turns.adapters import open_source
 
@@ -81,7 +82,8 @@ class Host:
             if environment is not None:
                 _close(environment)
 
-    def _open(self, key: int, row: bytes, seed: int) -> dict[str, Any]:
+    def open(self, key: int, row: bytes, seed: int) -> dict[str, Any]:
+        """A new environment, reset for its row."""
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -89,14 +91,16 @@ class Host:
         messages = environment.reset(pickle.loads(row), seed)
         return {"step": {"messages": messages}}
 
-    def _step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
+    def step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
+        """An environment's answer to a turn."""
         from quiver.stages.generate.turns.environment import Turn
         from quiver.stages.generate.turns.tool_calls import Call
 
         calls = tuple(Call(*call) for call in turn["calls"])
         return {"step": self._environments[key].step(Turn(turn["text"], calls))._asdict()}
 
-    def _finish(self, key: int) -> dict[str, Any]:
+    def finish(self, key: int) -> dict[str, Any]:
+        """The reward of an episode that is over."""
         reward = self._environments[key].finish()
         _close(self._environments.pop(key))
         return {"reward": reward}

@@ -3,6 +3,7 @@ no text at all makes one raise."""
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -175,9 +176,27 @@ def test_long_text_takes_no_more_than_it_should(name, piece):
 
 
 def test_the_tokenizers_own_response_template_reads_calls():
-    tokenizer = tiny.tokenizer()
+    tokenizer = copy.deepcopy(tiny.tokenizer())
     with pytest.raises(ConfigError, match="no response template"):
         make_parser("tokenizer", tokenizer)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    parse = make_parser("tokenizer", tokenizer, prefix="<|im_start|>assistant\n")
+    parsed = parse("So.<call>" + json.dumps(ADD) + "</call><|im_end|>")
+    assert parsed == ParsedTurn("So.", (Call("add", ADD["arguments"]),))
+    assert parse("It is 12.<|im_end|>").calls == ()
+    assert parse("So.<call>oh</call>").error
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"close": ["<call>", "<|im_end|>"]},
+        "tool_calls": {
+            "open": "<call>", "close": "</call>", "content": "json", "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}  # fmt: skip
 
 
 def write_parser(folder, body: str) -> str:
