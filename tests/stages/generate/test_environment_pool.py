@@ -227,7 +227,7 @@ def test_the_time_of_an_episode_is_the_sum_of_its_answers(game):
 
 
 def test_what_an_environment_prints_goes_to_the_log(game, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "quiver.stages")
     with EnvironmentPool(Turns(environment=game, processes=1)) as pool:
         (key,) = begin(pool, 1)
         ask(pool, key, "print")
