@@ -102,7 +102,7 @@ def test_the_documents_are_in_the_wheel(python, project):
         " (folder.parent / 'stages/optimize/README.md').exists())"
     )
     done = run(python, "-c", code, cwd=project)
-    names = sorted(path.name for path in (ROOT / "deployments/docs").iterdir())
+    names = sorted(path.name for path in (ROOT / "deployments/docs").glob("*.md"))
     assert done.stdout.split() == [*names, "True", "True"], done.stderr
 
 

@@ -393,6 +393,7 @@ def test_trap_kl_with_the_sign_swapped_in_the_reward(chain):
     batch = SimpleNamespace(
         sequences=Sequences(rows, rows, torch.ones(1)),
         rewards=torch.zeros(1),
+        turn_rewards=None,
         reward_scale=1.0,
         old_logprobs=torch.tensor([-1.0, -2.0]),
         ref_logprobs=torch.tensor([-3.0, -1.0]),
