@@ -116,7 +116,12 @@ def test_the_kl_in_the_reward():
         torch.ones(B),
     )
     batch = types.SimpleNamespace(
-        sequences=data, old_logprobs=OLD, ref_logprobs=REF, rewards=REWARDS
+        sequences=data,
+        old_logprobs=OLD,
+        ref_logprobs=REF,
+        rewards=REWARDS,
+        reward_scale=1.0,
+        turn_rewards=None,
     )
     found = critic.token_rewards(Config(kl_in_reward=True, kl_coef=0.3), batch)
     close(found, flat(core.compute_rewards(on_the_last_token(), padded(OLD), padded(REF), 0.3)))
