@@ -107,6 +107,7 @@ def test_two_trainings_and_an_evaluation_are_one_run(
             curves.setdefault(key, []).extend(points)
     assert [step for step, _ in curves["loss"]] == [0, 1]
     cut = made[0].table()["finish_reason"].to_pylist().count("length") / made[0].manifest.rows
-    assert curves["completion_tokens/truncated"] == [(0, pytest.approx(cut))] * 2
+    of_the_start = [(step, pytest.approx(cut)) for step in (0, 1)]
+    assert curves["completion_tokens/truncated"] == of_the_start, "where each training begins"
     score = store.open(ref).manifest.metrics["score"]
     assert curves["evaluation/score"] == [(0, pytest.approx(score))]
