@@ -26,16 +26,21 @@ from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions
 
 
 class Request(NamedTuple):
-    """One row to make: `index` is its place among all rows; `prompt_ids` [P] int32; `seed` decides
-    its draws, alone."""
+    """One completion to make. `index` is the row's place among all rows; `seed` decides its draws,
+    alone. In an episode of turns a row's requests follow one another."""
 
     index: int
     prompt_ids: np.ndarray
+    """[P] int32: all that the model reads before the completion."""
     seed: int
+    turn: int = 0
+    """Of an episode; its number, from 0."""
+    max_tokens: int | None = None
+    """Most ids of the completion; None: those of `Sampling`."""
 
 
 class Completion(NamedTuple):
-    """One row's answer: `completion_ids` [T] int32, a sampled end token last; `logprobs` [T]
+    """The answer to a row's request: `completion_ids` [T] int32, a sampled end token last; `logprobs` [T]
     float32 of those ids.
 
     `logprobs` are of the distribution that was sampled from (after temperature and all else of
@@ -88,8 +93,8 @@ class Engine(Protocol):
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """One completion a request, as they finish; takes requests as it has room for them.
 
-        `requests` may end for now: there are more when these are answered, in the same call or in
-        another.
+        `requests` may end for now, and may be empty: there are more when these are answered, in the
+        same call or in another.
         """
         ...
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from quiver.schemas.errors import NumericError, QuiverError, SchemaError, printable
 from quiver.schemas.rollouts import FINISH_REASONS
@@ -22,12 +24,16 @@ from quiver.schemas.rollouts import FINISH_REASONS
 from .engine import Completion, Request
 from .rows import Rows
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 
 @dataclass
 class Requests:
     """What the engine draws: an iterator that may end for now, and go on when rows are answered."""
 
     rows: Rows
+    tokenizer: PreTrainedTokenizerFast
     take_shard: Callable[[], range | None]
     """The rows of the next shard; None where there is none, at least for now."""
     engine: str
@@ -35,8 +41,11 @@ class Requests:
     ahead: int
     vocabulary_size: int
     max_tokens: int
+    num_tokens: int = 0
+    """That were sampled so far."""
     _asked: set[int] = field(default_factory=set)
     _unanswered: set[int] = field(default_factory=set)
+    _finished: list[tuple[int, Any]] = field(default_factory=list)
     _of_shard: Iterator[Request] = field(default_factory=lambda: iter(()))
 
     def __iter__(self) -> Requests:
@@ -60,7 +69,28 @@ class Requests:
         self._of_shard = self.rows.requests(indices)
         return True
 
-    def check(self, completion: Completion) -> None:
+    def is_done(self) -> bool:
+        """Whether all rows that were taken are finished."""
+        return not self._unanswered
+
+    def answer(self, completion: Completion) -> None:
+        """Take a completion in. SchemaError or NumericError: see `check`."""
+        self.check(completion, self.max_tokens)
+        self._finished.append((completion.index, completion))
+
+    def finished_rows(self) -> list[tuple[int, Any]]:
+        """(index, what `table` takes) of rows that became finished since the last call."""
+        finished_rows = self._finished
+        self._finished = []
+        return finished_rows
+
+    def table(self, start: int, finished: list[Any]) -> pa.Table:
+        """The finished rows from `start` on, in the order of their indices. [rows]"""
+        ids = [completion.completion_ids for completion in finished]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self.rows.table(start, finished, texts)
+
+    def check(self, completion: Completion, max_tokens: int) -> None:
         """SchemaError or NumericError unless the completion is whole, and of a row that was asked
         for and has no answer."""
         index = completion.index
@@ -83,8 +113,8 @@ class Requests:
             raise self._error(f"{row}: {name} is {shape}, expected a flat array of {dtype}")
         if len(ids) != len(logprobs):
             raise self._error(f"{row}: {len(ids)} ids but {len(logprobs)} logprobs")
-        if len(ids) > self.max_tokens:
-            raise self._error(f"{row}: {len(ids)} ids, max_tokens is {self.max_tokens}")
+        if len(ids) > max_tokens:
+            raise self._error(f"{row}: {len(ids)} ids, max_tokens is {max_tokens}")
         outside = ids[(ids < 0) | (ids >= self.vocabulary_size)]
         if len(outside):
             raise self._error(
@@ -101,9 +131,10 @@ class Requests:
                 f"{row}: logprob {impossible[0]}, expected a finite number of at most 0",
                 NumericError,
             )
+        self.num_tokens += len(ids)
 
-    def require_all(self) -> None:
-        """SchemaError where a row has no answer."""
+    def settle(self) -> None:
+        """The engine has no more to say for now. SchemaError where a row has no answer."""
         if self._unanswered:
             raise self._error(
                 f"{len(self._unanswered)} of {len(self._asked)} rows were never answered, the "

@@ -1,5 +1,5 @@
-"""The rows of one rollouts version: which there are, in which order, with which seeds; and shards
-built of finished rows.
+"""The rows of one rollouts version: which there are, in which order, with which seeds; and tables
+of finished ones.
 
 A row's seed is a hash of (recipe seed, iteration, group_id, sample_index), so shards, order,
 restarts and the number of workers change nothing. Rows stand prompt by prompt, sample by sample.
@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,9 +23,21 @@ from .config import Config
 from .engine import Completion, Request
 
 
-def row_seed(seed: int, iteration: int, group_id: str, sample_index: int) -> int:
-    """The 63-bit seed of one row, the same on every machine."""
-    digest = hashlib.sha256(canonical([seed, iteration, group_id, sample_index])).digest()
+_OF_EPISODES = (
+    "completion_ids",
+    "old_logprobs",
+    "finish_reason",
+    "stop_reason",
+    "completion_text",
+    "turns",
+    "end_reason",
+)
+"""The columns that an episode decides."""
+
+
+def row_seed(seed: int, iteration: int, group_id: str, sample_index: int, *turn: int) -> int:
+    """The 63-bit seed of one row, or of one turn of it, the same on every machine."""
+    digest = hashlib.sha256(canonical([seed, iteration, group_id, sample_index, *turn])).digest()
     return int.from_bytes(digest[:8]) >> 1
 
 
@@ -43,11 +56,20 @@ class Rows:
 
     def requests(self, indices: Iterable[int]) -> Iterator[Request]:
         """One request for each row index, made as it is taken."""
-        config = self.config
         for index in indices:
-            prompt, sample = divmod(index, config.samples_per_prompt)
-            seed = row_seed(config.seed, config.iteration, self._groups[prompt], sample)
-            yield Request(index, self._prompt_ids[prompt].values.to_numpy(), seed)
+            prompt_ids = self._prompt_ids[index // self.config.samples_per_prompt]
+            yield Request(index, prompt_ids.values.to_numpy(), self.seed(index))
+
+    def seed(self, index: int, *turn: int) -> int:
+        """The seed of a row, or of one turn of it."""
+        config = self.config
+        prompt, sample = divmod(index, config.samples_per_prompt)
+        return row_seed(config.seed, config.iteration, self._groups[prompt], sample, *turn)
+
+    def rollout_id(self, index: int) -> str:
+        """What a row is called."""
+        prompt, sample = divmod(index, self.config.samples_per_prompt)
+        return f"{self.prefix}-{self._groups[prompt]}-{sample}"
 
     @cached_property
     def _prompt_ids(self) -> pa.ListArray:
@@ -60,24 +82,31 @@ class Rows:
     def table(self, start: int, completions: list[Completion], texts: list[str]) -> pa.Table:
         """rollouts/1 of the rows from `start` on: one completion a row, in the order of their
         indices. [rows]"""
-        indices = range(start, start + len(completions))
-        prompts, samples = np.divmod(np.array(indices, np.int64), self.config.samples_per_prompt)
-        temperatures = np.full(len(completions), self.config.sampling.temperature)
-        groups = [self._groups[prompt] for prompt in prompts]
-        rollout_ids = [
-            f"{self.prefix}-{group}-{sample}" for group, sample in zip(groups, samples, strict=True)
-        ]
         columns = {
-            "rollout_id": rollout_ids,
-            "group_id": groups,
-            "sample_index": pa.array(samples, pa.int32()),
-            "prompt_ids": self._prompt_ids.take(pa.array(prompts)),
             "completion_ids": [completion.completion_ids for completion in completions],
             "old_logprobs": [completion.logprobs for completion in completions],
             "finish_reason": [completion.finish_reason for completion in completions],
             "stop_reason": [completion.stop_reason for completion in completions],
             "completion_text": texts,
-            "temperature": pa.array(temperatures, pa.float32()),
-            "seed": [request.seed for request in self.requests(indices)],
         }
-        return pa.table(columns, schema=rollouts.SCHEMA)
+        return self._with_prompts(start, columns, rollouts.SCHEMA)
+
+    def table_of_episodes(self, start: int, records: list[dict[str, Any]]) -> pa.Table:
+        """rollouts/2 of the rows from `start` on, of the `record` of each one's episode. [rows]"""
+        columns = {name: [record[name] for record in records] for name in _OF_EPISODES}
+        return self._with_prompts(start, columns, rollouts.OF_TURNS)
+
+    def _with_prompts(self, start: int, columns: dict[str, list], schema: pa.Schema) -> pa.Table:
+        """`columns` of the rows from `start` on, with what is known of them without an answer."""
+        indices = range(start, start + len(columns["completion_ids"]))
+        prompts, samples = np.divmod(np.array(indices, np.int64), self.config.samples_per_prompt)
+        temperatures = np.full(len(indices), self.config.sampling.temperature)
+        known_columns = {
+            "rollout_id": [self.rollout_id(index) for index in indices],
+            "group_id": [self._groups[prompt] for prompt in prompts],
+            "sample_index": pa.array(samples, pa.int32()),
+            "prompt_ids": self._prompt_ids.take(pa.array(prompts)),
+            "temperature": pa.array(temperatures, pa.float32()),
+            "seed": [self.seed(index) for index in indices],
+        }
+        return pa.table({**known_columns, **columns}, schema=schema)

@@ -10,19 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.stages.common.store.writer import Writer
 
-from .engine import Completion, Engine
+from .engine import Engine
 from .requests import Requests
 from .rows import Rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
@@ -38,8 +36,8 @@ class Shards:
         # a version of no rows still has its one file
         self._count = max(1, -(-len(rows) // self._size))
         self.handout = writer.shards_of(self._count)
-        self._completions: dict[int, dict[int, Completion]] = {}
-        """By shard, of those that wait for rows, by row."""
+        self._waiting: dict[int, dict[int, Any]] = {}
+        """By shard, of those that wait for rows, the finished ones by row."""
         self._num_tokens = 0
 
     def take(self) -> range | None:
@@ -48,7 +46,7 @@ class Shards:
         index = self.handout.take()
         return None if index is None else self._range_of(index)
 
-    def make(self, engine: Engine, tokenizer: PreTrainedTokenizerFast, requests: Requests) -> None:
+    def make(self, engine: Engine, requests: Requests) -> None:
         """Let the engine make what is not finished; write each shard when it is whole; a line of
         progress every two seconds."""
         unfinished = self.handout.unfinished()
@@ -61,20 +59,30 @@ class Shards:
         while self.handout.more():
             if not requests.open_shard():
                 continue
-            completions = engine.generate(requests)
-            while True:
-                with self._writer.phase("generate"):
-                    completion = next(completions, None)
-                if completion is None:
-                    break
-                requests.check(completion)
-                self._add(completion, tokenizer)
-                if time.monotonic() - logged_at > _SECONDS_BETWEEN_LINES:
-                    self._writer.stop_if_committed()
-                    self._log_progress(num_rows, started_at)
-                    logged_at = time.monotonic()
-            requests.require_all()
+            while not requests.is_done():
+                for _ in self._answers(engine, requests):
+                    for index, row in requests.finished_rows():
+                        self._add(index, row, requests)
+                    if time.monotonic() - logged_at > _SECONDS_BETWEEN_LINES:
+                        self._writer.stop_if_committed()
+                        self._log_progress(num_rows, started_at)
+                        logged_at = time.monotonic()
         self._log_progress(num_rows, started_at)
+
+    def _answers(self, engine: Engine, requests: Requests) -> Iterator[None]:
+        """Something after each answer of the engine, and when it has no more for now."""
+        completions = engine.generate(requests)
+        while True:
+            with self._writer.phase("generate"):
+                completion = next(completions, None)
+                if completion is None:
+                    requests.settle()
+            if completion is not None:
+                requests.answer(completion)
+            self._num_tokens = self._writer.notes["tokens"] = requests.num_tokens
+            yield
+            if completion is None:
+                return
 
     def summary(self) -> tuple[dict[str, Any], dict[str, int]]:
         """Metrics over all rows, and how many ended how. The speed is over those made now, summed
@@ -91,32 +99,30 @@ class Shards:
             "tokens_per_second": round(sum(speeds), 1),
             "mean_completion_tokens": round(num_tokens / max(len(table), 1), 3),
         }
+        if "turns" in table.column_names:
+            metrics |= turn_metrics(table)
         reasons = Counter(table["finish_reason"].to_pylist())
         return metrics, dict(sorted(reasons.items()))
 
     def _range_of(self, index: int) -> range:
         return range(len(self._rows))[index * self._size : (index + 1) * self._size]
 
-    def _add(self, completion: Completion, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._num_tokens += len(completion.completion_ids)
-        self._writer.notes["tokens"] = self._num_tokens
-        index = completion.index // self._size
+    def _add(self, row: int, finished: Any, requests: Requests) -> None:
+        index = row // self._size
         rows = self._range_of(index)
-        completions = self._completions.setdefault(index, {})
-        completions[completion.index] = completion
-        if len(completions) < len(rows):
+        finished_rows = self._waiting.setdefault(index, {})
+        finished_rows[row] = finished
+        if len(finished_rows) < len(rows):
             return
         with self._writer.phase("write"):
-            in_order = [completions[row] for row in rows]
-            ids = [completion.completion_ids for completion in in_order]
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            self._writer.write(index, self._rows.table(rows.start, in_order, texts))
-        del self._completions[index]
+            in_order = [finished_rows[row] for row in rows]
+            self._writer.write(index, requests.table(rows.start, in_order))
+        del self._waiting[index]
 
     def _log_progress(self, num_rows: int, started_at: float) -> None:
         """Rows that are there by now, whoever made them, and the speed of this process."""
         num_missing = sum(
-            len(self._range_of(index)) - len(self._completions.get(index, ()))
+            len(self._range_of(index)) - len(self._waiting.get(index, ()))
             for index in self.handout.unfinished()
         )
         log.info(

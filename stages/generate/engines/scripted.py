@@ -63,8 +63,8 @@ class ScriptedEngine:
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """One completion a request, in their order."""
-        max_tokens = self.setup.sampling.max_tokens
         for request in requests:
+            max_tokens = request.max_tokens or self.setup.sampling.max_tokens
             time.sleep(self.options.seconds_per_row)
             prompt_ids = request.prompt_ids.tolist()
             ids = self._answer(prompt_ids, request.seed)[:max_tokens]

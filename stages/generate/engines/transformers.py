@@ -155,7 +155,8 @@ class TransformersEngine:
         """The batch before its first id; an encoder has read its prompts, which are not
         penalized."""
         sampling = self.setup.sampling
-        uniforms = torch.empty(len(requests), sampling.max_tokens, dtype=torch.float64)
+        longest = max(map(self._most_tokens, requests))
+        uniforms = torch.empty(len(requests), longest, dtype=torch.float64)
         for row, request in enumerate(requests):
             uniforms[row].uniform_(generator=torch.Generator().manual_seed(request.seed))
         has_encoder = self.model.config.is_encoder_decoder
@@ -188,7 +189,7 @@ class TransformersEngine:
 
     def _decode(self, batch: _Batch) -> Iterator[Completion]:
         sampling = self.setup.sampling
-        for step in range(sampling.max_tokens):
+        for step in range(batch.uniforms.shape[1]):
             logits = self._logits(batch, is_first=step == 0)
             logprobs = processed_logprobs(
                 logits,
@@ -201,16 +202,22 @@ class TransformersEngine:
             ids = draw(logprobs, batch.uniforms[:, step], sampling.temperature)
             batch.append(ids, logprobs)
             reasons = batch.stop_reasons(self.stop_ids)
-            for row, reason in reasons.items():
-                yield batch.completion(row, "stop", reason)
-            if len(reasons) == len(ids):
+            unended_rows = []
+            for row, request in enumerate(batch.requests):
+                if row in reasons:
+                    yield batch.completion(row, "stop", reasons[row])
+                elif step + 1 == self._most_tokens(request):
+                    yield batch.completion(row, "length", None)
+                else:
+                    unended_rows.append(row)
+            if not unended_rows:
                 return
-            if reasons:
-                unended_rows = [row for row in range(len(ids)) if row not in reasons]
+            if len(unended_rows) < len(batch.requests):
                 batch.keep(torch.tensor(unended_rows, device=self.device))
             batch.input_ids = batch.ids[:, -1:]
-        for row in range(len(batch.requests)):
-            yield batch.completion(row, "length", None)
+
+    def _most_tokens(self, request: Request) -> int:
+        return request.max_tokens or self.setup.sampling.max_tokens
 
     def _logits(self, batch: _Batch, *, is_first: bool) -> torch.Tensor:
         """Logits of the next id, [B, V]."""

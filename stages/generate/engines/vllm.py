@@ -165,15 +165,22 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = self.setup.sampling.model_dump(exclude={"stop_token_ids", "ignore_eos"})
+        sampling = self.setup.sampling.model_dump(
+            exclude={"stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"}
+        )
         sampling["stop"] = list(self.setup.sampling.stop)
         prompts = [
             TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests
+        ]
+        most_tokens = [
+            request.max_tokens or self.setup.sampling.max_tokens for request in requests
         ]
         parameters = [
             SamplingParams(
                 n=1,
                 seed=request.seed,
+                max_tokens=most,
+                min_tokens=min(self.setup.sampling.min_tokens, most),
                 logprobs=0,
                 flat_logprobs=True,
                 # text is only looked at for stop strings, whose ids stay
@@ -185,7 +192,7 @@ class VllmEngine:
                 ignore_eos=True,
                 stop_token_ids=list(self.setup.stop_ids),
             )
-            for request in requests
+            for request, most in zip(requests, most_tokens, strict=True)
         ]
         adapter = None
         if self.setup.base is not None:
