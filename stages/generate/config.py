@@ -8,11 +8,12 @@ from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import Config as Base
-from quiver.stages.common.config import Runtime, without_folder
+from quiver.stages.common.config import Added, Runtime, without_folder
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from .engine import engine_options
 from .options import Sampling
+from .turns.config import Turns
 
 
 class Config(Base):
@@ -33,6 +34,9 @@ class Config(Base):
     """What the model computes in; auto: bfloat16 where the hardware has it, else float32."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and completion together. None: the model's context."""
+    turns: Added[Turns | None] = None
+    """Episodes of several turns: an environment or tools answer the policy. None: a completion is
+    all."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with a prompt that leaves no room for max_tokens: stop, or leave it out, counted
     and listed."""

@@ -21,9 +21,12 @@ log = logging.getLogger(__name__)
 def select_prompts(
     config: Config, prompts: Version, policy: Version
 ) -> tuple[pa.Table, list[str], int]:
-    """The prompts that `policy` can answer, with group_id and prompt_ids; the group ids of the
-    others; and the most ids that a row can have. ConfigError, SchemaError."""
-    table = prompts.table(["group_id", "prompt_ids"])
+    """The prompts that `policy` can answer, with group_id and prompt_ids, and what episodes need;
+    the group ids of the others; and the most ids that a row can have. ConfigError, SchemaError."""
+    names = ["group_id", "prompt_ids"]
+    if config.turns is not None:
+        names += ("messages", "columns")
+    table = prompts.table(names)
     groups = table["group_id"]
     vocabulary = checkpoints.vocabulary_size(policy)
     outside = f"is outside the vocabulary of {policy.ref}, {vocabulary}"
@@ -67,6 +70,8 @@ def select_prompts(
         message = "%d of %d prompts leave no room for the completion and are dropped"
         log.warning(message, len(dropped), len(fits))
     longest = int(row_lengths[fits].max(initial=1))
+    if config.turns is not None:
+        longest = min(longest - max_tokens + config.turns.most_read_tokens, context)
     return table.filter(pa.array(fits)), dropped, longest
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Requests:
     """What the engine draws: an iterator that may end for now, and go on when rows are answered."""
 

@@ -91,6 +91,12 @@ class Rows:
         }
         return self._with_prompts(start, columns, rollouts.SCHEMA)
 
+    def empty_table(self) -> pa.Table:
+        """No rows."""
+        if self.config.turns is not None:
+            return self.table_of_episodes(0, [])
+        return self.table(0, [], [])
+
     def table_of_episodes(self, start: int, records: list[dict[str, Any]]) -> pa.Table:
         """rollouts/2 of the rows from `start` on, of the `record` of each one's episode. [rows]"""
         columns = {name: [record[name] for record in records] for name in _OF_EPISODES}

@@ -21,6 +21,7 @@ from quiver.stages.common.store.writer import Writer
 from .engine import Engine
 from .requests import Requests
 from .rows import Rows
+from .turns.metrics import turn_metrics
 
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ that is not whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -33,6 +33,7 @@ from .prompts import context_limit, select_prompts
 from .requests import Requests
 from .rows import Rows
 from .shards import Shards
+from .turns.opening import identified, opened
 
 STAGE_VERSION = 1
 SHARED = True
@@ -53,6 +54,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     """The rollouts of `refs["policy"]` on `refs["prompts"]`. ConfigError, LineageError."""
     prompts = store.open(refs["prompts"])
     policy = store.open(refs["policy"])
+    config = identified(config, prompts)
     options = engines.engine_options(config.engine, config.options)
     filled_in = {"code_sha256": engines.code_hash(config.engine, options), "end_token_ids": ()}
     older_plan = Plan(
@@ -92,18 +94,21 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     shards = Shards(writer, rows)
     if not len(rows):
         for index in shards.handout:
-            writer.write(index, rows.table(0, [], []))
+            writer.write(index, rows.empty_table())
     elif shards.handout.more():
         setup = engine_setup(config, policy, longest)
         options = engines.engine_options(config.engine, config.options)
         if isinstance(options, VllmOptions) and options.lora:
             setup = replace(setup, base=checkpoints.adapter_base(plan.store, policy))
-        _sample(config, setup, writer, rows, shards)
+        with opened(plan, writer, setup) as new_requests:
+            _sample(config, setup, writer, new_requests, rows, shards)
     metrics, status = shards.summary()
     engine_infos: list[dict[str, Any]] = []
     for worker in writer.reports():  # on other machines it may be another device or dtype
         if "engine" in worker and worker["engine"] not in engine_infos:
             engine_infos.append(worker["engine"])
+        if "template" in worker:
+            metrics["template"] = worker["template"]
     engine, *other_engines = engine_infos or [{"name": config.engine}]
     metrics["engine"] = engine
     metrics["dropped"] = dropped[:_MOST_LISTED]
@@ -137,7 +142,12 @@ def engine_setup(config: Config, policy: Version, longest: int) -> engines.Setup
 
 
 def _sample(
-    config: Config, setup: engines.Setup, writer: Writer, rows: Rows, shards: Shards
+    config: Config,
+    setup: engines.Setup,
+    writer: Writer,
+    new_requests: Callable[..., Requests],
+    rows: Rows,
+    shards: Shards,
 ) -> None:
     """Start the engine, and let it make all shards that are missing."""
     policy = setup.policy
@@ -159,16 +169,17 @@ def _sample(
             verification.result()  # of a torn file this error says more than the engine's own
         tokenizer = checkpoints.load_tokenizer(policy)
     writer.notes["engine"] = engine.info
-    requests = Requests(
-        rows,
-        shards.take,
+    requests = new_requests(
+        rows=rows,
+        tokenizer=tokenizer,
+        take_shard=shards.take,
         engine=config.engine,
         ahead=getattr(engine, "ahead", 1),
         vocabulary_size=checkpoints.vocabulary_size(policy),
         max_tokens=config.sampling.max_tokens,
     )
     try:
-        shards.make(engine, tokenizer, requests)
+        shards.make(engine, requests)
     finally:
         with writer.phase("close"):
             engine.close()

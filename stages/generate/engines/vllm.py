@@ -172,9 +172,7 @@ class VllmEngine:
         prompts = [
             TokensPrompt(prompt_token_ids=request.prompt_ids.tolist()) for request in requests
         ]
-        most_tokens = [
-            request.max_tokens or self.setup.sampling.max_tokens for request in requests
-        ]
+        most_tokens = [request.max_tokens or self.setup.sampling.max_tokens for request in requests]
         parameters = [
             SamplingParams(
                 n=1,

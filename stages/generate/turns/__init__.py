@@ -1,2 +1,1 @@
-"""Episodes of several turns: tools, environments and the processes they run in, and what stands
-between two turns of the policy."""
+"""Episodes of several turns: how one is played, and what stands between two turns."""

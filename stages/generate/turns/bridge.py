@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.template import Template
-from quiver.stages.generate.turns.environment import Message, clean
+from quiver.stages.common.environments.environment import Message, clean
 from quiver.stages.generate.turns.tool_calls import ParsedTurn
 
 _QUESTION = "probezquestion"

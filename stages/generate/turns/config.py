@@ -5,25 +5,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Config, Runtime, without_folder
-from quiver.stages.generate.turns.adapters import check_source
+from quiver.stages.common import plugins
+from quiver.stages.common.config import without_folder
+from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.generate.turns.tool_calls import check_parser
 
 
-class Turns(Config):
-    """Episodes of several turns: who answers the policy, and how far they may go."""
+class Turns(EnvironmentConfig):
+    """Episodes of several turns: who answers the policy, and how far they may go. The longest turn
+    is `generate.sampling.max_tokens`."""
 
-    environment: str = ""
-    """A class of yours, `my_env.py:Guess`: its public methods are tools, or it has a method `step`;
-    or `gymnasium:NAME`, or `openenv:URL`. Empty: `tools`."""
-    tools: tuple[str, ...] = ()
-    """Functions that the policy may call, `my_tools.py:search` each; `python`: the sandbox; `mcp:`
-    and a command: the tools of that server."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """What the environment is made with, beside the row: its constructor's arguments."""
     parser: str = "hermes"
     """How calls stand in a turn's text: `hermes`, `llama`, `python_tag`, `tokenizer` (its own
     response template), or a function of yours, `my_calls.py:parse`."""
@@ -37,23 +30,13 @@ class Turns(Config):
     """Most turns of the policy; the last one is still acted on."""
     max_tokens: int = Field(default=4096, ge=1, lt=2**31)
     """Most sampled ids of an episode, over all its turns."""
-    max_turn_tokens: int | None = Field(default=None, ge=1)
-    """Most sampled ids of one turn. None: what is left of max_tokens."""
     max_observation_tokens: int = Field(default=1024, ge=16)
     """Most ids between two turns. A longer observation is cut in the middle of its text; the text
     says so, and the turn's info how much."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Most calls of an episode; the turn that asks for more ends it. None: any number."""
-    step_seconds: float = Field(default=60.0, gt=0)
-    """Longest time of one answer of the environment."""
-    episode_seconds: float = Field(default=600.0, gt=0)
-    """Longest time of all its answers in one episode; what the policy takes does not count."""
-    processes: Runtime[int | None] = Field(default=None, ge=1)
-    """Worker processes, each with many environments. None: one a core."""
-    max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
-    """Most private memory of a process. None: its share of the machine's."""
-    fingerprint: str = ""
-    """Filled in by the stage: hash of your code."""
+    parser_fingerprint: str = ""
+    """Filled in by the stage: hash of the file of your own parser."""
 
     @field_validator("parser")
     @classmethod
@@ -61,38 +44,22 @@ class Turns(Config):
         check_parser(parser)
         return parser
 
-    @model_validator(mode="after")
-    def _names_one(self) -> Turns:
-        if bool(self.environment) == bool(self.tools):
-            raise ValueError("name an environment or tools, one of the two")
-        if self.tools and self.arguments:
-            raise ValueError("arguments are an environment's; tools take none")
-        if self.max_turn_tokens is not None and self.max_turn_tokens > self.max_tokens:
-            raise ValueError(
-                f"max_turn_tokens {self.max_turn_tokens} is above max_tokens {self.max_tokens}"
-            )
-        for source in self.sources:
-            try:
-                check_source(source, is_tool=not self.environment)
-            except ConfigError as error:
-                raise ValueError(error.message) from None
-        return self
-
     @property
-    def sources(self) -> tuple[str, ...]:
-        """The environment, or the tools, as the recipe names them."""
-        return (self.environment,) if self.environment else self.tools
+    def most_read_tokens(self) -> int:
+        """Most ids of an episode behind its prompt."""
+        return self.max_tokens + (self.max_turns - 1) * self.max_observation_tokens
+
+    def with_fingerprint(self) -> Turns:
+        """With the hashes of the code that it names, which is not run. ConfigError."""
+        turns = super().with_fingerprint()
+        if ":" not in self.parser:
+            return turns
+        path = plugins.locate(self.parser, "generate.turns.parser")
+        return turns.model_copy(update={"parser_fingerprint": plugins.fingerprint(path)})
 
     def key(self) -> dict[str, Any]:
-        """As the base has it; once the fingerprint is known, a file's folder does not count."""
+        """As the base has it; once its hash is known, the folder of a parser does not count."""
         fields = super().key()
-        if self.fingerprint:
-            fields["environment"] = _without_folder(self.environment)
-            fields["tools"] = [_without_folder(tool) for tool in self.tools]
+        if self.parser_fingerprint:
+            fields["parser"] = without_folder(self.parser)
         return fields
-
-
-def _without_folder(source: str) -> str:
-    """As `config.without_folder`, for names of code alone: a URL or a command stays whole."""
-    is_code = source.rpartition(":")[0].endswith(".py") and not source.startswith("mcp:")
-    return without_folder(source) if is_code else source

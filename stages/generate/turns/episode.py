@@ -39,7 +39,7 @@ from quiver.stages.generate.turns.bridge import (
     turn_message,
 )
 from quiver.stages.generate.turns.config import Turns
-from quiver.stages.generate.turns.environment import Message, Step, Turn
+from quiver.stages.common.environments.environment import Message, Step, Turn
 from quiver.stages.generate.turns.tool_calls import Parse, ParsedTurn
 
 FAILURES = ("timeout", "environment_error")
@@ -60,6 +60,8 @@ class Setting:
     """Ids as text, control tokens included."""
     stop_ids: frozenset[int]
     """Those that end a turn."""
+    max_turn_tokens: int
+    """Most sampled ids of one turn."""
     context: int
     """Most ids of one sequence."""
     answers: bool
@@ -148,8 +150,7 @@ class Episode:
         """Most ids of the next turn, and the end reason where it fills them."""
         limits = self.setting.limits
         rooms = [(limits.max_tokens - len(self._completion_ids), "max_tokens")]
-        if limits.max_turn_tokens is not None:
-            rooms.append((limits.max_turn_tokens, "max_tokens"))
+        rooms.append((self.setting.max_turn_tokens, "max_tokens"))
         rooms.append((self.setting.context - len(self._ids), "context"))
         return min(rooms, key=lambda room: room[0])
 

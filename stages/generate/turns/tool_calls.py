@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
+from quiver.stages.common.environments.environment import Call
 from quiver.stages.common.plugins import did_you_mean
 
 PYTHON_TAG = "<|python_tag|>"
@@ -31,13 +32,6 @@ _THOUGHT_END = "</think>"
 _ENDS = ("<|eom_id|>", "<|eot_id|>")
 _DEPTH = 100
 """Most objects and lists inside one another."""
-
-
-class Call(NamedTuple):
-    """One call of a tool."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 class ParsedTurn(NamedTuple):

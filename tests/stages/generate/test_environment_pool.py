@@ -11,12 +11,12 @@ import pytest
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.generate.turns.config import Turns
-from quiver.stages.generate.turns.environment import Turn
-from quiver.stages.generate.turns.pool import EnvironmentPool, Reply
+from quiver.stages.common.environments.environment import Turn
+from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 
 ENVIRONMENT = '''
 import os, random, time
-from quiver.stages.generate.turns.environment import Step
+from quiver.stages.common.environments.environment import Step
 
 class Game:
     """Does what it is told, and draws a number at every turn."""

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common import sandbox
-from quiver.stages.generate.turns.adapters import ENVIRONMENTS, TOOLS, open_source
+from quiver.stages.common.environments.adapters import ENVIRONMENTS, TOOLS, open_source
 from quiver.stages.generate.turns.config import Turns
-from quiver.stages.generate.turns.environment import Step, Turn, read_messages, read_step
+from quiver.stages.common.environments.environment import Step, Turn, read_messages, read_step
 from quiver.stages.generate.turns.tool_calls import Call
 
 COUNTER = '''
@@ -99,7 +99,7 @@ def test_get_reward_goes_before_the_attribute(tmp_path):
 
 STEPPING = """
 import random
-from quiver.stages.generate.turns.environment import Step
+from quiver.stages.common.environments.environment import Step
 
 class Guess:
     def __init__(self, limit=10):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
 from quiver.stages.generate.turns.config import Turns
-from quiver.stages.generate.turns.environment import Step
+from quiver.stages.common.environments.environment import Step
 from quiver.stages.generate.turns.episode import Episode, Setting
-from quiver.stages.generate.turns.pool import EnvironmentPool
+from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.generate.turns.tool_calls import Call, parse_hermes
 from tests.stages.generate.chat_families import family, make_bridge, open_template
 

@@ -6,7 +6,7 @@ import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.generate.turns.tool_schemas import schema_of, tool_methods
+from quiver.stages.common.environments.tool_schemas import schema_of, tool_methods
 
 
 def look_up(word: str, most: int = 3) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.generate.turns.environment import (
+from quiver.stages.common.environments.environment import (
     Factory,
     Message,
     Row,
@@ -31,7 +31,7 @@ from quiver.stages.generate.turns.environment import (
     read_reward,
     waited,
 )
-from quiver.stages.generate.turns.tool_schemas import schema_of, tool_methods
+from quiver.stages.common.environments.tool_schemas import schema_of, tool_methods
 
 
 class ToolEnvironment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quiver.stages.generate.turns.environment import (
+from quiver.stages.common.environments.environment import (
     Factory,
     Message,
     Row,
@@ -49,7 +49,7 @@ class SteppingEnvironment:
 def open_class(source: str, make: Callable[[], Any], probe: Any) -> Factory:
     """Environments of such a class. An attribute `tools` of it, schemas or documented functions, is
     what the policy is shown; the class itself answers the calls."""
-    from quiver.stages.generate.turns.tool_schemas import schema_of
+    from quiver.stages.common.environments.tool_schemas import schema_of
 
     tools = [
         tool if isinstance(tool, dict) else schema_of(tool, source)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.generate.turns.environment import (
+from quiver.stages.common.environments.environment import (
     Factory,
     Message,
     Row,

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.generate.turns.environment import (
+from quiver.stages.common.environments.environment import (
     Factory,
     Message,
     Row,

@@ -30,10 +30,10 @@ from pydantic import BaseModel
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, from_dict, printable
 from quiver.stages.common.runtime.workers import Ended, Killed, Late, Worker, share_of_memory
-from quiver.stages.generate.turns import worker
-from quiver.stages.generate.turns.config import Turns
-from quiver.stages.generate.turns.environment import Message, Row, Step, Turn
-from quiver.stages.generate.turns.tool_schemas import ToolSchema
+from quiver.stages.common.environments import worker
+from quiver.stages.common.environments.config import EnvironmentConfig
+from quiver.stages.common.environments.environment import Message, Row, Step, Turn
+from quiver.stages.common.environments.tool_schemas import ToolSchema
 
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3
@@ -119,7 +119,7 @@ class _Job(NamedTuple):
 class EnvironmentPool:
     """`config.processes` worker processes and the environments in them. One thread uses it."""
 
-    def __init__(self, config: Turns) -> None:
+    def __init__(self, config: EnvironmentConfig) -> None:
         """Starts the first process and loads the environment's code. ConfigError, ResourceError."""
         self.config = config
         num_processes = config.processes or len(os.sched_getaffinity(0))
@@ -182,6 +182,10 @@ class EnvironmentPool:
                 replies.append(reply)
         except queue.Empty:
             return replies
+
+    def holds(self, key: int) -> bool:
+        """Whether the episode is neither forgotten nor failed."""
+        return key in self._records
 
     def forget(self, key: int) -> None:
         """No more is asked of this episode; `finish` has been answered."""

@@ -19,20 +19,28 @@ runs in worker processes alone.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from quiver.schemas.errors import printable
-from quiver.stages.generate.turns.tool_calls import Call
-from quiver.stages.generate.turns.tool_schemas import ToolSchema
+from quiver.schemas.manifest import canonical
+from quiver.stages.common.environments.tool_schemas import ToolSchema
 
 Message = dict[str, Any]
 Row = dict[str, Any]
 """The columns of one prompt, by name; `prompt` is its messages or its text."""
 _LARGEST = 3.4028234663852886e38  # of a float32
 _MOST_INFO = 10_000
+
+
+class Call(NamedTuple):
+    """One call of a tool."""
+
+    name: str
+    arguments: dict[str, Any]
 
 
 class Turn(NamedTuple):
@@ -93,6 +101,12 @@ class Factory(NamedTuple):
     """Whether a turn without calls is the policy's answer, and ends the episode."""
     fingerprint: str = ""
     """Hash of the user's code."""
+
+
+def environment_seed(group_id: str) -> int:
+    """The 63-bit seed of the environments of one prompt: they all begin alike."""
+    digest = hashlib.sha256(canonical(["environment", group_id])).digest()
+    return int.from_bytes(digest[:8]) >> 1
 
 
 # -- what users' code returns

@@ -33,7 +33,7 @@ def python(code: str) -> str:
 
 def open_tools(name: str) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
     """The tool's schema and function. SecurityError where the system permits no sandbox."""
-    from quiver.stages.generate.turns.tool_schemas import schema_of
+    from quiver.stages.common.environments.tool_schemas import schema_of
 
     sandbox.check("full", "")
     return [schema_of(python, PYTHON_TOOL)], {PYTHON_TOOL: python}

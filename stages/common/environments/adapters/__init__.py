@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.plugins import did_you_mean
-from quiver.stages.generate.turns.environment import Factory
+from quiver.stages.common.environments.environment import Factory
 
-_HERE = "quiver.stages.generate.turns.adapters"
+_HERE = "quiver.stages.common.environments.adapters"
 
 
 class Entry(NamedTuple):
@@ -57,6 +57,21 @@ def check_source(source: str, *, is_tool: bool) -> None:
     )
 
 
+def code_hash(environment: str, tools: Sequence[str]) -> str:
+    """Hash of the user's code that a recipe names; empty where there is none. It is not run.
+    ConfigError."""
+    if environment:
+        if environment.partition(":")[0] in ENVIRONMENTS:
+            return ""
+        path = plugins.locate(environment, "generate.turns.environment", "class")
+        return plugins.fingerprint(path)
+    return _hash_of_tools(
+        plugins.fingerprint(plugins.locate(tool, "generate.turns.tools"))
+        for tool in tools
+        if tool.partition(":")[0] not in TOOLS
+    )
+
+
 def open_source(environment: str, tools: list[str], arguments: dict[str, Any]) -> Factory:
     """What makes the environments that a recipe names. ConfigError: it is not there, or lacks
     something."""
@@ -85,8 +100,8 @@ def open_source(environment: str, tools: list[str], arguments: dict[str, Any]) -
 
 
 def _of_tools(sources: list[str]) -> Factory:
-    from quiver.stages.generate.turns.adapters.methods import ToolEnvironment
-    from quiver.stages.generate.turns.tool_schemas import schema_of
+    from quiver.stages.common.environments.adapters.methods import ToolEnvironment
+    from quiver.stages.common.environments.tool_schemas import schema_of
 
     schemas: list[dict[str, Any]] = []
     functions: dict[str, Callable[..., Any]] = {}
@@ -108,8 +123,12 @@ def _of_tools(sources: list[str]) -> Factory:
             )
         schemas += new_schemas
         functions |= new_functions
-    fingerprint = hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else ""
-    return Factory(lambda: ToolEnvironment(functions), schemas, True, fingerprint)
+    return Factory(lambda: ToolEnvironment(functions), schemas, True, _hash_of_tools(hashes))
+
+
+def _hash_of_tools(hashes: Iterable[str]) -> str:
+    hashes = list(hashes)
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else ""
 
 
 def _module(entry: Entry) -> Any:

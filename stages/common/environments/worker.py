@@ -48,7 +48,7 @@ class Host:
     def load(self, environment: str, tools: list[str], arguments: dict[str, Any]) -> dict:
         """The code that makes environments."""
         from quiver.schemas.errors import ConfigError, QuiverError, printable
-        from quiver.stages.generate.turns.adapters import open_source
+        from quiver.stages.common.environments.adapters import open_source
 
         try:
             self._factory = open_source(environment, tools, arguments)
@@ -93,7 +93,7 @@ class Host:
 
     def step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
         """An environment's answer to a turn."""
-        from quiver.stages.generate.turns.environment import Turn
+        from quiver.stages.common.environments.environment import Turn
         from quiver.stages.generate.turns.tool_calls import Call
 
         calls = tuple(Call(*call) for call in turn["calls"])

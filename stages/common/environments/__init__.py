@@ -1,0 +1,1 @@
+"""Environments and tools that answer a policy, in processes of their own."""

@@ -1,0 +1,157 @@
+"""From a plan to its episodes: the environments, the chat template, and how each prompt begins.
+
+config = identified(config, prompts)                   # at planning; runs none of a user's code
+with opened(plan, writer, setup) as new_requests:      # `Requests` without [generate.turns]
+    requests = new_requests(rows=rows, …)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from transformers import PreTrainedTokenizerFast
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.chat.control_tokens import Guard
+from quiver.stages.common.chat.template import Template
+from quiver.stages.common.environments.config import EnvironmentConfig
+from quiver.stages.common.environments.environment import Call, Turn, environment_seed
+from quiver.stages.common.environments.pool import EnvironmentPool, Loaded
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.runtime.stage import Plan
+from quiver.stages.common.store import Version
+from quiver.stages.common.store.writer import Writer
+from quiver.stages.generate.config import Config
+from quiver.stages.generate.engine import Setup
+from quiver.stages.generate.requests import Requests
+from quiver.stages.generate.rows import Rows
+
+from .bridge import Bridge
+from .episode import Setting
+from .episodes import Beginning, Episodes
+from .tool_calls import make_parser
+
+COLUMNS = ("messages", "tools", "columns")
+"""Of prompts, what episodes need beside their ids."""
+
+
+def identified(config: Config, prompts: Version) -> Config:
+    """`config` with the hashes of the code that [generate.turns] names. ConfigError where `prompts`
+    were rendered for another environment."""
+    if config.turns is None:
+        return config
+    turns = config.turns.with_fingerprint()
+    saved = prompts.manifest.config.get("turns")
+    if saved is None or EnvironmentConfig(**saved).key() != turns.alone().key():
+        how = "without [generate.turns]" if saved is None else "for another environment"
+        raise ConfigError(
+            str(prompts.ref),
+            f"its prompts were rendered {how}, of which they show the opening and the tools",
+            next="quiver prompt RECIPE",
+        )
+    return config.model_copy(update={"turns": turns})
+
+
+@contextmanager
+def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., Requests]]:
+    """What makes the requests of a stage, while environments and template are open. ConfigError,
+    ResourceError."""
+    turns = plan.config.turns
+    if turns is None:
+        yield Requests
+        return
+    if checkpoints.is_encoder_decoder(setup.policy):
+        raise ConfigError(
+            "generate.turns",
+            f"{setup.policy.ref} is an encoder-decoder model, which reads no turns",
+            next="take a decoder-only model",
+        )
+    prompts = plan.inputs["prompts"]
+    tokenizer = checkpoints.load_tokenizer(setup.policy)
+    guard = Guard(tokenizer)
+    with (
+        EnvironmentPool(turns) as pool,
+        _template(prompts, tokenizer) as template,
+    ):
+        _require_same_tools(prompts, pool.loaded)
+        bridge = Bridge(
+            template,
+            guard,
+            end_token=guard.decode([setup.stop_ids[0]]) if setup.stop_ids else "",
+            tool_role=turns.tool_role,
+            tools=pool.loaded.tools,
+        )
+        histories = bridge.require(turns.rewritten)
+        writer.notes["template"] = [history._asdict() for history in histories]
+        parse = None
+        if pool.loaded.tools:
+            parse = make_parser(turns.parser, tokenizer, tools=pool.loaded.tools)
+        setting = Setting(
+            limits=turns,
+            bridge=bridge,
+            parse=parse,
+            decode=guard.decode,
+            stop_ids=frozenset(setup.stop_ids),
+            max_turn_tokens=setup.sampling.max_tokens,
+            context=setup.max_model_len,
+            answers=pool.loaded.answers,
+            histories=histories,
+        )
+
+        def new_requests(rows: Rows, **arguments: Any) -> Episodes:
+            return Episodes(
+                rows=rows,
+                setting=setting,
+                pool=pool,
+                beginnings=_beginnings(rows.prompts),
+                **arguments,
+            )
+
+        yield new_requests
+
+
+def _template(prompts: Version, tokenizer: PreTrainedTokenizerFast) -> Template:
+    """The chat template that rendered the prompts."""
+    config = prompts.manifest.config
+    variables = {
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **tokenizer.special_tokens_map,
+        **config["template_arguments"],
+    }
+    source = prompts.manifest.metrics["chat_template"]
+    return Template(source, variables, config["template_seconds"])
+
+
+def _require_same_tools(prompts: Version, loaded: Loaded) -> None:
+    """ConfigError unless the prompts show the tools that there are now."""
+    shown = prompts.table(["tools"])["tools"][0].as_py()
+    if (json.loads(shown) if shown else []) != loaded.tools:
+        raise ConfigError(
+            str(prompts.ref),
+            "its prompts show other tools to the policy than generate.turns has now",
+            next="quiver prompt RECIPE --force",
+        )
+
+
+def _beginnings(prompts: pa.Table) -> list[Beginning]:
+    groups = prompts["group_id"].to_pylist()
+    chats = prompts["messages"].to_pylist()
+    beginnings = []
+    for group, chat, columns in zip(groups, chats, prompts["columns"].to_pylist(), strict=True):
+        past = json.loads(columns.pop("quiver_turns", None) or "[]")
+        turns = [
+            Turn(
+                turn["text"], tuple(Call(call["name"], call["arguments"]) for call in turn["calls"])
+            )
+            for turn in past
+        ]
+        seed = environment_seed(columns.pop("quiver_group", None) or group)
+        beginnings.append(Beginning(columns, seed, chat, turns))
+    return beginnings
