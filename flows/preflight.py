@@ -16,11 +16,13 @@ from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.stages.common import plugins
+from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.common.models.from_function import is_function
 from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
+from quiver.stages.generate.turns.config import Turns
 from quiver.stages.prompt.stage import read_template
 from quiver.stages.reward.preview import preview
 
@@ -45,11 +47,13 @@ def preflight(recipe: Recipe) -> Recipe:
         if options is None:
             plugins.definition(generate.engine, "generate.engine", "class")
         code_hash(generate.engine, options)
+        if generate.turns is not None:
+            _preview_environment(generate.turns)
     for stage, config in trained_here(recipe).items():
         load(stage).check(config, ())
     resolved = recipe.resolved()
     for columns in resolved.columns.values():
-        preview(resolved.reward, columns)
+        preview(resolved.reward, [*columns, *resolved.turn_columns])
     return resolved
 
 
@@ -57,11 +61,20 @@ def try_out(recipe: Recipe) -> list[str]:
     """The stages that were tried on a resolved recipe: their `check`, which starts processes, loads
     what scores and asks servers. ConfigError, RemoteError."""
     tried = []
+    if recipe.generate.turns is not None:
+        EnvironmentPool(recipe.generate.turns).close()
+        tried.append("generate")
     for name, config in {"reward": recipe.reward, **trained_here(recipe)}.items():
         for columns in recipe.columns.values():
-            load(name).check(config, columns)
+            load(name).check(config, [*columns, *recipe.turn_columns])
         tried.append(name)
     return tried
+
+
+def _preview_environment(turns: Turns) -> None:
+    """ConfigError unless the code that [generate.turns] names is there. It is read and not run."""
+    for source, field, kind_name in turns.own_code():
+        plugins.definition(source, field, kind_name)
 
 
 def finished(recipe: Recipe) -> dict[str, str]:

@@ -37,6 +37,7 @@ from quiver.stages.prompt import stage as prompt
 from quiver.stages.prompt.config import INPUTS, SourceConfig
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.reward.stage import Config as RewardConfig
+from quiver.stages.reward.turns import OFFERED
 
 from .promotion import Promotion
 from .retention import Retention
@@ -235,6 +236,11 @@ class Recipe(Config):
         recipe is resolved."""
         return self._columns
 
+    @property
+    def turn_columns(self) -> tuple[str, ...]:
+        """What reward functions may ask for by name of episodes, beside the source's columns."""
+        return OFFERED if self.generate.turns is not None else ()
+
     def for_night(self, name: str) -> Recipe:
         """With the name of a night in every text of [data]; it is letters, digits, dots and dashes.
         ConfigError where it is not."""
@@ -262,11 +268,12 @@ class Recipe(Config):
         """The prompt stage's config in this iteration, counted from 1, or for evaluation (the same
         rows each time). The stage counts from 0, since it skips that many times `limit` rows."""
         source = self.data.for_evaluation() if evaluation else self.data
-        sampling = self.generate_config(0, evaluation=evaluation).sampling
+        generate = self.generate_config(0, evaluation=evaluation)
         fields = {
             "seed": self.seed,
             "iteration": 0 if evaluation else iteration - 1,
-            "reserve_tokens": sampling.max_tokens,
+            "reserve_tokens": generate.sampling.max_tokens,
+            "turns": generate.turns and generate.turns.alone(),
             **self.prompt.model_dump(exclude_defaults=True),
         }
         return PromptConfig(**source.model_dump(exclude={"held_out", "refill"}), **fields)

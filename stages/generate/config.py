@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.common.config import Config as Base
 from quiver.stages.common.config import Added, Runtime, without_folder
+from quiver.stages.common.config import Config as Base
 from quiver.stages.common.store.writer import ROWS_PER_SHARD
 
 from .engine import engine_options

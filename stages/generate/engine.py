@@ -40,8 +40,8 @@ class Request(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """The answer to a row's request: `completion_ids` [T] int32, a sampled end token last; `logprobs` [T]
-    float32 of those ids.
+    """The answer to a row's request: `completion_ids` [T] int32, a sampled end token last;
+    `logprobs` [T] float32 of those ids.
 
     `logprobs` are of the distribution that was sampled from (after temperature and all else of
     `Sampling`). `finish_reason` is stop, length or abort; `stop_reason` the id that stopped it, or

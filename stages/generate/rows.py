@@ -22,7 +22,6 @@ from quiver.schemas.manifest import canonical
 from .config import Config
 from .engine import Completion, Request
 
-
 _OF_EPISODES = (
     "completion_ids",
     "old_logprobs",

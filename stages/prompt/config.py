@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from quiver.stages.common.config import Added, Runtime, without_folder
 from quiver.stages.common.config import Config as Base
+from quiver.stages.common.environments.config import EnvironmentConfig
 
 INPUTS = ("messages", "prompt", "prompt_ids")
 
@@ -131,6 +132,9 @@ class Config(SourceConfig, TemplateConfig):
     iteration: int = Field(default=0, ge=0)
     """Which `limit` rows to take, from 0. Without `limit` it decides nothing. In a recipe's flow
     the first iteration has 0, and so has an evaluation."""
+    turns: Added[EnvironmentConfig | None] = None
+    """The environment or the tools of [generate.turns], of which prompts show the opening and the
+    schemas."""
 
     def key(self) -> dict[str, Any]:
         """As the source has it; a template's hash is that of the model that it stands in for."""

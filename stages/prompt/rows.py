@@ -3,23 +3,26 @@ vocabulary, its columns kept."""
 
 from __future__ import annotations
 
-import re
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from quiver.schemas import prompts
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.fields import required
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
 from quiver.stages.common.chat.generation_prompt import learn_start
-from quiver.stages.common.chat.template import Messages, Template, bad_text
+from quiver.stages.common.chat.messages import put_texts, save_messages, take_texts
+from quiver.stages.common.chat.template import Messages, Template
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Version
 
 from .config import Config
+from .messages import MORE, Message, bad_row, read_message, require_text, type_name
 
-_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 Prompt = dict[str, Any]
 """A row of prompts/1, but for its group and its columns."""
 
@@ -27,16 +30,26 @@ Prompt = dict[str, Any]
 class Renderer:
     """Makes prompts of the cells of one column."""
 
-    def __init__(self, config: Config, policy: Version, template: str | None) -> None:
-        """`template`: the text of a file; None: the policy's own."""
+    def __init__(
+        self,
+        config: Config,
+        policy: Version,
+        template: str | None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """`template`: the text of a file; None: the policy's own. `tools`: what the policy may
+        call."""
         self.config = config
+        self.tools = tools or None
+        self.chat_template = ""
+        """The text of the template that is used, where one is."""
         tokenizer = checkpoints.load_tokenizer(policy)
         self._guard = Guard(tokenizer, closes=checkpoints.is_encoder_decoder(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)
         self._template: Template | None = None
         if config.messages or (config.prompt and not config.raw_text):
             variables = {
-                "tools": None,
+                "tools": self.tools,
                 "documents": None,
                 "add_generation_prompt": True,
                 **tokenizer.special_tokens_map,
@@ -52,38 +65,39 @@ class Renderer:
                     next="set prompt.template to a jinja file, or data.raw_text = true",
                 ) from None
             self._template = Template(source, variables, config.template_seconds)
+            self.chat_template = source
 
     def close(self) -> None:
         """End the template's process."""
         if self._template:
             self._template.close()
 
-    def render(self, name: str, cell: Any) -> Prompt | None:
-        """The prompt that a cell of the input column is; None where it is too long, and such are
-        dropped. ConfigError, SecurityError."""
+    def render(self, name: str, cell: Any, opening: Sequence[Message] = ()) -> Prompt | None:
+        """The prompt that a cell of the input column is, with what an environment says at its
+        start; None where it is too long, and such are dropped. ConfigError, SecurityError."""
         config = self.config
         messages = None
         # TRL and verl keep chats in a column `prompt`
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
             if not isinstance(cell, list) or not cell:
-                raise _bad_row(
+                raise bad_row(
                     name,
-                    f"column {config.messages or config.prompt} holds {_type_name(cell)}, expected "
+                    f"column {config.messages or config.prompt} holds {type_name(cell)}, expected "
                     "a list of {role, content}",
                 )
-            messages = [_read_message(name, number, message) for number, message in enumerate(cell)]
+            messages = [read_message(name, number, message) for number, message in enumerate(cell)]
         elif config.prompt:
-            text = _require_text(name, cell, f"column {config.prompt}")
+            text = require_text(name, cell, f"column {config.prompt}")
             if config.raw_text:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
             else:
                 messages = [{"role": "user", "content": text}]
         else:
             if not isinstance(cell, list) or not all(type(id) is int for id in cell):
-                raise _bad_row(
+                raise bad_row(
                     name,
-                    f"column {config.prompt_ids} holds {_type_name(cell)}, expected a list of "
+                    f"column {config.prompt_ids} holds {type_name(cell)}, expected a list of "
                     "token ids",
                 )
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
@@ -91,10 +105,15 @@ class Renderer:
         if messages:
             if config.system is not None and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": config.system})
+            messages = _followed_by(messages, opening)
             rendering = self._render_chat(name, messages)
         if not self._fits(name, rendering.ids):
             return None
-        return {"messages": messages, "prompt_text": rendering.text, "prompt_ids": rendering.ids}
+        return {
+            "messages": messages and save_messages(messages),
+            "prompt_text": rendering.text,
+            "prompt_ids": rendering.ids,
+        }
 
     def assistant_starts(self, chats: pa.ChunkedArray) -> dict[str, str | None]:
         """For each role that a chat ends with, what stands between that message and the assistant's
@@ -117,15 +136,12 @@ class Renderer:
         return starts
 
     def _render_chat(self, name: str, messages: Messages) -> Rendering:
-        roles = tuple(message["role"] for message in messages)
+        structure, texts = take_texts(messages)
 
-        def render(contents: list[str]) -> str:
-            pairs = zip(roles, contents, strict=True)
-            chat = [{"role": role, "content": content} for role, content in pairs]
-            return self._template.render(name, chat)
+        def render(texts: list[str]) -> str:
+            return self._template.render(name, put_texts(structure, iter(texts)))
 
-        contents = [message["content"] for message in messages]
-        return self._guard.encode(name, roles, contents, render)
+        return self._guard.encode(name, (json.dumps(structure),), texts, render)
 
     def _fits(self, name: str, ids: list[int]) -> bool:
         """Whether the prompt is short enough. ConfigError when it is wrong otherwise, or the config
@@ -155,63 +171,63 @@ class Renderer:
 
 
 def render_rows(
-    source: pa.Table, rows: list[int], group_ids: list[str], renderer: Renderer
+    source: pa.Table,
+    rows: list[int],
+    group_ids: list[str],
+    renderer: Renderer,
+    openings: list[list[Message]] | None = None,
 ) -> pa.Table:
-    """Those `rows` of `source` as prompts/1; the ones that are too long left out, where the
-    config says so."""
+    """Those `rows` of `source` as prompts/1, or prompts/2 where there is more than text; the ones
+    that are too long left out, where the config says so. `openings`: of each row what its
+    environment says at the start."""
     table = source.take(pa.array(rows, pa.int64()))
     config = renderer.config
     cells = table.column(getattr(config, config.input)).to_pylist()
     rendered: list[Prompt] = []
     positions: list[int] = []
-    for position, (row, cell) in enumerate(zip(rows, cells, strict=True)):
+    openings = openings or [[]] * len(rows)
+    for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
-        prompt = renderer.render(name, cell)
+        prompt = renderer.render(name, cell, opening)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()
-    schema = prompts.SCHEMA.remove(prompts.SCHEMA.get_field_index("columns"))
+    kind_schema = prompts.SCHEMA
+    column = source.column(getattr(config, config.input))
+    if config.turns is not None or _has_calls(column):
+        kind_schema = prompts.BEYOND_TEXT
+        tools = renderer.tools and json.dumps(renderer.tools)
+        rendered = [{**prompt, "tools": tools} for prompt in rendered]
+    place = kind_schema.get_field_index("columns")
     field = required("columns", struct.type)
-    return pa.Table.from_pylist(rendered, schema).append_column(field, struct)
+    prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))
+    return prompts_table.add_column(place, field, struct)
 
 
-def _read_message(name: str, number: int, message: Any) -> dict[str, str]:
-    """Role and content of a message that has nothing else."""
-    entries: dict[str, Any] = {}
-    if isinstance(message, dict):
-        entries = {key: entry for key, entry in message.items() if entry is not None}
-    if set(entries) != {"role", "content"}:
-        raise _bad_row(
-            name,
-            f"message {number} has {printable(sorted(entries) or _type_name(message))}, expected "
-            "role and content alone",
-        )
-    role = entries["role"]
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise _bad_row(
-            name,
-            f"message {number} has role {printable(repr(role))}, expected a word of A-Z a-z 0-9 _ "
-            ". -",
-        )
-    content = _require_text(name, entries["content"], f"the content of message {number}")
-    return {"role": role, "content": content}
+def _followed_by(messages: list[Message], opening: Sequence[Message]) -> list[Message]:
+    """`messages`, and what an environment says at the start. Two messages of the user are made one,
+    since many templates take none behind another."""
+    messages = list(messages)
+    for message in opening:
+        last = messages[-1]
+        if last["role"] == message["role"] == "user":
+            joined = f"{last['content']}\n\n{message['content']}"
+            messages[-1] = {"role": "user", "content": joined}
+        else:
+            messages.append(message)
+    return messages
 
 
-def _require_text(name: str, content: Any, place: str) -> str:
-    if not isinstance(content, str):
-        raise _bad_row(name, f"{place} holds {_type_name(content)}, expected text")
-    problem = bad_text(content)
-    if problem:
-        raise _bad_row(name, f"{place} {problem}")
-    return content
-
-
-def _type_name(content: Any) -> str:
-    return "nothing" if content is None else f"a {type(content).__name__}"
-
-
-def _bad_row(name: str, message: str) -> ConfigError:
-    return ConfigError(name, message, next="correct the row, or take it out of the source")
+def _has_calls(cells: pa.ChunkedArray) -> bool:
+    """Whether a message of the column has more than role and content."""
+    kind = cells.type
+    if not pa.types.is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    messages = pc.list_flatten(cells)
+    names = {kind.value_type.field(place).name for place in range(kind.value_type.num_fields)}
+    return any(
+        pc.any(pc.is_valid(pc.struct_field(messages, name))).as_py() for name in MORE & names
+    )

@@ -1,4 +1,4 @@
-"""prompt: the user's rows become prompts/1, rendered to ids by the policy's own tokenizer, before
+"""prompt: the user's rows become prompts, rendered to ids by the policy's own tokenizer, before
 any GPU.
 
 Refused: rows without a prompt, group ids that stand twice, ids outside the vocabulary, prompts that
@@ -33,6 +33,7 @@ from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 
 from . import sources
 from .config import INPUTS, Config
+from .openings import Openings, identified
 from .order import choose_rows, open_rewards
 
 STAGE_VERSION = 1
@@ -58,6 +59,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     policy = store.open(refs["policy"])
     if not config.source_sha256 or config.input is None:
         config = resolve(config)
+    config = identified(config)
     filled_in = {"max_prompt_tokens": _longest_prompt(config, policy)}
     if config.limit is None:
         filled_in |= {"iteration": 0, "seed": 0}
@@ -92,11 +94,13 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     policy = plan.store.open(plan.models[0].ref)
     with (
         writer.phase("render"),
-        closing(Renderer(config, policy, read_template(config))) as renderer,
+        Openings(config.turns) as openings,
+        closing(Renderer(config, policy, read_template(config), openings.tools)) as renderer,
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
-            writer.write(index, render_rows(source.table, rows, group_ids, renderer))
+            opening = openings.of(source.table, rows, group_ids)
+            writer.write(index, render_rows(source.table, rows, group_ids, renderer, opening))
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
         tables = [writer.read(index).select(columns) for index in range(len(starts))]
@@ -122,6 +126,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             "dropped_group_ids": dropped[:_MOST_LISTED],
             "assistant_starts": answer_starts,
             **({"curriculum": counts} if counts else {}),
+            **({"chat_template": renderer.chat_template} if config.turns else {}),
         },
         status={"kept": prompts.num_rows, "dropped": len(dropped)},
     )

@@ -13,6 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from quiver.stages.common.chat.messages import read_messages
+
 from .config import Config
 
 OFFERED = ("turns", "transcript", "end_reason")
@@ -63,11 +65,7 @@ def beginning(chat: list[Message] | None, text: str) -> list[Message]:
     """A prompt as messages, without fields that are null."""
     if chat is None:
         return [{"role": "user", "content": text}]
-    messages = [{name: cell for name, cell in m.items() if cell is not None} for m in chat]
-    for message in messages:
-        if "tool_calls" in message:
-            message["tool_calls"] = read(message["tool_calls"])
-    return messages
+    return read_messages(chat)
 
 
 def messages_of(turns: Sequence[dict[str, Any]]) -> list[Message]:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.config import Config, Runtime, without_folder
-from quiver.stages.common.environments.adapters import check_source, code_hash
+from quiver.stages.common.environments.adapters import OwnCode, check_source, code_hash, own_code
 
 
 class EnvironmentConfig(Config):
@@ -23,9 +23,9 @@ class EnvironmentConfig(Config):
     and a command: the tools of that server."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """What the environment is made with, beside the row: its constructor's arguments."""
-    step_seconds: float = Field(default=60.0, gt=0)
+    step_seconds: Runtime[float] = Field(default=60.0, gt=0)
     """Longest time of one answer of the environment."""
-    episode_seconds: float = Field(default=600.0, gt=0)
+    episode_seconds: Runtime[float] = Field(default=600.0, gt=0)
     """Longest time of all its answers in one episode; what the policy takes does not count."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
     """Worker processes, each with many environments. None: one a core."""
@@ -51,6 +51,10 @@ class EnvironmentConfig(Config):
     def sources(self) -> tuple[str, ...]:
         """The environment, or the tools, as the recipe names them."""
         return (self.environment,) if self.environment else self.tools
+
+    def own_code(self) -> list[OwnCode]:
+        """The code of the user's that it names."""
+        return own_code(self.environment, self.tools)
 
     def with_fingerprint(self) -> EnvironmentConfig:
         """With the hash of the code that it names, which is not run. ConfigError."""

@@ -29,11 +29,11 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, from_dict, printable
-from quiver.stages.common.runtime.workers import Ended, Killed, Late, Worker, share_of_memory
 from quiver.stages.common.environments import worker
 from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.common.environments.environment import Message, Row, Step, Turn
 from quiver.stages.common.environments.tool_schemas import ToolSchema
+from quiver.stages.common.runtime.workers import Ended, Killed, Late, Worker, share_of_memory
 
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3

@@ -17,11 +17,11 @@ measured once, with probes: `measure`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.chat.control_tokens import Guard, Rendering
+from quiver.stages.common.chat.messages import put_texts, take_texts
 from quiver.stages.common.chat.template import Template
 from quiver.stages.common.environments.environment import Message, clean
 from quiver.stages.generate.turns.tool_calls import ParsedTurn
@@ -31,8 +31,6 @@ _TURN = "probezturn"
 _ANSWER = "probezanswer"
 _TOOL = "probeztool"
 _THOUGHT = "probezthought"
-_NO_TEXTS = frozenset({"role", "type", "id", "tool_call_id"})
-"""Members of a message that are the system's own words."""
 _SHOWN = 60
 
 
@@ -102,13 +100,13 @@ class Bridge:
         `has_end`: the turn's last id is an end. SecurityError names `name`.
         """
         messages = [self._as_written(message) for message in messages]
-        structure, texts = _take_texts(messages)
+        structure, texts = take_texts(messages)
         # where the template writes no end, one is put before it while it is encoded: a tokenizer
         # may treat the first word of a text in another way
         lead = "" if self._writes_end else self._end_token
 
         def render(texts: list[str]) -> str:
-            return lead + self._behind_turn(name, _put_texts(structure, iter(texts)))
+            return lead + self._behind_turn(name, put_texts(structure, iter(texts)))
 
         key = ("observation", json.dumps(structure))
         rendering = self._guard.encode(name, key, texts, render, is_whole=False)
@@ -145,10 +143,10 @@ class Bridge:
     def restart(self, name: str, messages: list[Message]) -> Rendering:
         """A whole conversation as the template writes it, with the next generation prompt."""
         messages = [self._as_written(message) for message in messages]
-        structure, texts = _take_texts(messages)
+        structure, texts = take_texts(messages)
 
         def render(texts: list[str]) -> str:
-            return self._render(name, _put_texts(structure, iter(texts)))
+            return self._render(name, put_texts(structure, iter(texts)))
 
         return self._guard.encode(name, ("restart", json.dumps(structure)), texts, render)
 
@@ -332,45 +330,6 @@ def _shortened(message: Message, most: int) -> Message:
     tail = content[len(content) - most // 2 :]
     head = content[: most - len(tail)]
     return {**message, "content": f"{head}\n[… {num_cut} characters cut …]\n{tail}"}
-
-
-# -- the texts in messages, which nobody may trust
-
-
-def _take_texts(member: Any, texts: list[str] | None = None) -> tuple[Any, list[str]]:
-    """`member` as plain JSON without its texts, and these in order. Keys of arguments are texts as
-    well."""
-    texts = [] if texts is None else texts
-    if isinstance(member, str):
-        texts.append(member)
-        return "text", texts
-    if isinstance(member, list):
-        return ["list", *(_take_texts(below, texts)[0] for below in member)], texts
-    if isinstance(member, dict):
-        is_message = (
-            "role" in member or "function" in member or member.keys() <= {"name", "arguments"}
-        )
-        pairs = []
-        for key, below in member.items():
-            if is_message and key in _NO_TEXTS:
-                pairs.append([["own", key], ["own", below]])
-            else:
-                shown_key = ["own", key] if is_message else _take_texts(key, texts)[0]
-                pairs.append([shown_key, _take_texts(below, texts)[0]])
-        return ["dict", *pairs], texts
-    return ["own", member], texts
-
-
-def _put_texts(structure: Any, texts: Iterator[str]) -> Any:
-    """The reverse of `_take_texts`, with other texts."""
-    if structure == "text":
-        return next(texts)
-    kind, *members = structure
-    if kind == "own":
-        return members[0]
-    if kind == "list":
-        return [_put_texts(below, texts) for below in members]
-    return {_put_texts(key, texts): _put_texts(below, texts) for key, below in members}
 
 
 def _cleaned(member: Any) -> Any:

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from quiver.stages.common import plugins
 from quiver.stages.common.config import without_folder
+from quiver.stages.common.environments.adapters import OwnCode
 from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.generate.turns.tool_calls import check_parser
 
@@ -33,6 +34,10 @@ class Turns(EnvironmentConfig):
     max_observation_tokens: int = Field(default=1024, ge=16)
     """Most ids between two turns. A longer observation is cut in the middle of its text; the text
     says so, and the turn's info how much."""
+    step_seconds: float = Field(default=60.0, gt=0)
+    """Longest time of one answer of the environment; it ends the episode."""
+    episode_seconds: float = Field(default=600.0, gt=0)
+    """Longest time of all its answers in one episode; what the policy takes does not count."""
     max_tool_calls: int | None = Field(default=None, ge=1)
     """Most calls of an episode; the turn that asks for more ends it. None: any number."""
     parser_fingerprint: str = ""
@@ -49,13 +54,19 @@ class Turns(EnvironmentConfig):
         """Most ids of an episode behind its prompt."""
         return self.max_tokens + (self.max_turns - 1) * self.max_observation_tokens
 
+    def own_code(self) -> list[OwnCode]:
+        """The code of the user's that it names."""
+        return [*super().own_code(), *self._own_parser()]
+
+    def _own_parser(self) -> list[OwnCode]:
+        is_own = ":" in self.parser
+        return [OwnCode(self.parser, "generate.turns.parser", "function")] if is_own else []
+
     def with_fingerprint(self) -> Turns:
         """With the hashes of the code that it names, which is not run. ConfigError."""
-        turns = super().with_fingerprint()
-        if ":" not in self.parser:
-            return turns
-        path = plugins.locate(self.parser, "generate.turns.parser")
-        return turns.model_copy(update={"parser_fingerprint": plugins.fingerprint(path)})
+        hashes = [plugins.fingerprint(plugins.locate(*code)) for code in self._own_parser()]
+        update = {"parser_fingerprint": "".join(hashes)}
+        return super().with_fingerprint().model_copy(update=update)
 
     def key(self) -> dict[str, Any]:
         """As the base has it; once its hash is known, the folder of a parser does not count."""

@@ -31,6 +31,7 @@ import numpy as np
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Rendering
+from quiver.stages.common.environments.environment import Message, Step, Turn
 from quiver.stages.generate.turns.bridge import (
     Bridge,
     Fitting,
@@ -39,7 +40,6 @@ from quiver.stages.generate.turns.bridge import (
     turn_message,
 )
 from quiver.stages.generate.turns.config import Turns
-from quiver.stages.common.environments.environment import Message, Step, Turn
 from quiver.stages.generate.turns.tool_calls import Parse, ParsedTurn
 
 FAILURES = ("timeout", "environment_error")

@@ -27,7 +27,10 @@ from .episode import Episode, Setting
 
 _SECONDS_TO_WAIT = 2.0
 """For an environment's answer, before the stage looks after other things."""
-_ANOTHER_BEGINNING = "it begins otherwise than when its prompt was rendered: it does not depend on seed and row alone"
+_ANOTHER_BEGINNING = (
+    "it begins otherwise than when its prompt was rendered, so it does not depend on seed and row "
+    "alone"
+)
 _OPEN_FOR_EACH_PLACE = 4
 """Episodes that are begun for each row that the engine decodes at once, at most."""
 

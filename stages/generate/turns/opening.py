@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from transformers import PreTrainedTokenizerFast
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
+from quiver.stages.common.chat.messages import read_messages
 from quiver.stages.common.chat.template import Template
 from quiver.stages.common.environments.config import EnvironmentConfig
 from quiver.stages.common.environments.environment import Call, Turn, environment_seed
@@ -36,8 +35,8 @@ from .episode import Setting
 from .episodes import Beginning, Episodes
 from .tool_calls import make_parser
 
-COLUMNS = ("messages", "tools", "columns")
-"""Of prompts, what episodes need beside their ids."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 def identified(config: Config, prompts: Version) -> Config:
@@ -146,12 +145,7 @@ def _beginnings(prompts: pa.Table) -> list[Beginning]:
     beginnings = []
     for group, chat, columns in zip(groups, chats, prompts["columns"].to_pylist(), strict=True):
         past = json.loads(columns.pop("quiver_turns", None) or "[]")
-        turns = [
-            Turn(
-                turn["text"], tuple(Call(call["name"], call["arguments"]) for call in turn["calls"])
-            )
-            for turn in past
-        ]
+        turns = [Turn(turn["text"], tuple(Call(**call) for call in turn["calls"])) for turn in past]
         seed = environment_seed(columns.pop("quiver_group", None) or group)
-        beginnings.append(Beginning(columns, seed, chat, turns))
+        beginnings.append(Beginning(columns, seed, read_messages(chat), turns))
     return beginnings

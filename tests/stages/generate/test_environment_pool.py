@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.generate.turns.config import Turns
 from quiver.stages.common.environments.environment import Turn
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
+from quiver.stages.generate.turns.config import Turns
 
 ENVIRONMENT = '''
 import os, random, time

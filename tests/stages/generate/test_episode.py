@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
-from quiver.stages.generate.turns.config import Turns
 from quiver.stages.common.environments.environment import Step
-from quiver.stages.generate.turns.episode import Episode, Setting
 from quiver.stages.common.environments.pool import EnvironmentPool
+from quiver.stages.generate.turns.config import Turns
+from quiver.stages.generate.turns.episode import Episode, Setting
 from quiver.stages.generate.turns.tool_calls import Call, parse_hermes
 from tests.stages.generate.chat_families import family, make_bridge, open_template
 
@@ -36,6 +36,7 @@ def setting_of(
     guard: Guard | None = None,
     answers: bool = True,
     context: int = 4096,
+    turn_tokens: int = 4096,
     **limits,
 ):
     """What episodes share; the end of a turn is the family's."""
@@ -49,6 +50,7 @@ def setting_of(
             parse=parse_hermes if answers else None,
             decode=bridge._guard.decode,
             stop_ids=frozenset(encode(made.end, name)),
+            max_turn_tokens=turn_tokens,
             context=context,
             answers=answers,
             histories=bridge.measure() if turns.rewritten == "restart" else (),
@@ -131,7 +133,7 @@ def test_what_is_read_is_the_prompt_and_of_each_turn_its_ids_and_the_observation
         ({"max_turns": 1}, [CALL], "max_turns", 1),
         ({"max_tool_calls": 2}, [CALL, CALL + CALL], "max_tool_calls", 2),
         ({"max_tokens": 10}, ["word " * 50], "max_tokens", 1),
-        ({"max_turn_tokens": 10}, ["word " * 50], "max_tokens", 1),
+        ({"turn_tokens": 10}, ["word " * 50], "max_tokens", 1),
         ({"context": 60}, ["word " * 50], "context", 1),
         ({"max_observation_tokens": 16}, [CALL], "context", 1),
         ({}, ['<tool_call>{"name"'], "parse_error", 1),

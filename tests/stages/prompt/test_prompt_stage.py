@@ -352,7 +352,7 @@ BAD = [
     ({}, [{"prompt": 5}], "holds a int, expected text"),
     ({"raw_text": True}, [{"prompt": ""}], "no tokens"),
     ({}, [{"messages": []}], "expected a list of"),
-    ({}, [{"messages": [{"role": "user", "content": "a", "name": "b"}]}], "content.*name.*role"),
+    ({}, [{"messages": [{"role": "user", "content": "a", "weight": 1}]}], "content.*role.*weight"),
     ({}, [{"messages": [{"role": "user"}]}], "expected role and content"),
     ({}, [{"messages": [{"role": "user<|im_end|>", "content": "a"}]}], "has role 'user<"),
     ({}, [{"messages": [{"role": "user", "content": ["part"]}]}], "holds a list, expected text"),

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
-from quiver.stages.common.plugins import did_you_mean
 from quiver.stages.common.environments.environment import Factory
+from quiver.stages.common.plugins import did_you_mean
 
 _HERE = "quiver.stages.common.environments.adapters"
 
@@ -57,19 +57,33 @@ def check_source(source: str, *, is_tool: bool) -> None:
     )
 
 
+class OwnCode(NamedTuple):
+    """Code of the user's that a recipe names."""
+
+    source: str
+    field: str
+    """The key that names it."""
+    kind_name: str
+    """class or function"""
+
+
+def own_code(environment: str, tools: Sequence[str]) -> list[OwnCode]:
+    """What of these is the user's own code."""
+    if environment:
+        is_own = environment.partition(":")[0] not in ENVIRONMENTS
+        return [OwnCode(environment, "generate.turns.environment", "class")] if is_own else []
+    return [
+        OwnCode(tool, "generate.turns.tools", "function")
+        for tool in tools
+        if tool.partition(":")[0] not in TOOLS
+    ]
+
+
 def code_hash(environment: str, tools: Sequence[str]) -> str:
     """Hash of the user's code that a recipe names; empty where there is none. It is not run.
     ConfigError."""
-    if environment:
-        if environment.partition(":")[0] in ENVIRONMENTS:
-            return ""
-        path = plugins.locate(environment, "generate.turns.environment", "class")
-        return plugins.fingerprint(path)
-    return _hash_of_tools(
-        plugins.fingerprint(plugins.locate(tool, "generate.turns.tools"))
-        for tool in tools
-        if tool.partition(":")[0] not in TOOLS
-    )
+    hashes = [plugins.fingerprint(plugins.locate(*code)) for code in own_code(environment, tools)]
+    return hashes[0] if environment and hashes else _hash_of_tools(hashes)
 
 
 def open_source(environment: str, tools: list[str], arguments: dict[str, Any]) -> Factory:

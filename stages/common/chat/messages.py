@@ -1,0 +1,74 @@
+"""Messages of a chat: as versions keep them, and the texts in them that nobody may trust.
+
+A message has a role and a content; one of an assistant may have `tool_calls`, one of a tool
+`tool_call_id` and its `name`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+_NO_TEXTS = frozenset({"role", "type", "id", "tool_call_id"})
+"""Members of a message that are the system's own words."""
+
+
+def read_messages(saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages of a version of prompts: without members that are null, tool_calls read."""
+    messages = []
+    for message in saved:
+        members = {name: member for name, member in message.items() if member is not None}
+        if "tool_calls" in members:
+            members["tool_calls"] = json.loads(members["tool_calls"])
+        messages.append(members)
+    return messages
+
+
+def save_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reverse of `read_messages`."""
+    return [
+        {**message, "tool_calls": json.dumps(message["tool_calls"])}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def take_texts(messages: list[dict[str, Any]]) -> tuple[Any, list[str]]:
+    """`messages` as plain JSON without its texts, and these in order. Keys and all else in the
+    arguments of a call are texts as well."""
+    texts: list[str] = []
+    return _take(messages, texts, is_ours=True), texts
+
+
+def _take(member: Any, texts: list[str], *, is_ours: bool) -> Any:
+    """`is_ours`: the keys are the system's own words."""
+    if isinstance(member, str):
+        texts.append(member)
+        return "text"
+    if isinstance(member, list):
+        return ["list", *(_take(below, texts, is_ours=is_ours) for below in member)]
+    if not isinstance(member, dict):
+        return ["own", member]
+    pairs = []
+    for key, below in member.items():
+        if is_ours and key in _NO_TEXTS:
+            pairs.append([["own", key], ["own", below]])
+        else:
+            shown_key = ["own", key] if is_ours else _take(key, texts, is_ours=False)
+            is_below_ours = is_ours and key != "arguments"
+            pairs.append([shown_key, _take(below, texts, is_ours=is_below_ours)])
+    return ["dict", *pairs]
+
+
+def put_texts(structure: Any, texts: Iterator[str]) -> Any:
+    """The reverse of `take_texts`, with other texts."""
+    if structure == "text":
+        return next(texts)
+    kind, *members = structure
+    if kind == "own":
+        return members[0]
+    if kind == "list":
+        return [put_texts(below, texts) for below in members]
+    return {put_texts(key, texts): put_texts(below, texts) for key, below in members}

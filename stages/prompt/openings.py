@@ -1,0 +1,94 @@
+"""What environments say at the start: the opening text of a row is a part of its prompt, so that a
+group shares it.
+
+    config = identified(config)                            # at planning; runs none of a user's code
+    with Openings(config.turns) as openings:
+        messages = openings.of(source, rows, group_ids)    # of each row; none without environment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pyarrow as pa
+
+from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.common.environments.config import EnvironmentConfig
+from quiver.stages.common.environments.environment import Message, environment_seed
+from quiver.stages.common.environments.pool import EnvironmentPool
+
+from .config import Config
+
+_MOST_OPEN = 256
+"""Environments that are begun at once."""
+
+
+def identified(config: Config) -> Config:
+    """`config` with the hash of the code that [generate.turns] names. ConfigError where prompts can
+    not show what an environment says."""
+    if config.turns is None:
+        return config
+    if config.raw_text or config.input == "prompt_ids":
+        raise ConfigError(
+            "data.raw_text" if config.raw_text else "data.prompt_ids",
+            "a prompt for [generate.turns] is a chat, which the policy's template writes",
+            next="name a column with a chat in data.messages, or with text in data.prompt",
+        )
+    return config.model_copy(update={"turns": config.turns.with_fingerprint()})
+
+
+class Openings:
+    """The environments of [generate.turns], begun and ended again. `tools`: what they offer."""
+
+    def __init__(self, turns: EnvironmentConfig | None) -> None:
+        self.tools: list[dict[str, Any]] = []
+        self._turns = turns
+        self._stack = ExitStack()
+        self._pool: EnvironmentPool | None = None
+
+    def __enter__(self) -> Openings:
+        if self._turns is not None:
+            self._pool = self._stack.enter_context(EnvironmentPool(self._turns))
+            self.tools = self._pool.loaded.tools
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of(
+        self, source: pa.Table, rows: Sequence[int], group_ids: Sequence[str]
+    ) -> list[list[Message]]:
+        """What each of the `rows` of `source` begins with. ConfigError: one can not begin."""
+        openings: list[list[Message]] = []
+        if self._pool is None:
+            return [[] for _ in rows]
+        for start in range(0, len(rows), _MOST_OPEN):
+            some_rows = rows[start : start + _MOST_OPEN]
+            columns = source.take(pa.array(some_rows, pa.int64())).to_pylist()
+            keys = [
+                self._pool.open(row_columns, environment_seed(group_ids[row]))
+                for row, row_columns in zip(some_rows, columns, strict=True)
+            ]
+            row_of_key = dict(zip(keys, some_rows, strict=True))
+            messages: dict[int, list[Message]] = {}
+            while len(messages) < len(keys):
+                for reply in self._pool.replies(wait=None):
+                    row = row_of_key.get(reply.key)
+                    if reply.key in messages or row is None:  # it was ended
+                        self._pool.forget(reply.key)
+                    elif reply.failure is not None:
+                        raise self._no_beginning(group_ids[row], reply.why)
+                    else:
+                        messages[reply.key] = reply.step.messages or []
+                        self._pool.finish(reply.key)
+            openings += [messages[key] for key in keys]
+        return openings
+
+    def _no_beginning(self, group_id: str, why: str) -> ConfigError:
+        return ConfigError(
+            f"generate.turns {printable(', '.join(self._turns.sources))}",
+            f"can not begin with prompt {printable(group_id)}: {printable(why)}",
+            next="correct its reset, or the row",
+        )
