@@ -145,9 +145,10 @@ def _kept_layers(sizes: dict[str, Any], num_layers: int | None) -> int:
 
 def _key_heads(sizes: dict[str, Any]) -> dict[str, int]:
     """One, all or half of the query heads, as it was."""
-    num_heads = _first_count(sizes, _QUERY_HEADS)
+    num_heads = _first_count(sizes, _QUERY_HEADS) or _HEADS
+    most = min(num_heads, _HEADS)
     return {
-        name: 1 if sizes[name] == 1 else _HEADS if sizes[name] == num_heads else _HEADS // 2
+        name: 1 if sizes[name] == 1 else most if sizes[name] == num_heads else max(most // 2, 1)
         for name in _KEY_HEADS
         if _is_count(sizes.get(name))
     }
@@ -165,7 +166,7 @@ def _widths(sizes: dict[str, Any]) -> dict[str, int]:
             smaller["head_dim"] = min(width, _HEAD_WIDTH)
         if sizes.get("hidden_size") == num_heads * width:
             for name in {"hidden_size", "cross_attention_hidden_size"} & set(sizes):
-                smaller[name] = _HEADS * smaller["head_dim"]
+                smaller[name] = min(num_heads, _HEADS) * smaller["head_dim"]
     if _is_count(sizes.get("attention_hidden_size")):  # Zamba's attention reads two states
         smaller["attention_hidden_size"] = 2 * _HIDDEN
         smaller["attention_head_dim"] = 2 * _HIDDEN // _HEADS

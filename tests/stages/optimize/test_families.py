@@ -103,3 +103,13 @@ def test_a_tiny_config_has_every_kind_of_layer_and_loads_again(tmp_path):
     gemma = shrink(CONFIG_MAPPING["gemma3_text"]())
     assert (gemma.sliding_window, gemma.vocab_size) == (6, 96)
     assert {"sliding_attention", "full_attention"} == set(gemma.layer_types)
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (8, 8)])
+def test_a_model_of_few_heads_gets_no_more(heads, key_heads):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    tiny = shrink(CONFIG_MAPPING["llama"](hidden_size=32 * heads, head_dim=32, **sizes))
+    assert tiny.num_attention_heads % tiny.num_key_value_heads == 0
+    assert tiny.num_attention_heads == min(heads, 4)
+    model = AutoModelForCausalLM.from_config(tiny)
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape[:2] == (1, 3)

@@ -1,0 +1,169 @@
+"""The game of guess.toml, whole: its rows, its environment, its score, and the small model that it
+starts from.
+
+A number from 1 to 15 is to be found in four turns; each wrong guess is answered `higher` or
+`lower`. Halving what is left finds every number. The model (0.1M parameters) is taught by a teacher
+who heeds the answers half the time.
+
+>>> game = Guess()
+>>> game.reset(number=11)
+>>> game.step("8")["text"], round(game.step("12")["reward"], 3), game.step("11")["done"]
+('higher', 0.207, True)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+HIGHEST = 15
+TURNS = 4
+QUESTION = "Guess my number"
+_SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_WORDS = ["user", "assistant", "\n", "Guess", "my", "number", "higher", "lower", "right", "nothing"]
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def rows(split: str, count: int = 512) -> Iterator[dict[str, Any]]:
+    """`count` games of one split, `train` or `held_out`, each with its number."""
+    rng = random.Random(split)
+    for row in range(count):
+        name = f"{split}-{row:04d}"
+        yield {"name": name, "question": QUESTION, "number": rng.randint(1, HIGHEST)}
+
+
+class Guess:
+    """One game. A guess is paid for what it tells: the bits of the number that are known from then
+    on, of all its bits; so the rewards of a game add up to 1 where the number was found."""
+
+    def reset(self, number: int) -> None:
+        """Begin with that number."""
+        self.number = number
+        self.low, self.high = 1, HIGHEST
+
+    def step(self, turn: Any) -> dict[str, Any]:
+        """Answer a guess."""
+        text = getattr(turn, "text", turn).strip()
+        guess = int(text) if text.isdecimal() else 0
+        bits_before = math.log2(self.high - self.low + 1)
+        if guess == self.number:
+            return {"text": "right", "reward": bits_before / math.log2(HIGHEST), "done": True}
+        if guess < self.number:
+            self.low = max(self.low, guess + 1)
+        else:
+            self.high = min(self.high, guess - 1)
+        bits = bits_before - math.log2(self.high - self.low + 1)
+        hint = "higher" if guess < self.number else "lower"
+        return {"text": hint, "reward": bits / math.log2(HIGHEST)}
+
+
+def found(end_reason: Sequence[str], **_: Any) -> list[float]:
+    """1 for games that ended because the number was found."""
+    return [float(reason == "environment") for reason in end_reason]
+
+
+def prepare(folder: Path, seed: int = 0, steps: int = 400, heeds: float = 0.5) -> None:
+    """Write the base model into `folder`: a Llama after `steps` of supervised warm-up, 64 games
+    each.
+
+    `heeds`: how often the teacher looks at what the answers left. On one machine the same arguments
+    give the same weights.
+    """
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    tokenizer = _tokenizer()
+    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids))
+    _teach(model, tokenizer, steps, heeds, random.Random(seed))
+    model.generation_config = GenerationConfig(**ids)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _teach(model: Any, tokenizer: Any, steps: int, heeds: float, rng: random.Random) -> None:
+    """Next tokens of whole games by AdamW; only what the teacher says is a target."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    model.train()
+    for step in range(1, steps + 1):
+        games = [_game(rng, heeds) for _ in range(64)]
+        texts = [tokenizer.apply_chat_template(game, tokenize=False) for game in games]
+        batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        labels = _said_by_teacher(batch.input_ids, tokenizer)
+        loss = model(**batch, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 0:
+            print(f"warm-up: step {step} of {steps}, loss {loss.item():.3f}")
+
+
+def _said_by_teacher(ids: Any, tokenizer: Any) -> Any:
+    """Labels [B, T]: the token behind `assistant` and a line feed, and the end behind that."""
+    import torch
+
+    assistant, line_feed = tokenizer.convert_tokens_to_ids(["assistant", "\n"])
+    is_start = torch.zeros_like(ids, dtype=torch.bool)
+    is_start[:, 2:] = (ids[:, :-2] == assistant) & (ids[:, 1:-1] == line_feed)
+    is_end = torch.zeros_like(is_start)
+    is_end[:, 1:] = is_start[:, :-1]
+    return ids.masked_fill(~(is_start | is_end), -100)  # transformers' mark for "no target here"
+
+
+def _game(rng: random.Random, heeds: float) -> list[dict[str, str]]:
+    """A game as the teacher plays it, as a chat."""
+    game = Guess()
+    game.reset(rng.randint(1, HIGHEST))
+    chat = [{"role": "user", "content": QUESTION}]
+    for _ in range(TURNS):
+        low, high = (game.low, game.high) if rng.random() < heeds else (1, HIGHEST)
+        guess = str(rng.randint(low, high))
+        chat.append({"role": "assistant", "content": guess})
+        step = game.step(guess)
+        if step.get("done"):
+            break
+        chat.append({"role": "user", "content": step["text"]})
+    return chat
+
+
+def _tokenizer() -> Any:
+    """A token a word or number; a line feed is one too."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*_SPECIALS, *_WORDS, *map(str, range(1, HIGHEST + 1))]
+    vocabulary = {name: id for id, name in enumerate(names)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="nothing"))
+    words.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex("\n"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(" +"), behavior="removed"),
+        ]
+    )
+    words.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token=_SPECIALS[0],
+        eos_token=_SPECIALS[2],
+        unk_token="nothing",
+        additional_special_tokens=[_SPECIALS[1]],
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
