@@ -24,6 +24,8 @@ from typing import Any
 from quiver.schemas.errors import ConfigError, printable
 
 ToolSchema = dict[str, Any]
+PYTHON_TOOL = "python"
+"""The tool that runs the code of a turn that calls no tool by name."""
 NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
 """Public methods of an environment that are no tools."""
 

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
 from quiver.stages.common.environments.environment import Call
+from quiver.stages.common.environments.tool_schemas import PYTHON_TOOL
 from quiver.stages.common.plugins import did_you_mean
 
 PYTHON_TAG = "<|python_tag|>"
-PYTHON_TOOL = "python"
-"""The tool that runs the code of a turn that calls no tool by name."""
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _THOUGHT_START = "<think>"

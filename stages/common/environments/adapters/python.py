@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quiver.stages.common import sandbox
-from quiver.stages.generate.turns.tool_calls import PYTHON_TOOL
+from quiver.stages.common.environments.tool_schemas import PYTHON_TOOL
 
 _SECONDS = 10.0
 

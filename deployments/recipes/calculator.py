@@ -1,0 +1,80 @@
+"""The task of calculator.toml: sums that a model of 135M parameters can not do in its head, and a
+calculator that it may use.
+
+Pairs of numbers are split once, by a rule that no seed changes, so a held-out pair never stands in
+training.
+
+>>> calculate("347 * 12")
+'4164'
+>>> next(rows("train"))["question"]
+'423 * 504 ='
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_OF_SYNTAX = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_MOST_CHARACTERS = 40
+
+
+def calculate(expression: str) -> str:
+    """Work out a sum of whole numbers.
+
+    Args:
+        expression: Numbers with +, - and * between them.
+    """
+    if len(expression) > _MOST_CHARACTERS:
+        raise ValueError(f"an expression has at most {_MOST_CHARACTERS} characters")
+    return str(_worked_out(ast.parse(expression, mode="eval").body))
+
+
+def _worked_out(node: ast.expr) -> int:
+    match node:
+        case ast.BinOp(left, op, right) if type(op) in _OF_SYNTAX:
+            return _OF_SYNTAX[type(op)](_worked_out(left), _worked_out(right))
+        case ast.Constant(value) if type(value) is int:
+            return value
+    raise ValueError("only whole numbers, +, - and *")
+
+
+def rows(split: str, seed: int | str = 0, count: int = 2048) -> Iterator[dict[str, Any]]:
+    """`count` questions of one split, `train` or `held_out`, in an order that `seed` decides; each
+    behind an example of how the calculator is used."""
+    rng = random.Random(f"{split} {seed}")
+    asked: set[str] = set()
+    while len(asked) < count:
+        first, second = rng.randint(100, 999), rng.randint(100, 999)
+        sign = rng.choice("+-*")
+        question = f"{first} {sign} {second} ="
+        is_held_out = zlib.crc32(f"{first} {second}".encode()) % 5 == 0
+        if is_held_out != (split == "held_out") or question in asked:
+            continue
+        asked.add(question)
+        yield {
+            "name": f"{split}-{len(asked):04d}",
+            "question": question,
+            "answer": _OPERATORS[sign](first, second),
+            "messages": [*_EXAMPLE, {"role": "user", "content": question}],
+        }
+
+
+def _call(expression: str) -> str:
+    call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
+    return f"<tool_call>{call}</tool_call>"
+
+
+_EXAMPLE = (
+    {"role": "system", "content": "Use the calculator, then give its result."},
+    {"role": "user", "content": "214 * 31 ="},
+    {"role": "assistant", "content": _call("214 * 31")},
+    {"role": "tool", "content": "6634"},
+    {"role": "assistant", "content": "Answer: 6634"},
+)
