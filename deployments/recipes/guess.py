@@ -8,7 +8,7 @@ who heeds the answers half the time.
 >>> game = Guess()
 >>> game.reset(number=11)
 >>> game.step("8")["text"], round(game.step("12")["reward"], 3), game.step("11")["done"]
-('higher', 0.207, True)
+('higher', 0.313, True)
 """
 
 from __future__ import annotations

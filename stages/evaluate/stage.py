@@ -31,6 +31,7 @@ from quiver.stages.common.store.writer import Writer
 
 from . import estimators
 from .config import Config
+from .turns import steps_to_success
 
 STAGE_VERSION = 1
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["evaluations"]
     table = _join(plan.inputs["rollouts"], plan.inputs["rewards"], config.score)
     metrics = measure(config, table)
+    sampled = plan.inputs["rollouts"].table()
+    metrics |= steps_to_success(sampled, table["score"], threshold_of(config))
     if "baseline" in plan.inputs:
         metrics |= compare(config, table, plan.inputs["baseline"])
     writer.write_table(table)

@@ -1,0 +1,36 @@
+"""How many turns a success takes, where rollouts are episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+
+def steps_to_success(rollouts: pa.Table, scores: pa.Array, threshold: float) -> dict[str, Any]:
+    """Over the episodes of rollouts/2 whose score is at least `threshold`: the mean and the median
+    of their turns, and `within`: which share of all scored episodes succeeded in at most so many.
+    Nothing for rollouts/1.
+
+    Args:
+        scores: [rows], null where an episode was not scored.
+    """
+    if "turns" not in rollouts.column_names:
+        return {}
+    turns = pc.list_value_length(rollouts["turns"]).to_numpy()
+    scores = np.array(scores.to_pylist(), np.float64)  # null: NaN
+    steps = turns[scores >= threshold]
+    num_scored = int((~np.isnan(scores)).sum())
+    within = {
+        str(most): float((steps <= most).sum() / num_scored) for most in sorted(set(steps.tolist()))
+    }
+    return {
+        "steps_to_success": {
+            "mean": float(steps.mean()) if len(steps) else None,
+            "median": float(np.median(steps)) if len(steps) else None,
+            "n": len(steps),
+            "within": within,
+        }
+    }

@@ -1,0 +1,179 @@
+"""The recipes guess and calculator: their rows, their environment, the base model; a small run of
+every stage of guess; and, slow, that it gets better."""
+
+import doctest
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quiver.deployments.recipes import calculator, guess
+from quiver.flows.recipe import load
+from quiver.schemas.errors import ConfigError
+from quiver.stages.common.store import Store
+from tests.flows.conftest import command_environment
+from tests.writing import run_here
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "deployments/recipes/guess.toml"
+SMALL = [
+    "policy.arguments={steps=30,seed=3}",
+    "data.limit=16",
+    "generate.samples_per_prompt=4",
+    "data.held_out={arguments={split='held_out',count=12}}",
+    "evaluate.generate={samples_per_prompt=4}",
+    "evaluate.k=[1,4]",
+]
+
+
+@pytest.mark.parametrize("module", [guess, calculator])
+def test_the_examples_in_the_docstrings_of_recipes(module):
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("number", [1, 7, 15])
+def test_halving_finds_every_number_and_is_paid_one(number):
+    game = guess.Guess()
+    game.reset(number)
+    paid = []
+    while True:
+        half = (game.low + game.high) // 2
+        step = game.step(str(half))
+        paid.append(step["reward"])
+        if step.get("done"):
+            break
+        assert step["text"] == ("higher" if number > half else "lower")
+    assert len(paid) <= 4
+    assert math.fsum(paid) == pytest.approx(1.0)
+
+
+def test_a_guess_that_tells_nothing_is_paid_nothing():
+    game = guess.Guess()
+    game.reset(3)
+    assert game.step("12") == {
+        "text": "lower",
+        "reward": pytest.approx(1 - math.log2(11) / math.log2(15)),
+    }
+    assert game.step("13")["reward"] == 0
+    assert game.step("no number")["reward"] == 0
+
+
+def test_only_what_the_teacher_says_is_a_target():
+    tokenizer = guess._tokenizer()
+    chat = [
+        {"role": "user", "content": guess.QUESTION},
+        {"role": "assistant", "content": "8"},
+        {"role": "user", "content": "lower"},
+        {"role": "assistant", "content": "12"},
+    ]
+    ids = torch.tensor([tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)])
+    labels = guess._said_by_teacher(ids, tokenizer)
+    assert tokenizer.convert_ids_to_tokens(labels[labels >= 0].tolist()) == [
+        "8",
+        "<|im_end|>",
+        "12",
+        "<|im_end|>",
+    ]
+
+
+def test_every_stage_of_a_small_game(tmp_path, monkeypatch):
+    """In this process, with few rows and a model that was hardly taught."""
+    monkeypatch.chdir(ROOT)
+    recipe = load(RECIPE, SMALL)
+    store = Store(tmp_path / "store")
+    base = run_here("policy", recipe.policy, store, into=recipe.run)
+    prompts = run_here("prompt", recipe.prompt_config(1), store, policy=base)
+    rollouts = run_here("generate", recipe.generate_config(1), store, prompts=prompts, policy=base)
+    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
+    numbers = {
+        row["group_id"]: row["columns"]["number"] for row in store.open(prompts).table().to_pylist()
+    }
+    scored = {row["rollout_id"]: row for row in store.open(rewards).table().to_pylist()}
+    for row in store.open(rollouts).table().to_pylist():
+        game = guess.Guess()
+        game.reset(numbers[row["group_id"]])
+        paid = [game.step(turn["text"])["reward"] for turn in row["turns"]]
+        reward = scored[row["rollout_id"]]
+        assert reward["turn_rewards"] == pytest.approx(paid)
+        assert reward["reward"] == pytest.approx(math.fsum(paid))
+        assert reward["parts"]["found"] == (row["turns"][-1]["text"] == str(game.number))
+    done = run_here(
+        "optimize", recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
+    )
+    metrics = store.open(done).manifest.metrics
+    assert metrics["audit"]["max_gap"] < 1e-4
+    assert (metrics["kept"], metrics["steps"]) == (64, 4)
+
+    prompts = run_here("prompt", recipe.prompt_config(0, evaluation=True), store, policy=base)
+    config = recipe.generate_config(0, evaluation=True)
+    rollouts = run_here("generate", config, store, prompts=prompts, policy=base)
+    rewards = run_here("reward", recipe.reward, store, rollouts=rollouts)
+    measured = run_here(
+        "evaluate", recipe.score_config(), store, rollouts=rollouts, rewards=rewards
+    )
+    rows = store.open(rollouts).table().to_pylist()
+    lengths = [len(row["turns"]) for row in rows if row["end_reason"] == "environment"]
+    groups = {row["group_id"] for row in rows if row["end_reason"] == "environment"}
+    metrics = store.open(measured).manifest.metrics
+    assert metrics["score"] == pytest.approx(len(lengths) / 48)
+    assert metrics["pass@k"]["4"]["score"] == pytest.approx(len(groups) / 12)
+    steps = metrics["steps_to_success"]
+    assert steps["n"] == len(lengths)
+    assert steps["mean"] == pytest.approx(sum(lengths) / len(lengths))
+    assert steps["within"]["4"] == pytest.approx(len(lengths) / 48)
+
+
+def test_what_is_wrong_with_turns_is_told_before_anything_runs(tmp_path, monkeypatch):
+    from quiver.flows.preflight import preflight
+
+    monkeypatch.chdir(ROOT)
+    store = f"store={tmp_path / 'store'}"
+    assert preflight(load(RECIPE, [*SMALL, store])).turn_columns
+    for setting, why in {
+        "generate.turns.environment=quiver.deployments.recipes.guess:Gues": "did you mean Guess",
+        "generate.turns.environment=gone.py:Guess": "there is no file",
+        "generate.turns.parser=gone.py:parse": "there is no file",
+        "generate.turns={tools=['quiver.deployments.recipes.calculator:calculat']}": (
+            "did you mean calculate"
+        ),
+    }.items():
+        with pytest.raises(ConfigError, match=why):
+            preflight(load(RECIPE, [*SMALL, store, setting]))
+
+
+@pytest.mark.parametrize(
+    "expression", ["2 ** 9", "__import__('os')", "1" * 41, "1 + 2.5", "'a' * 3", "1 +", "True + 1"]
+)
+def test_the_calculator_does_sums_alone(expression):
+    with pytest.raises((ValueError, SyntaxError)):
+        calculator.calculate(expression)
+
+
+def test_held_out_sums_stand_in_no_training_row():
+    splits = {
+        split: {row["question"] for row in calculator.rows(split, seed, 1000)}
+        for seed in (0, 1)
+        for split in ("train", "held_out")
+    }
+    assert not splits["train"] & splits["held_out"]
+    row = next(calculator.rows("held_out"))
+    assert eval(row["question"].removesuffix("=")) == row["answer"]
+    assert row["messages"][-1]["content"] == row["question"]
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_guessing_gets_better(tmp_path):
+    store = str(tmp_path / "store")
+    command = [sys.executable, "-m", "quiver.flows.cli", "run", RECIPE, "--json", "--store", store]
+    env = command_environment(tmp_path)
+    env.pop("OMP_NUM_THREADS", None)  # as a user has it
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    after = json.loads(done.stdout)["iterations"][-1]["evaluation"]
+    before = after["baseline"]
+    print(f"{before} → {after}")
+    assert after["score"] - before["score"] >= 0.15
