@@ -39,7 +39,7 @@ PAGE = 100
 """Rows of one page."""
 _MOST_TOKENS = 4000
 """Rows of the table of tokens."""
-_MOST_TURNS = 400
+_MOST_TURNS = 200
 """Of the episode that is looked at."""
 _FEW_TURNS = 12
 """Of an episode below the list of rollouts."""
@@ -539,8 +539,8 @@ class TokensScreen(Screen):
                 for static, section in zip(pane.children, sections, strict=True):
                     static.update(section.text)
             else:
-                first, *others = [section.text for section in sections]
-                pane.mount(Static(first), *(Static(text, classes="section") for text in others))
+                kind = "section" if len(sections) > 1 else ""
+                pane.mount_all(Static(section.text, classes=kind) for section in sections)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Turns are there of episodes alone."""
@@ -573,7 +573,7 @@ class ViewApp(App):
     #rows { height: 1fr; }
     #details { height: 1fr; border-top: solid $primary; }
     .detail { padding: 0 1; }
-    .section { margin-top: 1; }
+    .section { margin-bottom: 1; }
     .second { border-left: solid $primary; }
     .side { width: 1fr; }
     .side DataTable { height: 1fr; border-top: solid $primary; }

@@ -1,6 +1,6 @@
 """How episodes of several turns went, in numbers.
 
-measure(store.open("guess/rollouts@1").table(["turns", "end_reason"]))["turns_mean"]
+measure(store.open("guess/rollouts@1").table(["turns", "end_reason"]))["mean_turns"]
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LATE_KEY = re.compile(r"generate\.turns\.(step_seconds|episode_seconds)")
 
 def measure(rollouts: pa.Table) -> dict[str, Any]:
     """The numbers of rollouts/2. Means are of an episode, `parse_error_share` is of all turns,
-    `observation_tokens_max` and `seconds_max` of a turn, `timeouts` by the key of
-    [generate.turns] that was too low, `limited_tokens_max` the most ids that an episode which ended
+    `max_observation_tokens` and `max_seconds` of a turn, `timeouts` by the key of
+    [generate.turns] that was too low, `max_limited_tokens` the most ids that an episode which ended
     by max_tokens had sampled. None: there is nothing to count."""
     counts = counts_of(rollouts["turns"])
     turns = pc.list_flatten(rollouts["turns"])
@@ -44,22 +44,22 @@ def measure(rollouts: pa.Table) -> dict[str, Any]:
     return {
         "rollouts": len(rollouts),
         "turns": num_turns,
-        "turns_mean": _mean(counts["turns"]),
-        "turns_max": int(counts["turns"].max(initial=0)),
+        "mean_turns": _mean(counts["turns"]),
+        "max_turns": int(counts["turns"].max(initial=0)),
         "end_reasons": {reason: reasons[reason] for reason in in_order},
         "failed": num_failed,
         "failed_share": num_failed / len(rollouts) if len(rollouts) else None,
         "timeouts": _late_keys(rollouts),
         "tool_calls": int(counts["tool_calls"].sum()),
-        "tool_calls_mean": _mean(counts["tool_calls"]),
+        "mean_tool_calls": _mean(counts["tool_calls"]),
         "parse_errors": num_errors,
         "parse_error_share": num_errors / num_turns if num_turns else None,
-        "observation_tokens_mean": _mean(counts["observation_tokens"]),
-        "observation_tokens_max": pc.max(observed).as_py() or 0,
-        "limited_tokens_max": int(tokens[is_limited].max(initial=0)),
+        "mean_observation_tokens": _mean(counts["observation_tokens"]),
+        "max_observation_tokens": pc.max(observed).as_py() or 0,
+        "max_limited_tokens": int(tokens[is_limited].max(initial=0)),
         "restarts": num_turns - pc.struct_field(turns, "restart_ids").null_count,
-        "seconds_mean": (pc.sum(seconds).as_py() or 0.0) / len(rollouts) if len(rollouts) else None,
-        "seconds_max": pc.max(seconds).as_py() or 0.0,
+        "environment_seconds": pc.sum(seconds).as_py() or 0.0,
+        "max_seconds": pc.max(seconds).as_py() or 0.0,
     }
 
 

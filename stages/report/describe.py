@@ -9,7 +9,7 @@ All of it may be foreign text; whoever prints it escapes control characters.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -40,7 +40,9 @@ Z = 1.96
 def describe(store: Store, version: Version, rows: int) -> list[str]:
     """Lines for a person, with up to `rows` rows. CorruptError, LineageError."""
     manifest = version.manifest
-    lines = [*_about(store, version), *_numbers(manifest), *_episodes(version)]
+    episodes = numbers_of(version)
+    lines = [*_about(store, version), *_numbers(manifest, episodes or ())]
+    lines += _episodes(episodes, manifest.rows)
     if manifest.kind == "policy":
         return [*lines, *_steps(store, manifest, rows)]
     if not rows:
@@ -169,9 +171,10 @@ def _about(store: Store, version: Version) -> Iterator[str]:
     yield from _piece("status", ", ".join(status))
 
 
-def _numbers(manifest: Manifest) -> Iterator[str]:
-    """The manifest's metrics: plain ones together, each nested group on a line of its own."""
-    metrics = dict(manifest.metrics)
+def _numbers(manifest: Manifest, others: Container[str] = ()) -> Iterator[str]:
+    """The manifest's metrics: plain ones together, each nested group on a line of its own; without
+    those that are told elsewhere, `others`."""
+    metrics = {name: cell for name, cell in manifest.metrics.items() if name not in others}
     if manifest.kind == "evaluations":
         yield from _piece("score", score_line(metrics))
         estimates = {f"pass@{k}": each for k, each in (metrics.pop("pass@k", None) or {}).items()}
@@ -197,10 +200,9 @@ def _numbers(manifest: Manifest) -> Iterator[str]:
             yield from _piece(f"{key}", _named_cells(cells))
 
 
-def _episodes(version: Version) -> Iterator[str]:
-    """How its episodes went, of rollouts/2."""
-    numbers = numbers_of(version)
-    for name, text in in_words(numbers, version.manifest.rows) if numbers else ():
+def _episodes(numbers: Mapping[str, Any] | None, num_rows: int) -> Iterator[str]:
+    """How the episodes of rollouts/2 went."""
+    for name, text in in_words(numbers, num_rows) if numbers else ():
         yield from _piece(name, text)
 
 

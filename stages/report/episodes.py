@@ -159,21 +159,22 @@ def in_words(numbers: Mapping[str, Any], num_rows: int) -> Iterable[tuple[str, s
         yield "episodes", f"the first {num_counted:,} of {num_rows:,} are counted"
     if not num_counted:
         return
-    yield "turns", f"{number(numbers['turns_mean'])} on average, {numbers['turns_max']:,} at most"
+    yield "turns", f"{number(numbers['mean_turns'])} on average, {numbers['max_turns']:,} at most"
     yield "ended by", ends_in_words(numbers)
-    of_each = f"{number(numbers['tool_calls_mean'])} an episode"
+    of_each = f"{number(numbers['mean_tool_calls'])} an episode"
     yield "tool calls", f"{numbers['tool_calls']:,}, {of_each}"
     of_turns = f"{numbers['parse_errors']:,} of {counted(numbers['turns'], 'turn')}"
     yield "parse error", f"in {of_turns} ({share(numbers['parse_error_share'])})"
     failed = f"{numbers['failed']:,} of {counted(num_counted, 'episode')}"
     yield "failed", f"{failed} ({share(numbers['failed_share'])})"
-    longest = f"{counted(numbers['observation_tokens_max'], 'token')} at most after a turn"
-    mean = number(numbers["observation_tokens_mean"])
+    longest = f"{counted(numbers['max_observation_tokens'], 'token')} at most after a turn"
+    mean = number(numbers["mean_observation_tokens"])
     yield "observation", f"{mean} tokens an episode, {longest}"
     if numbers["restarts"]:
         yield "restarts", f"{counted(numbers['restarts'], 'sequence')} begun anew"
-    slowest = f"{number(numbers['seconds_max'])} s at most in one turn"
-    yield "environment", f"{number(numbers['seconds_mean'])} s an episode, {slowest}"
+    slowest = f"{number(numbers['max_seconds'])} s at most in one turn"
+    mean = numbers["environment_seconds"] / num_counted
+    yield "environment", f"{number(mean)} s an episode, {slowest}"
 
 
 def ends_in_words(numbers: Mapping[str, Any]) -> str:

@@ -145,7 +145,7 @@ def _curves(gathered: Gathered) -> list[Panel]:
     rounds = [(done.policy.version, len(done.of_kind("rollouts")), 0.0) for done in iterations]
     length_shares = [(done.policy.version, done.length_share, 0.0) for done in iterations]
     turns = [
-        (done.policy.version, done.episodes and done.episodes["turns_mean"], 0.0)
+        (done.policy.version, done.episodes and done.episodes["mean_turns"], 0.0)
         for done in iterations
     ]
     return [

@@ -128,7 +128,7 @@ def _limit_key(limit: str, iteration: Iteration) -> str:
         return "raise generate.max_model_len" if is_set else observed
     if limit == "max_tokens" and isinstance(config.get("turns"), dict):
         most = config["turns"].get("max_tokens")
-        longest = iteration.episodes["limited_tokens_max"]
+        longest = iteration.episodes["max_limited_tokens"]
         if isinstance(most, int) and longest < most:  # none had as many, so a turn's limit did it
-            return "raise generate.turns.max_turn_tokens"
+            return "raise generate.sampling.max_tokens"
     return f"raise generate.turns.{limit}"

@@ -28,6 +28,7 @@ from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy, tokenizer
 
 HOSTILE = "<b>bold</b> \x1b[31mred\u202e"
+SEEN = [40, 41]
 CALL = json.dumps([{"name": "look_up", "arguments": {"word": "elk"}}])
 LATE = json.dumps({"failure": "no answer within generate.turns.step_seconds 2", "port": 7})
 LONG = 60
@@ -43,7 +44,7 @@ def told() -> list[dict]:
     texts = ["seven plus", "eight", "12"]
     ids = [ids_of(text) for text in texts]
     turns = [
-        turn(len(ids[0]), ids_of("user"), text=texts[0], tool_calls=CALL, observation=HOSTILE, reward=0.25, seconds=0.5),
+        turn(len(ids[0]), SEEN, text=texts[0], tool_calls=CALL, observation=HOSTILE, reward=0.25, seconds=0.5),
         turn(len(ids[1]), text=texts[1], parse_error="no closing tag", observation="Error: again"),
         turn(len(ids[2]), text=texts[2], restart_ids=[20, 21, 22, 23], reward=1.0, info='{"a": 1}'),
     ]  # fmt: skip
@@ -79,10 +80,10 @@ def store(tmp_path_factory) -> Store:
     learn = world.config(audit={"enabled": False}, precision="fp32", clip_low=1.0, clip_high=1e9)
     for made, of_turns in ((single, False), (rows, True)):
         rollouts = episodes.write(store, policy, made, prompts=asked, max_tokens=99)
-        give = earned if of_turns else lambda each: [float(each["sample_index"])]
-        rewards = world.write_rewards(store, rollouts, lambda each: float(each["sample_index"]))
         if of_turns:
-            rewards = episodes.write_rewards(store, rollouts, give)
+            rewards = episodes.write_rewards(store, rollouts, earned)
+        else:
+            rewards = world.write_rewards(store, rollouts, lambda each: each["sample_index"] * 1.0)
         policy = world.trained(store, policy, (rollouts, rewards), learn)
     return store
 
@@ -144,8 +145,8 @@ def test_show_sums_up_how_episodes_went(store, capsys):
     observed = 2 + (LONG - 1)
     expected = [
         f"  turns       {(3 + 1 + 1 + LONG) / 4:.4g} on average, 60 at most",
-        "  ended by    answered 1 (25.0%) · max_tokens 1 (25.0%) · max_turns 1 (25.0%) · timeout 1",
-        "              (25.0%)",
+        "  ended by    answered 1 (25.0%) · max_tokens 1 (25.0%) · max_turns 1 (25.0%)"
+        " · timeout 1 (25.0%)",
         "  tool calls  1, 0.25 an episode",
         "  parse error in 1 of 65 turns (1.5%)",
         "  failed      1 of 4 episodes (25.0%)",
@@ -153,41 +154,48 @@ def test_show_sums_up_how_episodes_went(store, capsys):
         "  restarts    1 sequence begun anew",
         "  environment 0.125 s an episode, 0.5 s at most in one turn",
     ]
-    assert lines[-len(expected) :] == expected
+    assert lines[lines.index(expected[0]) :] == expected
 
 
-def test_the_json_of_show_has_the_same_as_plain_keys(store, tmp_path):
+@pytest.fixture(scope="module")
+def answers(store, tmp_path_factory) -> list[dict]:
+    """What three commands print with --json."""
+    calls = ["show", "tiny/rollouts@1"], ["show", "tiny/rollouts@2"], ["view", "tiny/rewards@2"]
     path = str(store.path)
-    calls = [["show", f"tiny/rollouts@{number}", "--store", path] for number in (1, 2)]
-    (_, single), (_, answer) = quiver_each(tmp_path, *calls)
+    done = quiver_each(tmp_path_factory.mktemp("json"), *([*c, "--store", path] for c in calls))
+    return [answer for _, answer in done]
+
+
+def test_the_json_of_show_has_the_same_as_plain_keys(answers):
+    single, answer, _ = answers
     assert "episodes" not in single
     rows = told()
     turns = [part for each in rows for part in each["turns"]]
     assert answer["episodes"] == {
         "rollouts": 4,
         "turns": len(turns),
-        "turns_mean": len(turns) / 4,
-        "turns_max": LONG,
+        "mean_turns": len(turns) / 4,
+        "max_turns": LONG,
         "end_reasons": {"answered": 1, "max_tokens": 1, "max_turns": 1, "timeout": 1},
         "failed": 1,
         "failed_share": 0.25,
         "timeouts": {"step_seconds": 1},
         "tool_calls": 1,
-        "tool_calls_mean": 0.25,
+        "mean_tool_calls": 0.25,
         "parse_errors": 1,
         "parse_error_share": 1 / len(turns),
-        "observation_tokens_mean": sum(len(part["observation_ids"]) for part in turns) / 4,
-        "observation_tokens_max": 2,
-        "limited_tokens_max": LONG,
+        "mean_observation_tokens": sum(len(part["observation_ids"]) for part in turns) / 4,
+        "max_observation_tokens": 2,
+        "max_limited_tokens": LONG,
         "restarts": 1,
-        "seconds_mean": 0.125,
-        "seconds_max": 0.5,
+        "environment_seconds": 0.5,
+        "max_seconds": 0.5,
     }
 
 
 def test_no_rows_are_no_episodes():
     numbers = measure(episodes.table_of(told()).slice(0, 0))
-    assert (numbers["rollouts"], numbers["turns_mean"], numbers["failed_share"]) == (0, None, None)
+    assert (numbers["rollouts"], numbers["mean_turns"], numbers["failed_share"]) == (0, None, None)
 
 
 # -- quiver view
@@ -218,10 +226,8 @@ def test_episodes_are_filtered_and_searched_in_every_turn(store):
     assert meant(search="nowhere") == []
 
 
-def test_the_json_of_view_has_turns_without_their_ids(store, tmp_path):
-    call = ["view", "tiny/rewards@2", "-n", "1", "--store", str(store.path)]
-    ((_, answer),) = quiver_each(tmp_path, call)
-    (shown,) = answer["rows"]
+def test_the_json_of_view_has_turns_without_their_ids(answers):
+    shown = answers[2]["rows"][0]
     assert (shown["end_reason"], shown["turn_rewards"]) == ("answered", [1.0, 2.0, 3.0])
     first, _, last = shown["turns"]
     assert first["tool_calls"] == json.loads(CALL) and last["info"] == {"a": 1}
@@ -283,33 +289,36 @@ def view_app():
 
 def test_an_episode_opens_turn_by_turn(view_app, store):
     app = view_app(store, open_paired(store, "tiny/rewards@2", None))
-    rows, tokens, second, third, back = drive(app, ["enter"], ["n", "n"], ["n"], ["p"])
-    assert "end_reason" in rows and "max_tokens" in rows and "turn 1 " in rows
-    assert "turn 1 " in tokens and 'look_up {"word": "elk"}' in tokens and "Next turn" in tokens
-    assert r"│ <b>bold</b> \x1b[31mred\u202e" in tokens
+    steps = ["enter"], ["n", "n"], ["n"], ["p"]
+    rows, tokens, second, third, back = drive(app, *steps, size=(120, 16))
+    assert "end_reason" in rows and "max_tokens" in rows
+    assert "turn 1 " in tokens and "Next turn" in tokens
     assert "turn 2 " in second.splitlines()[0] and "parse error no closing tag" in second
     assert "a new sequence begins with 4 tokens: the history" in third.splitlines()[0]
-    assert "— a new sequence begins with 4 tokens —" in third
+    assert "— a new sequence begins with 4 tokens —" in third, "the table goes there too"
     assert "turn 2 " in back.splitlines()[0]
 
 
-def test_the_table_of_tokens_says_what_was_observed(view_app, store):
+def test_the_screen_of_a_rollout_says_what_was_observed(view_app, store):
     app = view_app(store, open_paired(store, "tiny/rewards@2", None))
-    (_, shown) = drive(app, ["enter"], size=(120, 80))
+    rows, shown = drive(app, ["enter"], size=(120, 80))
+    for screen in (rows, shown):
+        assert 'calls       look_up {"word": "elk"}' in screen
+        assert r"observation │ <b>bold</b> \x1b[31mred\u202e" in screen
     table = shown[shown.index(" id ") :].splitlines()[1:]
     cells = [line.split() for line in table if line.split()[:1] == ["1"]]
     length = told()[0]["turns"][0]["length"]
     assert len(cells) == length + 2
     assert [line[1] for line in cells[:length]] == [str(n) for n in range(1, length + 1)]
-    assert cells[length][1:] == ["user", str(ids_of("user")[0])], "and no logprob"
+    assert [line[-1] for line in cells[length:]] == list(map(str, SEEN)), "and no logprob"
 
 
 def test_a_long_episode_is_gone_through(view_app, store):
     app = view_app(
         store, open_paired(store, "tiny/rewards@2", None), Selection(sort="turns", descending=True)
     )
-    *_, middle, end = drive(app, ["enter"], ["n"] * 40, ["n"] * 40)
-    assert "turn 40 " in middle.splitlines()[0] and "│ seen 39" in middle
+    *_, middle, end = drive(app, ["enter"], ["n"] * 30, ["n"] * 32)
+    assert "turn 30 " in middle.splitlines()[0] and "│ seen 29" in middle
     assert "ended by" in end and "max_tokens, after 60 turns" in end
 
 
@@ -342,7 +351,7 @@ def test_an_iteration_of_the_report_says_how_its_episodes_went(store, page):
     start = page.index('<h2 id="episodes">')
     table = page[start : page.index("</section>", start)]
     assert table.count("<tr>") == 2 and "tiny/rollouts@2" in table
-    for cell in ("16.25", "60", "25.0%", "1.5%", "15.25"):
+    for cell in ("16.25", "60", "25.0%", "1.5%", "15.25", "0.125"):
         assert f">{cell}</td>" in table
     assert "answered 1 (25.0%) · max_tokens 1 (25.0%)" in table
     first, second = gather(store, "tiny").iterations
@@ -362,11 +371,11 @@ def test_a_run_of_episodes_stands_beside_one_without(store):
     gathered = gather(store, "tiny")
     single = dataclasses.replace(gathered, run="other", iterations=gathered.iterations[:1])
     assert report.render(store, single, gathered).count('id="episodes"') == 1
-    assert report.render(store, gathered, single).count("tokens of observation") == 1
+    assert report.render(store, gathered, single).count('id="episodes"') == 1
 
 
 HEALTHY = {"answered": 96, "timeout": 4}
-LIMITS = {"turns": {"max_turns": 4, "max_tokens": 100, "max_turn_tokens": 20}}
+LIMITS = {"turns": {"max_turns": 4, "max_tokens": 100}}
 
 
 @pytest.mark.parametrize(
@@ -399,7 +408,7 @@ LIMITS = {"turns": {"max_turns": 4, "max_tokens": 100, "max_turn_tokens": 20}}
         ),
         ({"end_reasons": {"answered": 60, "max_turns": 40}}, LIMITS, []),
         (
-            {"end_reasons": {"max_tokens": 100}, "limited_tokens_max": 100},
+            {"end_reasons": {"max_tokens": 100}, "max_limited_tokens": 100},
             LIMITS,
             [
                 "100% of the episodes ended by a limit, most by max_tokens: raise "
@@ -407,11 +416,11 @@ LIMITS = {"turns": {"max_turns": 4, "max_tokens": 100, "max_turn_tokens": 20}}
             ],
         ),
         (
-            {"end_reasons": {"max_tokens": 100}, "limited_tokens_max": 70},
+            {"end_reasons": {"max_tokens": 100}, "max_limited_tokens": 70},
             LIMITS,
             [
                 "100% of the episodes ended by a limit, most by max_tokens: raise "
-                "generate.turns.max_turn_tokens."
+                "generate.sampling.max_tokens."
             ],
         ),
         (
