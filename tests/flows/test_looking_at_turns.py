@@ -139,6 +139,19 @@ def test_rewards_of_an_environment_are_shown_where_no_others_are(store, capsys, 
     assert shown.count("environment's reward") == 2, "the second turn has none"
 
 
+def test_calls_and_infos_of_any_content_are_only_text(capsys, tmp_path):
+    """What is no JSON is shown as it is; half a character is spelt out."""
+    odd = [r'["x", {"name": 3}, "\ud800"]', "{", '{"name": "f", "arguments": [1]}', "null"]
+    turns = [turn(1, text="t", tool_calls=calls, info=calls) for calls in odd]
+    alone = Store(tmp_path / "store")
+    rollouts = episodes.write(alone, make_policy(alone), [row("a-0", turns)])
+    versions.show(str(rollouts.ref), 1, str(alone.path))
+    shown = capsys.readouterr().out
+    assert 'calls       x\n              {"name": 3}\n              \\ud800' in shown
+    assert "calls       {\n" in shown and "calls       f [1]\n" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)
+
+
 def test_show_sums_up_how_episodes_went(store, capsys):
     versions.show("tiny/rollouts@2", 0, str(store.path))
     lines = capsys.readouterr().out.splitlines()
