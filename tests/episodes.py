@@ -57,6 +57,31 @@ def turn(length: int, observation_ids: Sequence[int] = (), **changed) -> dict[st
     }
 
 
+def row(
+    name: str, turns: Sequence[dict[str, Any]], ids: Sequence[int] | None = None, **changed
+) -> dict[str, Any]:
+    """One row of rollouts/2 of these turns, of group `NAME` where it is called `NAME-INDEX`; without
+    `ids` it sampled 10, 11, …, each with logprob -0.5."""
+    group, _, index = name.rpartition("-")
+    length = sum(part["length"] for part in turns)
+    return {
+        "rollout_id": name,
+        "group_id": group,
+        "sample_index": int(index),
+        "prompt_ids": [5, 6],
+        "completion_ids": list(range(10, 10 + length) if ids is None else ids),
+        "old_logprobs": [-0.5] * length,
+        "finish_reason": turns[-1]["finish_reason"],
+        "stop_reason": None,
+        "completion_text": turns[-1]["text"],
+        "temperature": 1.0,
+        "seed": 0,
+        "turns": list(turns),
+        "end_reason": "answered",
+        **changed,
+    }
+
+
 @torch.no_grad()
 def sample(
     model,

@@ -4,10 +4,13 @@ trying."""
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quiver.stages.report import templates
+from quiver.schemas.errors import QuiverError
+from quiver.stages.common.store import Store
+from quiver.stages.report import episodes, templates
 from quiver.stages.report.stage import FILE
 
 from ..recipe import Recipe
@@ -35,9 +38,20 @@ def summary(recipe: Recipe, path: Path, settings: list[str], outcome: dict[str, 
         store=store,
         report=store / recipe.run / FILE,
         bars=bars,
+        last=outcome["iterations"][-1],
+        episodes=_episodes(store, outcome["iterations"][-1]["rollouts"]),
         commands=next_commands(recipe, path, settings, outcome),
     )
     return text.splitlines()
+
+
+def _episodes(store: Path, ref: str) -> list[tuple[str, str]]:
+    """How the episodes of these rollouts went; nothing where they have no turns."""
+    with suppress(QuiverError):  # the run is finished, and this is only a look back
+        rollouts = Store(store, create=False).open(ref)
+        numbers = episodes.numbers_of(rollouts, episodes.FEW_BYTES)
+        return list(episodes.in_words(numbers, rollouts.manifest.rows)) if numbers else []
+    return []
 
 
 def next_commands(

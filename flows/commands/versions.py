@@ -109,11 +109,15 @@ def show(
     version = opened.open(ref)
     fields = version.manifest.model_dump(mode="json", by_alias=True)
     if answers_in_json():
+        from quiver.stages.report.episodes import numbers_of
+
         num_rows = 3 if n is None else n
         first_rows = []
         if num_rows and version.ref.kind != "policy":
             first_rows = version.table().slice(0, num_rows).to_pylist()
-        say({"ref": str(version.ref), "manifest": fields, "rows": first_rows}, [])
+        answer = {"ref": str(version.ref), "manifest": fields, "rows": first_rows}
+        numbers = numbers_of(version)
+        say(answer | ({} if numbers is None else {"episodes": numbers}), [])
     elif manifest:
         say({}, [json.dumps(fields, indent=2, ensure_ascii=False)])
     else:

@@ -39,7 +39,9 @@ def view(
     where: Annotated[
         str, typer.Option(help="conditions, such as: reward < 0.5, finish_reason = length")
     ] = "",
-    search: Annotated[str, typer.Option(help="text in the prompt or the completion")] = "",
+    search: Annotated[
+        str, typer.Option(help="text in the prompt, the completion or any turn")
+    ] = "",
     n: Annotated[int, typer.Option("-n", help="rows of the plain table", min=0)] = 20,
     store: StorePath = None,
 ) -> None:

@@ -85,10 +85,13 @@ def rewards(store: Store, version: Version) -> list[Artifact]:
 
 
 def _answer(sample: dict[str, Any]) -> dict[str, str | int]:
-    """The columns that say what one rollout is, those of long lines last."""
+    """The columns that say what one rollout is, those of long lines last. Of an episode the
+    completion is its last turn's."""
+    about = {"tokens": len(sample["completion_ids"]), "finish_reason": sample["finish_reason"]}
+    if "turns" in sample:
+        about |= {"turns": len(sample["turns"]), "end_reason": sample["end_reason"]}
     return {
-        "tokens": len(sample["completion_ids"]),
-        "finish_reason": sample["finish_reason"],
+        **about,
         "prompt": wrapped(sample["prompt"], _PROMPT_LIMIT, _PROMPT_WIDTH),
         "completion": wrapped(sample["completion_text"]),
     }

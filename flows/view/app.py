@@ -10,6 +10,7 @@ sorted, filtered or searched.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -24,12 +25,13 @@ from quiver.schemas.errors import QuiverError, for_terminal, printable
 from quiver.schemas.refs import Ref
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.readable import readable_entries
-from quiver.stages.report.describe import describe, row_lines
+from quiver.stages.report.describe import describe
 from quiver.stages.report.joined import Joined, Selection
 from quiver.stages.report.listing import HEADER, Listed, listed
 from quiver.stages.report.words import number
 
 from . import tokens as token_colours
+from .details import OBSERVED, details, sections_of, token_rows
 from .paired import Paired, open_paired
 from .plain import cells_of, columns_of
 
@@ -37,10 +39,12 @@ PAGE = 100
 """Rows of one page."""
 _MOST_TOKENS = 4000
 """Rows of the table of tokens."""
+_MOST_TURNS = 200
+"""Of the episode that is looked at."""
+_FEW_TURNS = 12
+"""Of an episode below the list of rollouts."""
 _MARGIN = 4
 """Columns of the screen that a table leaves to its scroll bar and edges."""
-_MOST_LINES = 400
-"""Of a prompt or another text."""
 
 
 def plain(text: Any) -> Text:
@@ -391,10 +395,11 @@ class RowsScreen(TableScreen):
         is_pair = self.paired.second is not None
         width = self.app.size.width // (2 if is_pair else 1) - 5
         colouring = self.app.colouring
-        text = details(self.joined, row, colouring, width, "A" if is_pair else "")
+        name = "A" if is_pair else ""
+        text = details(self.joined, row, colouring, width, name, _FEW_TURNS)
         self.query_one("#first", Static).update(text)
         if is_pair:
-            text = details(self.paired.second, partner, colouring, width, "B")
+            text = details(self.paired.second, partner, colouring, width, "B", _FEW_TURNS)
             self.query_one("#second", Static).update(text)
 
     def action_order_by(self, name: str) -> None:
@@ -460,10 +465,12 @@ class ChoiceScreen(ModalScreen[str | None]):
 
 
 class TokensScreen(Screen):
-    """One rollout, token by token, beside its partner where there is one."""
+    """One rollout, token by token and turn by turn, beside its partner where there is one."""
 
     BINDINGS: ClassVar = [
         ("escape", "app.pop_screen", "Back"),
+        ("n", "turn(1)", "Next turn"),
+        ("p", "turn(-1)", "Turn before"),
         ("c", "colour", "Colour"),
         ("q", "app.quit", "Quit"),
     ]
@@ -473,63 +480,87 @@ class TokensScreen(Screen):
         self.sides = [(paired.first, row)]
         if paired.second is not None and partner:
             self.sides.append((paired.second, partner))
+        self.place = 0
+        """Which section stands at the top."""
+        self.turns: list[list[int | None]] = [[] for _ in self.sides]
+        """Of each side the turns that its sections are."""
+        self.turn_rows: list[dict[int, int]] = [{} for _ in self.sides]
+        """Of each side the row of the table with which a turn begins."""
 
     def compose(self) -> ComposeResult:
         with Horizontal():
             for index in range(len(self.sides)):
                 with Vertical(classes="side" if index == 0 else "side second"):
-                    yield VerticalScroll(Static(id=f"text{index}"), classes="detail")
+                    yield VerticalScroll(id=f"text{index}", classes="detail")
                     yield DataTable(id=f"tokens{index}", cursor_type="row", zebra_stripes=True)
         yield Footer(compact=True)
 
     def on_mount(self) -> None:
-        for index, (joined, row) in enumerate(self.sides):
-            tokens = joined.tokens(row["position"])
+        for index in range(len(self.sides)):
+            self.fill_table(index)
+        self.query_one("#tokens0").focus()
+        self.show_texts()
+
+    def fill_table(self, side: int) -> None:
+        """Put the tokens of a rollout into its table; of an episode also what it read between."""
+        joined, row = self.sides[side]
+        tokens = joined.tokens(row["position"])
+        table = self.query_one(f"#tokens{side}", DataTable)
+        numbers = {"logprob": tokens.logprobs, **tokens.ratios}
+        if tokens.advantages is not None:
+            numbers["advantage"] = tokens.advantages
+        titles = {"prox": "ratio prox", "ref": "ratio ref"}
+        columns = ["", "token", "id", *(titles.get(name, name) for name in numbers)]
+        table.add_columns(*columns if tokens.turns is None else ["turn", *columns])
+        if tokens.turns is None:
             texts = token_colours.token_texts(joined.store, joined.policy, tokens.ids)
-            table = self.query_one(f"#tokens{index}", DataTable)
-            numbers = {"logprob": tokens.logprobs, **tokens.ratios}
-            if tokens.advantages is not None:
-                numbers["advantage"] = tokens.advantages
-            titles = {"prox": "ratio prox", "ref": "ratio ref"}
-            table.add_columns("", "token", "id", *(titles.get(name, name) for name in numbers))
             for place, text in enumerate(texts[:_MOST_TOKENS]):
                 values = [number(values[place]) for values in numbers.values()]
                 cells = [place + 1, repr(text)[1:-1], tokens.ids[place], *values]
                 table.add_row(*map(plain, cells))
-        self.query_one("#tokens0").focus()
-        self.show_texts()
+            return
+        for count, token in enumerate(islice(token_rows(joined, tokens), _MOST_TOKENS)):
+            self.turn_rows[side].setdefault(token.turn, count)
+            place, style, values = "", OBSERVED, [""] * len(numbers)
+            if token.place is not None:
+                place, style = token.place + 1, ""
+                values = [number(values[token.place]) for values in numbers.values()]
+            cells = [token.turn + 1, place, repr(token.text)[1:-1], token.id, *values]
+            table.add_row(*(Text(for_terminal(cell), style) for cell in cells))
 
     def show_texts(self) -> None:
         width = self.app.size.width // len(self.sides) - 5
         for index, (joined, row) in enumerate(self.sides):
             name = "AB"[index] if len(self.sides) > 1 else ""
-            text = details(joined, row, self.app.colouring, width, name)
-            self.query_one(f"#text{index}", Static).update(text)
+            sections = sections_of(joined, row, self.app.colouring, width, name, _MOST_TURNS)
+            self.turns[index] = [section.turn for section in sections]
+            pane = self.query_one(f"#text{index}")
+            if pane.children:
+                for static, section in zip(pane.children, sections, strict=True):
+                    static.update(section.text)
+            else:
+                kind = "section" if len(sections) > 1 else ""
+                pane.mount_all(Static(section.text, classes=kind) for section in sections)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Turns are there of episodes alone."""
+        return action != "turn" or any("turns" in row for _, row in self.sides)
+
+    def action_turn(self, step: int) -> None:
+        """Go to the next turn, or to the one before, in the text and in the table."""
+        self.place = min(max(self.place + step, 0), max(map(len, self.turns)) - 1)
+        for index, turns in enumerate(self.turns):
+            place = min(self.place, len(turns) - 1)
+            pane = self.query_one(f"#text{index}")
+            pane.scroll_to_widget(pane.children[place], top=True, animate=False)
+            row = self.turn_rows[index].get(turns[place])
+            if row is not None:
+                self.query_one(f"#tokens{index}", DataTable).move_cursor(row=row)
 
     def action_colour(self) -> None:
         """Colour tokens by the next quantity."""
         self.app.next_colouring(self.sides[0][0])
         self.show_texts()
-
-
-def details(joined: Joined, row: dict[str, Any], colouring: str, width: int, name: str) -> Text:
-    """All that is told of a rollout in lines of `width`, its completion coloured. `name`: which of
-    two it is."""
-    title = f"{name}  " if name else ""
-    if not row:
-        return Text(f"{title}no rollout of this prompt and sample")
-    others = {key: cell for key, cell in row.items() if key != "completion_text"}
-    tokens = joined.tokens(row["position"])
-    texts = token_colours.token_texts(joined.store, joined.policy, tokens.ids)
-    values = token_colours.values_of(tokens, colouring)
-    missing = " (nothing is told of it)" if values is None and colouring != "none" else ""
-    legend = token_colours.LEGEND[colouring.partition(" ")[0]]
-    return Text.assemble(
-        (for_terminal(f"{title}{row['rollout_id']}\n"), "bold"),
-        for_terminal("\n".join(row_lines(others, width, _MOST_LINES))),
-        (f"\n\ncompletion, by {colouring}: {legend}{missing}\n", "dim"),
-        token_colours.coloured(texts, values, colouring),
-    )
 
 
 class ViewApp(App):
@@ -542,6 +573,7 @@ class ViewApp(App):
     #rows { height: 1fr; }
     #details { height: 1fr; border-top: solid $primary; }
     .detail { padding: 0 1; }
+    .section { margin-bottom: 1; }
     .second { border-left: solid $primary; }
     .side { width: 1fr; }
     .side DataTable { height: 1fr; border-top: solid $primary; }

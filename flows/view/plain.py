@@ -37,7 +37,11 @@ def columns_of(paired: Paired, width: int = 180) -> list[Column]:
         columns += [Column("gain", "B − A", 10)]
     elif joined.score_name:
         columns.append(Column(joined.score_name, joined.score_name, 10))
-    columns += [Column("tokens", "tokens", 6), Column("", "end", 6)]
+    columns.append(Column("tokens", "tokens", 6))
+    if joined.has_turns:
+        columns += [Column("turns", "turns", 6), Column("", "end_reason", 17)]
+    else:
+        columns.append(Column("", "end", 6))
     if joined.advantages is not None:
         columns += [Column("advantage", "advantage", 10), Column("mean_ratio", "ratio", 7)]
     texts = ["prompt", "reference", "completion"]
@@ -63,7 +67,9 @@ def cells_of(
         "row": str(row["position"] + 1),
         "B − A": "–" if gain is None else f"{gain:+.4g}",
         "tokens": str(row["tokens"]),
+        "turns": str(len(row.get("turns", ()))),
         "end": row["finish_reason"],
+        "end_reason": row.get("end_reason"),
         "advantage": number(row.get("advantage")) if row.get("kept") else "dropped",
         "ratio": number(row.get("mean_ratio")),
         "prompt": row.get("prompt", row["group_id"]),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -31,6 +33,11 @@ _MOST_BYTES = 4
 def token_texts(store: Store, policy: str | None, ids: list[int]) -> list[str]:
     """The text of each token by the policy's own tokenizer; its id where the policy, or its
     tokenizer.json, is gone. A character of several tokens is the text of the last of them."""
+    return reader_of(store, policy)(ids)
+
+
+def reader_of(store: Store, policy: str | None) -> Callable[[list[int]], list[str]]:
+    """What gives the text of each token, as `token_texts` does, for many lists of ids."""
     path = None
     try:
         version = store.open(policy) if policy else None
@@ -40,8 +47,12 @@ def token_texts(store: Store, policy: str | None, ids: list[int]) -> list[str]:
     except LineageError:
         pass
     if path is None:
-        return [f"⟨{number}⟩" for number in ids]
-    tokenizer = _tokenizer(path)
+        return lambda ids: [f"⟨{number}⟩" for number in ids]
+    return partial(_texts, _tokenizer(path))
+
+
+def _texts(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The text of each token, as `token_texts` says."""
     texts = []
     first = 0  # of the tokens that make the character which is not whole yet
     for index in range(len(ids)):

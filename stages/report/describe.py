@@ -9,7 +9,7 @@ All of it may be foreign text; whoever prints it escapes control characters.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from quiver.schemas.errors import CorruptError, LineageError, printable
 from quiver.schemas.manifest import Manifest
 from quiver.stages.common.store import Store, Version
 
+from .episodes import Part, in_words, numbers_of, parts_of, turns_and_end
 from .gather import STEP_COLUMNS, Manifests
 from .joined import open_joined, told_of_prompt
 from .shards import Shards
@@ -27,6 +28,10 @@ WIDTH = 100
 _INDENT = 12
 MOST_LINES = 12
 """Of one text."""
+MOST_TURNS = 20
+"""Of one episode."""
+OBSERVED = "│ "
+"""Before each line of an observation: nobody learns from it."""
 _LONGEST_NAME = 40
 Z = 1.96
 """Standard errors from the middle to the end of a normal interval of 95 %."""
@@ -35,7 +40,9 @@ Z = 1.96
 def describe(store: Store, version: Version, rows: int) -> list[str]:
     """Lines for a person, with up to `rows` rows. CorruptError, LineageError."""
     manifest = version.manifest
-    lines = [*_about(store, version), *_numbers(manifest)]
+    episodes = numbers_of(version)
+    lines = [*_about(store, version), *_numbers(manifest, episodes or ())]
+    lines += _episodes(episodes, manifest.rows)
     if manifest.kind == "policy":
         return [*lines, *_steps(store, manifest, rows)]
     if not rows:
@@ -66,6 +73,17 @@ def row_lines(
 ) -> list[str]:
     """A row of `Joined.rows` as lines of `width` characters: each piece after its name, wrapped,
     and cut after `most_lines`."""
+    lines = asked_lines(row, width, most_lines)
+    if "turns" in row:
+        for part in parts_of(row, MOST_TURNS):
+            lines += part_lines(part, width, most_lines)
+    else:
+        lines += _piece("completion", row.get("completion_text"), width, most_lines)
+    return lines + outcome_lines(row, width, most_lines)
+
+
+def asked_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[str]:
+    """What stands before the completion: the prompt, and what else its row of the source holds."""
     piece = partial(_piece, width=width, most_lines=most_lines)
     lines = []
     reference = row.get("reference")
@@ -76,9 +94,19 @@ def row_lines(
     }
     lines += piece("prompt", row.get("prompt"))
     lines += piece("reference", reference)
-    lines += piece("columns", _named_cells(others))
-    lines += piece("completion", row.get("completion_text"))
-    lines += piece("ended by", ending(row))
+    return lines + piece("columns", _named_cells(others))
+
+
+def part_lines(part: Part, width: int, most_lines: int) -> list[str]:
+    """A part of a turn as lines; those of an observation have a mark."""
+    mark = OBSERVED if part.voice == "observation" else ""
+    return _piece(part.name, part.text, width, most_lines, mark)
+
+
+def outcome_lines(row: Mapping[str, Any], width: int, most_lines: int) -> list[str]:
+    """What stands after the completion: how it ended, and what it was worth."""
+    piece = partial(_piece, width=width, most_lines=most_lines)
+    lines = piece("ended by", ending(row))
     lines += piece("score", _cell(row["score"]) if "score" in row else None)
     if "reward" in row:
         lines += piece("reward", _cell(row["reward"]))
@@ -95,6 +123,8 @@ def ending(row: Mapping[str, Any]) -> str | None:
     """How many tokens a rollout has, and why it ended there."""
     if "finish_reason" not in row:
         return None
+    if "turns" in row:
+        return f"{turns_and_end(row)} and {counted(row['tokens'], 'token')}"
     return f"{row['finish_reason']}, after {counted(row['tokens'], 'token')}"
 
 
@@ -141,9 +171,10 @@ def _about(store: Store, version: Version) -> Iterator[str]:
     yield from _piece("status", ", ".join(status))
 
 
-def _numbers(manifest: Manifest) -> Iterator[str]:
-    """The manifest's metrics: plain ones together, each nested group on a line of its own."""
-    metrics = dict(manifest.metrics)
+def _numbers(manifest: Manifest, others: Container[str] = ()) -> Iterator[str]:
+    """The manifest's metrics: plain ones together, each nested group on a line of its own; without
+    those that are told elsewhere, `others`."""
+    metrics = {name: cell for name, cell in manifest.metrics.items() if name not in others}
     if manifest.kind == "evaluations":
         yield from _piece("score", score_line(metrics))
         estimates = {f"pass@{k}": each for k, each in (metrics.pop("pass@k", None) or {}).items()}
@@ -167,6 +198,12 @@ def _numbers(manifest: Manifest) -> Iterator[str]:
         for key, inner in nested.items():
             cells = {each: cell for each, cell in inner.items() if not isinstance(cell, dict)}
             yield from _piece(f"{key}", _named_cells(cells))
+
+
+def _episodes(numbers: Mapping[str, Any] | None, num_rows: int) -> Iterator[str]:
+    """How the episodes of rollouts/2 went."""
+    for name, text in in_words(numbers, num_rows) if numbers else ():
+        yield from _piece(name, text)
 
 
 def _steps(store: Store, policy: Manifest, rows: int) -> list[str]:
@@ -203,17 +240,20 @@ def _cell(content: Any) -> str:
     return printable(content)
 
 
-def _piece(name: str, text: Any, width: int = WIDTH, most_lines: int = MOST_LINES) -> list[str]:
-    """`name`, then `text` in lines beside it; nothing where there is no text."""
+def _piece(
+    name: str, text: Any, width: int = WIDTH, most_lines: int = MOST_LINES, mark: str = ""
+) -> list[str]:
+    """`name`, then `text` in lines beside it, each after `mark`; nothing where there is no text."""
     if text is None or text == "":
         return []
-    width = max(width - _INDENT - 2, 20)
+    width = max(width - _INDENT - 2 - len(mark), 20)
     lines = []
     for line in str(text).split("\n")[: most_lines + 1]:
         escaped = printable(line, width * most_lines)
         lines += textwrap.wrap(escaped, width) or [""]
     if len(lines) > most_lines:
         lines = [*lines[: most_lines - 1], "…"]
+    lines = [mark + line for line in lines]
     title = printable(name, _LONGEST_NAME)
     if len(title) >= _INDENT:
         return [f"  {title}", *(f"  {'':<{_INDENT}}{line}" for line in lines)]

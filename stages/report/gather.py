@@ -24,6 +24,8 @@ from quiver.schemas.refs import parse
 from quiver.stages.common.runtime.stage import is_made_alike
 from quiver.stages.common.store import Store
 
+from .episodes import FEW_BYTES, numbers_of
+
 STEP_COLUMNS = ("loss", "grad_norm", "approx_kl", "clip_fraction", "entropy", "learning_rate")
 _UPDATES_BYTES = 4 * 1024 * 1024
 
@@ -41,6 +43,9 @@ class Iteration:
     """Prompts, rollouts and rewards of further rounds, as far as they are there."""
     steps: list[dict[str, Any]]
     """The rows of its updates: `step` and `STEP_COLUMNS`."""
+    episodes: dict[str, Any] | None = None
+    """How the episodes of its rollouts went, as `common.episodes` counts them; None: they have no
+    turns, or are gone."""
 
     @property
     def versions(self) -> list[Manifest]:
@@ -158,6 +163,13 @@ class Manifests:
             return self.store.open(updates.ref).head(columns, _UPDATES_BYTES).to_pylist()
         return []
 
+    def episodes(self, rollouts: Manifest | None) -> dict[str, Any] | None:
+        """How the episodes of a rollouts version went, by its first shards."""
+        if rollouts is not None:
+            with suppress(LineageError):  # they expired
+                return numbers_of(self.store.open(rollouts.ref), FEW_BYTES)
+        return None
+
     def comparable(self, evaluation: Manifest, candidates: Iterable[Manifest]) -> list[Manifest]:
         """Those of `candidates` that measured what `evaluation` did: the same prompts, scored in
         the same way."""
@@ -220,6 +232,7 @@ def gather(store: Store, run: str) -> Gathered:
                 rewards=manifests.input(policy, "rewards"),
                 more=[manifest for manifest in more if manifest],
                 steps=manifests.steps(policy),
+                episodes=manifests.episodes(rollouts),
             )
             iterations.append(iteration)
     evaluations = _evaluations(manifests, run)

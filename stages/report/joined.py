@@ -30,9 +30,11 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.refs import Ref
+from quiver.stages.common.episodes import COUNTS, counts_of, sum_of_each
 from quiver.stages.common.store import Store, Version
 
-from .shards import Shards
+from .episodes import told_of_turns
+from .shards import Shards, columns_of
 
 ANSWERS = ("answer", "reference", "solution", "target", "label", "ground_truth", "expected")
 """Columns of the user's that hold the reference answer; the first that there is."""
@@ -59,7 +61,8 @@ class Selection:
     where: str = ""
     """Conditions such as `reward < 0.5, finish_reason = length`; all must hold."""
     search: str = ""
-    """Text that the completion or the prompt holds; upper and lower case are the same."""
+    """Text that the completion or the prompt holds, or any turn or observation; upper and lower
+    case are the same."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Tokens:
     """π of another model / π that sampled, by the role of that model: `prox`, `ref`."""
     advantages: list[float] | None
     """None where the rollout has none."""
+    turns: list[dict[str, Any]] | None = None
+    """As rollouts/2 has them, with what was read between; None where there are none."""
 
 
 @dataclass
@@ -115,12 +120,18 @@ class Joined:
             return "score"
         return "" if self.rewards is None else "reward"
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether they are rollouts/2."""
+        return "turns" in columns_of(self.rollouts.version)
+
     # -- rows
 
     def rows(self, positions: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
         """The rollouts at `positions` as plain values.
 
-        `position`, the columns of rollouts/1 without the token ids; `tokens`: their number;
+        `position`, the columns of rollouts without the token ids; `tokens`: their number; `turns`
+        as `told_of_turns` has them, and of rewards/2 `turn_rewards`;
         `prompt`: the last message or the rendered prompt; `columns`: the user's; `reference`: that
         of `ANSWERS` that there is; `reward`, `parts`, `errors`, `extra`, `score`, `advantage` (the
         mean of its tokens where there is one a token), `kept`, `drop_reason`, `mean_ratio`. A name
@@ -133,6 +144,8 @@ class Joined:
             row["tokens"] = len(row.pop("completion_ids"))
             for name in ("prompt_ids", "old_logprobs"):
                 row.pop(name)
+            if "turns" in row:
+                row["turns"] = told_of_turns(row["turns"])
         ids = [row["rollout_id"] for row in rows]
         near = positions / max(len(self), 1)
         if self.prompts is not None:
@@ -153,6 +166,7 @@ class Joined:
     def tokens(self, position: int) -> Tokens:
         """The completion at `position`, token by token."""
         columns = ["rollout_id", "completion_ids", "old_logprobs"]
+        columns += ["turns"] if self.has_turns else []
         (row,) = self.rollouts.at([position], columns)
         near = [position / len(self)]
         logprobs = np.array(row["old_logprobs"], np.float64)
@@ -170,7 +184,8 @@ class Joined:
                 advantages = [advantage] * len(logprobs)
             elif advantage is not None and len(advantage) == len(logprobs):
                 advantages = advantage
-        return Tokens(row["completion_ids"], row["old_logprobs"], ratios, advantages)
+        ids = row["completion_ids"]
+        return Tokens(ids, row["old_logprobs"], ratios, advantages, row.get("turns"))
 
     # -- whole columns
 
@@ -180,7 +195,7 @@ class Joined:
         names = [] if self.evaluation is None else ["score"]
         if self.rewards is not None:
             names += ["reward", *(f"part {name}" for name in self._part_names), "errors"]
-        names += ["tokens", "logprob", "sample_index"]
+        names += ["tokens", "logprob", "sample_index", *(COUNTS if self.has_turns else ())]
         if self.advantages is not None:
             names += ["advantage", "mean_ratio", "change"]
         return [*names, *(name for name in self.added if name not in names)]
@@ -258,6 +273,10 @@ class Joined:
         if name == "tokens":
             lengths = pc.list_value_length(self.rollouts.column("completion_ids"))
             return lengths.to_numpy().astype(np.float64)
+        if name in COUNTS:
+            counts = counts_of(self.rollouts.column("turns"))
+            self._numbers |= {name: each.astype(np.float64) for name, each in counts.items()}
+            return self._numbers[name]
         if name == "change":
             with np.errstate(divide="ignore"):
                 return np.abs(np.log(self.number("mean_ratio")))
@@ -294,7 +313,8 @@ class Joined:
                 next="write it as in: reward < 0.5, finish_reason = length",
             )
         name, sign, text = match.groups()
-        if name in _TEXTS and sign in ("=", "!="):
+        text_names = [*_TEXTS, *(["end_reason"] if self.has_turns else [])]
+        if name in text_names and sign in ("=", "!="):
             is_equal = pc.equal(self.rollouts.column(name), text).to_numpy()
             return is_equal if sign == "=" else ~is_equal
         try:
@@ -302,16 +322,25 @@ class Joined:
         except ValueError:
             raise ConfigError(
                 f"condition {printable(condition)}",
-                f"expected a number, found {printable(text)}; texts are {', '.join(_TEXTS)}",
+                f"expected a number, found {printable(text)}; texts are {', '.join(text_names)}",
                 next="write it as in: reward < 0.5, finish_reason = length",
             ) from None
         # rewards are float32: 0.1 of a filter means the 0.1 of a reward
         return _COMPARE[sign](self.number(name).astype(np.float32), number)
 
     def _contains(self, text: str) -> np.ndarray:
-        """[rollouts] bool: where the completion or the prompt holds `text`."""
+        """[rollouts] bool: where the completion, any turn or observation, or the prompt holds
+        `text`."""
         completions = self.rollouts.column("completion_text")
         is_there = pc.match_substring(completions, text, ignore_case=True).to_numpy()
+        if self.has_turns:
+            column = self.rollouts.column("turns")
+            lengths = pc.list_value_length(column).to_numpy()
+            turns = pc.list_flatten(column)
+            for name in ("text", "observation"):
+                texts = pc.struct_field(turns, name)
+                matches = pc.match_substring(texts, text, ignore_case=True).to_numpy()
+                is_there = is_there | (sum_of_each(matches, lengths) > 0)
         if self.prompts is not None:
             asked = self.prompts.column("prompt_text")
             matches = pc.match_substring(asked, text, ignore_case=True)

@@ -15,11 +15,14 @@ from quiver.schemas.errors import LineageError
 from quiver.schemas.manifest import Manifest
 from quiver.stages.common.store import Store, Version
 
+from .episodes import told_of_turns
 from .joined import told_of_prompt
+from .shards import columns_of
 
 MOST_BYTES = 12 * 1024 * 1024
 ROWS = 10
 _TEXTS = ["rollout_id", "group_id", "completion_text", "completion_ids", "finish_reason"]
+_TURNS = ["turns", "end_reason"]
 
 
 class Samples(NamedTuple):
@@ -28,7 +31,8 @@ class Samples(NamedTuple):
     rows: list[dict[str, Any]]
     """Their columns; `prompt`, the last message or the rendered prompt (the group's id where the
     prompts are gone), and its `reference` answer; where rewards were asked for, `reward` and
-    `parts`."""
+    `parts`, of rewards/2 `turn_rewards`; of rollouts/2 `end_reason`, and `turns` as
+    `told_of_turns` has them."""
     candidates: int
     """How many they were chosen from."""
     rows_read: int
@@ -46,10 +50,9 @@ class Compared(NamedTuple):
     prompt: str
     reference: Any
     """None: the rows have no such column."""
-    before: str
-    score_before: float | None
-    after: str
-    score_after: float | None
+    before: dict[str, Any]
+    """`completion_text`, `score`; of rollouts/2 `turns` and `end_reason` too."""
+    after: dict[str, Any]
 
 
 class Group(NamedTuple):
@@ -64,7 +67,7 @@ class Group(NamedTuple):
 
 def evenly(store: Store, rollouts: Version) -> Samples:
     """Rollouts from the beginning to the end, evenly spaced."""
-    texts = rollouts.head(_TEXTS, MOST_BYTES)
+    texts = rollouts.head(_there(rollouts, _TEXTS + _TURNS), MOST_BYTES)
     rows = [_row(texts, index) for index in _evenly_spaced(len(texts))]
     _add_prompts(store, rollouts, rows)
     return Samples(rows, len(texts), len(texts))
@@ -107,8 +110,9 @@ def _ranked(
 ) -> tuple[list[str], Callable[[int], dict[str, Any]], int]:
     """The group of each rollout that has a reward, the highest reward first; what gives the row at
     a place of these; and how many rows were read."""
-    texts = rollouts.head(_TEXTS, MOST_BYTES)
-    scores = rewards.head(["rollout_id", "reward", "parts"], MOST_BYTES)
+    texts = rollouts.head(_there(rollouts, _TEXTS + _TURNS), MOST_BYTES)
+    columns = _there(rewards, ["rollout_id", "reward", "parts", "turn_rewards"])
+    scores = rewards.head(columns, MOST_BYTES)
     # by id, never by position
     text_rows = pc.index_in(scores["rollout_id"], value_set=texts["rollout_id"].combine_chunks())
     values = scores["reward"].to_numpy()
@@ -144,11 +148,13 @@ def before_and_after(store: Store, before: Manifest, after: Manifest) -> list[Co
     their rollouts are gone."""
     answers_before = _first_answers(store, before)
     answers_after = _first_answers(store, after)
-    both = [group for group in answers_after if group in answers_before]
+    both = [group for group in answers_after.places if group in answers_before.places]
     chosen = [both[index] for index in _evenly_spaced(len(both))]
     prompts = _prompts(store, store.open(after.require_input("rollouts").ref), chosen)
     return [
-        Compared(*prompts.get(group, (group, None)), *answers_before[group], *answers_after[group])
+        Compared(
+            *prompts.get(group, (group, None)), answers_before.of(group), answers_after.of(group)
+        )
         for group in chosen
     ]
 
@@ -172,22 +178,42 @@ def _prompts(store: Store, rollouts: Version, groups: list[str]) -> dict[str, tu
     return {group: (about["prompt"], about.get("reference")) for group, about in told.items()}
 
 
-def _first_answers(store: Store, evaluation: Manifest) -> dict[str, tuple[str, float | None]]:
-    """By group the text and the score of its first sample."""
+class _Answers(NamedTuple):
+    """The first sample of each group."""
+
+    texts: pa.Table
+    places: dict[str, int]
+    """Rows of `texts`, by group."""
+    scores: dict[str, float | None]
+
+    def of(self, group: str) -> dict[str, Any]:
+        """The answer of a group, with its `score`."""
+        return {**_row(self.texts, self.places[group]), "score": self.scores.get(group)}
+
+
+def _first_answers(store: Store, evaluation: Manifest) -> _Answers:
     rollouts = store.open(evaluation.require_input("rollouts").ref)
-    texts = rollouts.head(["group_id", "sample_index", "completion_text"], MOST_BYTES)
+    columns = ["group_id", "sample_index", "completion_text", *_TURNS]
+    texts = rollouts.head(_there(rollouts, columns), MOST_BYTES)
     scores = store.open(evaluation.ref).head(["group_id", "sample_index", "score"], MOST_BYTES)
     first = pc.field("sample_index") == 0
     scores = {row["group_id"]: row["score"] for row in scores.filter(first).to_pylist()}
-    return {
-        row["group_id"]: (row["completion_text"], scores.get(row["group_id"]))
-        for row in texts.filter(first).to_pylist()
-    }
+    texts = texts.filter(first)
+    places = {group: place for place, group in enumerate(texts["group_id"].to_pylist())}
+    return _Answers(texts, places, scores)
 
 
 def _row(table: pa.Table, index: int) -> dict[str, Any]:
     """One row as plain values. (`take` would first copy the whole column into one piece.)"""
-    return table.slice(index, 1).to_pylist()[0]
+    row = table.slice(index, 1).to_pylist()[0]
+    if "turns" in row:
+        row["turns"] = told_of_turns(row["turns"])
+    return row
+
+
+def _there(version: Version, columns: list[str]) -> list[str]:
+    """Those of `columns` that the version has."""
+    return [name for name in columns if name in columns_of(version)]
 
 
 def _evenly_spaced(count: int) -> list[int]:

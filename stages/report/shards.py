@@ -113,6 +113,11 @@ class Shards:
             start += num_rows
 
 
+def columns_of(version: Version) -> list[str]:
+    """The columns that a version has by its schema."""
+    return schema_module(version.ref.kind).SCHEMAS[version.manifest.kind_schema].names
+
+
 def _is_of(field: pa.Field, schema: pa.Schema) -> bool:
     """Whether a file of this schema has the column as its kind has it: a struct may have any
     fields, and what is a number may be a list with one a token."""

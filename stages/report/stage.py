@@ -144,12 +144,17 @@ def _curves(gathered: Gathered) -> list[Panel]:
     rewards = [(done.policy.version, done.reward_mean, 0.0) for done in iterations]
     rounds = [(done.policy.version, len(done.of_kind("rollouts")), 0.0) for done in iterations]
     length_shares = [(done.policy.version, done.length_share, 0.0) for done in iterations]
+    turns = [
+        (done.policy.version, done.episodes and done.episodes["mean_turns"], 0.0)
+        for done in iterations
+    ]
     return [
         score_panel((policy_number(each), each.metrics) for each in gathered.evaluations),
         Panel("mean reward", rewards),
         *(by_function if len(functions) > 1 else ()),
         curve("tokens of a completion", "rollouts", "mean_completion_tokens"),
         Panel("share ended at the limit", length_shares),
+        Panel("turns of an episode", turns),
         curve("groups without contrast", "rewards", "groups", "zero_variance"),
         *([Panel("rounds of sampling", rounds)] if any(done.more for done in iterations) else ()),
     ]

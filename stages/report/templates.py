@@ -17,11 +17,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from quiver.schemas.errors import printable
 
-from . import words
+from . import episodes, words
 from .gather import metric
 
 LIMIT = 1200
 SPAN_LIMIT = 300
+MOST_TURNS = 8
+"""Of an episode on the page of a run."""
 
 
 def render(name: str, **context: Any) -> str:
@@ -48,10 +50,10 @@ def cell(content: Any) -> str:
     return text.replace("|", "∣")
 
 
-def foreign(text: str) -> str:
-    """Foreign text with its lines, at most `LIMIT` characters of it."""
-    lines = "\n".join(printable(line, LIMIT) for line in text[: LIMIT + 1].split("\n"))
-    return lines if len(lines) <= LIMIT else lines[: LIMIT - 1] + "…"
+def foreign(text: str, limit: int = LIMIT) -> str:
+    """Foreign text with its lines, at most `limit` characters of it."""
+    lines = "\n".join(printable(line, limit) for line in text[: limit + 1].split("\n"))
+    return lines if len(lines) <= limit else lines[: limit - 1] + "…"
 
 
 def as_json(plain: Any) -> str:
@@ -70,6 +72,8 @@ _ENVIRONMENT = Environment(
 _ENVIRONMENT.filters |= {
     "cell": cell,
     "counted": words.counted,
+    "ends": episodes.ends_in_words,
+    "episode": partial(episodes.parts_of, most=MOST_TURNS),
     "foreign": foreign,
     "json": as_json,
     "metric": metric,
@@ -77,5 +81,6 @@ _ENVIRONMENT.filters |= {
     "quoted": quoted,
     "printable": partial(printable, limit=LIMIT),
     "score": words.score_of,
+    "share": episodes.share,
     "size": words.size,
 }

@@ -4,8 +4,17 @@ warnings of the report, which `quiver run` repeats at its end.
 
 from __future__ import annotations
 
+from typing import Any
+
+from quiver.stages.common.episodes import FAILURES, LIMITS
+
+from .episodes import failures_in_words, share_of_ends
 from .gather import Gathered, Iteration, metric
 from .words import counted, number
+
+_MOST_FAILED = 0.05
+_MOST_LIMITED = 0.5
+_MOST_PARSE_ERRORS = 0.2
 
 
 def warnings(gathered: Gathered) -> list[str]:
@@ -54,7 +63,7 @@ def _troubles(iteration: Iteration) -> list[str]:
         else "",
         f"{iteration.rollouts.ref}: {length_share:.0%} of the completions ended at the token "
         "limit: raise generate.sampling.max_tokens."
-        if length_share > 0.1
+        if length_share > 0.1 and not iteration.episodes
         else "",
         f"{rewards.ref}: in {equal_share:.0%} of the groups all rewards are equal, so they teach "
         "nothing: raise generate.samples_per_prompt, or take other prompts."
@@ -68,4 +77,58 @@ def _troubles(iteration: Iteration) -> list[str]:
         "changed: the ratio's denominator is off by numerics; set logprobs.prox = true."
         if clipped
         else "",
+        *_troubles_of_episodes(iteration),
     ]
+
+
+def _troubles_of_episodes(iteration: Iteration) -> list[str]:
+    """The same of rollouts with turns."""
+    numbers = iteration.episodes
+    if not numbers or not numbers["rollouts"]:
+        return ["", "", ""]
+    ref = iteration.rollouts.ref
+    ends = numbers["end_reasons"]
+    failed_share = share_of_ends(numbers, FAILURES)
+    limited_share = share_of_ends(numbers, LIMITS)
+    limit = max(LIMITS, key=lambda reason: ends.get(reason, 0))
+    error_share = numbers["parse_error_share"] or 0
+    return [
+        f"{ref}: {failed_share:.0%} of the episodes failed ({failures_in_words(numbers)}), and "
+        f"teach nothing: {_failure_key(numbers, ref)}"
+        if failed_share > _MOST_FAILED
+        else "",
+        f"{ref}: {limited_share:.0%} of the episodes ended by a limit, most by {limit}: "
+        f"{_limit_key(limit, iteration)}."
+        if limited_share > _MOST_LIMITED
+        else "",
+        f"{ref}: in {error_share:.0%} of the turns no tool call could be read: set "
+        "generate.turns.parser to the format that the policy writes."
+        if error_share > _MOST_PARSE_ERRORS
+        else "",
+    ]
+
+
+def _failure_key(numbers: dict[str, Any], ref: str) -> str:
+    """What to do about episodes that failed, by what most of them failed of."""
+    num_late, num_broken = (numbers["end_reasons"].get(reason, 0) for reason in FAILURES)
+    if num_broken > num_late:
+        return f'`quiver view {ref} --where "end_reason = environment_error"` tells why.'
+    late = numbers["timeouts"]
+    key = max(late, key=late.__getitem__) if late else "step_seconds"
+    return f"raise generate.turns.{key}."
+
+
+def _limit_key(limit: str, iteration: Iteration) -> str:
+    """The key that lets episodes go on which ended by `limit`."""
+    config = iteration.rollouts.config
+    if limit == "context":
+        # without that key it is the model's own
+        is_set = config.get("max_model_len") is not None
+        observed = "lower generate.turns.max_observation_tokens"
+        return "raise generate.max_model_len" if is_set else observed
+    if limit == "max_tokens" and isinstance(config.get("turns"), dict):
+        most = config["turns"].get("max_tokens")
+        longest = iteration.episodes["max_limited_tokens"]
+        if isinstance(most, int) and longest < most:  # none had as many, so a turn's limit did it
+            return "raise generate.sampling.max_tokens"
+    return f"raise generate.turns.{limit}"

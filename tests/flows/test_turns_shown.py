@@ -70,7 +70,7 @@ def test_the_commands_and_their_json(store, tmp_path):
 def test_the_page_of_a_run(store, tmp_path):
     page = tmp_path / "page.html"
     quiver(tmp_path, "report", "tiny", "-o", str(page), "--store", str(store.path))
-    assert "answer 0" in page.read_text()
+    assert '<pre class="policy">text 0</pre>' in page.read_text()
 
 
 def test_prompts_beyond_text_are_shown(store):

@@ -1,0 +1,113 @@
+"""How episodes of several turns went, in numbers.
+
+measure(store.open("guess/rollouts@1").table(["turns", "end_reason"]))["mean_turns"]
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from quiver.schemas.plain import read_json
+
+FAILURES = ("timeout", "environment_error")
+"""End reasons of episodes that failed: nothing is known of their rewards."""
+LIMITS = ("max_turns", "max_tokens", "context", "max_tool_calls")
+"""End reasons of episodes that would have gone on."""
+COUNTS = ("turns", "tool_calls", "parse_errors", "observation_tokens")
+"""What is counted of each episode."""
+_LATE_KEY = re.compile(r"generate\.turns\.(step_seconds|episode_seconds)")
+
+
+def measure(rollouts: pa.Table) -> dict[str, Any]:
+    """The numbers of rollouts/2. Means are of an episode, `parse_error_share` is of all turns,
+    `max_observation_tokens` and `max_seconds` of a turn, `timeouts` by the key of
+    [generate.turns] that was too low, `max_limited_tokens` the most ids that an episode which ended
+    by max_tokens had sampled. None: there is nothing to count."""
+    counts = counts_of(rollouts["turns"])
+    turns = pc.list_flatten(rollouts["turns"])
+    num_turns = len(turns)
+    reasons = Counter(rollouts["end_reason"].to_pylist())
+    in_order = sorted(reasons, key=lambda reason: (-reasons[reason], reason))
+    num_failed = sum(reasons[reason] for reason in FAILURES)
+    num_errors = int(counts["parse_errors"].sum())
+    observed = pc.list_value_length(pc.struct_field(turns, "observation_ids"))
+    seconds = pc.struct_field(turns, "seconds")
+    lengths = pc.struct_field(turns, "length").to_numpy()
+    tokens = sum_of_each(lengths, counts["turns"])
+    is_limited = pc.equal(rollouts["end_reason"], "max_tokens").to_numpy()
+    return {
+        "rollouts": len(rollouts),
+        "turns": num_turns,
+        "mean_turns": _mean(counts["turns"]),
+        "max_turns": int(counts["turns"].max(initial=0)),
+        "end_reasons": {reason: reasons[reason] for reason in in_order},
+        "failed": num_failed,
+        "failed_share": num_failed / len(rollouts) if len(rollouts) else None,
+        "timeouts": _late_keys(rollouts),
+        "tool_calls": int(counts["tool_calls"].sum()),
+        "mean_tool_calls": _mean(counts["tool_calls"]),
+        "parse_errors": num_errors,
+        "parse_error_share": num_errors / num_turns if num_turns else None,
+        "mean_observation_tokens": _mean(counts["observation_tokens"]),
+        "max_observation_tokens": pc.max(observed).as_py() or 0,
+        "max_limited_tokens": int(tokens[is_limited].max(initial=0)),
+        "restarts": num_turns - pc.struct_field(turns, "restart_ids").null_count,
+        "environment_seconds": pc.sum(seconds).as_py() or 0.0,
+        "max_seconds": pc.max(seconds).as_py() or 0.0,
+    }
+
+
+def counts_of(column: pa.ChunkedArray) -> dict[str, np.ndarray]:
+    """[rollouts] int64 each: `COUNTS`, of a column of turns."""
+    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    turns = pc.list_flatten(column)
+    texts = pc.struct_field(turns, "tool_calls").to_pylist()
+    of_turns = {
+        "tool_calls": np.array([len(read_calls(text)) for text in texts], np.int64),
+        "parse_errors": pc.struct_field(turns, "parse_error").is_valid().to_numpy(),
+        "observation_tokens": pc.list_value_length(
+            pc.struct_field(turns, "observation_ids")
+        ).to_numpy(),
+    }
+    return {"turns": lengths} | {
+        name: sum_of_each(numbers, lengths) for name, numbers in of_turns.items()
+    }
+
+
+def sum_of_each(numbers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[rollouts] int64: the sum over the turns of each, of `numbers` [turns]."""
+    sums = np.append(0, np.cumsum(numbers, dtype=np.int64))
+    ends = np.cumsum(lengths)
+    return sums[ends] - sums[ends - lengths]
+
+
+def read_calls(text: str | None) -> list[Any]:
+    """The tool calls of a turn, `{name, arguments}` each as its JSON has them; what is no list, or
+    no JSON, is one entry."""
+    if text is None:
+        return []
+    try:
+        calls = read_json(text)
+    except ValueError:
+        return [text]
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _late_keys(rollouts: pa.Table) -> dict[str, int]:
+    """How many episodes ended by each time limit, by its key: the last turn of each says which."""
+    infos = pc.struct_field(pc.list_flatten(rollouts["turns"]), "info")
+    ends = pc.cumulative_sum(pc.cast(pc.list_value_length(rollouts["turns"]), pa.int64()))
+    is_late = pc.equal(rollouts["end_reason"], "timeout")
+    last_infos = infos.take(pc.subtract(ends, 1)).filter(is_late).to_pylist()
+    keys = Counter(key for info in last_infos for key in _LATE_KEY.findall(info or "")[:1])
+    return dict(sorted(keys.items()))
+
+
+def _mean(counts: np.ndarray) -> float | None:
+    return float(counts.mean()) if len(counts) else None
