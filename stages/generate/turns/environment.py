@@ -19,12 +19,14 @@ runs in worker processes alone.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from quiver.schemas.errors import printable
+from quiver.schemas.manifest import canonical
 from quiver.stages.generate.turns.tool_calls import Call
 from quiver.stages.generate.turns.tool_schemas import ToolSchema
 
@@ -93,6 +95,12 @@ class Factory(NamedTuple):
     """Whether a turn without calls is the policy's answer, and ends the episode."""
     fingerprint: str = ""
     """Hash of the user's code."""
+
+
+def environment_seed(group_id: str) -> int:
+    """The 63-bit seed of a row's environments, which all episodes of its group share."""
+    digest = hashlib.sha256(canonical(["environment", group_id])).digest()
+    return int.from_bytes(digest[:8]) >> 1
 
 
 # -- what users' code returns
