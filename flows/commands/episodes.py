@@ -36,13 +36,23 @@ def reenact(
     tools: Annotated[
         list[str] | None, typer.Option(help="my_tools.py:search, in place of the recorded ones")
     ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="for the environments; default: one a core", min=1)
+    ] = None,
     store: StorePath = None,
 ) -> None:
     """Play saved episodes again, against their environment. It must answer as it did; exit code 3
     where it does not. Its code runs, as it is now."""
     from quiver.stages.generate.turns.reenact import reenact as play
 
-    report = play(open_store(store), ref, rows=rows, environment=environment, tools=tools or ())
+    report = play(
+        open_store(store),
+        ref,
+        rows=rows,
+        environment=environment,
+        tools=tools or (),
+        processes=processes,
+    )
     if report.is_changed:
         names = ", ".join(report.sources)
         warning = f"{names} is other code than that which {report.ref} was sampled with"

@@ -11,18 +11,37 @@ import torch
 
 from quiver.schemas import prompts as prompts_kind
 from quiver.stages.common.models.loading import load_model
-from quiver.stages.common.store import Store
+from quiver.stages.common.store import Store, Version
 from quiver.stages.common.verification import verify
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.environment import Turn
 from quiver.stages.generate.turns.pool import EnvironmentPool
+from quiver.stages.generate.turns.reenact import reenact
 from quiver.stages.generate.turns.saved import beginning_of
 from tests import episodes
 from tests.flows.conftest import quiver
-from tests.flows.test_reenact import CALL, TOOLS, by_halves, write_guess
+from tests.flows.test_reenact import CALL, by_halves, write_guess
 from tests.stages.generate.recorded import answer, opened, record, record_on
 from tests.stages.optimize import world
 from tests.tiny import make_policy, tokenizer
+from tests.writing import run_here
+
+CALLED = """
+from quiver.stages.generate.turns.environment import Step
+
+class Counter:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+
+    def reset(self, start):
+        self.total = start
+
+    def step(self, turn):
+        messages = []
+        for call in turn.calls:
+            self.total += call.arguments["amount"]
+            messages.append({"role": "tool", "name": "add", "content": str(self.total)})
+        return Step(messages=messages, done=not turn.calls)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,46 +54,53 @@ def saved(tmp_path_factory):
     return folder, store, policy, turns, made
 
 
-def branch(folder: Path, turn: int, *options: str, ref: str = "tiny/rollouts@1", code: int = 0):
-    return quiver(
-        folder, "branch", ref, "--turn", str(turn), "--store", "store", *options, code=code
-    )
+def branch(folder: Path, turn: int, *options: str, code: int = 0):
+    command = ["branch", "tiny/rollouts@1", "--turn", str(turn), "--store", "store"]
+    return quiver(folder, *command, *options, code=code)
+
+
+def branched(store: Store, turn: int, into: str, ref: str = "tiny/rollouts@1") -> Version:
+    """The same without the shell."""
+    return store.open(run_here("branch", {"turn": turn}, store, into=into, rollouts=ref))
 
 
 def test_the_ids_are_those_that_were_read_before_the_turn(saved):
-    folder, store, _, _, made = saved
+    _, store, _, _, made = saved
     for turn in (1, 2, 3):
-        outcome = branch(folder, turn, "--into", "cut")["prompts"]
-        rows = store.open(outcome["ref"]).table().to_pylist()
+        version = branched(store, turn, "cut")
+        rows = version.table().to_pylist()
         longer = {
             f"{row['rollout_id']}.{turn}": made.read[row["rollout_id"]][turn]
             for row in made.rollouts.table().to_pylist()
             if len(row["turns"]) > turn
         }
         assert {row["group_id"]: row["prompt_ids"] for row in rows} == longer
-        assert outcome["rows"] == len(longer) and not outcome["cached"]
-        assert [row["prompt_text"] for row in rows] == tokenizer().batch_decode(longer.values())
+        assert [row["prompt_text"] for row in rows] == tokenizer().batch_decode([*longer.values()])
         assert all(row["columns"]["limit"] == 8 for row in rows)
-        manifest = store.open(outcome["ref"]).manifest
-        assert [entry.ref for entry in manifest.inputs] == ["tiny/rollouts@1", "tiny/prompts@1"]
-        assert manifest.status == {"kept": len(longer), "shorter": 10 - len(longer)}
+        inputs = version.manifest.inputs
+        assert [entry.ref for entry in inputs] == ["tiny/rollouts@1", "tiny/prompts@1"]
+        assert version.manifest.status == {"kept": len(longer), "shorter": 10 - len(longer)}
     assert verify(store)[1] == []
 
 
 def test_the_same_again_is_done_already(saved):
-    folder, _, _, _, _ = saved
+    folder, store, _, _, _ = saved
     first = branch(folder, 1, "--into", "again")["prompts"]
     second = branch(folder, 1, "--into", "again")["prompts"]
-    assert second["ref"] == first["ref"] == "again/prompts@1" and second["cached"]
+    rows = store.open("tiny/rollouts@1").table().to_pylist()
+    num_longer = sum(len(row["turns"]) > 1 for row in rows)
+    assert not first["cached"] and second["cached"]
+    assert second["ref"] == first["ref"] == "again/prompts@1"
+    assert second["rows"] == len(store.open("again/prompts@1").table()) == num_longer == 8
 
 
 def test_the_environment_goes_on_from_there_as_it_had(saved):
     """Brought to the place of each prompt, it answers the turn that followed as it did then."""
-    folder, store, _, turns, made = saved
-    ref = branch(folder, 2, "--into", "place")["prompts"]["ref"]
+    _, store, _, turns, made = saved
+    prompts = branched(store, 2, "place")
     by_id = {row["rollout_id"]: row for row in made.rollouts.table().to_pylist()}
     with EnvironmentPool(turns) as pool:
-        for row in store.open(ref).table().to_pylist():
+        for row in prompts.table().to_pylist():
             rollout = by_id[row["group_id"].removesuffix(".2")]
             key, reply = opened(pool, beginning_of(row["group_id"], row["columns"]))
             assert reply.step.text == rollout["turns"][1]["observation"]
@@ -85,16 +111,13 @@ def test_the_environment_goes_on_from_there_as_it_had(saved):
 
 
 def test_what_is_sampled_from_there_is_played_again_and_branched_again(saved):
-    folder, store, policy, turns, _ = saved
-    ref = branch(folder, 1, "--into", "more")["prompts"]["ref"]
+    _, store, policy, turns, _ = saved
+    prompts = branched(store, 1, "more")
     going_on = turns.model_copy(update={"max_turns": 3})
-    made = record_on(
-        store, policy, going_on, store.open(ref), lambda *at: str(7 - at[2]), run="more"
-    )
-    report = quiver(folder, "reenact", "more/rollouts", "--store", "store")
-    assert report["episodes"] == report["episodes_agree"] == len(made.rollouts.table())
-    ref = branch(folder, 1, ref="more/rollouts@1")["prompts"]["ref"]
-    for row in store.open(ref).table().to_pylist():
+    made = record_on(store, policy, going_on, prompts, lambda *at: str(7 - at[2]), run="more")
+    report = reenact(store, "more/rollouts@1", processes=1)
+    assert report.episodes == report.episodes_agree == len(made.rollouts.table()) == 8
+    for row in branched(store, 1, "more", "more/rollouts@1").table().to_pylist():
         played = json.loads(row["columns"][prompts_kind.PLAYED_TURNS])
         assert [turn["text"] for turn in played][1:] == ["7"] and len(played) == 2
         assert row["columns"][prompts_kind.PLAYED_GROUP] in {f"g{n}" for n in range(5)}
@@ -102,11 +125,11 @@ def test_what_is_sampled_from_there_is_played_again_and_branched_again(saved):
 
 def test_what_was_called_stands_in_messages_and_turns(tmp_path):
     store = Store(tmp_path / "store")
-    (tmp_path / "counter.py").write_text(TOOLS)
-    turns = Turns(environment=f"{tmp_path}/counter.py:Counter", arguments={"goal": 7}, processes=1)
+    (tmp_path / "counter.py").write_text(CALLED)
+    turns = Turns(environment=f"{tmp_path}/counter.py:Counter", processes=1)
     said = [f"I add.{CALL}{CALL}", "<tool_call>{}</tool_call>", CALL, "It is done."]
     record(store, make_policy(store), turns, [{"start": 1}], lambda *at: said[at[2]], samples=1)
-    (row,) = store.open(branch(tmp_path, 3)["prompts"]["ref"]).table().to_pylist()
+    (row,) = branched(store, 3, "tiny").table().to_pylist()
     call = {"name": "add", "arguments": {"amount": 2}}
     assert json.loads(row["columns"][prompts_kind.PLAYED_TURNS]) == [
         {"text": "I add.", "calls": [call, call]},
@@ -131,7 +154,7 @@ def test_a_rewritten_history_is_read_from_where_it_begins(tmp_path):
         load_model(policy, dtype=torch.float32), episodes.prompts(6), 2, most_turns=4
     )
     episodes.write(store, policy, rows, prompts=world.write_prompts(store, rows))
-    made = store.open(branch(tmp_path, 2)["prompts"]["ref"]).table().to_pylist()
+    made = branched(store, 2, "tiny").table().to_pylist()
     ids = {row["group_id"]: row["prompt_ids"] for row in made}
     num_restarted = 0
     for row in rows:

@@ -10,14 +10,33 @@ import numpy as np
 import pytest
 import torch
 
+from quiver.flows.commands import episodes as commands
+from quiver.schemas.errors import ConfigError, QuiverError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
 from tests import episodes
-from tests.flows.conftest import quiver_each, write_recipe
-from tests.tiny import make_policy
+from tests.flows.conftest import quiver
+from tests.stages.optimize import world
+from tests.tiny import make_policy, tokenizer
+from tests.writing import run_here
 
-KL = ["--set", "optimize.kl_coef=0.1"]
+RECIPE = """
+run = "tiny"
+[policy]
+model = "model"
+[data]
+source = "questions.jsonl"
+[generate]
+engine = "transformers"
+[reward]
+[[reward.functions]]
+use = "numeric"
+[optimize]
+device = "cpu"
+"""
+IMPORT = "import-rollouts trajectories.jsonl --policy tiny/policy@0"
+OPTIMIZE = "optimize recipe.toml --rollouts tiny/rollouts@1 --rewards tiny/rewards@1"
 
 
 def sampled(store: Store, **options) -> list[dict]:
@@ -59,14 +78,19 @@ def write(folder: Path, lines: list[dict], name: str = "trajectories.jsonl") -> 
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def take_over(*options: str, name: str = "trajectories.jsonl") -> list[str]:
-    return ["import-rollouts", name, "--policy", "tiny/policy@0", "--store", "store", *options]
+def take_over(folder: Path, name: str = "trajectories.jsonl", **options) -> None:
+    """The command, in this process."""
+    commands.import_rollouts(folder / name, "tiny/policy@0", store=str(folder / "store"), **options)
+
+
+def by_shell(folder: Path, command: str, code: int = 0) -> dict:
+    return quiver(folder, *command.split(), "--store", "store", code=code)
 
 
 @pytest.fixture
 def workplace(tmp_path) -> Path:
     """A recipe, and `tiny/policy@0` in its store."""
-    write_recipe(tmp_path)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
     make_policy(Store(tmp_path / "store"))
     return tmp_path
 
@@ -76,37 +100,33 @@ def test_honest_episodes_are_trained_on(workplace):
     store = Store(workplace / "store")
     rows = sampled(store)
     write(workplace, lines_of(rows, turns=True))
-    train = ["optimize", "recipe.toml", "--rollouts", "tiny/rollouts@1", "--rewards"]
-    (_, made), (_, again), (code, outcome) = quiver_each(
-        workplace,
-        take_over(),
-        take_over(),
-        [*train, "tiny/rewards@1", *KL, "--set", "optimize.credit=turn"],
-    )
+    made = by_shell(workplace, IMPORT)
     assert (made["rollouts"]["ref"], made["rewards"]["ref"]) == (
         "tiny/rollouts@1",
         "tiny/rewards@1",
     )
-    assert again["rollouts"]["cached"] and again["rewards"]["cached"]
     rollouts, rewards = store.open("tiny/rollouts@1"), store.open("tiny/rewards@1")
     kinds = (rollouts.manifest.kind_schema, rewards.manifest.kind_schema)
     assert kinds == ("rollouts/2", "rewards/2")
     table = rollouts.table().to_pylist()
     for row, written, reward in zip(rows, table, rewards.table().to_pylist(), strict=True):
-        for name in ("group_id", "sample_index", "prompt_ids", "completion_ids", "old_logprobs"):
-            assert written[name] == pytest.approx(row[name]) if name[0] == "o" else row[name]
+        for name in ("group_id", "sample_index", "prompt_ids", "completion_ids", "finish_reason"):
+            assert written[name] == row[name]
+        assert written["old_logprobs"] == pytest.approx(row["old_logprobs"])
         for turn, written_turn in zip(row["turns"], written["turns"], strict=True):
             for name in ("length", "observation_ids", "restart_ids", "observation"):
                 assert written_turn[name] == turn[name]
-        assert written["finish_reason"] == row["finish_reason"]
         assert reward["turn_rewards"] == pytest.approx(episodes.even_ids(row))
         assert reward["reward"] == pytest.approx(sum(episodes.even_ids(row)), abs=1e-6)
     longest = max(len(row["completion_ids"]) for row in rows)
     assert rollouts.manifest.config["turns"] == {"max_tokens": longest}
     assert rollouts.manifest.config["sampling"]["temperature"] == 1.0
-    assert code == 0 and outcome["ref"] == "tiny/policy@1", outcome
+    outcome = by_shell(workplace, f"{OPTIMIZE} --set optimize.credit=turn")
+    assert outcome["ref"] == "tiny/policy@1"
     audit = outcome["metrics"]["audit"]
     assert audit["mean_gap"] < 1e-5 and audit["rollouts"] == 16
+    take_over(workplace)
+    assert (store.numbers("tiny", "rollouts"), store.numbers("tiny", "rewards")) == ([1], [1])
     assert verify(store)[1] == []
 
 
@@ -116,27 +136,33 @@ def test_answers_of_one_turn_are_rollouts_1(workplace):
     lines = [{**line, "temperature": 0.7} for line in lines_of(rows, turns=False)]
     del lines[0]["reward"]
     write(workplace, lines)
-    (_, made), (code, outcome) = quiver_each(
-        workplace,
-        take_over("--into", "theirs", "--set", "sampling.max_tokens=9"),
-        [
-            "optimize",
-            "recipe.toml",
-            "--rollouts",
-            "theirs/rollouts@1",
-            "--rewards",
-            "theirs/rewards@1",
-        ],
-    )
-    rollouts, rewards = store.open(made["rollouts"]["ref"]), store.open(made["rewards"]["ref"])
-    kinds = (rollouts.manifest.kind_schema, rewards.manifest.kind_schema)
-    assert kinds == ("rollouts/1", "rewards/1")
-    assert rollouts.manifest.config["sampling"]["max_tokens"] == 9
-    assert rewards.table()["reward"].to_pylist()[0] is None
-    assert rewards.manifest.status == {"scored": 15, "not_scored": 1, "failed": 0}
-    assert code == 0, outcome
+    take_over(workplace, into="theirs", settings=["sampling.max_tokens=9"])
+    made = store.open("theirs/rollouts@1"), store.open("theirs/rewards@1")
+    manifests = [version.manifest for version in made]
+    assert [each.kind_schema for each in manifests] == ["rollouts/1", "rewards/1"]
+    sampling = manifests[0].config["sampling"]
+    assert (sampling["max_tokens"], sampling["temperature"]) == (9, 0.7)
+    assert made[1].table()["reward"].to_pylist()[0] is None
+    assert manifests[1].status == {"scored": 15, "not_scored": 1, "failed": 0}
+    metrics = world.trained(store, store.open("tiny/policy@0"), made).manifest.metrics
+    assert metrics["audit"]["mean_gap"] < 1e-5
+    assert metrics["dropped"] == {"not_scored": 1}
+
+
+def test_a_kl_term_and_another_reward_of_the_same_rollouts(workplace):
+    """Logprobs under the reference need no more than a file's rollouts; rewards the prompts too."""
+    store = Store(workplace / "store")
+    rows = sampled(store)
+    write(workplace, lines_of(rows, turns=True))
+    take_over(workplace, prompts=str(world.write_prompts(store, rows).ref))
+    outcome = by_shell(workplace, f"{OPTIMIZE} --set optimize.kl_coef=0.1")
+    assert store.numbers("tiny", "logprobs") == [1]
     assert outcome["metrics"]["audit"]["mean_gap"] < 1e-5
-    assert outcome["metrics"]["dropped"] == {"not_scored": 1}
+    scored = run_here(
+        "reward", {"functions": [{"use": "environment"}]}, store, rollouts="tiny/rollouts@1"
+    )
+    first = store.open("tiny/rewards@1").table()["reward"].to_pylist()
+    assert store.open(scored).table()["reward"].to_pylist() == pytest.approx(first)
 
 
 @pytest.mark.parametrize("lie", ["text", "temperature"])
@@ -150,15 +176,10 @@ def test_logprobs_of_something_else_are_refused(workplace, lie):
         for line, other in zip(lines, others[5:] + others[:5], strict=True):
             line["logprobs"] = (other * len(line["logprobs"]))[: len(line["logprobs"])]
     write(workplace, lines)
-    (_, made), (code, outcome) = quiver_each(
-        workplace,
-        take_over(),
-        ["optimize", "recipe.toml", "--rollouts", "tiny/rollouts@1", "--rewards", "tiny/rewards@1"],
-    )
-    assert made["rollouts"]["rows"] == 16
-    assert (code, outcome["error"]["code"]) == (8, "E-NUMERIC")
-    assert "audit" in outcome["error"]["object"]
-    assert store.numbers("tiny", "policy") == [0]
+    take_over(workplace)
+    error = by_shell(workplace, OPTIMIZE, code=8)["error"]
+    assert error["code"] == "E-NUMERIC" and "audit" in error["object"]
+    assert store.numbers("tiny", "rollouts") == [1] and store.numbers("tiny", "policy") == [0]
 
 
 GOOD = {"prompt_ids": [1, 40], "completion_ids": [45, 46, 2], "logprobs": [-0.3, -1.5, 0.0]}
@@ -195,65 +216,66 @@ TURNS = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
         ({"turns": [{**TURNS[0], "tool_calls": [{"arguments": {}}]}, TURNS[1]]}, "turns.0.tool_calls.0.name"),
     ],
 )  # fmt: skip
-def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(
-    tmp_path, monkeypatch, changed, words
-):
-    from quiver.flows.commands import episodes as commands
-    from quiver.schemas.errors import ConfigError
-
-    store = bad_store(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, changed, words):
     lines = [{**GOOD, "group_id": "g", "reward": 1.0}, {**GOOD, "group_id": "h", **changed}]
     text = "".join(json.dumps(line) + "\n\n" for line in lines).replace("-Infinity", "-1e400")
-    (tmp_path / "bad.jsonl").write_text(text)
+    (workplace / "bad.jsonl").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        commands.import_rollouts(Path("bad.jsonl"), "tiny/policy@0", store=str(store.path))
+        take_over(workplace, "bad.jsonl")
     assert "bad.jsonl line 3" in caught.value.object
     assert words in caught.value.message
+    store = Store(workplace / "store")
     assert store.numbers("tiny", "rollouts") == store.numbers("tiny", "rewards") == []
 
 
-def bad_store(folder: Path) -> Store:
-    store = Store(folder / "store")
-    make_policy(store)
-    return store
+@pytest.mark.parametrize(
+    "text, options, words",
+    [
+        ("GOOD\n{\n", {}, "line 2: is not JSON"),
+        ("GOOD\n[1]\n", {}, "line 2: expected an object, found list"),
+        ("\n", {}, "has no lines"),
+        (None, {}, "there is no file"),
+        ("GOOD\n", {"settings": ["sampling.top_q=1"]}, "unknown key sampling.top_q"),
+        ("GOOD\n", {"settings": ["sampling.max_tokens=2"]}, "sampling.max_tokens is 2"),
+        ("GOOD\n", {"prompts": "tiny/policy@0"}, "is no version of prompts"),
+    ],
+)
+def test_what_is_wrong_as_a_whole_is_said(workplace, text, options, words):
+    if text is not None:
+        (workplace / "odd.jsonl").write_text(text.replace("GOOD", json.dumps(GOOD)))
+    with pytest.raises(QuiverError) as caught:
+        take_over(workplace, "odd.jsonl", **options)
+    assert words in f"{caught.value.object}: {caught.value.message}"
 
 
-def test_a_file_that_is_no_json_or_is_not_there(workplace):
-    (workplace / "broken.jsonl").write_text(json.dumps(GOOD) + "\n{\n")
-    (workplace / "empty.jsonl").write_text("\n")
-    names = ("broken.jsonl", "empty.jsonl", "absent.jsonl")
-    answers = quiver_each(workplace, *(take_over(name=name) for name in names))
-    assert [code for code, _ in answers] == [2, 2, 2]
-    assert "line 2" in answers[0][1]["error"]["object"]
-    (_, bad), (_, foreign) = quiver_each(
-        workplace,
-        take_over("--set", "sampling.top_q=1"),
-        take_over("--policy", "tiny/rollouts@1"),
-    )
-    assert "top_q" in bad["error"]["message"] or "no file" in bad["error"]["message"]
-    assert foreign["error"]["code"] in ("E-LINEAGE", "E-CONFIG")
-
-
-def test_lines_that_answer_saved_prompts_can_be_scored_again(workplace):
-    """With the prompts named, another reward needs no more than a recipe."""
-    answers = quiver_each(workplace, ["prompt", "recipe.toml", "--set", "data.limit=2"])
+def test_lines_of_saved_prompts_must_have_their_ids(workplace):
     store = Store(workplace / "store")
-    prompts = store.open(answers[0][1]["ref"]).table().to_pylist()
-    lines = [
-        {**GOOD, "group_id": row["group_id"], "prompt_ids": row["prompt_ids"]} for row in prompts
+    prompts = world.write_prompts(store, [{**GOOD, "group_id": "g"}])
+    for line, words in (
+        ({**GOOD, "group_id": "nobody"}, "has no nobody"),
+        ({**GOOD, "group_id": "g", "prompt_ids": [1]}, f"has others in {prompts.ref}"),
+    ):
+        write(workplace, [line])
+        with pytest.raises(ConfigError, match=words):
+            take_over(workplace, prompts=str(prompts.ref))
+
+
+def test_what_a_line_does_not_say_is_filled_in(workplace):
+    """Groups by the prompt, the reason by the last id, texts decoded."""
+    line = {**GOOD, "completion_ids": [45, 2, 46]}
+    turns = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
+    write(workplace, [GOOD, line, {**line, "turns": turns}, {**GOOD, "prompt_ids": [3]}])
+    take_over(workplace)
+    rows = Store(workplace / "store").open("tiny/rollouts@1").table().to_pylist()
+    groups = [row["group_id"] for row in rows]
+    assert groups[0] == groups[1] == groups[2] != groups[3]
+    assert [row["sample_index"] for row in rows] == [0, 1, 2, 0]
+    assert [row["finish_reason"] for row in rows] == ["stop", "length", "length", "stop"]
+    assert [row["end_reason"] for row in rows] == ["answered", "max_tokens"] * 1 + [
+        "max_tokens",
+        "answered",
     ]
-    write(workplace, lines)
-    write(workplace, [{**lines[0], "group_id": "nobody"}], "other.jsonl")
-    (_, made), (_, refused), (code, scored) = quiver_each(
-        workplace,
-        take_over("--prompts", answers[0][1]["ref"]),
-        take_over("--prompts", answers[0][1]["ref"], name="other.jsonl"),
-        ["reward", "recipe.toml", "--rollouts", "tiny/rollouts@1"],
-    )
-    assert "rewards" not in made and made["rollouts"]["rows"] == 2
-    assert "has no nobody" in refused["error"]["message"]
-    assert code == 0, scored
-    assert scored["metrics"]["reward_mean"] == pytest.approx(2 / 3)
-    texts = store.open(made["rollouts"]["ref"]).table()["completion_text"].to_pylist()
-    assert len(set(texts)) == 1 and "<|im_end|>" not in texts[0]
+    decode = tokenizer().decode
+    assert [turn["text"] for turn in rows[2]["turns"]] == [decode([45]), decode([46])]
+    assert rows[2]["turns"][0]["observation"] == decode([50])
+    assert rows[0]["completion_text"] == decode([45, 46])

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from quiver.schemas.errors import LineageError
 from quiver.stages.common.store import Store
 from quiver.stages.generate.turns.config import Turns
+from quiver.stages.generate.turns.reenact import Report, reenact
 from tests import episodes
 from tests.flows.conftest import quiver
 from tests.stages.generate.recorded import record
+from tests.stages.optimize import world
 from tests.tiny import make_policy
 
 GUESS = '''
@@ -81,6 +84,12 @@ def play(folder: Path, *options: str, code: int = 0) -> dict:
     return quiver(folder, "reenact", "tiny/rollouts@1", "--store", "store", *options, code=code)
 
 
+def play_here(folder: Path, environment: str | None = None) -> Report:
+    """The same without the shell."""
+    store = Store(folder / "store")
+    return reenact(store, "tiny/rollouts@1", environment=environment, processes=1)
+
+
 def test_what_is_of_seed_row_and_turns_alone_agrees(saved):
     folder, rollouts = saved
     answer = play(folder)
@@ -133,11 +142,10 @@ def test_each_thing_is_compared(saved, tmp_path, before, after, what, recorded, 
     text = (folder / "guess.py").read_text()
     assert before in text
     (tmp_path / "changed.py").write_text(text.replace(before, after))
-    answer = play(folder, "--environment", f"{tmp_path}/changed.py:Guess", code=3)
-    first = answer["differences"][0]
-    assert {difference["what"] for difference in answer["differences"]} == {what}
+    differences = play_here(folder, f"{tmp_path}/changed.py:Guess").differences
+    assert {difference.what for difference in differences} == {what}
     if recorded is not None:
-        assert (first["recorded"], first["came"]) == (recorded, came)
+        assert (differences[0].recorded, differences[0].came) == (recorded, came)
 
 
 def test_chance_that_is_not_of_the_seed_is_found(tmp_path):
@@ -150,9 +158,9 @@ def test_chance_that_is_not_of_the_seed_is_found(tmp_path):
     )
     turns = Turns(environment=f"{path}:Guess", max_turns=4, processes=1)
     record(store, make_policy(store), turns, [{"limit": 8}] * 4, by_halves)
-    answer = play(tmp_path, code=3)
-    assert answer["episodes"] == 8 and not answer["is_changed"]
-    assert answer["episodes_agree"] < 8
+    report = play_here(tmp_path)
+    assert report.episodes == 8 and not report.is_changed
+    assert report.episodes_agree < 8
 
 
 def test_a_cut_observation_is_compared_as_it_was_cut(tmp_path):
@@ -163,9 +171,8 @@ def test_a_cut_observation_is_compared_as_it_was_cut(tmp_path):
     made = record(store, make_policy(store), turns, [{"limit": 8}] * 2, by_halves)
     infos = [turn["info"] for row in made.rollouts.table().to_pylist() for turn in row["turns"]]
     assert any(info and "cut_characters" in info for info in infos)
-    assert play(tmp_path)["episodes_agree"] == 4
-    other = write_guess(tmp_path, 61)
-    assert play(tmp_path, "--environment", other, code=3)["episodes_agree"] == 0
+    assert play_here(tmp_path).episodes_agree == 4
+    assert play_here(tmp_path, write_guess(tmp_path, 61)).episodes_agree == 0
 
 
 def test_an_episode_that_failed_is_not_played(tmp_path):
@@ -176,8 +183,8 @@ def test_an_episode_that_failed_is_not_played(tmp_path):
         return "break" if (group, sample, number) == ("g1", 1, 1) else "9"
 
     record(store, make_policy(store), turns, [{"limit": 8}] * 2, say)
-    answer = play(tmp_path)
-    assert (answer["episodes"], answer["failed"], answer["turns"]) == (3, 1, 9)
+    report = play_here(tmp_path)
+    assert (report.episodes, report.episodes_agree, report.failed, report.turns) == (3, 3, 1, 9)
 
 
 def test_calls_of_tools_and_turns_that_could_not_be_read(tmp_path):
@@ -191,8 +198,8 @@ def test_calls_of_tools_and_turns_that_could_not_be_read(tmp_path):
     rows = rollouts.table().to_pylist()
     assert [row["turns"][0]["observation"] for row in rows[::2]] == ["3\n5", "4\n6"]
     assert [row["turns"][-1]["reward"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
-    answer = play(tmp_path)
-    assert (answer["episodes_agree"], answer["turns_agree"]) == (4, 16)
+    report = play_here(tmp_path)
+    assert (report.episodes_agree, report.turns_agree) == (4, 16)
 
 
 def test_what_can_not_be_played_is_refused(tmp_path):
@@ -200,11 +207,17 @@ def test_what_can_not_be_played_is_refused(tmp_path):
     policy = make_policy(store)
     rows = [{**row, "old_logprobs": [-1.0] * len(row["completion_ids"])} for row in plain_rows()]
     episodes.write(store, policy, rows)
-    assert play(tmp_path, code=5)["error"]["code"] == "E-LINEAGE"
+    with pytest.raises(LineageError, match="names no prompts"):
+        play_here(tmp_path)
+    prompts = world.write_prompts(store, rows)
+    ref = str(episodes.write(store, policy, rows, "told", prompts).ref)
+    with pytest.raises(LineageError, match="no environment") as caught:
+        reenact(store, ref)
+    assert caught.value.next == f"quiver reenact {ref} --environment my_env.py:Guess"
     single = [{k: v for k, v in row.items() if k not in ("turns", "end_reason")} for row in rows]
     episodes.write(store, policy, single, "single")
-    error = quiver(tmp_path, "reenact", "single/rollouts", "--store", "store", code=5)["error"]
-    assert "rollouts/2" in error["message"]
+    with pytest.raises(LineageError, match="rollouts/2"):
+        reenact(store, "single/rollouts@1")
 
 
 def plain_rows() -> list[dict]:

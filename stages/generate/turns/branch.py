@@ -152,15 +152,7 @@ class _Branches:
             prompt = self._prompt_of(row["group_id"])
             beginning = beginning_of(row["group_id"], prompt["columns"] or {})
             before = row["turns"][: self._turn]
-            try:
-                answered = turns_answered(before, None, self._before_calls)
-                messages = self._messages(prompt["messages"], before)
-            except ValueError as error:
-                raise SchemaError(
-                    f"{self._name} {printable(row['rollout_id'])}",
-                    printable(error),
-                    next=f"quiver show {self._name}",
-                ) from None
+            answered = turns_answered(row["rollout_id"], before, None, self._before_calls)
             is_rewritten = any(turn["restart_ids"] for turn in row["turns"][: self._turn + 1])
             if prompt["images"] and is_rewritten:
                 raise SchemaError(
@@ -173,7 +165,7 @@ class _Branches:
             rows.append(
                 {
                     "group_id": f"{row['rollout_id']}.{self._turn}",
-                    "messages": messages,
+                    "messages": self._messages(row["rollout_id"], prompt["messages"], before),
                     "prompt_ids": self._ids_before(row),
                     **{name: prompt[name] for name in _BESIDE},
                 }
@@ -214,7 +206,7 @@ class _Branches:
         return ids if restart_ids is None else restart_ids
 
     def _messages(
-        self, chat: list[Message] | None, turns: Sequence[dict[str, Any]]
+        self, name: str, chat: list[Message] | None, turns: Sequence[dict[str, Any]]
     ) -> list[Message] | None:
         """The chat up to the turn, as far as it is known: of several tools whose outputs have
         several lines only all together."""
@@ -222,7 +214,7 @@ class _Branches:
             return None
         messages = list(chat)
         for turn in turns:
-            calls = calls_of(turn)
+            calls = calls_of(name, turn)
             content = self._before_calls(turn["text"]) if calls else turn["text"]
             message: Message = {"role": "assistant", "content": content}
             names = [call.name for call in calls]

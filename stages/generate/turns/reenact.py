@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from quiver.schemas.errors import LineageError, SchemaError, printable
+from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.plain import read_json
 from quiver.stages.common.config import parse, parse_saved
 from quiver.stages.common.lineage import open_input
@@ -118,15 +119,17 @@ def reenact(
     rows: int | None = None,
     environment: str | None = None,
     tools: Sequence[str] = (),
+    processes: int | None = None,
 ) -> Report:
     """Play the episodes of `ref`, or the first `rows` of them that did not fail. `environment` or
-    `tools`: in place of those that its manifest names. ConfigError, LineageError, SecurityError."""
+    `tools`: in place of those that its manifest names. `processes` for the environments, None: one
+    a core. ConfigError, LineageError, SecurityError."""
     rollouts = store.open(ref)
     require_episodes(rollouts)
     prompts = open_input(store, rollouts, "prompts")
     config = _turns_config(store, rollouts, environment, tools)
     saved = _saved_episodes(store, rollouts, prompts)
-    playing = config.model_copy(update={"fingerprint": "", "processes": None})
+    playing = config.model_copy(update={"fingerprint": "", "processes": processes})
     with EnvironmentPool(playing) as pool:
         is_changed = config.fingerprint not in ("", pool.loaded.fingerprint)
         report = Report(str(rollouts.ref), config.sources, is_changed)
@@ -182,22 +185,18 @@ def _saved_episodes(store: Store, rollouts: Version, prompts: Version) -> Iterat
                 next=f"quiver verify {rollouts.ref}",
             )
         (prompt,) = asked.slice(places[group], 1).to_pylist()
-        try:
-            answered = turns_answered(row["turns"], row["end_reason"], before_calls)
-        except ValueError as error:
-            raise SchemaError(
-                f"{rollouts.ref} {printable(row['rollout_id'])}",
-                printable(error),
-                next=f"quiver show {rollouts.ref}",
-            ) from None
+        rollout_id, turns, end_reason = (
+            row[name] for name in ("rollout_id", "turns", "end_reason")
+        )
+        answered = turns_answered(rollout_id, turns, end_reason, before_calls)
         yield _Saved(
             position,
-            row["rollout_id"],
+            rollout_id,
             beginning_of(group, prompt["columns"]),
             prompt["messages"],
-            row["turns"],
+            turns,
             answered,
-            row["end_reason"],
+            end_reason,
         )
 
 
@@ -311,7 +310,9 @@ def _compare(episode: _Saved, number: int, reply: Reply) -> Difference | None:
 def _text_of(step: Step, recorded: dict[str, Any]) -> str:
     """The text of an observation, cut as the recorded one was."""
     messages = step.observation()
-    info = read_json(recorded["info"]) if recorded["info"] else {}
+    info = None
+    with suppress(ValueError):  # of a user's own it may be nested too deeply
+        info = read_json(recorded["info"] or "null")
     num_cut = info.get("cut_characters") if isinstance(info, dict) else None
     if isinstance(num_cut, int) and num_cut > 0:
         messages = _cut_by(messages, num_cut)

@@ -2,7 +2,8 @@
 answered.
 
     beginning = beginning_of("sum-0017", {"answer": 7})          # of a prompt
-    turns_answered(row["turns"], row["end_reason"], text_before_calls(store, rollouts))
+    before_calls = text_before_calls(store, rollouts)
+    turns_answered(row["rollout_id"], row["turns"], row["end_reason"], before_calls)
 """
 
 from __future__ import annotations
@@ -72,29 +73,34 @@ def as_json(turns: Sequence[Turn]) -> str:
     )
 
 
-def calls_of(turn: Mapping[str, Any]) -> tuple[Call, ...]:
-    """The calls that were read from a saved turn. ValueError where that is no JSON of calls."""
-    calls = read_json(turn["tool_calls"] or "[]")
+def calls_of(name: str, turn: Mapping[str, Any]) -> tuple[Call, ...]:
+    """The calls that were read from a turn of rollout `name`. SchemaError where they are none."""
     try:
+        calls = read_json(turn["tool_calls"] or "[]")
         return tuple(Call(call["name"], call["arguments"]) for call in calls)
-    except (KeyError, TypeError):
-        raise ValueError("tool_calls are no list of {name, arguments}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise SchemaError(
+            f"rollout {printable(name)}",
+            f"tool_calls are no list of {{name, arguments}}: {printable(error)}",
+            next="look at the turns of that rollout",
+        ) from None
 
 
 def turns_answered(
+    name: str,
     turns: Sequence[Mapping[str, Any]],
     end_reason: str | None,
     before_calls: Callable[[str], str],
 ) -> list[Turn | None]:
-    """Of each saved turn what the environment was given to answer; None where it was not asked:
-    a turn that could not be read was refused without it, and the last one may be the answer, or
-    have been cut. `end_reason` None: more turns follow these. ValueError."""
+    """Of each turn of rollout `name` what the environment was given to answer; None where it was
+    not asked: a turn that could not be read was refused without it, and the last one may be the
+    answer, or have been cut. `end_reason` None: more turns follow these. SchemaError."""
     answered: list[Turn | None] = []
     for number, turn in enumerate(turns, 1):
         is_asked = turn["parse_error"] is None
         if number == len(turns) and end_reason is not None:
             is_asked &= turn["finish_reason"] == "stop" and end_reason not in _NOT_ASKED
-        calls = calls_of(turn) if is_asked else ()
+        calls = calls_of(name, turn) if is_asked else ()
         text = before_calls(turn["text"]) if calls else turn["text"]
         answered.append(Turn(text, calls) if is_asked else None)
     return answered
