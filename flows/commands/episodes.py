@@ -17,7 +17,6 @@ from .shared import CALLED, ReadReference, Reference, StorePath, open_store, say
 if TYPE_CHECKING:
     from quiver.stages.common.runtime.runner import Outcome
     from quiver.stages.common.store import Store
-    from quiver.stages.generate.turns.reenact import Difference
 
 _MOST_SHOWN = 5
 _MOST_TEXT = 300
@@ -65,7 +64,12 @@ def reenact(
     if report.failed:
         lines[1] += f"; {report.failed} had failed when they were sampled, and are not played"
     for difference in report.differences[:_MOST_SHOWN]:
-        lines += _lines_of(difference)
+        place = "before its first turn" if difference.turn is None else f"turn {difference.turn}"
+        lines += [
+            f"{printable(difference.rollout_id)} {place}: {difference.what}",
+            f"   recorded  {printable(difference.recorded, _MOST_TEXT)}",
+            f"   came      {printable(difference.came, _MOST_TEXT)}",
+        ]
     num_more = len(report.differences) - _MOST_SHOWN
     if num_more > 0:
         lines.append(f"and {num_more} more")
@@ -73,15 +77,6 @@ def reenact(
     say(answer, lines)
     if report.differences:
         raise SystemExit(CorruptError.exit_code)
-
-
-def _lines_of(difference: Difference) -> list[str]:
-    place = "before its first turn" if difference.turn is None else f"turn {difference.turn}"
-    return [
-        f"{printable(difference.rollout_id)} {place}: {difference.what}",
-        f"   recorded  {printable(difference.recorded, _MOST_TEXT)}",
-        f"   came      {printable(difference.came, _MOST_TEXT)}",
-    ]
 
 
 def branch(

@@ -93,15 +93,30 @@ class Trajectory(_Part):
         return self
 
     @property
-    def turn_rewards(self) -> list[float | None]:
-        """One a turn; a line without turns has one."""
-        return [self.reward] if self.turns is None else [turn.reward for turn in self.turns]
-
-    @property
     def total_reward(self) -> float | None:
         """What the whole is worth."""
-        earned = [reward for reward in self.turn_rewards if reward is not None]
+        earned = [turn.reward for turn in self.turns or () if turn.reward is not None]
         return self.reward if self.reward is not None or not earned else math.fsum(earned)
+
+    @property
+    def turn_rewards(self) -> list[float | None] | None:
+        """One a turn, which add up to the reward; where only the whole has one, it is the last
+        turn's. None: not scored."""
+        earned = [turn.reward for turn in self.turns or ()]
+        if self.total_reward is None:
+            return None
+        if all(reward is None for reward in earned):
+            return [*earned[:-1], self.total_reward]
+        return earned
+
+    @property
+    def ids(self) -> dict[str, list[int]]:
+        """Every list of ids, by its field."""
+        fields = {"prompt_ids": self.prompt_ids, "completion_ids": self.completion_ids}
+        for number, turn in enumerate(self.turns or ()):
+            fields[f"turns.{number}.observation_ids"] = turn.observation_ids
+            fields[f"turns.{number}.restart_ids"] = turn.restart_ids or []
+        return fields
 
     @property
     def sequences(self) -> list[int]:
@@ -151,10 +166,12 @@ def read(source: str, sha256: str = "") -> tuple[dict[int, Trajectory], str]:
         raise bad_source(source, f"there is no file {path.absolute()}")
     try:
         hash_now = storage.sha256(path)
-        lines = {
-            number: parse(Trajectory, _object(source, number, row), place_of(source, number))
-            for number, row in json_rows(path)
-        }
+        lines = {}
+        for number, row in json_rows(path):
+            if not isinstance(row, dict):
+                problem = f"expected an object, found {type(row).__name__}"
+                raise bad_source(f"{source} line {number}", problem)
+            lines[number] = parse(Trajectory, row, place_of(source, number))
     except OSError as error:
         raise bad_source(source, f"can not be read: {printable(error)}") from error
     if not lines:
@@ -171,11 +188,3 @@ def read(source: str, sha256: str = "") -> tuple[dict[int, Trajectory], str]:
 def place_of(source: str, number: int) -> str:
     """What errors call a line."""
     return f"source {printable(source)} line {number}"
-
-
-def _object(source: str, number: int, row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise bad_source(
-            f"{source} line {number}", f"expected an object, found {type(row).__name__}"
-        )
-    return row

@@ -67,7 +67,8 @@ def resolve(config: Config) -> Config:
     """`config` with what the lines say of their sampling. Reads the file. ConfigError."""
     lines, sha256 = trajectories.read(config.source, config.source_sha256)
     longest = max(1, *(len(line.completion_ids) for line in lines.values()))
-    sampling = {**config.sampling.model_dump(), "temperature": _usual_temperature(lines.values())}
+    ((temperature, _),) = Counter(line.temperature for line in lines.values()).most_common(1)
+    sampling = {**config.sampling.model_dump(), "temperature": temperature}
     if "max_tokens" not in config.sampling.model_fields_set:
         sampling["max_tokens"] = longest
     filled_in: dict[str, Any] = {
@@ -121,11 +122,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     )
 
 
-def _usual_temperature(lines: Iterable[Trajectory]) -> float:
-    ((temperature, _),) = Counter(line.temperature for line in lines).most_common(1)
-    return temperature
-
-
 def _require_readable(config: Config, lines: Mapping[int, Trajectory], policy: Version) -> None:
     """ConfigError for a line that the policy could not have read or sampled."""
     vocabulary = checkpoints.vocabulary_size(policy)
@@ -134,7 +130,7 @@ def _require_readable(config: Config, lines: Mapping[int, Trajectory], policy: V
     allowed = config.sampling.max_tokens
     for number, line in lines.items():
         problem = ""
-        for field, ids in _ids_of(line):
+        for field, ids in line.ids.items():
             if ids and max(ids) >= vocabulary:
                 problem = f"{field} holds {max(ids)}, {policy.ref} knows ids below {vocabulary}"
                 break
@@ -154,15 +150,6 @@ def _require_readable(config: Config, lines: Mapping[int, Trajectory], policy: V
             raise ConfigError(
                 place_of(config.source, number), problem, next="correct the source and run again"
             )
-
-
-def _ids_of(line: Trajectory) -> list[tuple[str, list[int]]]:
-    """Every list of ids of a line, by its field."""
-    fields = [("prompt_ids", line.prompt_ids), ("completion_ids", line.completion_ids)]
-    for number, turn in enumerate(line.turns or ()):
-        fields.append((f"turns.{number}.observation_ids", turn.observation_ids))
-        fields.append((f"turns.{number}.restart_ids", turn.restart_ids or []))
-    return fields
 
 
 def _groups(config: Config, lines: Mapping[int, Trajectory], prompts: Version | None) -> list[str]:

@@ -78,20 +78,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         reward = line.total_reward
         row = {**rollout, "reward": reward, "parts": {_PART: reward}, "errors": {_PART: None}}
         if of_turns:
-            row["turn_rewards"] = _turn_rewards(line)
+            row["turn_rewards"] = line.turn_rewards
         rows.append(row)
     table = pa.Table.from_pylist(rows, schema_for([_PART], of_turns=of_turns))
     writer.write_table(table)
     metrics, status = summary(table, {})
     writer.finish(metrics=metrics, status=status)
-
-
-def _turn_rewards(line: trajectories.Trajectory) -> list[float | None] | None:
-    """One a turn, which add up to the reward: where only the whole has one, it is the last
-    turn's."""
-    earned = line.turn_rewards
-    if line.total_reward is None:
-        return None
-    if all(reward is None for reward in earned):
-        return [*earned[:-1], line.total_reward]
-    return earned

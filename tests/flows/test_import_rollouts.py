@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quiver.flows.commands import episodes as commands
-from quiver.schemas.errors import ConfigError, QuiverError
+from quiver.schemas.errors import ConfigError, NumericError, QuiverError
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store
 from quiver.stages.common.verification import verify
@@ -165,21 +165,26 @@ def test_a_kl_term_and_another_reward_of_the_same_rollouts(workplace):
     assert store.open(scored).table()["reward"].to_pylist() == pytest.approx(first)
 
 
-@pytest.mark.parametrize("lie", ["text", "temperature"])
-def test_logprobs_of_something_else_are_refused(workplace, lie):
-    """Those of another answer, or at another temperature than is said."""
+def test_logprobs_of_other_answers_are_refused(workplace):
     store = Store(workplace / "store")
-    rows = sampled(store, temperature=1.0 if lie == "text" else 2.0)
-    lines = lines_of(rows, turns=True)
-    if lie == "text":
-        others = [line["logprobs"] for line in lines]
-        for line, other in zip(lines, others[5:] + others[:5], strict=True):
-            line["logprobs"] = (other * len(line["logprobs"]))[: len(line["logprobs"])]
+    lines = lines_of(sampled(store), turns=True)
+    others = [line["logprobs"] for line in lines]
+    for line, other in zip(lines, others[5:] + others[:5], strict=True):
+        line["logprobs"] = (other * len(line["logprobs"]))[: len(line["logprobs"])]
     write(workplace, lines)
     take_over(workplace)
     error = by_shell(workplace, OPTIMIZE, code=8)["error"]
     assert error["code"] == "E-NUMERIC" and "audit" in error["object"]
     assert store.numbers("tiny", "rollouts") == [1] and store.numbers("tiny", "policy") == [0]
+
+
+def test_logprobs_at_another_temperature_than_is_said_are_refused(workplace):
+    store = Store(workplace / "store")
+    write(workplace, lines_of(sampled(store, temperature=2.0), turns=True))
+    take_over(workplace)
+    made = store.open("tiny/rollouts@1"), store.open("tiny/rewards@1")
+    with pytest.raises(NumericError, match="another temperature"):
+        world.trained(store, store.open("tiny/policy@0"), made)
 
 
 GOOD = {"prompt_ids": [1, 40], "completion_ids": [45, 46, 2], "logprobs": [-0.3, -1.5, 0.0]}

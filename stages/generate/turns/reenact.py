@@ -128,12 +128,11 @@ def reenact(
     require_episodes(rollouts)
     prompts = open_input(store, rollouts, "prompts")
     config = _turns_config(store, rollouts, environment, tools)
-    saved = _saved_episodes(store, rollouts, prompts)
     playing = config.model_copy(update={"fingerprint": "", "processes": processes})
     with EnvironmentPool(playing) as pool:
         is_changed = config.fingerprint not in ("", pool.loaded.fingerprint)
         report = Report(str(rollouts.ref), config.sources, is_changed)
-        outcomes = _play_all(pool, _not_failed(saved, report, rows))
+        outcomes = _play_all(pool, _saved_episodes(store, rollouts, prompts, report, rows))
     differences = [
         (position, outcome.difference)
         for position, outcome in outcomes.items()
@@ -168,8 +167,11 @@ def _turns_config(
     return parse_saved(Turns, section, f"{name} config.turns")[0]
 
 
-def _saved_episodes(store: Store, rollouts: Version, prompts: Version) -> Iterator[_Saved]:
-    """Row after row. LineageError: a prompt is not there; SchemaError: calls can not be read."""
+def _saved_episodes(
+    store: Store, rollouts: Version, prompts: Version, report: Report, rows: int | None
+) -> Iterator[_Saved]:
+    """Row after row, up to `rows` that did not fail; counted in the report. LineageError: a prompt
+    is not there; SchemaError: calls can not be read."""
     asked = prompts.table(["group_id", "messages", "columns"])
     places = {group: place for place, group in enumerate(asked["group_id"].to_pylist())}
     before_calls = text_before_calls(store, rollouts)
@@ -177,7 +179,14 @@ def _saved_episodes(store: Store, rollouts: Version, prompts: Version) -> Iterat
     table = rollouts.table(columns)
     for position in range(len(table)):
         (row,) = table.slice(position, 1).to_pylist()
-        group = row["group_id"]
+        rollout_id, group, turns, end_reason = (row[name] for name in columns)
+        if report.episodes == rows:
+            return
+        if end_reason in FAILURES:
+            report.failed += 1
+            continue
+        report.episodes += 1
+        report.turns += len(turns)
         if group not in places:
             raise LineageError(
                 str(rollouts.ref),
@@ -185,9 +194,6 @@ def _saved_episodes(store: Store, rollouts: Version, prompts: Version) -> Iterat
                 next=f"quiver verify {rollouts.ref}",
             )
         (prompt,) = asked.slice(places[group], 1).to_pylist()
-        rollout_id, turns, end_reason = (
-            row[name] for name in ("rollout_id", "turns", "end_reason")
-        )
         answered = turns_answered(rollout_id, turns, end_reason, before_calls)
         yield _Saved(
             position,
@@ -198,19 +204,6 @@ def _saved_episodes(store: Store, rollouts: Version, prompts: Version) -> Iterat
             answered,
             end_reason,
         )
-
-
-def _not_failed(saved: Iterator[_Saved], report: Report, rows: int | None) -> Iterator[_Saved]:
-    """Those that are played, up to `rows`; counted in the report."""
-    for episode in saved:
-        if report.episodes == rows:
-            return
-        if episode.end_reason in FAILURES:
-            report.failed += 1
-            continue
-        report.episodes += 1
-        report.turns += len(episode.turns)
-        yield episode
 
 
 def _play_all(pool: EnvironmentPool, episodes: Iterator[_Saved]) -> dict[int, _Outcome]:
