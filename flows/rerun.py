@@ -253,7 +253,7 @@ def _answer_again(
     for ref in refs["rollouts"]:
         manifest = store.open(ref).manifest
         policy = manifest.model("policy").ref
-        outcomes = answer_greedily(recipe, manifest.input("prompts").ref, policy, perform)
+        outcomes = answer_greedily(recipe, manifest.require_input("prompts").ref, policy, perform)
         pairs.append([outcome.ref for outcome in outcomes.values()])
     rollouts, rewards = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
     return {"baseline_rollouts": rollouts, "baseline_rewards": rewards}

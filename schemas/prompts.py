@@ -21,6 +21,14 @@ three columns more:
 | tools | string, null | JSON of the tools that the template was given |
 | images | list<struct<bytes, path>>, null | a prompt's pictures, as `datasets.Image` stores them |
 | image_spans | list<struct<start, length>>, null | where their ids stand in `prompt_ids` |
+
+A prompt may be the beginning of a saved episode, up to a turn that is to be sampled anew. Its
+`columns` then have two texts more, by which the environment is brought to that place:
+
+| in `columns` | meaning |
+|---|---|
+| quiver_turns | JSON of the turns that it had answered: [{text, calls: [{name, arguments}]}] |
+| quiver_group | the group_id of the episode, which gives the environment's seed |
 """
 
 import pyarrow as pa
@@ -38,6 +46,8 @@ SCHEMA = fields.kind_schema(
         fields.open_struct("columns"),
     ],
 )
+PLAYED_TURNS = "quiver_turns"
+PLAYED_GROUP = "quiver_group"
 _CALLS = [pa.field(name, pa.string()) for name in ("tool_calls", "tool_call_id", "name")]
 MESSAGES_WITH_CALLS = pa.list_(
     fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_CALLS]))

@@ -63,7 +63,7 @@ def test_what_a_document_names_exists(path):
         assert not heading or heading in anchors(target), f"{path.name} links to {link}#{heading}"
     for picture in re.findall(r'<img src="([^"]+)"', text):
         assert (path.parent / picture).exists(), f"{path.name} shows {picture}"
-    for command in re.findall(r"(?<!from )\bquiver ([a-z]+)", text):
+    for command in re.findall(r"(?<!from )\bquiver ([a-z][a-z-]*)", text):
         assert command in COMMANDS, f"{path.name} names quiver {command}"
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"\bmake ([a-z]+)[`\s]", re.sub(r"(?s)```python.*?```", "", text)):

@@ -1,77 +1,19 @@
-"""Python rows as an Arrow table: strict JSON, and types that all rows agree on. What is wrong is
-named by file and line."""
+"""Python rows as an Arrow table, with types that all rows agree on. What is wrong is named by file
+and line."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.plain import no_constant, no_key_twice
-from quiver.stages.common.chat.template import bad_text
+from quiver.schemas.errors import printable
+from quiver.stages.common.json_rows import bad_source
 
 CHUNK = 1024
 _DISAGREEMENTS = (pa.ArrowException, ValueError, OverflowError, TypeError)
-
-
-def bad_source(place: object, message: str) -> ConfigError:
-    """The error for a source, or a line or row of it."""
-    return ConfigError(
-        f"source {printable(place)}", message, next="correct the source and run again"
-    )
-
-
-def json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(line, row): of JSON lines, or of one array of objects (then `line` counts its items)."""
-    with open(path, "rb") as file:
-        beginning = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
-        while not beginning and (chunk := file.read(1 << 16)):
-            beginning = chunk.lstrip()
-        if beginning.startswith(b"["):
-            yield from enumerate(parse(f"{path}", path.read_bytes()), 1)
-            return
-        file.seek(0)
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, parse(f"{path} line {number}", line)
-
-
-def parse(place: str, raw: bytes) -> Any:
-    """Strict JSON: UTF-8, no NaN, no key twice, no NUL and no lone surrogate in any text.
-    ConfigError names `place`."""
-    try:
-        text = raw.decode("utf-8-sig")
-        parsed = json.loads(text, object_pairs_hook=no_key_twice, parse_constant=no_constant)
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise bad_source(
-            place, f"is not UTF-8: byte {byte:#04x} at position {error.start}"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise bad_source(place, f"is not JSON: {printable(error)}") from None
-    if "\\u" in text:
-        try:
-            _require_text(place, parsed)
-        except RecursionError:
-            raise bad_source(place, "is nested too deeply") from None
-    return parsed
-
-
-def _require_text(place: str, node: Any) -> None:
-    if isinstance(node, str):
-        problem = bad_text(node)
-        if problem:
-            raise bad_source(place, problem)
-    elif isinstance(node, list):
-        for child in node:
-            _require_text(place, child)
-    elif isinstance(node, dict):
-        _require_text(place, [*node, *node.values()])
 
 
 def to_table(source: str, unit: str, rows: Iterable[tuple[int, Any]]) -> pa.Table:

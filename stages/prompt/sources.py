@@ -22,10 +22,11 @@ import pyarrow as pa
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common import plugins
+from quiver.stages.common.json_rows import bad_source, json_rows
 from quiver.stages.common.store import storage
 
 from .config import SourceConfig
-from .python_rows import CHUNK, bad_source, json_rows, to_table
+from .python_rows import CHUNK, to_table
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".feather")
 _MOST_LEVELS = 60  # Arrow files are read to 64

@@ -18,7 +18,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
-from quiver.schemas.errors import LineageError, RewardError
+from quiver.schemas.errors import RewardError
+from quiver.stages.common.lineage import open_input
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.store.writer import Writer
@@ -44,7 +45,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     the rows without a reward are scored again; where every row has one, they are the answer.
     ConfigError, LineageError."""
     rollouts = store.open(refs["rollouts"])
-    inputs = {"rollouts": rollouts, "prompts": _prompts_of(store, rollouts)}
+    inputs = {"rollouts": rollouts, "prompts": open_input(store, rollouts, "prompts")}
     answer = None
     if refs.get("retry"):
         earlier = inputs["retry"] = store.open(refs["retry"])
@@ -145,15 +146,3 @@ def open_scorers(
             prefill = beginnings(server.begins_with, prompts, rollouts)
             scorers.append(stack.enter_context(closing(ServerScorer(server, notice, prefill))))
         yield scorers
-
-
-def _prompts_of(store: Store, rollouts: Version) -> Version:
-    entry = rollouts.manifest.require_input("prompts")
-    prompts = store.open(entry.ref)
-    if prompts.manifest.content_hash != entry.content_hash:
-        raise LineageError(
-            str(prompts.ref),
-            f"is not what {rollouts.ref} was made of",
-            next=f"quiver lineage {rollouts.ref}",
-        )
-    return prompts

@@ -128,7 +128,7 @@ class Bridge:
         longest = max((len(message["content"]) for message in messages), default=0)
         while shortest < longest:  # the most characters of a content that fit
             middle = (shortest + longest) // 2
-            cut_messages = [_shortened(message, middle) for message in messages]
+            cut_messages = [shortened(message, middle) for message in messages]
             rendering = self.observation(name, cut_messages, has_end=has_end)
             if len(rendering.ids) <= most:
                 num_cut = sum(max(len(message["content"]) - middle, 0) for message in messages)
@@ -321,7 +321,7 @@ def _probe_calls(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def _shortened(message: Message, most: int) -> Message:
+def shortened(message: Message, most: int) -> Message:
     """A message whose content has at most `most` characters of its own, out of both ends."""
     content = message["content"]
     num_cut = len(content) - most

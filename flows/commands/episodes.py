@@ -1,0 +1,157 @@
+"""Commands about saved trajectories: play them again, begin anew in the middle of them, take over
+those of another system."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quiver.schemas.errors import CorruptError, for_terminal, printable
+
+from . import completion
+from .shared import CALLED, ReadReference, Reference, StorePath, open_store, say
+
+if TYPE_CHECKING:
+    from quiver.stages.common.runtime.runner import Outcome
+    from quiver.stages.common.store import Store
+
+_MOST_SHOWN = 5
+_MOST_TEXT = 300
+_Into = Annotated[
+    str | None,
+    typer.Option(help="run that the new version belongs to", autocompletion=completion.runs),
+]
+
+
+def reenact(
+    ref: ReadReference,
+    rows: Annotated[int | None, typer.Option(help="only the first episodes", min=1)] = None,
+    environment: Annotated[
+        str | None, typer.Option(help="my_env.py:Guess, in place of the recorded one")
+    ] = None,
+    tools: Annotated[
+        list[str] | None, typer.Option(help="my_tools.py:search, in place of the recorded ones")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="for the environments; default: one a core", min=1)
+    ] = None,
+    store: StorePath = None,
+) -> None:
+    """Play saved episodes again, against their environment. It must answer as it did; exit code 3
+    where it does not. Its code runs, as it is now."""
+    from quiver.stages.generate.turns.reenact import reenact as play
+
+    report = play(
+        open_store(store),
+        ref,
+        rows=rows,
+        environment=environment,
+        tools=tools or (),
+        processes=processes,
+    )
+    if report.is_changed:
+        names = ", ".join(report.sources)
+        warning = f"{names} is other code than that which {report.ref} was sampled with"
+        typer.secho(f"warning: {for_terminal(warning)}", fg="yellow", err=True)
+    lines = [
+        f"{report.ref} against {', '.join(report.sources)}",
+        f"episodes  {report.episodes_agree} of {report.episodes} agree",
+        f"turns     {report.turns_agree} of {report.turns} agree",
+    ]
+    if report.failed:
+        lines[1] += f"; {report.failed} had failed when they were sampled, and are not played"
+    for difference in report.differences[:_MOST_SHOWN]:
+        place = "before its first turn" if difference.turn is None else f"turn {difference.turn}"
+        lines += [
+            f"{printable(difference.rollout_id)} {place}: {difference.what}",
+            f"   recorded  {printable(difference.recorded, _MOST_TEXT)}",
+            f"   came      {printable(difference.came, _MOST_TEXT)}",
+        ]
+    num_more = len(report.differences) - _MOST_SHOWN
+    if num_more > 0:
+        lines.append(f"and {num_more} more")
+    answer = {**vars(report), "differences": [d._asdict() for d in report.differences]}
+    say(answer, lines)
+    if report.differences:
+        raise SystemExit(CorruptError.exit_code)
+
+
+def branch(
+    ref: Reference,
+    turn: Annotated[int, typer.Option(help="the turn that is to be sampled anew, from 0", min=1)],
+    into: _Into = None,
+    store: StorePath = None,
+) -> None:
+    """Make prompts of saved episodes, up to a turn. They are a prompts version, from which
+    `generate` goes on."""
+    outcome = _perform(open_store(store), "branch", {"turn": turn}, {"rollouts": ref}, into)
+    _say_made({"prompts": outcome})
+
+
+def import_rollouts(
+    file: Annotated[Path, typer.Argument(help="JSON lines", metavar="FILE")],
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="run/policy@version that sampled them", autocompletion=completion.references
+        ),
+    ],
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="run/prompts@version that they answer, by group_id",
+            autocompletion=completion.references,
+        ),
+    ] = None,
+    into: _Into = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="how they were sampled, e.g. sampling.max_tokens=512"),
+    ] = None,
+    store: StorePath = None,
+) -> None:
+    """Take over rollouts of another system. Lines of ids with their logprobs, and rewards where
+    they have some; the audit of optimize tells whether they are of that policy."""
+    from quiver.stages.common.config import parse
+    from quiver.stages.generate import imported
+
+    from ..sections import put_setting
+
+    fields: dict[str, Any] = {"source": str(file)}
+    for setting in settings or ():
+        put_setting(fields, setting)
+    opened = open_store(store)
+    config = imported.resolve(parse(imported.Config, fields, "import-rollouts"))
+    refs = {"policy": policy, **({"prompts": prompts} if prompts else {})}
+    made = {"rollouts": _perform(opened, "imported", config.model_dump(mode="json"), refs, into)}
+    if made["rollouts"].metrics["rewarded"]:
+        refs = {"rollouts": made["rollouts"].ref}
+        source = {"source": str(file)}
+        made["rewards"] = _perform(opened, "imported_rewards", source, refs, into)
+    _say_made(made)
+
+
+def _perform(
+    store: Store, stage: str, config: dict[str, Any], refs: dict[str, str], into: str | None
+) -> Outcome:
+    """A stage that needs no process of its own."""
+    from quiver.stages.common.runtime.runner import Call, perform
+
+    from ..by_hand import tell_version
+
+    call = Call(stage, config, store.path, refs, into)
+    outcome = perform(call, store)
+    CALLED.num_made += not outcome.cached
+    tell_version(call, outcome)
+    return outcome
+
+
+def _say_made(made: dict[str, Outcome]) -> None:
+    lines = []
+    for outcome in made.values():
+        seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
+        lines.append(f"{outcome.ref}  {outcome.rows} rows  {seconds}")
+    say({kind: asdict(outcome) for kind, outcome in made.items()}, lines)

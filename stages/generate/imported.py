@@ -1,0 +1,263 @@
+"""imported: what another system sampled becomes rollouts, as if `generate` had made them.
+
+A file of JSON lines with ids and logprobs (see `stages/common/trajectories.py`) and the policy that
+is said to have sampled them. Lines without turns become rollouts/1, with turns rollouts/2. Every
+line is looked at before anything is written; whether the logprobs are the policy's is what the
+audit of `optimize` tells. Where lines have rewards, the stage `imported_rewards` makes a version of
+them.
+
+    config = resolve(Config(source="trajectories.jsonl"))
+    ref = run_stage("imported", config, store, policy="arith/policy@0")
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pydantic import Field
+
+from quiver.schemas import rollouts as rollouts_kind
+from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.manifest import digest
+from quiver.stages.common import config as common
+from quiver.stages.common import trajectories
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.runtime.stage import Plan, Refs
+from quiver.stages.common.store import Store, Version
+from quiver.stages.common.store.writer import Writer
+from quiver.stages.common.trajectories import Trajectory, place_of
+
+from .options import Sampling
+
+STAGE_VERSION = 1
+_END_OF = {"stop": "answered", "length": "max_tokens", "abort": "environment_error"}
+"""Why an episode ended, by how its last turn did: more is not told of it."""
+
+
+class Limits(common.Config):
+    """What episodes were held to."""
+
+    max_tokens: int = Field(ge=1)
+    """Most sampled ids of an episode, over all its turns."""
+
+
+class Config(common.Config):
+    """Trajectories of another system, and how they were sampled."""
+
+    source: str = Field(min_length=1)
+    """A file of JSON lines."""
+    sampling: Sampling = Sampling()
+    """How they were sampled, as far as lines do not say it. Without `max_tokens` the longest
+    completion is what was allowed; `temperature` is that of most lines."""
+    turns: Limits | None = None
+    """Filled in by the stage, where lines have turns."""
+    source_sha256: str = ""
+    """Filled in by the stage: hash of the file."""
+
+    def key(self) -> dict[str, Any]:
+        """The bytes decide, wherever they lie."""
+        return {**super().key(), "source": common.without_folder(self.source)}
+
+
+def resolve(config: Config) -> Config:
+    """`config` with what the lines say of their sampling. Reads the file. ConfigError."""
+    lines, sha256 = trajectories.read(config.source, config.source_sha256)
+    longest = max(1, *(len(line.completion_ids) for line in lines.values()))
+    ((temperature, _),) = Counter(line.temperature for line in lines.values()).most_common(1)
+    sampling = {**config.sampling.model_dump(), "temperature": temperature}
+    if "max_tokens" not in config.sampling.model_fields_set:
+        sampling["max_tokens"] = longest
+    filled_in: dict[str, Any] = {
+        "sampling": common.parse(Sampling, sampling, "sampling"),
+        "source_sha256": sha256,
+    }
+    if any(line.turns is not None for line in lines.values()):
+        filled_in["turns"] = Limits(max_tokens=sampling["max_tokens"])
+    return config.model_copy(update=filled_in)
+
+
+def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
+    """The lines as rollouts of `refs["policy"]`; of `refs["prompts"]`, where these are given.
+    ConfigError, LineageError."""
+    policy = store.open(refs["policy"])
+    inputs = {"prompts": store.open(refs["prompts"])} if refs.get("prompts") else {}
+    for kind, version in {"policy": policy, **inputs}.items():
+        if version.ref.kind != kind:
+            raise LineageError(str(version.ref), f"is no version of {kind}", next="quiver ls")
+    return Plan(
+        store=store,
+        stage="imported",
+        stage_version=STAGE_VERSION,
+        config=config if config.source_sha256 else resolve(config),
+        run=into or policy.ref.run,
+        kinds=("rollouts",),
+        inputs=inputs,
+        models=(checkpoints.as_model("policy", policy),),
+    )
+
+
+def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
+    """Check every line, then write. ConfigError names line and field."""
+    config = plan.config
+    writer = writers["rollouts"]
+    lines, _ = trajectories.read(config.source, config.source_sha256)
+    policy = plan.store.open(plan.models[0].ref)
+    _require_readable(config, lines, policy)
+    groups = _groups(config, lines, plan.inputs.get("prompts"))
+    rows = _rows(plan, lines.values(), groups, policy)
+    schema = rollouts_kind.SCHEMA if config.turns is None else rollouts_kind.OF_TURNS
+    writer.write_table(pa.Table.from_pylist(rows, schema))
+    num_tokens = sum(len(line.completion_ids) for line in lines.values())
+    writer.finish(
+        metrics={
+            "tokens": num_tokens,
+            "mean_completion_tokens": num_tokens / len(lines),
+            "rewarded": sum(line.total_reward is not None for line in lines.values()),
+        },
+        status=dict(sorted(Counter(row["finish_reason"] for row in rows).items())),
+    )
+
+
+def _require_readable(config: Config, lines: Mapping[int, Trajectory], policy: Version) -> None:
+    """ConfigError for a line that the policy could not have read or sampled."""
+    vocabulary = checkpoints.vocabulary_size(policy)
+    context = checkpoints.context_length(policy)
+    is_encoder_decoder = checkpoints.is_encoder_decoder(policy)
+    allowed = config.sampling.max_tokens
+    for number, line in lines.items():
+        problem = ""
+        for field, ids in line.ids.items():
+            if ids and max(ids) >= vocabulary:
+                problem = f"{field} holds {max(ids)}, {policy.ref} knows ids below {vocabulary}"
+                break
+        longest = max(line.sequences)
+        if is_encoder_decoder:  # a context each
+            longest = max(len(line.prompt_ids), len(line.completion_ids))
+        if context is not None and longest > context:
+            problem = f"a sequence has {longest} tokens, {policy.ref} reads {context}"
+        elif is_encoder_decoder and line.turns is not None:
+            problem = f"turns: {policy.ref} is an encoder-decoder model, which answers once"
+        elif len(line.completion_ids) > allowed:
+            problem = (
+                f"completion_ids has {len(line.completion_ids)} items, sampling.max_tokens is "
+                f"{allowed}"
+            )
+        if problem:
+            raise ConfigError(
+                place_of(config.source, number), problem, next="correct the source and run again"
+            )
+
+
+def _groups(config: Config, lines: Mapping[int, Trajectory], prompts: Version | None) -> list[str]:
+    """The group of each line. ConfigError for one that has another prompt than its group has."""
+    prompts_by_group: dict[str, list[int]] = {}
+    if prompts is not None:
+        table = prompts.table(["group_id", "prompt_ids"])
+        pairs = (table[name].to_pylist() for name in ("group_id", "prompt_ids"))
+        prompts_by_group = dict(zip(*pairs, strict=True))
+    groups = []
+    for number, line in lines.items():
+        group = line.group_id or digest(line.prompt_ids)[:16]
+        problem = ""
+        if prompts is not None and group not in prompts_by_group:
+            problem = f"group_id: {prompts.ref} has no {printable(group)}"
+        elif prompts_by_group.setdefault(group, line.prompt_ids) != line.prompt_ids:
+            others = "an earlier line" if prompts is None else str(prompts.ref)
+            problem = f"prompt_ids: group {printable(group)} has others in {others}"
+        if problem:
+            raise ConfigError(
+                place_of(config.source, number), problem, next="correct the source and run again"
+            )
+        groups.append(group)
+    return groups
+
+
+def _rows(
+    plan: Plan, lines: Iterable[Trajectory], groups: Sequence[str], policy: Version
+) -> list[dict[str, Any]]:
+    """Rows of rollouts/1, or of rollouts/2 where some line has turns."""
+    texts = _Texts(policy)
+    counts: Counter[str] = Counter()
+    rows = []
+    for line, group in zip(lines, groups, strict=True):
+        sample = counts[group]
+        counts[group] += 1
+        turns = _turns(line, texts)
+        finish_reason = turns[-1]["finish_reason"]
+        text = turns[-1]["text"]
+        if line.turns is None and line.text is None:
+            text = texts.without_control(line.completion_ids)
+        row = {
+            "rollout_id": f"{plan.run_key[:8]}-{group}-{sample}",
+            "group_id": group,
+            "sample_index": sample,
+            "prompt_ids": line.prompt_ids,
+            "completion_ids": line.completion_ids,
+            "old_logprobs": line.logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": None,
+            "completion_text": text,
+            "temperature": line.temperature,
+            "seed": 0,
+        }
+        if plan.config.turns is not None:
+            row |= {"turns": turns, "end_reason": _END_OF[finish_reason]}
+        rows.append(row)
+    return rows
+
+
+class _Texts:
+    """Text of ids, for people and rewards, where a line has none."""
+
+    def __init__(self, policy: Version) -> None:
+        self.end_ids = frozenset(checkpoints.end_token_ids(policy))
+        self._tokenizer = checkpoints.load_tokenizer(policy)
+
+    def of_turn(self, ids: list[int]) -> str:
+        """With control tokens, which may frame calls, and without the end."""
+        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self.end_ids else ids)
+
+    def without_control(self, ids: list[int]) -> str:
+        """As generate has it of a completion."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _turns(line: Trajectory, texts: _Texts) -> list[dict[str, Any]]:
+    """The turns of a line as rollouts/2 have them; a line without any is one turn."""
+    given = line.turns or [trajectories.Turn(length=len(line.completion_ids), reward=line.reward)]
+    rows = []
+    start = 0
+    for number, turn in enumerate(given, 1):
+        ids = line.completion_ids[start : start + turn.length]
+        start += turn.length
+        is_last = number == len(given)
+        ends = bool(ids) and ids[-1] in texts.end_ids
+        guess = "stop" if ends or not is_last else "length"
+        reason = turn.finish_reason or (line.finish_reason if is_last else None) or guess
+        text = turn.text if turn.text is not None or not is_last else line.text
+        observation = turn.observation
+        calls = None
+        if turn.tool_calls is not None:
+            calls = json.dumps([call.model_dump() for call in turn.tool_calls], ensure_ascii=False)
+        if observation is None:
+            observation = texts.without_control(turn.observation_ids)
+        rows.append(
+            {
+                "length": turn.length,
+                "text": texts.of_turn(ids) if text is None else text,
+                "observation_ids": turn.observation_ids,
+                "restart_ids": turn.restart_ids,
+                "finish_reason": reason,
+                "tool_calls": calls,
+                "parse_error": None,
+                "observation": observation,
+                "reward": turn.reward,
+                "info": None,
+                "seconds": 0.0,
+            }
+        )
+    return rows

@@ -1,0 +1,254 @@
+"""branch: saved episodes up to one of their turns become prompts/2, from which that turn, and what
+follows it, is sampled anew.
+
+The ids are those that the policy read before the turn: nothing is rendered or encoded again. What
+the environment had answered by then stands in the prompt's columns (see `schemas/prompts.py`), so
+it can be brought to the same place. Of one saved episode thus many may follow, which tells how much
+a single turn was worth.
+
+    ref = run_stage("branch", Config(turn=2), store, rollouts="guess/rollouts@3")
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field
+
+from quiver.schemas import prompts as prompts_kind
+from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printable
+from quiver.schemas.fields import required
+from quiver.stages.common import config as common
+from quiver.stages.common.lineage import open_input
+from quiver.stages.common.models import checkpoints
+from quiver.stages.common.runtime.stage import Plan, Refs
+from quiver.stages.common.store import Store
+from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.generate.turns.bridge import answers_of_calls, turn_message
+from quiver.stages.common.environments.environment import Message
+from quiver.stages.generate.turns.saved import (
+    as_json,
+    beginning_of,
+    calls_of,
+    require_episodes,
+    text_before_calls,
+    turns_answered,
+)
+from quiver.stages.generate.turns.tool_calls import ParsedTurn
+
+STAGE_VERSION = 1
+_OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns"]
+_CARRIED = ("turns", "template_arguments", "template_seconds")
+"""Of the prompts' config: who goes on with them must render as they were."""
+_TOLD = ("assistant_starts", "chat_template")
+"""The same of their metrics."""
+_BESIDE = ("tools", "images", "image_spans")
+"""Columns of the prompt that stay."""
+
+
+class Config(common.Config):
+    """Where saved episodes are cut."""
+
+    turn: int = Field(ge=1)
+    """The turn that is to be sampled anew, from 0. Episodes without one of that number are left
+    out, and counted."""
+    turns: dict[str, Any] | None = None
+    """Filled in by the stage, as the next two: the environment that the prompts were rendered for.
+    """
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """With what the template of the prompts was rendered."""
+    template_seconds: float = 10.0
+    """Longest time that it may take for one prompt."""
+
+    def key(self) -> dict[str, Any]:
+        """All else follows from the inputs."""
+        return {"turn": self.turn}
+
+
+def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
+    """The prompts that the episodes of `refs["rollouts"]` are before that turn. LineageError."""
+    rollouts = store.open(refs["rollouts"])
+    require_episodes(rollouts)
+    inputs = {"rollouts": rollouts}
+    if rollouts.manifest.input("prompts") is not None:
+        prompts = inputs["prompts"] = open_input(store, rollouts, "prompts")
+        saved = prompts.manifest.config
+        carried = {name: saved[name] for name in _CARRIED if name in saved}
+        config = common.parse(Config, {"turn": config.turn, **carried}, f"{prompts.ref} config")
+    # only its tokenizer matters: the ids are there
+    policy = rollouts.manifest.require_model("policy").model_copy(update={"weights": ""})
+    return Plan(
+        store=store,
+        stage="branch",
+        stage_version=STAGE_VERSION,
+        config=config,
+        run=into or rollouts.ref.run,
+        kinds=("prompts",),
+        inputs=inputs,
+        models=(policy,),
+    )
+
+
+def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
+    """Write the prompts. ConfigError where no episode is as long; SchemaError."""
+    writer = writers["prompts"]
+    turn = plan.config.turn
+    rollouts = plan.inputs["rollouts"]
+    table = rollouts.table(_OF_ROLLOUTS)
+    num_turns = pc.list_value_length(table["turns"])
+    longer = table.filter(pc.greater(num_turns, turn))
+    if not len(longer):
+        most = pc.max(num_turns).as_py() or 0
+        raise ConfigError(
+            f"{rollouts.ref} turn {turn}",
+            f"there is none: turns are numbered from 0, and no episode has more than {most}",
+            next="name an earlier turn",
+        )
+    branches = _Branches(plan, turn)
+    lengths: list[int] = []
+    for index in writer.take_shards(-(-len(longer) // ROWS_PER_SHARD)):
+        writer.write(index, branches.table(longer.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD)))
+        lengths += pc.list_value_length(writer.read(index)["prompt_ids"]).to_pylist()
+    prompts = plan.inputs.get("prompts")
+    saved = prompts.manifest.metrics if prompts else {}
+    writer.finish(
+        metrics={
+            "prompt_tokens": {
+                "min": min(lengths, default=0),
+                "max": max(lengths, default=0),
+                "mean": sum(lengths) / max(len(lengths), 1),
+            },
+            "source_rows": len(table),
+            **{name: saved[name] for name in _TOLD if name in saved},
+        },
+        status={"kept": len(longer), "shorter": len(table) - len(longer)},
+    )
+
+
+class _Branches:
+    """Makes rows of prompts/2 of rows of rollouts/2."""
+
+    def __init__(self, plan: Plan, turn: int) -> None:
+        self._turn = turn
+        self._name = str(plan.inputs["rollouts"].ref)
+        self._tokenizer = checkpoints.load_tokenizer(plan.store.open(plan.models[0].ref))
+        self._before_calls = text_before_calls(plan.store, plan.inputs["rollouts"])
+        self._prompts: pa.Table | None = None
+        self._places: dict[str, int] = {}
+        if "prompts" in plan.inputs:
+            self._prompts = plan.inputs["prompts"].table()
+            groups = self._prompts["group_id"].to_pylist()
+            self._places = {group: place for place, group in enumerate(groups)}
+
+    def table(self, rollouts: pa.Table) -> pa.Table:
+        """prompts/2 of these episodes, each of which has the turn."""
+        rows = []
+        columns = []
+        for row in rollouts.to_pylist():
+            prompt = self._prompt_of(row["group_id"])
+            beginning = beginning_of(row["group_id"], prompt["columns"] or {})
+            before = row["turns"][: self._turn]
+            answered = turns_answered(row["rollout_id"], before, None, self._before_calls)
+            is_rewritten = any(turn["restart_ids"] for turn in row["turns"][: self._turn + 1])
+            if prompt["images"] and is_rewritten:
+                raise SchemaError(
+                    f"{self._name} {printable(row['rollout_id'])}",
+                    "its history was rewritten, and where its pictures stand in it is not known",
+                    next="name an earlier turn",
+                )
+            played = [*beginning.turns, *(turn for turn in answered if turn is not None)]
+            columns.append((as_json(played), beginning.group))
+            rows.append(
+                {
+                    "group_id": f"{row['rollout_id']}.{self._turn}",
+                    "messages": self._messages(row["rollout_id"], prompt["messages"], before),
+                    "prompt_ids": self._ids_before(row),
+                    **{name: prompt[name] for name in _BESIDE},
+                }
+            )
+        texts = self._tokenizer.batch_decode([row["prompt_ids"] for row in rows])
+        for row, text in zip(rows, texts, strict=True):
+            row["prompt_text"] = text
+        struct = self._columns(rollouts["group_id"].to_pylist(), columns)
+        place = prompts_kind.BEYOND_TEXT.get_field_index("columns")
+        schema = prompts_kind.BEYOND_TEXT.remove(place)
+        table = pa.Table.from_pylist(rows, schema)
+        return table.add_column(place, required("columns", struct.type), struct)
+
+    def _prompt_of(self, group: str) -> dict[str, Any]:
+        """The row of the prompt, with every column that prompts/2 have beside ids and text."""
+        row: dict[str, Any] = dict.fromkeys(("messages", "columns", *_BESIDE))
+        if self._prompts is None:
+            return row
+        if group not in self._places:
+            raise LineageError(
+                self._name,
+                f"its prompts have no {printable(group)}",
+                next=f"quiver verify {self._name}",
+            )
+        return row | self._prompts.slice(self._places[group], 1).to_pylist()[0]
+
+    def _ids_before(self, row: dict[str, Any]) -> list[int]:
+        """All that the policy read before the turn, since its sequence began."""
+        ids = list(row["prompt_ids"])
+        start = 0
+        for turn in row["turns"][: self._turn]:
+            if turn["restart_ids"] is not None:
+                ids = list(turn["restart_ids"])
+            end = start + turn["length"]
+            ids += row["completion_ids"][start:end] + turn["observation_ids"]
+            start = end
+        restart_ids = row["turns"][self._turn]["restart_ids"]
+        return ids if restart_ids is None else restart_ids
+
+    def _messages(
+        self, name: str, chat: list[Message] | None, turns: Sequence[dict[str, Any]]
+    ) -> list[Message] | None:
+        """The chat up to the turn, as far as it is known: of several tools whose outputs have
+        several lines only all together."""
+        if chat is None:
+            return None
+        messages = list(chat)
+        for turn in turns:
+            calls = calls_of(name, turn)
+            content = self._before_calls(turn["text"]) if calls else turn["text"]
+            message: Message = {"role": "assistant", "content": content}
+            names = [call.name for call in calls]
+            if calls:
+                made = turn_message(ParsedTurn(content, calls))["tool_calls"]
+                message["tool_calls"] = json.dumps(made, ensure_ascii=False)
+            elif turn["parse_error"] is not None:
+                names = ["error"]
+            messages += [message, *_answers(turn["observation"], names)]
+        return messages
+
+    def _columns(self, groups: list[str], played: list[tuple[str, str]]) -> pa.StructArray:
+        """The prompts' own columns, and what was played before the turn."""
+        columns: dict[str, tuple[pa.Field, pa.Array]] = {}
+        if self._prompts is not None:
+            places = pa.array([self._places[group] for group in groups], pa.int64())
+            struct = self._prompts["columns"].take(places).combine_chunks()
+            for field, column in zip(struct.type, struct.flatten(), strict=True):
+                columns[field.name] = (field, column)
+        names = (prompts_kind.PLAYED_TURNS, prompts_kind.PLAYED_GROUP)
+        for name, texts in zip(names, zip(*played, strict=True), strict=True):
+            columns[name] = (pa.field(name, pa.string()), pa.array(texts, pa.string()))
+        fields, arrays = zip(*columns.values(), strict=True)
+        return pa.StructArray.from_arrays(arrays, fields=fields)
+
+
+def _answers(observation: str, names: list[str]) -> list[Message]:
+    """What the model read after a turn that called tools of these names, or none. The texts of
+    several tools stand line by line; of longer ones it is not known where each begins."""
+    if not names:
+        return [{"role": "user", "content": observation}] if observation else []
+    lines = observation.split("\n")
+    contents = lines if len(lines) == len(names) else [observation]
+    pairs = zip(names, contents, strict=False)
+    return answers_of_calls(
+        [{"role": "tool", "name": name, "content": content} for name, content in pairs]
+    )

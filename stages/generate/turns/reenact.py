@@ -1,0 +1,335 @@
+"""Saved episodes are played again: their turns against the environment, which must answer as it
+did. So it is tested whether it depends on seed, row and turns alone.
+
+    report = reenact(store, "guess/rollouts@1")
+    report.episodes_agree, report.episodes
+    report.differences[0].what
+
+Nothing is sampled and nothing is written. Compared are the opening messages, where the prompt is a
+chat, and of each turn the observation's text, its reward, and whether the episode ended there. The
+first difference ends an episode: what comes after it may follow from it. Episodes that failed when
+they were sampled are left out.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.plain import read_json
+from quiver.stages.common.config import parse, parse_saved
+from quiver.stages.common.lineage import open_input
+from quiver.stages.common.store import Store, Version
+from quiver.stages.generate.turns.bridge import shortened
+from quiver.stages.generate.turns.config import Turns
+from quiver.stages.common.environments.environment import Message, Step, Turn
+from quiver.stages.generate.turns.episode import FAILURES
+from quiver.stages.common.environments.pool import EnvironmentPool, Reply
+from quiver.stages.generate.turns.saved import (
+    Beginning,
+    beginning_of,
+    refuse_foreign_code,
+    require_episodes,
+    text_before_calls,
+    turns_answered,
+)
+
+MOST_OPEN = 64
+"""Environments that stand at the same time."""
+_MOST_TEXT = 2000
+"""Characters of a text that is kept to be shown."""
+What = Literal["opening", "observation", "reward", "end", "failure"]
+
+
+class Difference(NamedTuple):
+    """Where an episode went another way."""
+
+    rollout_id: str
+    turn: int | None
+    """From 0. None: before the first one."""
+    what: What
+    recorded: Any
+    came: Any
+
+
+@dataclass
+class Report:
+    """What came of it."""
+
+    ref: str
+    sources: tuple[str, ...]
+    """What was played against."""
+    is_changed: bool
+    """Whether its code is another than that which the rollouts were sampled with."""
+    episodes: int = 0
+    episodes_agree: int = 0
+    turns: int = 0
+    """Of these episodes."""
+    turns_agree: int = 0
+    """Those up to the first difference of each episode."""
+    failed: int = 0
+    """Episodes that had failed when they were sampled, and are not played."""
+    differences: list[Difference] = field(default_factory=list)
+    """The first one of each episode, in the order of the version."""
+
+
+class _Saved(NamedTuple):
+    """An episode as it was saved."""
+
+    position: int
+    rollout_id: str
+    beginning: Beginning
+    chat: list[Message] | None
+    """The messages of its prompt."""
+    turns: list[dict[str, Any]]
+    answered: list[Turn | None]
+    end_reason: str
+
+    def differs(self, turn: int | None, what: What, recorded: Any, came: Any) -> Difference:
+        """At that turn, with texts that are short enough to be shown."""
+        return Difference(self.rollout_id, turn, what, _cut(recorded), _cut(came))
+
+    def failed(self, turn: int | None, reply: Reply) -> Difference:
+        """The environment gave no answer there."""
+        recorded = "it began" if turn is None else self.turns[turn]["observation"]
+        return self.differs(turn, "failure", recorded, f"{reply.failure}: {reply.why}")
+
+
+class _Outcome(NamedTuple):
+    num_agree: int
+    """Turns, up to the first difference."""
+    difference: Difference | None
+
+
+Game = Generator[Turn | None, Reply, _Outcome]
+"""Yields the turn that the environment is to answer (None: its last word), and is sent the reply.
+"""
+
+
+def reenact(
+    store: Store,
+    ref: str,
+    *,
+    rows: int | None = None,
+    environment: str | None = None,
+    tools: Sequence[str] = (),
+    processes: int | None = None,
+) -> Report:
+    """Play the episodes of `ref`, or the first `rows` of them that did not fail. `environment` or
+    `tools`: in place of those that its manifest names. `processes` for the environments, None: one
+    a core. ConfigError, LineageError, SecurityError."""
+    rollouts = store.open(ref)
+    require_episodes(rollouts)
+    prompts = open_input(store, rollouts, "prompts")
+    config = _turns_config(store, rollouts, environment, tools)
+    playing = config.model_copy(update={"fingerprint": "", "processes": processes})
+    with EnvironmentPool(playing) as pool:
+        is_changed = config.fingerprint not in ("", pool.loaded.fingerprint)
+        report = Report(str(rollouts.ref), config.sources, is_changed)
+        outcomes = _play_all(pool, _saved_episodes(store, rollouts, prompts, report, rows))
+    differences = [
+        (position, outcome.difference)
+        for position, outcome in outcomes.items()
+        if outcome.difference is not None
+    ]
+    report.differences = [difference for _, difference in sorted(differences)]
+    report.episodes_agree = report.episodes - len(differences)
+    report.turns_agree = sum(outcome.num_agree for outcome in outcomes.values())
+    return report
+
+
+def _turns_config(
+    store: Store, rollouts: Version, environment: str | None, tools: Sequence[str]
+) -> Turns:
+    """What is played against. SecurityError: code is not taken from somebody else's store."""
+    name = str(rollouts.ref)
+    section = rollouts.manifest.config_section("turns")
+    named_here: dict[str, Any] = {}
+    if environment or tools:
+        named_here = {"environment": environment or "", "tools": list(tools)}
+        if tools:
+            named_here["arguments"] = {}
+        known = {key: entry for key, entry in section.items() if key in Turns.model_fields}
+        return parse(Turns, {**known, **named_here}, "generate.turns")
+    if not section.get("environment") and not section.get("tools"):
+        raise LineageError(
+            name,
+            "its manifest names no environment and no tools",
+            next=f"quiver reenact {name} --environment my_env.py:Guess",
+        )
+    refuse_foreign_code(store, rollouts)
+    return parse_saved(Turns, section, f"{name} config.turns")[0]
+
+
+def _saved_episodes(
+    store: Store, rollouts: Version, prompts: Version, report: Report, rows: int | None
+) -> Iterator[_Saved]:
+    """Row after row, up to `rows` that did not fail; counted in the report. LineageError: a prompt
+    is not there; SchemaError: calls can not be read."""
+    asked = prompts.table(["group_id", "messages", "columns"])
+    places = {group: place for place, group in enumerate(asked["group_id"].to_pylist())}
+    before_calls = text_before_calls(store, rollouts)
+    columns = ["rollout_id", "group_id", "turns", "end_reason"]
+    table = rollouts.table(columns)
+    for position in range(len(table)):
+        (row,) = table.slice(position, 1).to_pylist()
+        rollout_id, group, turns, end_reason = (row[name] for name in columns)
+        if report.episodes == rows:
+            return
+        if end_reason in FAILURES:
+            report.failed += 1
+            continue
+        report.episodes += 1
+        report.turns += len(turns)
+        if group not in places:
+            raise LineageError(
+                str(rollouts.ref),
+                f"{prompts.ref} has no prompt {printable(group)}",
+                next=f"quiver verify {rollouts.ref}",
+            )
+        (prompt,) = asked.slice(places[group], 1).to_pylist()
+        answered = turns_answered(rollout_id, turns, end_reason, before_calls)
+        yield _Saved(
+            position,
+            rollout_id,
+            beginning_of(group, prompt["columns"]),
+            prompt["messages"],
+            turns,
+            answered,
+            end_reason,
+        )
+
+
+def _play_all(pool: EnvironmentPool, episodes: Iterator[_Saved]) -> dict[int, _Outcome]:
+    """What came of each episode, by its position; `MOST_OPEN` are played at a time."""
+    outcomes: dict[int, _Outcome] = {}
+    games: dict[int, tuple[int, Game]] = {}
+    finishing: set[int] = set()
+    """Those whose environment was asked for its last word."""
+    while True:
+        while len(games) < MOST_OPEN and (episode := next(episodes, None)):
+            key = pool.open(episode.beginning.row, episode.beginning.seed)
+            games[key] = (episode.position, _play(episode))
+            next(games[key][1])
+        if not games:
+            return outcomes
+        for reply in pool.replies(wait=None):
+            position, game = games[reply.key]
+            turn = None
+            if position not in outcomes:
+                try:
+                    turn = game.send(reply)
+                except StopIteration as end:
+                    outcomes[position] = end.value
+            if turn is not None:
+                pool.step(reply.key, turn)
+            elif reply.failure is None and reply.key not in finishing:
+                finishing.add(reply.key)  # after a difference too, so that it is closed
+                pool.finish(reply.key)
+            else:
+                del games[reply.key]
+                pool.forget(reply.key)
+
+
+def _play(episode: _Saved) -> Game:
+    """One episode, to its end or its first difference."""
+    num_agree = 0
+    difference = yield from _begin(episode)
+    while difference is None and num_agree < len(episode.turns):
+        difference = yield from _take_turn(episode, num_agree)
+        num_agree += difference is None
+    return _Outcome(num_agree, difference)
+
+
+def _begin(episode: _Saved) -> Generator[Turn | None, Reply, Difference | None]:
+    """The opening, and the turns that were played before the first one that was sampled."""
+    reply = yield None  # what is sent first is the reply to `open`
+    opening = reply.step.observation()
+    if opening and episode.chat and not episode.beginning.turns:
+        # it may follow a text of the user's in one message
+        recorded, came = (messages[-1]["content"] for messages in (episode.chat, opening))
+        if not recorded.endswith(came):
+            return episode.differs(None, "opening", recorded, came)
+    for turn in episode.beginning.turns:
+        if reply.failure is None:
+            reply = yield turn
+    return episode.failed(None, reply) if reply.failure else None
+
+
+def _take_turn(episode: _Saved, number: int) -> Generator[Turn | None, Reply, Difference | None]:
+    """Turn `number`; after the last one the environment's last word, which is a part of its
+    reward."""
+    recorded = episode.turns[number]
+    turn = episode.answered[number]
+    earned = None
+    if turn is not None:
+        reply = yield turn
+        difference = _compare(episode, number, reply)
+        if difference is not None:
+            return difference
+        earned = reply.step.reward
+    if number == len(episode.turns) - 1:
+        reply = yield None
+        if reply.failure is not None:
+            return episode.failed(number, reply)
+        if reply.step.reward is not None:
+            earned = reply.step.reward + (earned or 0.0)
+    if _float32(earned) != _float32(recorded["reward"]):
+        return episode.differs(number, "reward", recorded["reward"], earned)
+    return None
+
+
+def _compare(episode: _Saved, number: int, reply: Reply) -> Difference | None:
+    """What the environment answered to turn `number`, beside what it had answered."""
+    if reply.failure is not None:
+        return episode.failed(number, reply)
+    recorded = episode.turns[number]
+    text = _text_of(reply.step, recorded)
+    if text != recorded["observation"]:
+        return episode.differs(number, "observation", recorded["observation"], text)
+    had_ended = number == len(episode.turns) - 1 and episode.end_reason == "environment"
+    if reply.step.done != had_ended:
+        words = ("it went on", "it ended")
+        return episode.differs(number, "end", words[had_ended], words[reply.step.done])
+    return None
+
+
+def _text_of(step: Step, recorded: dict[str, Any]) -> str:
+    """The text of an observation, cut as the recorded one was."""
+    messages = step.observation()
+    info = None
+    with suppress(ValueError):  # of a user's own it may be nested too deeply
+        info = read_json(recorded["info"] or "null")
+    num_cut = info.get("cut_characters") if isinstance(info, dict) else None
+    if isinstance(num_cut, int) and num_cut > 0:
+        messages = _cut_by(messages, num_cut)
+    return "\n".join(message["content"] for message in messages)
+
+
+def _cut_by(messages: list[Message], num_cut: int) -> list[Message]:
+    """Messages from whose contents so many characters are cut together, as an observation that is
+    too long is: from each what it has above a common length. As they are, where no such length
+    gives that number."""
+    lengths = [len(message["content"]) for message in messages]
+
+    def left_over(most: int) -> int:
+        return -sum(max(length - most, 0) for length in lengths)
+
+    most = bisect.bisect_left(range(max(lengths, default=0)), -num_cut, key=left_over)
+    if left_over(most) != -num_cut:
+        return messages
+    return [shortened(message, most) for message in messages]
+
+
+def _float32(reward: float | None) -> np.float32 | None:
+    return None if reward is None else np.float32(reward)
+
+
+def _cut(shown: Any) -> Any:
+    return printable(shown, _MOST_TEXT) if isinstance(shown, str) else shown

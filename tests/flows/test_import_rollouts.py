@@ -1,0 +1,286 @@
+"""`quiver import-rollouts`: trajectories of another system, which training takes or its audit
+refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quiver.flows.commands import episodes as commands
+from quiver.schemas.errors import ConfigError, NumericError, QuiverError
+from quiver.stages.common.models.loading import load_model
+from quiver.stages.common.store import Store
+from quiver.stages.common.verification import verify
+from tests import episodes
+from tests.flows.conftest import quiver
+from tests.stages.optimize import world
+from tests.tiny import make_policy, tokenizer
+from tests.writing import run_here
+
+RECIPE = """
+run = "tiny"
+[policy]
+model = "model"
+[data]
+source = "questions.jsonl"
+[generate]
+engine = "transformers"
+[reward]
+[[reward.functions]]
+use = "numeric"
+[optimize]
+device = "cpu"
+"""
+IMPORT = "import-rollouts trajectories.jsonl --policy tiny/policy@0"
+OPTIMIZE = "optimize recipe.toml --rollouts tiny/rollouts@1 --rewards tiny/rewards@1"
+
+
+def sampled(store: Store, **options) -> list[dict]:
+    """Rows of rollouts/2 that the tiny policy really sampled."""
+    policy = store.open("tiny/policy@0")
+    asked = episodes.prompts(4)
+    return episodes.sample(load_model(policy, dtype=torch.float32), asked, 4, **options)
+
+
+def lines_of(rows: list[dict], *, turns: bool) -> list[dict]:
+    """The same as another system would have written them."""
+    lines = []
+    for row in rows:
+        line = {
+            "group_id": row["group_id"],
+            "prompt_ids": row["prompt_ids"],
+            "completion_ids": row["completion_ids"],
+            "logprobs": [float(np.float32(logprob)) for logprob in row["old_logprobs"]],
+        }
+        rewards = episodes.even_ids(row)
+        if turns:
+            line["turns"] = [
+                {
+                    "length": turn["length"],
+                    "observation_ids": turn["observation_ids"],
+                    "restart_ids": turn["restart_ids"],
+                    "observation": turn["observation"],
+                    "reward": reward,
+                }
+                for turn, reward in zip(row["turns"], rewards, strict=True)
+            ]
+        else:
+            line["reward"] = rewards[0]
+        lines.append(line)
+    return lines
+
+
+def write(folder: Path, lines: list[dict], name: str = "trajectories.jsonl") -> None:
+    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def take_over(folder: Path, name: str = "trajectories.jsonl", **options) -> None:
+    """The command, in this process."""
+    commands.import_rollouts(folder / name, "tiny/policy@0", store=str(folder / "store"), **options)
+
+
+def by_shell(folder: Path, command: str, code: int = 0) -> dict:
+    return quiver(folder, *command.split(), "--store", "store", code=code)
+
+
+@pytest.fixture
+def workplace(tmp_path) -> Path:
+    """A recipe, and `tiny/policy@0` in its store."""
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    make_policy(Store(tmp_path / "store"))
+    return tmp_path
+
+
+def test_honest_episodes_are_trained_on(workplace):
+    """rollouts/2 and rewards/2, row by row what the lines say; the audit finds rounding alone."""
+    store = Store(workplace / "store")
+    rows = sampled(store)
+    write(workplace, lines_of(rows, turns=True))
+    made = by_shell(workplace, IMPORT)
+    assert (made["rollouts"]["ref"], made["rewards"]["ref"]) == (
+        "tiny/rollouts@1",
+        "tiny/rewards@1",
+    )
+    rollouts, rewards = store.open("tiny/rollouts@1"), store.open("tiny/rewards@1")
+    kinds = (rollouts.manifest.kind_schema, rewards.manifest.kind_schema)
+    assert kinds == ("rollouts/2", "rewards/2")
+    table = rollouts.table().to_pylist()
+    for row, written, reward in zip(rows, table, rewards.table().to_pylist(), strict=True):
+        for name in ("group_id", "sample_index", "prompt_ids", "completion_ids", "finish_reason"):
+            assert written[name] == row[name]
+        assert written["old_logprobs"] == pytest.approx(row["old_logprobs"])
+        for turn, written_turn in zip(row["turns"], written["turns"], strict=True):
+            for name in ("length", "observation_ids", "restart_ids", "observation"):
+                assert written_turn[name] == turn[name]
+        assert reward["turn_rewards"] == pytest.approx(episodes.even_ids(row))
+        assert reward["reward"] == pytest.approx(sum(episodes.even_ids(row)), abs=1e-6)
+    longest = max(len(row["completion_ids"]) for row in rows)
+    assert rollouts.manifest.config["turns"] == {"max_tokens": longest}
+    assert rollouts.manifest.config["sampling"]["temperature"] == 1.0
+    outcome = by_shell(workplace, f"{OPTIMIZE} --set optimize.credit=turn")
+    assert outcome["ref"] == "tiny/policy@1"
+    audit = outcome["metrics"]["audit"]
+    assert audit["mean_gap"] < 1e-5 and audit["rollouts"] == 16
+    take_over(workplace)
+    assert (store.numbers("tiny", "rollouts"), store.numbers("tiny", "rewards")) == ([1], [1])
+    assert verify(store)[1] == []
+
+
+def test_answers_of_one_turn_are_rollouts_1(workplace):
+    store = Store(workplace / "store")
+    rows = sampled(store, most_turns=1, temperature=0.7)
+    lines = [{**line, "temperature": 0.7} for line in lines_of(rows, turns=False)]
+    del lines[0]["reward"]
+    write(workplace, lines)
+    take_over(workplace, into="theirs", settings=["sampling.max_tokens=9"])
+    made = store.open("theirs/rollouts@1"), store.open("theirs/rewards@1")
+    manifests = [version.manifest for version in made]
+    assert [each.kind_schema for each in manifests] == ["rollouts/1", "rewards/1"]
+    sampling = manifests[0].config["sampling"]
+    assert (sampling["max_tokens"], sampling["temperature"]) == (9, 0.7)
+    assert made[1].table()["reward"].to_pylist()[0] is None
+    assert manifests[1].status == {"scored": 15, "not_scored": 1, "failed": 0}
+    metrics = world.trained(store, store.open("tiny/policy@0"), made).manifest.metrics
+    assert metrics["audit"]["mean_gap"] < 1e-5
+    assert metrics["dropped"] == {"not_scored": 1}
+
+
+def test_a_kl_term_and_another_reward_of_the_same_rollouts(workplace):
+    """Logprobs under the reference need no more than a file's rollouts; rewards the prompts too."""
+    store = Store(workplace / "store")
+    rows = sampled(store)
+    write(workplace, lines_of(rows, turns=True))
+    take_over(workplace, prompts=str(world.write_prompts(store, rows).ref))
+    outcome = by_shell(workplace, f"{OPTIMIZE} --set optimize.kl_coef=0.1")
+    assert store.numbers("tiny", "logprobs") == [1]
+    assert outcome["metrics"]["audit"]["mean_gap"] < 1e-5
+    scored = run_here(
+        "reward", {"functions": [{"use": "environment"}]}, store, rollouts="tiny/rollouts@1"
+    )
+    first = store.open("tiny/rewards@1").table()["reward"].to_pylist()
+    assert store.open(scored).table()["reward"].to_pylist() == pytest.approx(first)
+
+
+def test_logprobs_of_other_answers_are_refused(workplace):
+    store = Store(workplace / "store")
+    lines = lines_of(sampled(store), turns=True)
+    others = [line["logprobs"] for line in lines]
+    for line, other in zip(lines, others[5:] + others[:5], strict=True):
+        line["logprobs"] = (other * len(line["logprobs"]))[: len(line["logprobs"])]
+    write(workplace, lines)
+    take_over(workplace)
+    error = by_shell(workplace, OPTIMIZE, code=8)["error"]
+    assert error["code"] == "E-NUMERIC" and "audit" in error["object"]
+    assert store.numbers("tiny", "rollouts") == [1] and store.numbers("tiny", "policy") == [0]
+
+
+def test_logprobs_at_another_temperature_than_is_said_are_refused(workplace):
+    store = Store(workplace / "store")
+    write(workplace, lines_of(sampled(store, temperature=2.0), turns=True))
+    take_over(workplace)
+    made = store.open("tiny/rollouts@1"), store.open("tiny/rewards@1")
+    with pytest.raises(NumericError, match="another temperature"):
+        world.trained(store, store.open("tiny/policy@0"), made)
+
+
+GOOD = {"prompt_ids": [1, 40], "completion_ids": [45, 46, 2], "logprobs": [-0.3, -1.5, 0.0]}
+TURNS = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"logprobs": [-0.3, -1.5]}, "logprobs has 2 items, completion_ids has 3"),
+        ({"logprobs": [-0.3, 0.5, 0]}, "logprobs.1"),
+        ({"logprobs": [-0.3, -1e400, 0]}, "logprobs.1"),
+        ({"logprobs": [-0.3, None, 0]}, "logprobs.1"),
+        ({"logprobs": [-0.3, "-1", 0]}, "logprobs.1"),
+        ({"completion_ids": [45, 320, 2]}, "completion_ids holds 320"),
+        ({"completion_ids": [45, -1, 2]}, "completion_ids.1"),
+        ({"completion_ids": [45, 1.5, 2]}, "completion_ids.1"),
+        ({"completion_ids": [45, True, 2]}, "completion_ids.1"),
+        ({"prompt_ids": []}, "prompt_ids"),
+        ({"prompt_ids": [1] * 254}, "a sequence has 257 tokens"),
+        ({"group_id": "g", "prompt_ids": [1, 41]}, "prompt_ids: group g has others"),
+        ({"temperature": -1}, "temperature"),
+        ({"finish_reason": "done"}, "finish_reason"),
+        ({"reward": 1e39}, "reward"),
+        ({"logprob": [0]}, "unknown key logprob"),
+        ({"turns": []}, "turns"),
+        ({"turns": TURNS[:1]}, "their lengths add up to 2"),
+        ({"turns": [{**TURNS[0], "restart_ids": [4]}, TURNS[1]]}, "turns.0.restart_ids"),
+        ({"turns": [TURNS[0], {**TURNS[1], "observation_ids": [4]}]}, "turns.1.observation_ids"),
+        ({"turns": [TURNS[0], {**TURNS[1], "restart_ids": [4]}]}, "turns.0.observation_ids"),
+        ({"turns": [{**TURNS[0], "observation_ids": [999]}, TURNS[1]]}, "turns.0.observation_ids holds 999"),
+        ({"turns": [{**TURNS[0], "reward": 1.0}, TURNS[1]], "reward": 2.0}, "add up to 1"),
+        ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "stop"}], "finish_reason": "length"}, "finish_reason length"),
+        ({"turns": [{**TURNS[0], "tool_calls": [{"arguments": {}}]}, TURNS[1]]}, "turns.0.tool_calls.0.name"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, changed, words):
+    lines = [{**GOOD, "group_id": "g", "reward": 1.0}, {**GOOD, "group_id": "h", **changed}]
+    text = "".join(json.dumps(line) + "\n\n" for line in lines).replace("-Infinity", "-1e400")
+    (workplace / "bad.jsonl").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        take_over(workplace, "bad.jsonl")
+    assert "bad.jsonl line 3" in caught.value.object
+    assert words in caught.value.message
+    store = Store(workplace / "store")
+    assert store.numbers("tiny", "rollouts") == store.numbers("tiny", "rewards") == []
+
+
+@pytest.mark.parametrize(
+    "text, options, words",
+    [
+        ("GOOD\n{\n", {}, "line 2: is not JSON"),
+        ("GOOD\n[1]\n", {}, "line 2: expected an object, found list"),
+        ("\n", {}, "has no lines"),
+        (None, {}, "there is no file"),
+        ("GOOD\n", {"settings": ["sampling.top_q=1"]}, "unknown key sampling.top_q"),
+        ("GOOD\n", {"settings": ["sampling.max_tokens=2"]}, "sampling.max_tokens is 2"),
+        ("GOOD\n", {"prompts": "tiny/policy@0"}, "is no version of prompts"),
+    ],
+)
+def test_what_is_wrong_as_a_whole_is_said(workplace, text, options, words):
+    if text is not None:
+        (workplace / "odd.jsonl").write_text(text.replace("GOOD", json.dumps(GOOD)))
+    with pytest.raises(QuiverError) as caught:
+        take_over(workplace, "odd.jsonl", **options)
+    assert words in f"{caught.value.object}: {caught.value.message}"
+
+
+def test_lines_of_saved_prompts_must_have_their_ids(workplace):
+    store = Store(workplace / "store")
+    prompts = world.write_prompts(store, [{**GOOD, "group_id": "g"}])
+    for line, words in (
+        ({**GOOD, "group_id": "nobody"}, "has no nobody"),
+        ({**GOOD, "group_id": "g", "prompt_ids": [1]}, f"has others in {prompts.ref}"),
+    ):
+        write(workplace, [line])
+        with pytest.raises(ConfigError, match=words):
+            take_over(workplace, prompts=str(prompts.ref))
+
+
+def test_what_a_line_does_not_say_is_filled_in(workplace):
+    """Groups by the prompt, the reason by the last id, texts decoded."""
+    line = {**GOOD, "completion_ids": [45, 2, 46]}
+    turns = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
+    write(workplace, [GOOD, line, {**line, "turns": turns}, {**GOOD, "prompt_ids": [3]}])
+    take_over(workplace)
+    rows = Store(workplace / "store").open("tiny/rollouts@1").table().to_pylist()
+    groups = [row["group_id"] for row in rows]
+    assert groups[0] == groups[1] == groups[2] != groups[3]
+    assert [row["sample_index"] for row in rows] == [0, 1, 2, 0]
+    assert [row["finish_reason"] for row in rows] == ["stop", "length", "length", "stop"]
+    assert [row["end_reason"] for row in rows] == ["answered", "max_tokens"] * 1 + [
+        "max_tokens",
+        "answered",
+    ]
+    decode = tokenizer().decode
+    assert [turn["text"] for turn in rows[2]["turns"]] == [decode([45]), decode([46])]
+    assert rows[2]["turns"][0]["observation"] == decode([50])
+    assert rows[0]["completion_text"] == decode([45, 46])

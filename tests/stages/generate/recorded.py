@@ -1,0 +1,215 @@
+"""Real episodes against an environment of a test's own, with a policy that says what it is told to:
+rollouts/2 and their prompts, as `generate` writes them.
+
+    made = record(store, policy, Turns(environment="guess.py:Guess"), [{"limit": 9}], say)
+    made.read["…-0"][1]        # the ids that were read before that episode's turn 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+from pydantic import Field
+
+from quiver.schemas import fields
+from quiver.schemas import prompts as prompts_kind
+from quiver.stages.common.chat.control_tokens import Guard
+from quiver.stages.common.chat.template import Template
+from quiver.stages.common.config import Config
+from quiver.stages.common.models.checkpoints import as_model
+from quiver.stages.common.store import Store, Version
+from quiver.stages.generate.turns.bridge import Bridge
+from quiver.stages.generate.turns.config import Turns
+from quiver.stages.generate.turns.episode import Episode, Setting
+from quiver.stages.common.environments.pool import EnvironmentPool, Reply
+from quiver.stages.generate.turns.saved import Beginning, beginning_of
+from quiver.stages.generate.turns.tool_calls import parse_hermes
+from tests import episodes
+from tests.tiny import CHATML, EOS, tokenizer
+from tests.writing import begin
+
+Say = Callable[[str, int, int], str]
+"""What the policy says, by group, sample and turn."""
+
+
+class Settings(Config):
+    """What the stand-ins for stages write into their manifests."""
+
+    turns: dict[str, Any] = Field(default_factory=dict)
+    sampling: dict[str, Any] = Field(default_factory=dict)
+
+
+class Recorded(NamedTuple):
+    prompts: Version
+    rollouts: Version
+    read: dict[str, list[list[int]]]
+    """By rollout id: what the policy read before each of its turns."""
+
+
+def record(
+    store: Store,
+    policy: Version,
+    turns: Turns,
+    columns: list[dict[str, Any]],
+    say: Say,
+    samples: int = 2,
+    run: str = "tiny",
+) -> Recorded:
+    """`samples` episodes of each row of columns."""
+    with (
+        closing(Template(CHATML, {"tools": None, "add_generation_prompt": True})) as template,
+        EnvironmentPool(turns) as pool,
+    ):
+        setting = _setting(turns, pool, template)
+        prompts = _write_prompts(store, columns, setting, pool, run)
+        return _record(store, policy, setting, pool, prompts, say, samples, run)
+
+
+def record_on(
+    store: Store, policy: Version, turns: Turns, prompts: Version, say: Say, run: str = "tiny"
+) -> Recorded:
+    """One episode of each prompt that is there already."""
+    with (
+        closing(Template(CHATML, {"tools": None, "add_generation_prompt": True})) as template,
+        EnvironmentPool(turns) as pool,
+    ):
+        setting = _setting(turns, pool, template)
+        return _record(store, policy, setting, pool, prompts, say, 1, run)
+
+
+def answer(pool: EnvironmentPool) -> Reply:
+    """The one reply that is waited for."""
+    (reply,) = pool.replies(wait=None)
+    return reply
+
+
+def opened(pool: EnvironmentPool, beginning: Beginning) -> tuple[int, Reply]:
+    """An environment at the place where an episode begins: its key, and its last answer."""
+    key = pool.open(beginning.row, beginning.seed)
+    reply = answer(pool)
+    for turn in beginning.turns:
+        pool.step(key, turn)
+        reply = answer(pool)
+    return key, reply
+
+
+def _setting(turns: Turns, pool: EnvironmentPool, template: Template) -> Setting:
+    guard = Guard(tokenizer())
+    return Setting(
+        limits=turns.model_copy(update={"fingerprint": pool.loaded.fingerprint}),
+        bridge=Bridge(template, guard, end_token="<|im_end|>", tool_role="user"),
+        parse=parse_hermes if pool.loaded.tools else None,
+        decode=guard.decode,
+        stop_ids=frozenset([EOS]),
+        context=4096,
+        answers=pool.loaded.answers,
+    )
+
+
+def _write_prompts(
+    store: Store, columns: list[dict[str, Any]], setting: Setting, pool: EnvironmentPool, run: str
+) -> Version:
+    rows = []
+    for number, row in enumerate(columns):
+        group = f"g{number}"
+        key, reply = opened(pool, beginning_of(group, row))
+        pool.finish(key)
+        answer(pool)
+        pool.forget(key)
+        messages = reply.step.observation() or [{"role": "user", "content": "begin"}]
+        rendering = setting.bridge.restart(group, messages)
+        rows.append(
+            {
+                "group_id": group,
+                "messages": messages,
+                "prompt_text": rendering.text,
+                "prompt_ids": rendering.ids,
+                "columns": row,
+            }
+        )
+    struct = pa.array(columns).type
+    schema = fields.with_struct(prompts_kind.BEYOND_TEXT, columns=struct)
+    return _write(store, run, "prompts", pa.Table.from_pylist(rows, schema), Settings())
+
+
+def _record(
+    store: Store,
+    policy: Version,
+    setting: Setting,
+    pool: EnvironmentPool,
+    prompts: Version,
+    say: Say,
+    samples: int,
+    run: str,
+) -> Recorded:
+    rows = []
+    read: dict[str, list[list[int]]] = {}
+    for prompt in prompts.table().to_pylist():
+        for sample in range(samples):
+            rollout_id = f"{run}-{prompt['group_id']}-{sample}"
+            episode, read[rollout_id] = _play(setting, pool, prompt, sample, say)
+            rows.append(
+                {
+                    "rollout_id": rollout_id,
+                    "group_id": prompt["group_id"],
+                    "sample_index": sample,
+                    "prompt_ids": prompt["prompt_ids"],
+                    "temperature": 1.0,
+                    "seed": 0,
+                    **episode.record(),
+                }
+            )
+    config = Settings(turns=setting.limits.model_dump(mode="json"), sampling={"max_tokens": 64})
+    models = (as_model("policy", policy),)
+    table = episodes.table_of(rows)
+    inputs = {"prompts": prompts}
+    return Recorded(
+        prompts, _write(store, run, "rollouts", table, config, inputs=inputs, models=models), read
+    )
+
+
+def _play(
+    setting: Setting, pool: EnvironmentPool, prompt: dict[str, Any], sample: int, say: Say
+) -> tuple[Episode, list[list[int]]]:
+    group = prompt["group_id"]
+    key, reply = opened(pool, beginning_of(group, prompt["columns"]))
+    episode = Episode(setting, group, prompt["prompt_ids"], prompt["messages"])
+    read = []
+    while episode.state != "ended":
+        if episode.state == "sample":
+            request = episode.request()
+            read.append(request.prompt_ids)
+            text = say(group, sample, request.turn) + "<|im_end|>"
+            ids = tokenizer().encode(text, add_special_tokens=False)
+            reason = "stop" if len(ids) <= request.max_tokens else "length"
+            ids = ids[: request.max_tokens]
+            episode.sampled(ids, [-0.5] * len(ids), reason)
+            continue
+        is_turn = episode.state == "act"
+        if is_turn:
+            pool.step(key, episode.turn)
+        else:
+            pool.finish(key)
+        reply = answer(pool)
+        if reply.failure is not None:
+            episode.failed(reply.failure, reply.why)
+        elif is_turn:
+            episode.observed(reply.step)
+        else:
+            episode.rewarded(reply.step.reward)
+    pool.forget(key)
+    return episode, read
+
+
+def _write(
+    store: Store, run: str, kind: str, table: pa.Table, config: Settings, **about: Any
+) -> Version:
+    about = {"stage": "test", "stage_version": 1, "config": config, "inputs": {}, **about}
+    with begin(store, run, kind, **about, force=True) as work:
+        half = max(1, len(table) // 2)
+        for index, start in enumerate(range(0, len(table), half)):
+            work.write(index, table.slice(start, half))
+        return work.commit()
