@@ -47,7 +47,7 @@ def _worked_out(node: ast.expr) -> int:
 
 def rows(split: str, seed: int | str = 0, count: int = 2048) -> Iterator[dict[str, Any]]:
     """`count` questions of one split, `train` or `held_out`, in an order that `seed` decides; each
-    behind an example of how the calculator is used."""
+    behind three examples of how the calculator is used."""
     rng = random.Random(f"{split} {seed}")
     asked: set[str] = set()
     while len(asked) < count:
@@ -62,7 +62,7 @@ def rows(split: str, seed: int | str = 0, count: int = 2048) -> Iterator[dict[st
             "name": f"{split}-{len(asked):04d}",
             "question": question,
             "answer": _OPERATORS[sign](first, second),
-            "messages": [*_EXAMPLE, {"role": "user", "content": question}],
+            "messages": [*_EXAMPLES, {"role": "user", "content": question}],
         }
 
 
@@ -71,10 +71,18 @@ def _call(expression: str) -> str:
     return f"<tool_call>{call}</tool_call>"
 
 
-_EXAMPLE = (
+def _example(question: str) -> Iterator[dict[str, str]]:
+    expression = question.removesuffix(" =")
+    result = calculate(expression)
+    yield {"role": "user", "content": question}
+    yield {"role": "assistant", "content": _call(expression)}
+    yield {"role": "tool", "content": result}
+    yield {"role": "assistant", "content": f"Answer: {result}"}
+
+
+_EXAMPLES = (
     {"role": "system", "content": "Use the calculator, then give its result."},
-    {"role": "user", "content": "214 * 31 ="},
-    {"role": "assistant", "content": _call("214 * 31")},
-    {"role": "tool", "content": "6634"},
-    {"role": "assistant", "content": "Answer: 6634"},
+    *_example("214 * 31 ="),
+    *_example("905 - 487 ="),
+    *_example("356 + 278 ="),
 )

@@ -16,12 +16,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quiver.stages.common.episodes import measure
 from quiver.stages.common.store.writer import Writer
 
 from .engine import Engine
 from .requests import Requests
 from .rows import Rows
-from .turns.metrics import turn_metrics
 
 _SECONDS_BETWEEN_LINES = 2.0
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Shards:
             "mean_completion_tokens": round(num_tokens / max(len(table), 1), 3),
         }
         if "turns" in table.column_names:
-            metrics |= turn_metrics(table)
+            metrics |= measure(table)
         reasons = Counter(table["finish_reason"].to_pylist())
         return metrics, dict(sorted(reasons.items()))
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from quiver.schemas import prompts as prompts_kind
+from quiver.stages.common.environments.environment import Turn
+from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.store import Store, Version
 from quiver.stages.common.verification import verify
 from quiver.stages.generate.turns.config import Turns
-from quiver.stages.common.environments.environment import Turn
-from quiver.stages.common.environments.pool import EnvironmentPool
 from quiver.stages.generate.turns.reenact import reenact
 from quiver.stages.generate.turns.saved import beginning_of
 from tests import episodes

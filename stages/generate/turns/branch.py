@@ -23,13 +23,13 @@ from quiver.schemas import prompts as prompts_kind
 from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printable
 from quiver.schemas.fields import required
 from quiver.stages.common import config as common
+from quiver.stages.common.environments.environment import Message
 from quiver.stages.common.lineage import open_input
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.stage import Plan, Refs
 from quiver.stages.common.store import Store
 from quiver.stages.common.store.writer import ROWS_PER_SHARD, Writer
 from quiver.stages.generate.turns.bridge import answers_of_calls, turn_message
-from quiver.stages.common.environments.environment import Message
 from quiver.stages.generate.turns.saved import (
     as_json,
     beginning_of,

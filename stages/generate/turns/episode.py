@@ -32,6 +32,7 @@ import numpy as np
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Rendering
 from quiver.stages.common.environments.environment import Message, Step, Turn
+from quiver.stages.common.episodes import FAILURES
 from quiver.stages.generate.turns.bridge import (
     Bridge,
     Fitting,
@@ -42,8 +43,6 @@ from quiver.stages.generate.turns.bridge import (
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.tool_calls import Parse, ParsedTurn
 
-FAILURES = ("timeout", "environment_error")
-"""End reasons of an episode that failed: nothing is known of its rewards."""
 _UNTOLD = "the engine gave this turn up"
 State = Literal["sample", "act", "finish", "ended"]
 

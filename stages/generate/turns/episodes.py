@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from quiver.stages.common.environments.environment import Message, Row, Step, Turn
+from quiver.stages.common.environments.environment import Message, Step, Turn
 from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.generate.engine import Completion, Request
 from quiver.stages.generate.requests import Requests
 
 from .episode import Episode, Setting
+from .saved import Beginning
 
 _SECONDS_TO_WAIT = 2.0
 """For an environment's answer, before the stage looks after other things."""
@@ -33,25 +34,6 @@ _ANOTHER_BEGINNING = (
 )
 _OPEN_FOR_EACH_PLACE = 4
 """Episodes that are begun for each row that the engine decodes at once, at most."""
-
-
-class Beginning(NamedTuple):
-    """How the episodes of one prompt begin."""
-
-    columns: Row
-    """What their environments are reset with."""
-    seed: int
-    messages: list[Message]
-    """Of the prompt."""
-    past: list[Turn]
-    """What is played before: the prompt is a piece of an earlier episode."""
-
-    def fits(self, opening: Step) -> bool:
-        """Whether the prompt was rendered with that opening."""
-        messages = opening.messages or []
-        if self.past or not messages:
-            return True
-        return self.messages[-1]["content"].endswith(messages[-1]["content"])
 
 
 @dataclass
@@ -80,6 +62,8 @@ class Episodes(Requests):
     pool: EnvironmentPool
     beginnings: list[Beginning]
     """Of each prompt."""
+    chats: list[list[Message]]
+    """Of each prompt its messages."""
     _new_rows: deque[int] = field(default_factory=deque)
     """Taken, and not begun."""
     _ready: deque[_Running] = field(default_factory=deque)
@@ -129,12 +113,13 @@ class Episodes(Requests):
 
     def _begin(self, row: int) -> Request:
         """The first turn of a row; its environment begins meanwhile."""
-        beginning = self._beginning(row)
-        key = self.pool.open(beginning.columns, beginning.seed)
+        prompt = row // self.rows.config.samples_per_prompt
+        beginning = self.beginnings[prompt]
+        key = self.pool.open(beginning.row, beginning.seed)
         (first,) = self.rows.requests([row])
         name = self.rows.rollout_id(row)
-        episode = Episode(self.setting, name, first.prompt_ids.tolist(), beginning.messages)
-        running = _Running(row, episode, key, deque(beginning.past))
+        episode = Episode(self.setting, name, first.prompt_ids.tolist(), self.chats[prompt])
+        running = _Running(row, episode, key, deque(beginning.turns))
         self._running[row] = running
         self._of_key[key] = running
         return self._request(running)
@@ -156,9 +141,6 @@ class Episodes(Requests):
             self._fail(running, running.failure)
         self._go_on(running)
 
-    def _beginning(self, row: int) -> Beginning:
-        return self.beginnings[row // self.rows.config.samples_per_prompt]
-
     # -- the environment's side
 
     def _hear(self, wait: float) -> None:
@@ -177,7 +159,7 @@ class Episodes(Requests):
                 self._has_begun(running, reply)
 
     def _has_begun(self, running: _Running, reply: Reply) -> None:
-        if reply.failure is None and not self._beginning(running.row).fits(reply.step):
+        if reply.failure is None and not self._fits(running.row, reply.step):
             reply = reply._replace(failure="environment_error", why=_ANOTHER_BEGINNING)
         if running.episode.state == "sample":
             running.failure = reply if reply.failure is not None else None
@@ -185,6 +167,15 @@ class Episodes(Requests):
         if reply.failure is not None:
             self._fail(running, reply)
         self._go_on(running)
+
+    def _fits(self, row: int, opening: Step) -> bool:
+        """Whether the row's prompt was rendered with that opening; of what goes on with an earlier
+        episode that is not looked at."""
+        prompt = row // self.rows.config.samples_per_prompt
+        messages = opening.messages or []
+        if self.beginnings[prompt].turns or not messages:
+            return True
+        return self.chats[prompt][-1]["content"].endswith(messages[-1]["content"])
 
     def _hear_of_turn(self, running: _Running, reply: Reply) -> None:
         episode = running.episode

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
 from quiver.stages.common.chat.messages import read_messages
 from quiver.stages.common.chat.template import Template
 from quiver.stages.common.environments.config import EnvironmentConfig
-from quiver.stages.common.environments.environment import Call, Turn, environment_seed
 from quiver.stages.common.environments.pool import EnvironmentPool, Loaded
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.runtime.stage import Plan
@@ -32,7 +29,8 @@ from quiver.stages.generate.rows import Rows
 
 from .bridge import Bridge
 from .episode import Setting
-from .episodes import Beginning, Episodes
+from .episodes import Episodes
+from .saved import beginning_of
 from .tool_calls import make_parser
 
 if TYPE_CHECKING:
@@ -103,11 +101,13 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
         )
 
         def new_requests(rows: Rows, **arguments: Any) -> Episodes:
+            prompts = rows.prompts.select(["group_id", "columns", "messages"]).to_pylist()
             return Episodes(
                 rows=rows,
                 setting=setting,
                 pool=pool,
-                beginnings=_beginnings(rows.prompts),
+                beginnings=[beginning_of(row["group_id"], row["columns"]) for row in prompts],
+                chats=[read_messages(row["messages"]) for row in prompts],
                 **arguments,
             )
 
@@ -137,15 +137,3 @@ def _require_same_tools(prompts: Version, loaded: Loaded) -> None:
             "its prompts show other tools to the policy than generate.turns has now",
             next="quiver prompt RECIPE --force",
         )
-
-
-def _beginnings(prompts: pa.Table) -> list[Beginning]:
-    groups = prompts["group_id"].to_pylist()
-    chats = prompts["messages"].to_pylist()
-    beginnings = []
-    for group, chat, columns in zip(groups, chats, prompts["columns"].to_pylist(), strict=True):
-        past = json.loads(columns.pop("quiver_turns", None) or "[]")
-        turns = [Turn(turn["text"], tuple(Call(**call) for call in turn["calls"])) for turn in past]
-        seed = environment_seed(columns.pop("quiver_group", None) or group)
-        beginnings.append(Beginning(columns, seed, read_messages(chat), turns))
-    return beginnings

@@ -24,13 +24,13 @@ import numpy as np
 from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.plain import read_json
 from quiver.stages.common.config import parse, parse_saved
+from quiver.stages.common.environments.environment import Message, Step, Turn
+from quiver.stages.common.environments.pool import EnvironmentPool, Reply
+from quiver.stages.common.episodes import FAILURES
 from quiver.stages.common.lineage import open_input
 from quiver.stages.common.store import Store, Version
 from quiver.stages.generate.turns.bridge import shortened
 from quiver.stages.generate.turns.config import Turns
-from quiver.stages.common.environments.environment import Message, Step, Turn
-from quiver.stages.generate.turns.episode import FAILURES
-from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.generate.turns.saved import (
     Beginning,
     beginning_of,

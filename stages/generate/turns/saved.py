@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import LineageError, SchemaError, SecurityError, printable
 from quiver.schemas.plain import read_json
 from quiver.schemas.prompts import PLAYED_GROUP, PLAYED_TURNS
+from quiver.stages.common.environments.environment import Row, Turn, environment_seed
 from quiver.stages.common.models import checkpoints
 from quiver.stages.common.store import Store, Version
-from quiver.stages.common.environments.environment import Row, Turn, environment_seed
 from quiver.stages.generate.turns.tool_calls import RESPONSE_TEMPLATE, Call, Parse, make_parser
 
 _NOT_ASKED = ("answered", "max_tool_calls")

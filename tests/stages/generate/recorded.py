@@ -19,12 +19,12 @@ from quiver.schemas import prompts as prompts_kind
 from quiver.stages.common.chat.control_tokens import Guard
 from quiver.stages.common.chat.template import Template
 from quiver.stages.common.config import Config
+from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.common.models.checkpoints import as_model
 from quiver.stages.common.store import Store, Version
 from quiver.stages.generate.turns.bridge import Bridge
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.episode import Episode, Setting
-from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.generate.turns.saved import Beginning, beginning_of
 from quiver.stages.generate.turns.tool_calls import parse_hermes
 from tests import episodes
