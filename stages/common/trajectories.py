@@ -86,10 +86,40 @@ class Trajectory(_Part):
                 f"logprobs has {len(self.logprobs)} items, completion_ids has "
                 f"{len(self.completion_ids)}"
             )
-        if self.turns is not None:
-            problem = _problem_of_turns(self, self.turns)
-            if problem:
-                raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _turns_fit(self) -> Trajectory:
+        turns = self.turns
+        if turns is None:
+            return self
+        lengths = sum(turn.length for turn in turns)
+        if lengths != len(self.completion_ids):
+            raise ValueError(
+                f"turns: their lengths add up to {lengths}, completion_ids has "
+                f"{len(self.completion_ids)} items"
+            )
+        if turns[0].restart_ids is not None:
+            raise ValueError("turns.0.restart_ids: the first turn begins with prompt_ids")
+        for number, (turn, after) in enumerate(zip(turns, [*turns[1:], None], strict=True)):
+            is_unread = after is None or after.restart_ids is not None
+            if is_unread and turn.observation_ids:
+                why = (
+                    "it is the last turn" if after is None else "the history is rewritten after it"
+                )
+                raise ValueError(f"turns.{number}.observation_ids: nobody reads them, {why}")
+        reason = turns[-1].finish_reason
+        if reason is not None and self.finish_reason not in (None, reason):
+            raise ValueError(
+                f"finish_reason {self.finish_reason} is not that of its last turn, {reason}"
+            )
+        earned = [turn.reward for turn in turns if turn.reward is not None]
+        if self.reward is not None and earned:
+            total = math.fsum(earned)
+            if not math.isclose(total, self.reward, rel_tol=1e-4, abs_tol=1e-4):
+                raise ValueError(
+                    f"reward is {self.reward:g}, the rewards of its turns add up to {total:g}"
+                )
         return self
 
     @property
@@ -129,33 +159,6 @@ class Trajectory(_Part):
                 lengths.append(len(turn.restart_ids))
             lengths[-1] += turn.length + len(turn.observation_ids)
         return lengths
-
-
-def _problem_of_turns(line: Trajectory, turns: list[Turn]) -> str:
-    """What is wrong with the turns of a line; empty where nothing is."""
-    total = sum(turn.length for turn in turns)
-    if total != len(line.completion_ids):
-        return (
-            f"turns: their lengths add up to {total}, completion_ids has "
-            f"{len(line.completion_ids)} items"
-        )
-    if turns[0].restart_ids is not None:
-        return "turns.0.restart_ids: the first turn begins with prompt_ids"
-    following = [*turns[1:], None]
-    for number, (turn, after) in enumerate(zip(turns, following, strict=True)):
-        is_unread = after is None or after.restart_ids is not None
-        if is_unread and turn.observation_ids:
-            why = "it is the last turn" if after is None else "the history is rewritten after it"
-            return f"turns.{number}.observation_ids: nobody reads them, {why}"
-    last_reason = turns[-1].finish_reason
-    if line.finish_reason is not None and last_reason not in (None, line.finish_reason):
-        return f"finish_reason {line.finish_reason} is not that of its last turn, {last_reason}"
-    earned = [turn.reward for turn in turns if turn.reward is not None]
-    if line.reward is not None and earned:
-        total_reward = math.fsum(earned)
-        if not math.isclose(total_reward, line.reward, rel_tol=1e-4, abs_tol=1e-4):
-            return f"reward is {line.reward:g}, the rewards of its turns add up to {total_reward:g}"
-    return ""
 
 
 def read(source: str, sha256: str = "") -> tuple[dict[int, Trajectory], str]:

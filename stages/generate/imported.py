@@ -186,7 +186,7 @@ def _rows(
     for line, group in zip(lines, groups, strict=True):
         sample = counts[group]
         counts[group] += 1
-        turns = _turns(line, texts)
+        turns = texts.turns_of(line)
         finish_reason = turns[-1]["finish_reason"]
         text = turns[-1]["text"]
         if line.turns is None and line.text is None:
@@ -211,7 +211,7 @@ def _rows(
 
 
 class _Texts:
-    """Text of ids, for people and rewards, where a line has none."""
+    """What a line does not say is decoded, for people and rewards."""
 
     def __init__(self, policy: Version) -> None:
         self.end_ids = frozenset(checkpoints.end_token_ids(policy))
@@ -225,39 +225,42 @@ class _Texts:
         """As generate has it of a completion."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
-
-def _turns(line: Trajectory, texts: _Texts) -> list[dict[str, Any]]:
-    """The turns of a line as rollouts/2 have them; a line without any is one turn."""
-    given = line.turns or [trajectories.Turn(length=len(line.completion_ids), reward=line.reward)]
-    rows = []
-    start = 0
-    for number, turn in enumerate(given, 1):
-        ids = line.completion_ids[start : start + turn.length]
-        start += turn.length
-        is_last = number == len(given)
-        ends = bool(ids) and ids[-1] in texts.end_ids
-        guess = "stop" if ends or not is_last else "length"
-        reason = turn.finish_reason or (line.finish_reason if is_last else None) or guess
-        text = turn.text if turn.text is not None or not is_last else line.text
-        observation = turn.observation
-        calls = None
-        if turn.tool_calls is not None:
-            calls = json.dumps([call.model_dump() for call in turn.tool_calls], ensure_ascii=False)
-        if observation is None:
-            observation = texts.without_control(turn.observation_ids)
-        rows.append(
-            {
-                "length": turn.length,
-                "text": texts.of_turn(ids) if text is None else text,
-                "observation_ids": turn.observation_ids,
-                "restart_ids": turn.restart_ids,
-                "finish_reason": reason,
-                "tool_calls": calls,
-                "parse_error": None,
-                "observation": observation,
-                "reward": turn.reward,
-                "info": None,
-                "seconds": 0.0,
-            }
-        )
-    return rows
+    def turns_of(self, line: Trajectory) -> list[dict[str, Any]]:
+        """The turns of a line as rollouts/2 have them; a line without any is one turn."""
+        given = line.turns or [
+            trajectories.Turn(length=len(line.completion_ids), reward=line.reward)
+        ]
+        rows = []
+        start = 0
+        for number, turn in enumerate(given, 1):
+            ids = line.completion_ids[start : start + turn.length]
+            start += turn.length
+            is_last = number == len(given)
+            ends = bool(ids) and ids[-1] in self.end_ids
+            guess = "stop" if ends or not is_last else "length"
+            reason = turn.finish_reason or (line.finish_reason if is_last else None) or guess
+            text = turn.text if turn.text is not None or not is_last else line.text
+            observation = turn.observation
+            calls = None
+            if turn.tool_calls is not None:
+                calls = json.dumps(
+                    [call.model_dump() for call in turn.tool_calls], ensure_ascii=False
+                )
+            if observation is None:
+                observation = self.without_control(turn.observation_ids)
+            rows.append(
+                {
+                    "length": turn.length,
+                    "text": self.of_turn(ids) if text is None else text,
+                    "observation_ids": turn.observation_ids,
+                    "restart_ids": turn.restart_ids,
+                    "finish_reason": reason,
+                    "tool_calls": calls,
+                    "parse_error": None,
+                    "observation": observation,
+                    "reward": turn.reward,
+                    "info": None,
+                    "seconds": 0.0,
+                }
+            )
+        return rows

@@ -34,6 +34,7 @@ from quiver.stages.generate.turns.saved import (
     as_json,
     beginning_of,
     calls_of,
+    ids_before,
     require_episodes,
     text_before_calls,
     turns_answered,
@@ -149,8 +150,17 @@ class _Branches:
         rows = []
         columns = []
         for row in rollouts.to_pylist():
-            prompt = self._prompt_of(row["group_id"])
-            beginning = beginning_of(row["group_id"], prompt["columns"] or {})
+            group = row["group_id"]
+            prompt: dict[str, Any] = dict.fromkeys(("messages", "columns", *_BESIDE))
+            if self._prompts is not None and group not in self._places:
+                raise LineageError(
+                    self._name,
+                    f"its prompts have no {printable(group)}",
+                    next=f"quiver verify {self._name}",
+                )
+            if self._prompts is not None:
+                prompt |= self._prompts.slice(self._places[group], 1).to_pylist()[0]
+            beginning = beginning_of(group, prompt["columns"] or {})
             before = row["turns"][: self._turn]
             answered = turns_answered(row["rollout_id"], before, None, self._before_calls)
             is_rewritten = any(turn["restart_ids"] for turn in row["turns"][: self._turn + 1])
@@ -166,7 +176,7 @@ class _Branches:
                 {
                     "group_id": f"{row['rollout_id']}.{self._turn}",
                     "messages": self._messages(row["rollout_id"], prompt["messages"], before),
-                    "prompt_ids": self._ids_before(row),
+                    "prompt_ids": ids_before(row, self._turn),
                     **{name: prompt[name] for name in _BESIDE},
                 }
             )
@@ -178,32 +188,6 @@ class _Branches:
         schema = prompts_kind.BEYOND_TEXT.remove(place)
         table = pa.Table.from_pylist(rows, schema)
         return table.add_column(place, required("columns", struct.type), struct)
-
-    def _prompt_of(self, group: str) -> dict[str, Any]:
-        """The row of the prompt, with every column that prompts/2 have beside ids and text."""
-        row: dict[str, Any] = dict.fromkeys(("messages", "columns", *_BESIDE))
-        if self._prompts is None:
-            return row
-        if group not in self._places:
-            raise LineageError(
-                self._name,
-                f"its prompts have no {printable(group)}",
-                next=f"quiver verify {self._name}",
-            )
-        return row | self._prompts.slice(self._places[group], 1).to_pylist()[0]
-
-    def _ids_before(self, row: dict[str, Any]) -> list[int]:
-        """All that the policy read before the turn, since its sequence began."""
-        ids = list(row["prompt_ids"])
-        start = 0
-        for turn in row["turns"][: self._turn]:
-            if turn["restart_ids"] is not None:
-                ids = list(turn["restart_ids"])
-            end = start + turn["length"]
-            ids += row["completion_ids"][start:end] + turn["observation_ids"]
-            start = end
-        restart_ids = row["turns"][self._turn]["restart_ids"]
-        return ids if restart_ids is None else restart_ids
 
     def _messages(
         self, name: str, chat: list[Message] | None, turns: Sequence[dict[str, Any]]

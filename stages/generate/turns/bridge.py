@@ -16,6 +16,7 @@ measured once, with probes: `measure`.
 
 from __future__ import annotations
 
+import bisect
 import json
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ class Bridge:
         longest = max((len(message["content"]) for message in messages), default=0)
         while shortest < longest:  # the most characters of a content that fit
             middle = (shortest + longest) // 2
-            cut_messages = [shortened(message, middle) for message in messages]
+            cut_messages = [_shortened(message, middle) for message in messages]
             rendering = self.observation(name, cut_messages, has_end=has_end)
             if len(rendering.ids) <= most:
                 num_cut = sum(max(len(message["content"]) - middle, 0) for message in messages)
@@ -321,7 +322,22 @@ def _probe_calls(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def shortened(message: Message, most: int) -> Message:
+def cut_by(messages: list[Message], num_cut: int) -> list[Message]:
+    """Messages from whose contents so many characters are cut together, as an observation that is
+    too long is: from each what it has above a common length. As they are, where no such length
+    gives that number."""
+    lengths = [len(message["content"]) for message in messages]
+
+    def left_over(most: int) -> int:
+        return -sum(max(length - most, 0) for length in lengths)
+
+    most = bisect.bisect_left(range(max(lengths, default=0)), -num_cut, key=left_over)
+    if left_over(most) != -num_cut:
+        return messages
+    return [_shortened(message, most) for message in messages]
+
+
+def _shortened(message: Message, most: int) -> Message:
     """A message whose content has at most `most` characters of its own, out of both ends."""
     content = message["content"]
     num_cut = len(content) - most

@@ -13,7 +13,6 @@ they were sampled are left out.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from quiver.stages.common.environments.pool import EnvironmentPool, Reply
 from quiver.stages.common.episodes import FAILURES
 from quiver.stages.common.lineage import open_input
 from quiver.stages.common.store import Store, Version
-from quiver.stages.generate.turns.bridge import shortened
+from quiver.stages.generate.turns.bridge import cut_by
 from quiver.stages.generate.turns.config import Turns
 from quiver.stages.generate.turns.saved import (
     Beginning,
@@ -267,14 +266,21 @@ def _take_turn(episode: _Saved, number: int) -> Generator[Turn | None, Reply, Di
     reward."""
     recorded = episode.turns[number]
     turn = episode.answered[number]
+    is_last = number == len(episode.turns) - 1
     earned = None
     if turn is not None:
         reply = yield turn
-        difference = _compare(episode, number, reply)
-        if difference is not None:
-            return difference
+        if reply.failure is not None:
+            return episode.failed(number, reply)
+        text = _text_of(reply.step, recorded)
+        if text != recorded["observation"]:
+            return episode.differs(number, "observation", recorded["observation"], text)
+        had_ended = is_last and episode.end_reason == "environment"
+        if reply.step.done != had_ended:
+            words = ("it went on", "it ended")
+            return episode.differs(number, "end", words[had_ended], words[reply.step.done])
         earned = reply.step.reward
-    if number == len(episode.turns) - 1:
+    if is_last:
         reply = yield None
         if reply.failure is not None:
             return episode.failed(number, reply)
@@ -282,21 +288,6 @@ def _take_turn(episode: _Saved, number: int) -> Generator[Turn | None, Reply, Di
             earned = reply.step.reward + (earned or 0.0)
     if _float32(earned) != _float32(recorded["reward"]):
         return episode.differs(number, "reward", recorded["reward"], earned)
-    return None
-
-
-def _compare(episode: _Saved, number: int, reply: Reply) -> Difference | None:
-    """What the environment answered to turn `number`, beside what it had answered."""
-    if reply.failure is not None:
-        return episode.failed(number, reply)
-    recorded = episode.turns[number]
-    text = _text_of(reply.step, recorded)
-    if text != recorded["observation"]:
-        return episode.differs(number, "observation", recorded["observation"], text)
-    had_ended = number == len(episode.turns) - 1 and episode.end_reason == "environment"
-    if reply.step.done != had_ended:
-        words = ("it went on", "it ended")
-        return episode.differs(number, "end", words[had_ended], words[reply.step.done])
     return None
 
 
@@ -308,23 +299,8 @@ def _text_of(step: Step, recorded: dict[str, Any]) -> str:
         info = read_json(recorded["info"] or "null")
     num_cut = info.get("cut_characters") if isinstance(info, dict) else None
     if isinstance(num_cut, int) and num_cut > 0:
-        messages = _cut_by(messages, num_cut)
+        messages = cut_by(messages, num_cut)
     return "\n".join(message["content"] for message in messages)
-
-
-def _cut_by(messages: list[Message], num_cut: int) -> list[Message]:
-    """Messages from whose contents so many characters are cut together, as an observation that is
-    too long is: from each what it has above a common length. As they are, where no such length
-    gives that number."""
-    lengths = [len(message["content"]) for message in messages]
-
-    def left_over(most: int) -> int:
-        return -sum(max(length - most, 0) for length in lengths)
-
-    most = bisect.bisect_left(range(max(lengths, default=0)), -num_cut, key=left_over)
-    if left_over(most) != -num_cut:
-        return messages
-    return [shortened(message, most) for message in messages]
 
 
 def _float32(reward: float | None) -> np.float32 | None:

@@ -106,6 +106,20 @@ def turns_answered(
     return answered
 
 
+def ids_before(row: Mapping[str, Any], number: int) -> list[int]:
+    """All that the policy read of a rollout before turn `number`, since its sequence began."""
+    ids = list(row["prompt_ids"])
+    start = 0
+    for turn in row["turns"][:number]:
+        if turn["restart_ids"] is not None:
+            ids = list(turn["restart_ids"])
+        end = start + turn["length"]
+        ids += row["completion_ids"][start:end] + turn["observation_ids"]
+        start = end
+    restart_ids = row["turns"][number]["restart_ids"]
+    return ids if restart_ids is None else restart_ids
+
+
 def text_before_calls(store: Store, rollouts: Version) -> Callable[[str], str]:
     """From the text of a turn with calls to what stands before them, by the parser that the
     manifest names; it is made when there is such a turn. ConfigError, LineageError, SecurityError.
