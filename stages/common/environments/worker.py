@@ -93,8 +93,7 @@ class Host:
 
     def step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
         """An environment's answer to a turn."""
-        from quiver.stages.common.environments.environment import Turn
-        from quiver.stages.generate.turns.tool_calls import Call
+        from quiver.stages.common.environments.environment import Call, Turn
 
         calls = tuple(Call(*call) for call in turn["calls"])
         return {"step": self._environments[key].step(Turn(turn["text"], calls))._asdict()}

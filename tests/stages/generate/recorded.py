@@ -104,6 +104,7 @@ def _setting(turns: Turns, pool: EnvironmentPool, template: Template) -> Setting
         parse=parse_hermes if pool.loaded.tools else None,
         decode=guard.decode,
         stop_ids=frozenset([EOS]),
+        max_turn_tokens=4096,
         context=4096,
         answers=pool.loaded.answers,
     )
