@@ -22,7 +22,6 @@ from quiver.stages.common.runtime.runner import find
 from quiver.stages.common.runtime.stage import load
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import code_hash, engine_options
-from quiver.stages.generate.turns.config import Turns
 from quiver.stages.prompt.stage import read_template
 from quiver.stages.reward.preview import preview
 
@@ -47,8 +46,8 @@ def preflight(recipe: Recipe) -> Recipe:
         if options is None:
             plugins.definition(generate.engine, "generate.engine", "class")
         code_hash(generate.engine, options)
-        if generate.turns is not None:
-            _preview_environment(generate.turns)
+        for code in generate.turns.own_code() if generate.turns else ():
+            plugins.definition(*code)
     for stage, config in trained_here(recipe).items():
         load(stage).check(config, ())
     resolved = recipe.resolved()
@@ -69,12 +68,6 @@ def try_out(recipe: Recipe) -> list[str]:
             load(name).check(config, [*columns, *recipe.turn_columns])
         tried.append(name)
     return tried
-
-
-def _preview_environment(turns: Turns) -> None:
-    """ConfigError unless the code that [generate.turns] names is there. It is read and not run."""
-    for source, field, kind_name in turns.own_code():
-        plugins.definition(source, field, kind_name)
 
 
 def finished(recipe: Recipe) -> dict[str, str]:

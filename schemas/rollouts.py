@@ -161,7 +161,9 @@ def _check_turns(table: pa.Table) -> None:
     restarts = turns["restart_ids"].is_valid().combine_chunks()
     numbers = pa.array(range(len(turns)), pa.int64())
     is_first = pc.is_in(numbers, starts)
-    is_unread = pc.or_(pc.is_in(numbers, pc.subtract(ends, 1)), _of_next(restarts))
+    no_more = pa.array([False] * min(1, len(turns)), pa.bool_())
+    restarts_next = pa.concat_arrays([restarts[1:], no_more])
+    is_unread = pc.or_(pc.is_in(numbers, pc.subtract(ends, 1)), restarts_next)
     restart_lengths = pc.list_value_length(turns["restart_ids"]).combine_chunks()
     observed = pc.list_value_length(turns["observation_ids"]).combine_chunks()
     for is_wrong, of_rows, problem in (
@@ -178,8 +180,3 @@ def _check_turns(table: pa.Table) -> None:
             number = pc.index(is_wrong, True).as_py()
             row = number if of_rows else pc.sum(pc.less_equal(ends, number)).as_py()
             raise fields.fail(OF_TURNS, f"row {row}: {problem}")
-
-
-def _of_next(flags: pa.BooleanArray) -> pa.BooleanArray:
-    """Of each place what the next one holds; of the last one false."""
-    return pa.concat_arrays([flags[1:], pa.array([False] * min(1, len(flags)), pa.bool_())])

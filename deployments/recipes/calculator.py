@@ -66,16 +66,12 @@ def rows(split: str, seed: int | str = 0, count: int = 2048) -> Iterator[dict[st
         }
 
 
-def _call(expression: str) -> str:
-    call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
-    return f"<tool_call>{call}</tool_call>"
-
-
 def _example(question: str) -> Iterator[dict[str, str]]:
     expression = question.removesuffix(" =")
     result = calculate(expression)
+    call = json.dumps({"name": "calculate", "arguments": {"expression": expression}})
     yield {"role": "user", "content": question}
-    yield {"role": "assistant", "content": _call(expression)}
+    yield {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"}
     yield {"role": "tool", "content": result}
     yield {"role": "assistant", "content": f"Answer: {result}"}
 

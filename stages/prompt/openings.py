@@ -79,16 +79,14 @@ class Openings:
                     if reply.key in messages or row is None:  # it was ended
                         self._pool.forget(reply.key)
                     elif reply.failure is not None:
-                        raise self._no_beginning(group_ids[row], reply.why)
+                        raise ConfigError(
+                            f"generate.turns {printable(', '.join(self._turns.sources))}",
+                            f"can not begin with prompt {printable(group_ids[row])}: "
+                            f"{printable(reply.why)}",
+                            next="correct its reset, or the row",
+                        )
                     else:
                         messages[reply.key] = reply.step.messages or []
                         self._pool.finish(reply.key)
             openings += [messages[key] for key in keys]
         return openings
-
-    def _no_beginning(self, group_id: str, why: str) -> ConfigError:
-        return ConfigError(
-            f"generate.turns {printable(', '.join(self._turns.sources))}",
-            f"can not begin with prompt {printable(group_id)}: {printable(why)}",
-            next="correct its reset, or the row",
-        )

@@ -17,6 +17,7 @@ from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.stage import Config as GenerateConfig
+from quiver.stages.generate.turns.config import Turns
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.optimize.config import Audit, Correction
 from quiver.stages.optimize.lora import Lora
@@ -37,6 +38,7 @@ BASES: dict[str, Config] = {
     "prompt": PromptConfig(source="rows.jsonl", limit=4),
     "generate": GenerateConfig(),
     "generate.sampling": Sampling(),
+    "generate.turns": Turns(environment="mine.py:Game"),
     "reward": RewardConfig(functions=[{"use": "length"}]),
     "reward.functions": FunctionConfig(use="length"),
     "reward.models": ModelConfig(model="judge"),

@@ -77,7 +77,11 @@ class Episodes(Requests):
         if self._ready:
             return self._request(self._ready.popleft())
         has_place = self.ahead == 1 or len(self._unanswered) < self.ahead
-        if has_place and (self._new_rows or self._open_next_shard()):
+        if has_place and not self._new_rows:
+            most = _OPEN_FOR_EACH_PLACE * self.ahead if self.ahead > 1 else 1
+            if len(self._running) < most:
+                self.open_shard()
+        if has_place and self._new_rows:
             return self._begin(self._new_rows.popleft())
         raise StopIteration
 
@@ -89,10 +93,6 @@ class Episodes(Requests):
         self._asked.update(indices)
         self._new_rows.extend(indices)
         return True
-
-    def _open_next_shard(self) -> bool:
-        most = _OPEN_FOR_EACH_PLACE * self.ahead if self.ahead > 1 else 1
-        return len(self._running) < most and self.open_shard()
 
     def is_done(self) -> bool:
         """Whether all episodes of the rows that were taken have ended."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.common.chat.control_tokens import Guard
@@ -32,9 +32,6 @@ from .episode import Setting
 from .episodes import Episodes
 from .saved import beginning_of
 from .tool_calls import make_parser
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 def identified(config: Config, prompts: Version) -> Config:
@@ -71,9 +68,18 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
     prompts = plan.inputs["prompts"]
     tokenizer = checkpoints.load_tokenizer(setup.policy)
     guard = Guard(tokenizer)
+    rendering = prompts.manifest.config
+    variables = {
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **tokenizer.special_tokens_map,
+        **rendering["template_arguments"],
+    }
+    source = prompts.manifest.metrics["chat_template"]
     with (
         EnvironmentPool(turns) as pool,
-        _template(prompts, tokenizer) as template,
+        Template(source, variables, rendering["template_seconds"]) as template,
     ):
         _require_same_tools(prompts, pool.loaded)
         bridge = Bridge(
@@ -112,20 +118,6 @@ def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., R
             )
 
         yield new_requests
-
-
-def _template(prompts: Version, tokenizer: PreTrainedTokenizerFast) -> Template:
-    """The chat template that rendered the prompts."""
-    config = prompts.manifest.config
-    variables = {
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": True,
-        **tokenizer.special_tokens_map,
-        **config["template_arguments"],
-    }
-    source = prompts.manifest.metrics["chat_template"]
-    return Template(source, variables, config["template_seconds"])
 
 
 def _require_same_tools(prompts: Version, loaded: Loaded) -> None:
