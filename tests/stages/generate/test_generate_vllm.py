@@ -17,6 +17,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import Setup
 from quiver.stages.generate.engines.transformers import TransformersEngine
+from tests.episodes import own_logprobs
 from tests.stages.generate.making import make_prompts
 from tests.stages.generate.vllm_checks import GREEDY, PIECES, STOPS, answers
 from tests.tiny import make_policy, tokenizer
@@ -145,3 +146,14 @@ def test_an_encoder_decoder_is_refused_before_vllm_is_imported(store):
         run_stage("generate", config, store, in_process=True, **refs)
     assert caught.value.next == 'set generate.engine = "transformers"'
     assert "vllm" not in sys.modules
+
+
+def test_episodes_are_sampled_from_all_that_stood_before_each_turn(answered):
+    rows = answered["episodes"]
+    assert len(rows) == 32
+    assert max(len(row["turns"]) for row in rows) == 4
+    for row in rows:
+        with torch.no_grad():
+            expected = own_logprobs(answered["model"], row).numpy()
+        assert np.abs(expected - row["old_logprobs"]).max() < 1e-4
+        assert len(row["completion_ids"]) <= 48

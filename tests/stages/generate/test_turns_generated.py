@@ -1,18 +1,27 @@
 """generate with an environment: what the engine reads, whose seeds, faults, restarts, order."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
 
 from quiver.schemas.errors import ConfigError, QuiverError
 from quiver.stages.common.config import parse
 from quiver.stages.common.environments.environment import environment_seed
+from quiver.stages.common.models.loading import load_model
 from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store, Version
 from quiver.stages.generate.rows import row_seed
 from quiver.stages.generate.stage import Config
+from tests.episodes import own_logprobs
 from tests.stages.generate import guessing, making
 from tests.tiny import EOS, make_policy
 
@@ -257,3 +266,58 @@ def test_edited_code_is_another_environment(store, policy, tmp_path):
 def test_a_prompt_that_can_not_begin_is_named(store, policy, names):
     with pytest.raises(QuiverError, match="can not begin with prompt 000003: ValueError"):
         guessing.render(store, policy, names, arguments={"broken": "reset 3"})
+
+
+def test_transformers_samples_from_all_that_stood_before_each_turn(store, policy, names):
+    sampling = {"max_tokens": 24, "temperature": 0.7, "stop_token_ids": list(range(280, 300))}
+    rows = rows_of(
+        store,
+        policy,
+        names,
+        engine="transformers",
+        dtype="float32",
+        options={"batch_size": 5},
+        sampling=sampling,
+        turns={"max_tokens": 48},
+    )
+    assert max(len(row["turns"]) for row in rows) == 4
+    model = load_model(policy, dtype=torch.float32)
+    for row in rows:
+        with torch.no_grad():
+            expected = own_logprobs(model, row).numpy()
+        assert np.abs(expected - row["old_logprobs"]).max() < 1e-4
+        assert len(row["completion_ids"]) <= 48
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.torture)])
+def test_kill_9_changes_no_row(policy, store, names, tmp_path, kills):
+    slow = {"arguments": {"seconds": 0.05}}
+    prompts = guessing.render(store, policy, names, **slow)
+    stage = {"rows_per_shard": 3, "samples_per_prompt": 6, "turns": slow}
+    calm = run(config(names, **stage), store, prompts=prompts.ref, policy=policy.ref, into="calm")
+    command = [
+        sys.executable,
+        "-c",
+        "import json, sys; from quiver import run_stage; fields, store, refs = map(json.loads, "
+        "sys.argv[1:]); run_stage('generate', fields, store, in_process=True, **refs)",
+        config(names, **stage).model_dump_json(),
+        json.dumps(str(store.path)),
+        json.dumps({"prompts": str(prompts.ref), "policy": str(policy.ref), "into": "killed"}),
+    ]
+    child = None
+    for seconds in np.random.default_rng(0).uniform(1.5, 4.5, kills):
+        child = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(seconds)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    subprocess.run(command, cwd=tmp_path, check=True)
+    tables = [store.open(ref).table() for ref in (calm, "killed/rollouts@1")]
+    rows, rows_of_killed = ([untimed(row) for row in table.to_pylist()] for table in tables)
+    assert rows_of_killed == rows
+
+
+def untimed(row: dict) -> dict:
+    """A row without the seconds that its environment took."""
+    return {**row, "turns": [{**turn, "seconds": 0.0} for turn in row["turns"]]}

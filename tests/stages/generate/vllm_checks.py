@@ -16,6 +16,7 @@ from quiver.stages.common.runtime.runner import run_stage
 from quiver.stages.common.store import Store
 from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.options import Sampling
+from tests.stages.generate import guessing
 from tests.stages.generate.making import random_prompts
 from tests.tiny import EOS, make_folder
 
@@ -79,6 +80,22 @@ def small_stage(store: Store, policy, prompts) -> dict:
     }
 
 
+def episodes(store: Store, policy) -> list[dict]:
+    """Episodes of the guessing game, with a batch that is smaller than there are rows."""
+    names = guessing.write_game(store.path.parent / "game")
+    prompts = guessing.render(store, policy, names)
+    given = {
+        "samples_per_prompt": 8,
+        "dtype": "float32",
+        "options": {"max_num_seqs": 8},
+        "sampling": {"temperature": 0.7, "max_tokens": 24, "stop_token_ids": STOPS[1:]},
+        "turns": {"environment": names["environment"], "max_turns": 4, "max_tokens": 48},
+    }
+    refs = {"prompts": prompts.ref, "policy": policy.ref}
+    version = store.open(run_stage("generate", given, store, in_process=True, **refs))
+    return version.table().to_pylist()
+
+
 def answers(engine, rows: list[dict], indices: list[int]) -> dict[int, dict]:
     import numpy as np
 
@@ -102,7 +119,7 @@ def main() -> None:
     store = Store(sys.argv[1])
     policy = import_with_hidden_defaults(store)
     prompts = random_prompts(store, 20, low=40, high=70)
-    out = {"small": small_stage(store, policy, prompts)}
+    out = {"small": small_stage(store, policy, prompts), "episodes": episodes(store, policy)}
 
     from quiver.stages.generate.engines.vllm import VllmEngine
 
