@@ -26,6 +26,7 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import NIGHT, Recipe
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.common.config import parse
+from quiver.stages.common.environments.adapters import ENVIRONMENTS, TOOLS
 from quiver.stages.prompt.sources import SUFFIXES
 
 Paths = dict[str, Path]
@@ -136,6 +137,9 @@ PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
     "prompt.template": _path,
     "generate.engine": _code,
     "generate.options.script": _code,
+    "generate.turns.environment": _code,
+    "generate.turns.tools.*": _code,
+    "generate.turns.parser": _code,
     "evaluate.generate.engine": _code,
     "evaluate.generate.options.script": _code,
     "reward.functions.*.use": _code,
@@ -147,6 +151,10 @@ PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
     "placement.python.*": _interpreter,
 }
 """Every key of a recipe that may name a path, and how it is read."""
+
+
+_NO_MODULES = tuple(f"{name}:" for name in ("package", "datasets", *ENVIRONMENTS, *TOOLS))
+"""What stands before a colon and is no module."""
 
 
 def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any, Any, str]]:
@@ -169,11 +177,7 @@ def _values(data: Any, keys: list[str], before: list[str]) -> Iterator[tuple[Any
 def _check_importable(name: str, value: str, where: str) -> None:
     """ConfigError where `module:function` is found only because the command runs in this folder."""
     module, colon, function = value.rpartition(":")
-    if (
-        not colon
-        or not module.replace(".", "").isidentifier()
-        or value.startswith(("package:", "datasets:"))
-    ):
+    if not colon or not module.replace(".", "").isidentifier() or value.startswith(_NO_MODULES):
         return
     here = {"", os.getcwd()}
     whole_path = sys.path[:]

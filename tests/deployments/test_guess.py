@@ -97,10 +97,11 @@ def test_every_stage_of_a_small_game(tmp_path, monkeypatch):
         game = guess.Guess()
         game.reset(numbers[row["group_id"]])
         paid = [game.step(turn["text"])["reward"] for turn in row["turns"]]
+        is_found = float(row["turns"][-1]["text"] == str(game.number))
         reward = scored[row["rollout_id"]]
-        assert reward["turn_rewards"] == pytest.approx(paid)
-        assert reward["reward"] == pytest.approx(math.fsum(paid))
-        assert reward["parts"]["found"] == (row["turns"][-1]["text"] == str(game.number))
+        assert reward["parts"]["found"] == is_found
+        assert reward["turn_rewards"] == pytest.approx([*paid[:-1], paid[-1] + is_found])
+        assert reward["reward"] == pytest.approx(math.fsum(paid) + is_found)
     done = run_here(
         "optimize", recipe.optimize_config(), store, policy=base, rollouts=rollouts, rewards=rewards
     )

@@ -16,6 +16,8 @@ from quiver.stages.common.config import descriptions
 from quiver.stages.common.runtime.runner import Call, perform
 from tests.flows.conftest import write_recipe
 
+DEMO = Path(__file__).parents[2] / "deployments/recipes/demo.toml"
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
@@ -141,6 +143,28 @@ def test_a_container_sees_what_is_mounted_under_the_same_path(folder):
             check_visible({"store": private}, ("/mnt/elsewhere",), "a pool")
 
 
+def test_environments_and_tools_by_their_files(tmp_path):
+    (tmp_path / "game.py").write_text("")
+    turns = {"tools": ["game.py:look", "python", "mcp:game --fast"], "parser": "game.py:parse"}
+    recipe = load(DEMO, [f"generate.turns={_inline(turns)}"])
+    resolved, paths = resolve(recipe, "there", folder=tmp_path, must_exist=False)
+    assert resolved.generate.turns.tools == (
+        f"{tmp_path}/game.py:look",
+        "python",
+        "mcp:game --fast",
+    )
+    assert paths["generate.turns.tools.0"] == paths["generate.turns.parser"] == tmp_path / "game.py"
+    recipe = load(DEMO, ["generate.turns.environment=gymnasium:Some-v0"])
+    assert resolve(recipe, "there", must_exist=False)[0].generate.turns.environment == (
+        "gymnasium:Some-v0"
+    )
+
+
+def _inline(section: dict) -> str:
+    """A section as a table of TOML in one line."""
+    return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in section.items()) + "}"
+
+
 def test_every_field_that_may_name_a_file_is_known():
     """A field of the recipe whose description speaks of a file, a directory or a folder is in the
     table of paths."""
@@ -159,7 +183,8 @@ def test_every_field_that_may_name_a_file_is_known():
                     walk(part, f"{key}.*." if "tuple" in str(field.annotation) else f"{key}.")
             description = descriptions(model).get(name, "")
             if any(word in description for word in words) and str in inner:
-                found.add(f"{key}.*" if "dict" in str(field.annotation) else key)
+                is_one = not any(kind in str(field.annotation) for kind in ("dict", "tuple"))
+                found.add(key if is_one else f"{key}.*")
 
     walk(Recipe, "")
     assert {
